@@ -1,0 +1,47 @@
+# Every target makes .venv from nothing when it is missing, and brings it up to date when it is stale.
+#   make demo   train a small GPT on 2 ranks, capture it into runs/demo, analyse it
+#   make test   what CI runs: ruff, mypy, every test
+#   make lint   ruff and mypy alone
+#   make docs   write docs/commands.md again from the commands' own help
+#   make bench  the benchmarks
+#   make clean  remove what the other targets made
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: demo test lint docs bench clean
+
+# The first interpreter that works, is new enough and can make a virtual environment (a name on the PATH may be an empty shim).
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ranktape-installed
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11+ with venv on the PATH: install one, or say make PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/ranktape demo --output runs/demo --overwrite
+
+test: lint
+	$(BIN)/python -m pytest --run-slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/python docs/commands.py > docs/commands.md.new
+	mv docs/commands.md.new docs/commands.md
+
+bench: $(STAMP)
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:
+	rm -rf $(VENV) runs dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

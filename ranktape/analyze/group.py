@@ -1,0 +1,70 @@
+"""How does a command line find its commands, and what does a user's mistake look like there?
+
+One click group for every door: commands are imported when they are used, so that help answers at once,
+and a `RanktapeError` becomes one line on stderr with the exit code of its class. Other exceptions are our
+own mistakes and keep their traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from ranktape.errors import RanktapeError
+
+
+class Failure(click.ClickException):
+    """A `RanktapeError` on its way to the user."""
+
+    def __init__(self, error: RanktapeError) -> None:
+        """Keep the text and the exit code of `error`."""
+        super().__init__(str(error))
+        self.exit_code = error.exit_code  # type: ignore[misc]  # click reads it from the instance
+
+
+class RanktapeGroup(click.Group):
+    """A group whose commands may be named by where they are, and which turns `RanktapeError` into an exit code."""
+
+    def __init__(self, *args: Any, lazy: Mapping[str, str] | None = None, **options: Any) -> None:
+        """Take the usual arguments of a group, and in `lazy` one "module:attribute" for each name of a command."""
+        super().__init__(*args, **options)
+        self.lazy = dict(lazy or {})
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """The names in the order in which they were given, those at hand first."""
+        return [*self.commands, *self.lazy]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, imported now if need be; None if there is none."""
+        if cmd_name not in self.lazy:
+            return super().get_command(ctx, cmd_name)
+        module, attribute = self.lazy[cmd_name].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the arguments name; an unknown name is answered with the nearest ones."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            names = self.list_commands(ctx)
+            nearest = difflib.get_close_matches(name, names, n=2) or names
+            ctx.fail(f"no command {name!r}: use {' or '.join(nearest)}")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a `RanktapeError` leaves as one line with its exit code.
+
+        Raises:
+            Failure: the command met a `RanktapeError`.
+        """
+        try:
+            return super().invoke(ctx)
+        except RanktapeError as error:
+            raise Failure(error) from error

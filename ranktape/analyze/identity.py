@@ -1,0 +1,83 @@
+"""Which columns of a table say which records a row is about?"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ranktape.analyze.table import Column, Kind
+
+if TYPE_CHECKING:
+    from ranktape.storage import Records
+
+IDENTITY = (
+    "iteration",
+    "rank",
+    "attempt",
+    "microbatch",
+    "call",
+    "layer_type",
+    "layer_idx",
+    "module",
+    "operation",
+    "phase",
+    "component",
+    "quant_type",
+    "tensor_name",
+    "dtype",
+    "compute_dtype",
+    "shape",
+)
+"""The fields that tell one record from another, in the order in which tables show them."""
+
+NUMBER_FIELDS = ("iteration", "rank", "attempt", "microbatch", "call", "layer_idx", "batch_size", "sample_dim")
+"""The fields of an identity that hold whole numbers."""
+
+_DETAILS = ("component", "compute_dtype", "shape")
+"""Fields that text leaves out unless everything is asked for."""
+
+
+def identity_columns() -> tuple[Column, ...]:
+    """The columns of a table with one row for each record."""
+    return tuple(_key_column(field, is_detail=field in _DETAILS) for field in IDENTITY)
+
+
+def identity_rows(records: Records) -> list[tuple[Any, ...]]:
+    """What those columns hold, from the catalogue alone."""
+    return list(zip(*(_values(records, field) for field in IDENTITY), strict=True))
+
+
+def group_columns(by: Sequence[str]) -> tuple[Column, ...]:
+    """The columns of a table with one row for each group, and how many records are in it."""
+    return (*(_key_column(field, is_detail=False) for field in by), Column(name="records", kind=Kind.INTEGER))
+
+
+def group_row(key: dict[str, Any], *, num_records: int) -> tuple[Any, ...]:
+    """What those columns hold, for one group of `Records.group_by`."""
+    return (*(_value(value, field) for field, value in key.items()), num_records)
+
+
+def _key_column(field: str, *, is_detail: bool) -> Column:
+    kind = Kind.INTEGER if field in NUMBER_FIELDS else Kind.LIST if field == "shape" else Kind.TEXT
+    return Column(name=field, kind=kind, is_key=True, is_detail=is_detail)
+
+
+def _values(records: Records, field: str) -> list[Any]:
+    values = records.column(field).tolist()
+    if field != "shape":
+        return [_value(value, field) for value in values] if field in NUMBER_FIELDS else values
+    parsed = {text: json.loads(text) for text in set(values)}
+    return [parsed[text] for text in values]
+
+
+def _value(value: Any, field: str) -> Any:
+    """A value of a column as tables hold it: whole numbers as int, a missing one as None, shapes as lists."""
+    if field == "shape":
+        return json.loads(value)
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        return int(value) if value.is_integer() else value
+    return value

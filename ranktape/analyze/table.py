@@ -1,0 +1,284 @@
+"""How does an answer look: as aligned text, as one JSON document, or as CSV?
+
+One `Table` for every command. Numbers stay numbers until they are printed; a column says what they are.
+"""
+
+from __future__ import annotations
+
+import csv
+import enum
+import io
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ranktape.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.table import Table as RichTable
+
+
+class Kind(enum.StrEnum):
+    """What the values of a column are, and so how text shows them."""
+
+    TEXT = "text"
+    """Words, shown as they are."""
+    INTEGER = "integer"
+    """Whole numbers: counts, indices."""
+    FLOAT = "float"
+    """Real numbers, shown with five significant digits."""
+    RATIO = "ratio"
+    """A part of a whole from 0 to 1, shown in percent."""
+    COSINE = "cosine"
+    """Cosines, shown with seven decimals: what matters is how far below 1 they are."""
+    NBYTES = "nbytes"
+    """Bytes, shown with a unit."""
+    LIST = "list"
+    """Several values, shown with spaces in between."""
+
+
+class Form(enum.StrEnum):
+    """What an answer is written as."""
+
+    TEXT = "text"
+    """Aligned columns for people."""
+    JSON = "json"
+    """One document for programs."""
+    CSV = "csv"
+    """One line for each row, the names of the columns first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of a table."""
+
+    name: str
+    """The key in JSON and CSV."""
+    kind: Kind
+    """What its values are."""
+    unit: str = ""
+    """Unit of the numbers as they are in JSON and CSV; empty for plain numbers."""
+    head: str = ""
+    """What text writes above the column; the name if empty."""
+    is_key: bool = False
+    """Whether it says which thing a row is about: text names such a column once if all rows agree."""
+    is_detail: bool = False
+    """Whether text leaves it out unless everything is asked for; JSON and CSV always hold it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """An answer: columns, rows, and a few words.
+
+    A missing value is None: null in JSON, empty in CSV, "-" in text. JSON has no NaN and no infinity:
+    they are the strings "nan", "inf" and "-inf" there.
+    """
+
+    title: str
+    """What is shown, in one line; empty for none."""
+    columns: tuple[Column, ...]
+    """The columns, in order."""
+    rows: tuple[tuple[Any, ...], ...]
+    """One value for each column."""
+    notes: tuple[str, ...] = ()
+    """What a reader must know, one line each."""
+
+    def column(self, name: str) -> list[Any]:
+        """The values of one column, from the first row to the last.
+
+        Raises:
+            UsageError: the table has no such column.
+        """
+        names = [column.name for column in self.columns]
+        if name not in names:
+            raise UsageError(f"the table has no column {name!r}: it has {', '.join(names)}")
+        index = names.index(name)
+        return [row[index] for row in self.rows]
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows as dictionaries, one key for each column."""
+        names = [column.name for column in self.columns]
+        return [dict(zip(names, row, strict=True)) for row in self.rows]
+
+    def to_json(self) -> dict[str, Any]:
+        """The table as one document for `json.dumps`."""
+        return {
+            "title": self.title,
+            "columns": [
+                {"name": column.name, "kind": column.kind.value, "unit": column.unit} for column in self.columns
+            ],
+            "rows": [{name: _plain(value) for name, value in row.items()} for row in self.records()],
+            "notes": list(self.notes),
+        }
+
+    def to_csv(self) -> str:
+        """The rows as CSV with a head; lists are JSON within their field."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([column.name for column in self.columns])
+        for row in self.rows:
+            writer.writerow([_csv_field(value) for value in row])
+        return text.getvalue()
+
+    def to_text(self, *, wide: bool = False) -> str:
+        """The table as aligned lines, as wide as they need to be: nothing is cut off."""
+        title, columns, rows = _for_people(self, wide=wide)
+        heads = [_head(column) for column, _ in columns]
+        cells = [[_cell(row[index], column.kind) for column, index in columns] for row in rows]
+        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+
+        def line(texts: Sequence[str]) -> str:
+            aligned = (
+                text.ljust(width) if _is_left(column.kind) else text.rjust(width)
+                for text, width, (column, _) in zip(texts, widths, columns, strict=True)
+            )
+            return "  ".join(aligned).rstrip()
+
+        body = [line(heads), *map(line, cells)] if columns else []
+        return "\n".join([*([title] if title else []), *body, *self.notes]) + "\n"
+
+
+def write_table(table: Table, *, form: Form = Form.TEXT, wide: bool = False, output: Path | None = None) -> None:
+    """Write a table to a file, or to stdout: in colour on a terminal, as plain text elsewhere.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if form is Form.TEXT and output is None and sys.stdout.isatty():
+        _print_rich(table, wide=wide)
+        return
+    write_text(_as_text(table, form=form, wide=wide), output=output)
+
+
+def write_text(text: str, *, output: Path | None) -> None:
+    """Write text to a file, or to stdout if there is none.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if output is None:
+        sys.stdout.write(text)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--output {output} cannot be written: {error.strerror}") from error
+
+
+def _as_text(table: Table, *, form: Form, wide: bool) -> str:
+    if form is Form.JSON:
+        return json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n"
+    return table.to_csv() if form is Form.CSV else table.to_text(wide=wide)
+
+
+def _for_people(table: Table, *, wide: bool) -> tuple[str, list[tuple[Column, int]], tuple[tuple[Any, ...], ...]]:
+    """The title, columns with their index, and rows, without what would repeat itself on every line."""
+    chosen = [(column, index) for index, column in enumerate(table.columns) if wide or not column.is_detail]
+    if wide or len(table.rows) < 2:  # noqa: PLR2004 - a single row repeats nothing
+        return table.title, chosen, table.rows
+    same = [
+        (column, index)
+        for column, index in chosen
+        if column.is_key and all(row[index] == table.rows[0][index] for row in table.rows)
+    ]
+    said = "all rows: " + ", ".join(
+        f"{_head(column)} {_cell(table.rows[0][index], column.kind)}" for column, index in same
+    )
+    title = "; ".join(part for part in (table.title, said if same else "") if part)
+    return title, [item for item in chosen if item not in same], table.rows
+
+
+def _print_rich(table: Table, *, wide: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    title, columns, rows = _for_people(table, wide=wide)
+    rich_table: RichTable = RichTable(box=None, pad_edge=False, header_style="bold")
+    for column, _ in columns:
+        rich_table.add_column(Text(_head(column)), justify="left" if _is_left(column.kind) else "right", no_wrap=True)
+    for row in rows:
+        rich_table.add_row(*(Text(_cell(row[index], column.kind)) for column, index in columns))
+    console = Console(file=sys.stdout, highlight=False)
+    needed = console.measure(rich_table, options=console.options.update(max_width=100_000)).maximum
+    if title:
+        console.print(Text(title, style="italic"))
+    # A terminal that is too narrow wraps the lines: better than numbers cut off.
+    console.print(rich_table, width=max(needed, 1), crop=False, no_wrap=True, overflow="ignore", soft_wrap=True)
+    for note in table.notes:
+        console.print(Text(note, style="dim"))
+
+
+def _head(column: Column) -> str:
+    return column.head or column.name
+
+
+def _is_left(kind: Kind) -> bool:
+    return kind in {Kind.TEXT, Kind.LIST}
+
+
+def _cell(value: Any, kind: Kind) -> str:
+    if value is None:
+        return "-"
+    if kind in _CELLS and not isinstance(value, str):
+        return _CELLS[kind](value)
+    return str(value) if value != "" else "-"
+
+
+def _float_cell(value: float) -> str:
+    return f"{value:.5g}"
+
+
+def _ratio_cell(value: float) -> str:
+    """Percent with three digits; only a true zero is "0 %", and only a true whole is "100 %"."""
+    if not math.isfinite(value) or value in {0, 1}:
+        return f"{value * 100:.3g} %"
+    if value > 0.9999:  # noqa: PLR2004 - would be rounded to 100
+        return "<100 %"
+    return f"{value * 100:.3g} %"
+
+
+def _nbytes_cell(value: int) -> str:
+    size = float(value)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:  # noqa: PLR2004 - SI units
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"
+
+
+def _list_cell(value: Sequence[Any]) -> str:
+    return " ".join(map(str, value)) or "-"
+
+
+_CELLS: Mapping[Kind, Callable[[Any], str]] = {
+    Kind.FLOAT: _float_cell,
+    Kind.RATIO: _ratio_cell,
+    Kind.COSINE: "{:.7f}".format,
+    Kind.NBYTES: _nbytes_cell,
+    Kind.LIST: _list_cell,
+}
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON has, numpy scalars included."""
+    if hasattr(value, "item") and not isinstance(value, str):
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _csv_field(value: Any) -> Any:
+    if value is None:
+        return ""
+    return json.dumps(_plain(value)) if isinstance(value, list | tuple | dict) else value

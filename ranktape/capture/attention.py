@@ -1,0 +1,113 @@
+"""How is attention seen that is a function and no module?
+
+`F.scaled_dot_product_attention` is replaced while an iteration is captured, under every name by which a
+loaded module knows it, and put back after it. Outside of captured iterations the original is in place and
+nothing costs anything. A reference that lies in an object (`self.attend = F.scaled_...`) is not found.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+
+from ranktape.capture.recorder import Role, Source
+from ranktape.capture.tracker import Call, in_backward
+from ranktape.storage.record import Operation
+
+if TYPE_CHECKING:
+    from ranktape.capture.recorder import Recorder
+    from ranktape.capture.tracker import Tracker
+
+NAMES = ("query", "key", "value")
+OUTPUT = Role(operation=Operation.FORWARD, phase="post", tensor_name="output")
+GRAD_OUTPUT = Role(operation=Operation.BACKWARD, phase="pre", tensor_name="grad_output")
+INPUTS = {name: Role(operation=Operation.FORWARD, phase="pre", tensor_name=name) for name in NAMES}
+GRADS = {name: Role(operation=Operation.BACKWARD, phase="post", tensor_name=f"grad_{name}") for name in NAMES}
+
+_ORIGINAL = F.scaled_dot_product_attention
+
+_LEFT_ALONE = ("torch._dynamo", "torch._inductor", "torch.overrides", "ranktape.")
+"""Beginnings of modules that hold the function to compare with it, not to call it."""
+
+
+class AttentionHooks:
+    """The replacement of scaled dot-product attention for one iteration."""
+
+    def __init__(self, *, recorder: Recorder, tracker: Tracker, is_wanted: Callable[[str], bool]) -> None:
+        """Put the replacement in place.
+
+        Args:
+            recorder: Takes the tensors.
+            tracker: Knows the module that is running.
+            is_wanted: Says for a module's path whether its attention is recorded.
+        """
+        self._recorder = recorder
+        self._tracker = tracker
+        self._is_wanted = is_wanted
+        self._replacement = self._make_replacement()
+        self._places = list(_places_of(_ORIGINAL))
+        for namespace, name in self._places:
+            namespace[name] = self._replacement
+
+    def remove(self) -> None:
+        """Put the original back."""
+        for namespace, name in self._places:
+            if namespace.get(name) is self._replacement:
+                namespace[name] = _ORIGINAL
+
+    def _make_replacement(self) -> Callable[..., torch.Tensor]:
+        def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return self._attend(args, kwargs)
+
+        return scaled_dot_product_attention
+
+    def _attend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        named = dict(zip(NAMES, args, strict=False)) | {name: kwargs[name] for name in NAMES if name in kwargs}
+        source = self._source()
+        if source is None or set(named) != set(NAMES) or not (self._tracker.is_active or in_backward()):
+            return _ORIGINAL(*args, **kwargs)
+        query = named["query"]
+        call = self._tracker.begin_call(f"attention {source.module}", dtype=query.dtype, device_type=query.device.type)
+        seen = {name: self._take(source, name, tensor, call) for name, tensor in named.items()}
+        new_args = (*(seen[name] for name in NAMES[: len(args)]), *args[len(NAMES) :])
+        new_kwargs = kwargs | {name: seen[name] for name in NAMES if name in kwargs}
+        output = _ORIGINAL(*new_args, **new_kwargs)
+        if not in_backward():
+            self._recorder.record(source, OUTPUT, output, call=call)
+        if output.requires_grad:
+            self._recorder.record_grad(source, GRAD_OUTPUT, output, call=call)
+        return output
+
+    def _take(self, source: Source, name: str, tensor: torch.Tensor, call: Call) -> torch.Tensor:
+        if not in_backward():
+            self._recorder.record(source, INPUTS[name], tensor, call=call)
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        alias = tensor.view_as(tensor)
+        self._recorder.record_grad(source, GRADS[name], alias, call=call)
+        return alias
+
+    def _source(self) -> Source | None:
+        frame = self._tracker.current()
+        path = "" if frame is None else frame.path
+        if not self._is_wanted(path):
+            return None
+        layer_idx = -1 if frame is None else frame.layer_idx
+        return Source(module=path, layer_type="attention", layer_idx=layer_idx, component="FA")
+
+
+def _places_of(function: Callable[..., Any]) -> list[tuple[dict[str, Any], str]]:
+    """Every module-level name of a function, in all modules that are loaded."""
+    return [
+        (namespace, name)
+        for module_name, module in list(sys.modules.items())
+        if not module_name.startswith(_LEFT_ALONE)
+        for namespace in (getattr(module, "__dict__", None),)
+        if isinstance(namespace, dict)
+        for name, value in list(namespace.items())
+        if value is function
+    ]

@@ -1,0 +1,89 @@
+"""What does a capture tell the person at the terminal?
+
+Everything goes to stderr, once for the whole launch: from rank 0, but for a rank's own trouble. No carriage
+return and no colour: the lines of several ranks and of the training run together there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ranktape.capture.recorder import Tally
+
+_MAX_NAMED = 5
+_DRAIN_INTERVAL = 5
+"""Calls of `show_drain` between two lines."""
+
+
+class Console:
+    """Lines on stderr."""
+
+    def __init__(self, *, rank: int) -> None:
+        self._rank = rank
+        self._num_drains = 0
+        self._drain_is_shown = False
+
+    def say(self, text: str) -> None:
+        """One line, from rank 0."""
+        if self._rank == 0:
+            sys.stderr.write(f"ranktape: {text}\n")
+            sys.stderr.flush()
+
+    def warn(self, text: str, *, is_for_all_ranks: bool = False) -> None:
+        """One line of a warning; from every rank where each has its own."""
+        if is_for_all_ranks or self._rank == 0:
+            prefix = f"[rank {self._rank}] " if is_for_all_ranks else ""
+            sys.stderr.write(f"ranktape: warning: {prefix}{' '.join(text.split())}\n")
+            sys.stderr.flush()
+
+    def show_matched(
+        self,
+        matched: Mapping[str, str],
+        *,
+        tally: Tally,
+        iterations: Sequence[int],
+        min_iterations: int,
+        budget_nbytes: int,
+        url: str,
+    ) -> None:
+        """What is captured and what it costs, once the first iteration has shown it."""
+        kinds = Counter(matched.values())
+        modules = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "no"
+        shown = ", ".join(str(iteration) for iteration in iterations[:_MAX_NAMED])
+        more = f", ... {iterations[-1]}" if len(iterations) > _MAX_NAMED else ""
+        self.say(
+            f"capturing {modules} modules into {url}: {tally.num_tensors} tensors, {size_text(tally.nbytes)} per "
+            f"iteration and rank (host budget {size_text(budget_nbytes)}); iterations {shown}{more}; "
+            f"{min_iterations} guaranteed complete"
+        )
+
+    def show_drain(self, pending_nbytes: int, state: str) -> None:
+        """How far the storing of what was staged is; called about each second."""
+        if self._num_drains % _DRAIN_INTERVAL == 0:
+            self._drain_is_shown = True
+            if pending_nbytes:
+                self.say(f"storing what was captured: {size_text(pending_nbytes)} left")
+            elif state == "waiting":
+                self.say("stored; waiting for the other ranks")
+            else:
+                self.say("committing what was captured")
+        self._num_drains += 1
+
+    def end_drain(self) -> None:
+        """Everything is stored, or the wait is over."""
+        if self._drain_is_shown:
+            self.say("done storing")
+
+
+def size_text(nbytes: int) -> str:
+    """A number of bytes for a person, in decimal units: `1.5 MB`."""
+    amount = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:  # noqa: PLR2004  (decimal units)
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} TB"

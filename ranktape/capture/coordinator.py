@@ -1,0 +1,165 @@
+"""Are there enough iterations, whole and from every rank, and what is to be captured if there are not?
+
+Runs in the writer process of rank 0, so that it outlives the trainers. It looks at the store only: when
+every rank has committed an iteration it writes the iteration commit; when the planned iterations are
+decided and too few of them are complete it names further ones; at the end it writes the verdict. It uses
+no collective, and no rank waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ranktape.errors import RanktapeError, StorageError
+from ranktape.storage.layout import Mark
+from ranktape.storage.plan import Plan, write_plan
+from ranktape.storage.progress import Progress, finish_iteration, read_progress, write_verdict
+
+if TYPE_CHECKING:
+    from ranktape.storage.attempt import Attempt
+    from ranktape.storage.backend import Backend
+    from ranktape.storage.status import Verdict
+
+NOTICE_SECONDS = 4.0
+"""How long before it begins a further iteration is named, at the pace of the training: a writer looks for
+new plans about every second."""
+
+_POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What the coordinator works towards."""
+
+    planned: tuple[int, ...]
+    """Iterations that every rank captures without being asked."""
+    every: int
+    """Distance of captured iterations."""
+    target: int
+    """Complete iterations at which capture stops, over all attempts."""
+    finish_timeout_seconds: float
+    """Longest wait for other ranks once this one has ended."""
+
+
+class Coordinator:
+    """Watches one attempt from a thread of its own."""
+
+    def __init__(self, backend: Backend, *, attempt: Attempt, goal: Goal, step: Callable[[], int]) -> None:
+        """Prepare to watch.
+
+        Args:
+            backend: Where the run is.
+            attempt: The attempt to watch.
+            goal: What is wanted.
+            step: Gives the iteration that the training is in.
+        """
+        self._backend = backend
+        self._attempt = attempt
+        self._goal = goal
+        self._step = step
+        self._plan = Plan(iterations=goal.planned, is_done=False)
+        self._notices = 0
+        self._started = (time.monotonic(), step())
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ranktape-coordinator", daemon=True)
+        self._undecided = set(goal.planned)
+        self._committed: set[int] = set()
+        self.complete: set[int] = set()
+        self.problems: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def note_commit(self, iteration: int) -> None:
+        """Say that this rank has had its word on an iteration: others may have had theirs."""
+        self._committed.add(iteration)
+
+    def finish(self) -> Verdict:
+        """Stop watching; wait for the other ranks, at most the goal's timeout; write and return the verdict.
+
+        Raises:
+            StorageError: the verdict cannot be written.
+        """
+        self._stop.set()
+        self._thread.join()
+        deadline = time.monotonic() + self._goal.finish_timeout_seconds
+        size = self._attempt.launch.world_size
+        while True:
+            progress = self._look()
+            if progress is not None:
+                all_closed = len(progress.closed) == size
+                all_complete = progress.opened <= progress.complete and len(self.complete) >= self._goal.target
+                if all_closed or all_complete:
+                    break
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        return write_verdict(self._backend, attempt=self._attempt)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_POLL_SECONDS):
+            if self._committed - self.complete and not self._plan.is_done:
+                progress = self._look()
+                if progress is not None:
+                    self._decide(progress)
+
+    def _look(self) -> Progress | None:
+        try:
+            progress = read_progress(self._backend, self._attempt)
+            for iteration in progress.ready():
+                self._finish_iteration(iteration)
+        except StorageError as error:
+            # The store may come back; the verdict, at the latest, reports that it did not.
+            self.problems["coordinator"] = str(error)
+            return None
+        return progress
+
+    def _finish_iteration(self, iteration: int) -> None:
+        try:
+            finish_iteration(self._backend, attempt=self._attempt, iteration=iteration)
+        except StorageError:
+            raise
+        except RanktapeError as error:
+            self.problems[f"iteration {iteration}"] = str(error)
+
+    def _decide(self, progress: Progress) -> None:
+        self.complete |= progress.complete
+        refused = {
+            iteration
+            for iteration, marks in progress.marks.items()
+            if any(mark is not Mark.COMMITTED for mark in marks.values())
+        }
+        self._undecided -= self.complete | refused
+        num_complete = len(self.complete | set(self._attempt.completed))
+        if num_complete >= self._goal.target:
+            self._announce(Plan(iterations=self._plan.iterations, is_done=True))
+        elif not self._undecided:
+            further = self._further(self._goal.target - num_complete)
+            self._undecided |= set(further)
+            self._announce(Plan(iterations=(*self._plan.iterations, *further), is_done=False))
+
+    def _further(self, count: int) -> tuple[int, ...]:
+        """Iterations that no rank has reached yet, as far as the pace of this rank tells.
+
+        A rank that learns of one too late says so, and the next ones are named with twice the notice.
+        """
+        began, first_step = self._started
+        step = self._step()
+        pace = (step - first_step) / max(time.monotonic() - began, 1e-3)
+        notice = math.ceil(pace * NOTICE_SECONDS * 2**self._notices) + 1
+        self._notices += 1
+        every = self._goal.every
+        origin = max(self._plan.iterations, default=step)
+        start = max(origin, step + notice)
+        begin = origin + max(1, -(-(start - origin) // every)) * every
+        return tuple(begin + every * index for index in range(count))
+
+    def _announce(self, plan: Plan) -> None:
+        write_plan(self._backend, attempt=self._attempt.number, plan=plan)
+        self._plan = plan

@@ -1,0 +1,212 @@
+"""Which settings does a capture have, and how do Python, argparse and click spell them?
+
+One table, `CaptureOptions`; every door is generated from it, so a setting has one name everywhere:
+`host_budget_nbytes` in Python is `--host-budget-nbytes` on a command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ranktape.errors import UsageError
+from ranktape.storage.record import check_term
+
+
+class Policy(enum.StrEnum):
+    """What happens when the next iteration does not fit into the host budget."""
+
+    BLOCK = "block"
+    """The training waits for the writer, at most `block_timeout_seconds`."""
+    SKIP = "skip"
+    """The whole iteration is skipped on every rank, and the run says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How one field of `CaptureOptions` is written on a command line."""
+
+    name: str
+    """The field's name."""
+    flag: str
+    """The long option."""
+    kind: type[int | float | str | bool]
+    """What the text is parsed into; `bool` is a flag without a value."""
+    multiple: bool
+    """May be given several times."""
+    choices: tuple[str, ...]
+    """The allowed values; empty where any is."""
+    default: Any
+    """What holds when the option is not given."""
+    help: str
+    """One sentence for the help page."""
+
+
+def _option(default: Any, *, help: str, kind: type = str, multiple: bool = False, choices: tuple[str, ...] = ()) -> Any:  # noqa: A002
+    metadata = {"help": help, "kind": kind, "multiple": multiple, "choices": choices}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureOptions:
+    """The settings of a capture, checked.
+
+    Raises:
+        UsageError: a value is outside of what its field allows; the message names the option.
+    """
+
+    start: int = _option(0, kind=int, help="First iteration to capture, counted from 0.")
+    every: int = _option(1, kind=int, help="Capture each N-th iteration from the first one on.")
+    min_iterations: int = _option(1, kind=int, help="Iterations guaranteed to be stored complete from all ranks.")
+    max_iterations: int | None = _option(
+        None, kind=int, help="Go on to this many complete iterations; the guaranteed minimum by default."
+    )
+    first_iteration: int = _option(0, kind=int, help="Number of the first training step, after a checkpoint.")
+    quant_type: str | None = _option(
+        None, help="Tag: what the run computes in (bf16, mxfp8, ...); the compute dtype by default."
+    )
+    modules: tuple[str, ...] = _option(
+        (), multiple=True, help="Glob over module paths, such as 'layers.*.attn.*'; all by default."
+    )
+    layer_types: tuple[str, ...] = _option(
+        (), multiple=True, choices=("linear", "attention"), help="Kinds of layers; all by default."
+    )
+    sample_dim: int | None = _option(
+        None, kind=int, help="Dimension of activations that holds samples; found from the batch by default."
+    )
+    policy: str = _option(
+        Policy.BLOCK.value,
+        choices=tuple(policy.value for policy in Policy),
+        help="What to do, once the minimum is there, when an iteration does not fit into the budget.",
+    )
+    host_budget_nbytes: int | None = _option(
+        None, kind=int, help="Host memory for staged tensors, in bytes per rank; from the free memory by default."
+    )
+    block_timeout_seconds: float = _option(
+        120.0, kind=float, help="Longest wait of the training for the writer; then capture disables itself."
+    )
+    finish_timeout_seconds: float = _option(
+        300.0, kind=float, help="Longest wait at the end for what is not stored yet."
+    )
+    manual: bool = _option(default=False, kind=bool, help="Attach no hooks: record only what save_tensor is given.")
+    resume: bool = _option(default=False, kind=bool, help="Continue the run that is at the URL, as a new attempt.")
+    overwrite: bool = _option(default=False, kind=bool, help="Delete the run that is at the URL first.")
+    storage_options: Mapping[str, Any] | None = _option(
+        None, help='JSON object for fsspec, such as \'{"endpoint_url": "http://host:9000"}\'.'
+    )
+
+    def __post_init__(self) -> None:
+        """Check every value against what its field allows."""
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int | float) or not value >= least):
+                raise UsageError(f"--{name.replace('_', '-')} {value} is not allowed: give {least} or more")
+        if self.max_iterations is not None and self.max_iterations < self.min_iterations:
+            raise UsageError(
+                f"--max-iterations {self.max_iterations} is below --min-iterations {self.min_iterations}: raise it"
+            )
+        if self.quant_type is not None:
+            check_term(self.quant_type, field="quant_type")
+        for setting in SETTINGS:
+            if setting.choices:
+                value = getattr(self, setting.name)
+                for item in value if setting.multiple else (value,):
+                    if item not in setting.choices:
+                        allowed = ", ".join(setting.choices)
+                        raise UsageError(f"{setting.flag} {item} is not allowed: give one of {allowed}")
+        if self.resume and self.overwrite:
+            raise UsageError("--resume and --overwrite exclude each other: give one")
+
+    @property
+    def target_iterations(self) -> int:
+        """How many complete iterations end the capture."""
+        return self.min_iterations if self.max_iterations is None else self.max_iterations
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> CaptureOptions:
+        """Options from parsed command line values; None stands for 'not given'.
+
+        Raises:
+            UsageError: a value is not allowed, or `storage_options` is not a JSON object.
+        """
+        given: dict[str, Any] = {
+            setting.name: tuple(values[setting.name]) if setting.multiple else values[setting.name]
+            for setting in SETTINGS
+            if values.get(setting.name) is not None
+        }
+        if isinstance(given.get("storage_options"), str):
+            given["storage_options"] = _parse_storage_options(given["storage_options"])
+        return cls(**given)
+
+
+_LEAST: dict[str, float] = {
+    "start": 0,
+    "every": 1,
+    "min_iterations": 1,
+    "max_iterations": 1,
+    "first_iteration": 0,
+    "sample_dim": 0,
+    "host_budget_nbytes": 1 << 20,
+    "block_timeout_seconds": 0,
+    "finish_timeout_seconds": 0,
+}
+
+
+def _parse_storage_options(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise UsageError(
+            f"--storage-options is not JSON ({error}): give an object such as '{{\"anon\": true}}'"
+        ) from error
+    if not isinstance(options, dict):
+        raise UsageError(
+            f"--storage-options is a {type(options).__name__}: give a JSON object such as '{{\"anon\": true}}'"
+        )
+    return options
+
+
+def _settings() -> tuple[Setting, ...]:
+    return tuple(
+        Setting(
+            name=item.name,
+            flag="--" + item.name.replace("_", "-").removesuffix("s" if item.metadata["multiple"] else ""),
+            kind=item.metadata["kind"],
+            multiple=item.metadata["multiple"],
+            choices=item.metadata["choices"],
+            default=item.default,
+            help=item.metadata["help"],
+        )
+        for item in dataclasses.fields(CaptureOptions)
+    )
+
+
+SETTINGS = _settings()
+"""Every setting, in the order of `CaptureOptions`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--capture URL` and the options of a capture to a script's own parser.
+
+    An option that was not given stays None in the namespace, so that defaults live in one place.
+    """
+    group = parser.add_argument_group("capture (ranktape)")
+    group.add_argument("--capture", metavar="URL", default=None, help="Record tensors into the run at this URL.")
+    for setting in SETTINGS:
+        if setting.kind is bool:
+            group.add_argument(setting.flag, dest=setting.name, action="store_true", default=None, help=setting.help)
+            continue
+        group.add_argument(
+            setting.flag,
+            dest=setting.name,
+            type=setting.kind,
+            action="append" if setting.multiple else "store",
+            choices=setting.choices or None,
+            default=None,
+            help=setting.help,
+        )

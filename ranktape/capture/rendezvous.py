@@ -1,0 +1,157 @@
+"""Which rank is this, and how do the ranks of one launch know that they belong together?
+
+Rank, world size and restart count come from torch.distributed where it is initialised, else from torchrun's
+environment. The launch's identity is agreed through the key-value store that torch.distributed has anyway;
+torchrun's store outlives a restart of the workers, so a restarted launch finds its own run. Nothing here
+is a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from ranktape.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PREFIX = "ranktape"
+_TIMEOUT = timedelta(seconds=60)
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this process stands among the ranks."""
+
+    rank: int
+    """Global rank."""
+    world_size: int
+    """Number of ranks."""
+    num_local_ranks: int
+    """Ranks on this host."""
+    restart: int
+    """Restart count of the worker group."""
+    max_restarts: int
+    """How often the worker group may be restarted."""
+
+    @property
+    def is_last_attempt(self) -> bool:
+        """Whether a failure now ends the launch."""
+        return self.restart >= self.max_restarts
+
+
+def find_place() -> Place:
+    """Where this process stands; alone, where nothing says otherwise."""
+    environment = {name: int(os.environ.get(name) or default) for name, default in _ENVIRONMENT.items()}
+    if dist.is_available() and dist.is_initialized():
+        environment |= {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    return Place(
+        rank=environment["RANK"],
+        world_size=environment["WORLD_SIZE"],
+        num_local_ranks=environment["LOCAL_WORLD_SIZE"],
+        restart=environment["TORCHELASTIC_RESTART_COUNT"],
+        max_restarts=environment["TORCHELASTIC_MAX_RESTARTS"],
+    )
+
+
+class Rendezvous:
+    """The ranks of one start of the worker group, meeting in a key-value store."""
+
+    def __init__(self, place: Place) -> None:
+        """Meet.
+
+        Raises:
+            CaptureError: there are other ranks, and no store to meet them in.
+        """
+        self._place = place
+        self._store = _find_store(place) if place.world_size > 1 else None
+        self.launch_id = self._agree()
+        self._failure_key = f"{_PREFIX}/{self.launch_id}/{place.restart}/failure"
+
+    def report_failure(self, text: str) -> None:
+        """Tell the other ranks that this one cannot start."""
+        if self._store is not None:
+            self._store.set(self._failure_key, text)
+
+    def failure(self) -> str | None:
+        """Why another rank cannot start; None where none said so."""
+        if self._store is None or not self._store.check([self._failure_key]):
+            return None
+        return str(self._store.get(self._failure_key).decode())
+
+    def wait(self, poll: Callable[[], bool], *, seconds: float) -> bool:
+        """Call `poll` until it says True, or another rank fails, or the time is over; whether it said True.
+
+        Raises:
+            CaptureError: another rank reported that it cannot start.
+        """
+        deadline = time.monotonic() + seconds
+        while not poll():
+            if (failure := self.failure()) is not None:
+                raise CaptureError(failure)
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _agree(self) -> str:
+        if self._store is None:
+            return _own_launch_id(self._place)
+        key = f"{_PREFIX}/launch_id"
+        if self._place.rank == 0:
+            # The first start of a launch sets it; its restarts find it.
+            return str(self._store.compare_set(key, "", _own_launch_id(self._place)).decode())
+        self._store.wait([key], _TIMEOUT)
+        return str(self._store.get(key).decode())
+
+
+_ENVIRONMENT = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+}
+
+
+def _own_launch_id(place: Place) -> str:
+    """Under torchrun the same for every restart, even where the store is not: its agent is our parent."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return f"{socket.gethostname()}-{uuid.uuid4().hex}"
+    agent = os.getppid()
+    return f"{socket.gethostname()}-{agent}-{_start_of(agent)}-{place.world_size}"
+
+
+def _start_of(pid: int) -> str:
+    """When a process began, so that a number used again is not taken for it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # no /proc on this system: the number alone must do
+        return "0"
+    return fields[19]
+
+
+def _find_store(place: Place) -> Store:
+    if dist.is_available() and dist.is_initialized():
+        # A connection of its own: one client's wait blocks every other call on it.
+        default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  (torch has no public way to it)
+        own: Store = default.clone()  # type: ignore[attr-defined]  # its stub has no clone
+        return own
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
+    raise CaptureError(
+        f"this is one of {place.world_size} ranks, and there is no way to reach the others yet: start by torchrun, "
+        f"or call torch.distributed.init_process_group before the capture begins"
+    )

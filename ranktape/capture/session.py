@@ -1,0 +1,465 @@
+"""How does a training get recorded from its first step to its last?
+
+`Capture` follows the training's iterations, puts hooks on before an iteration that is wanted and takes them
+off after it, and sees to it at the end that what was staged is stored. The training is never changed, and
+never ended by a capture that fails inside.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ranktape.capture.budget import default_host_budget_nbytes
+from ranktape.capture.console import Console
+from ranktape.capture.environment import describe_environment
+from ranktape.capture.model import ModelHooks
+from ranktape.capture.options import CaptureOptions, Policy
+from ranktape.capture.process import WriterProcess
+from ranktape.capture.recorder import Recorder, Role, Source, Tags
+from ranktape.capture.rendezvous import Place, Rendezvous, find_place
+from ranktape.capture.ring import SlotKind
+from ranktape.capture.seed_environment import read_seed_environment
+from ranktape.capture.tracker import Tracker
+from ranktape.capture.writer_config import WriterConfig
+from ranktape.errors import CaptureError, RanktapeError, UsageError
+from ranktape.storage.backend import open_backend
+from ranktape.storage.layout import rank_iteration_path
+from ranktape.storage.names import Site, site_path
+from ranktape.storage.status import Verdict
+
+if TYPE_CHECKING:
+    import argparse
+
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+START_TIMEOUT_SECONDS = 120.0
+"""Longest wait for the writer to be ready: it loads and compiles its kernels."""
+
+ABORT_TIMEOUT_SECONDS = 15.0
+"""Longest wait at the end of a training that failed: torchrun kills what lingers for 30 s."""
+
+
+class Capture:
+    """Records a training into the run at a URL.
+
+    Use it as a context manager around the training loop. The first optimizer that steps advances the
+    iteration; where there is no optimizer, `step` does.
+    """
+
+    current: ClassVar[Capture | None] = None
+    """The capture that is running in this process; `save_tensor` records into it."""
+
+    def __init__(self, url: str | os.PathLike[str], *, model: nn.Module | None = None, **options: Any) -> None:
+        """Prepare; the context manager starts it.
+
+        Args:
+            url: A directory, or any URL that fsspec knows.
+            model: What to capture; by default every model that the training enters.
+            options: The fields of `CaptureOptions`.
+
+        Raises:
+            UsageError: an option is unknown or its value not allowed.
+        """
+        known = CaptureOptions.__dataclass_fields__
+        if unknown := sorted(set(options) - set(known)):
+            raise UsageError(f"{unknown[0]!r} is no option of a capture: use {', '.join(known)}")
+        self.options = CaptureOptions(**options)
+        self._url = os.fspath(url)
+        self._model = model
+        self._owner = os.getpid()
+        self._tracker = Tracker()
+        self._iteration = self.options.first_iteration
+        self._wanted: set[int] = set()
+        self._is_done = False
+        self._is_surveyed = False
+        self._num_recorded = 0
+        self._news = 0
+        self._disabled: str | None = None
+        self._leader: weakref.ref[Optimizer] | None = None
+        self._followers: set[int] = set()
+        self._optimizer_hook: Any = None
+        self._verdict: Verdict | None = None
+
+    @classmethod
+    def from_arguments(cls, args: argparse.Namespace, *, model: nn.Module | None = None) -> Capture | NoCapture:
+        """The capture that `add_arguments`' options ask for; one that does nothing without `--capture`.
+
+        Without `--capture` the older tools' variables are honoured: `TENSOR_SAVE_ENABLED`, `TENSOR_SAVE_DIR`,
+        `TENSOR_SAVER_ITERATION`.
+
+        Raises:
+            UsageError: an option's value is not allowed.
+        """
+        values = vars(args)
+        seeds = read_seed_environment()
+        url = args.capture
+        if url is None and seeds.enabled:
+            url = seeds.save_dir
+            first = seeds.iteration if values.get("first_iteration") is None else values["first_iteration"]
+            start = first if values.get("start") is None else values["start"]
+            values = {**values, "first_iteration": first, "start": start}
+        if url is None:
+            return NoCapture()
+        options = CaptureOptions.from_mapping(values)
+        return cls(url, model=model, **{name: getattr(options, name) for name in CaptureOptions.__dataclass_fields__})
+
+    @property
+    def rank(self) -> int:
+        """The global rank of this process."""
+        return self._place.rank
+
+    @property
+    def iteration(self) -> int:
+        """The training step that is running."""
+        return self._iteration
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether tensors of the running iteration are being stored."""
+        return self._recorder.tally is not None and self._recorder.tally.is_staged
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether tensors of the running iteration are being stored or counted."""
+        return self._recorder.tally is not None
+
+    def __enter__(self) -> Self:
+        """Start the writer, agree with the other ranks, and be ready for the first iteration.
+
+        Raises:
+            RunExistsError: there is a run at the URL; its text says the ways out.
+            StorageError: the store cannot be reached or written.
+            CaptureError: the writer cannot start, another rank cannot, or another capture is running.
+        """
+        if Capture.current is not None:
+            raise CaptureError("a capture is running in this process already: end it first, or record into it")
+        open_backend(self._url, storage_options=self.options.storage_options)
+        self._place = find_place()
+        self._console = Console(rank=self._place.rank)
+        budget = self.options.host_budget_nbytes or default_host_budget_nbytes(
+            num_local_ranks=self._place.num_local_ranks
+        )
+        self._process = WriterProcess(host_budget_nbytes=budget)
+        self._recorder = Recorder(
+            ring=self._process.ring, tracker=self._tracker, options=self.options, on_failure=self._disable
+        )
+        self._hooks = ModelHooks(
+            options=self.options,
+            recorder=self._recorder,
+            tracker=self._tracker,
+            is_given=self._model is not None,
+        )
+        if self._model is not None:
+            self._hooks.add_root(self._model)
+        words = self._start_writer()
+        self._attempt = int(words["attempt"])
+        self._learn(words)
+        self._optimizer_hook = register_optimizer_step_post_hook(self._on_optimizer_step)
+        Capture.current = self
+        self._begin_iteration()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End the capture; wait, within bounds, until everything is stored."""
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self.close()
+        else:
+            self.close(reason=f"the training failed ({type(error).__name__})")
+
+    def step(self, iteration: int | None = None) -> None:
+        """Advance the iteration by one, or to the number given; for trainings without an optimizer.
+
+        Raises:
+            UsageError: an optimizer advances the iteration already, or the number is not above the running one.
+        """
+        if self._leader is not None:
+            raise UsageError("the optimizer's step advances the iteration already: remove the call of capture.step()")
+        following = self._iteration + 1 if iteration is None else iteration
+        if following <= self._iteration:
+            raise UsageError(f"iteration {following} is not after the running one, {self._iteration}: give a later one")
+        self._advance(following)
+
+    def close(self, *, reason: str | None = None) -> Verdict:
+        """End the capture, wait until everything that was staged is stored, and return the verdict.
+
+        The wait is bounded by `finish_timeout_seconds`; when the training failed (`reason` says why), by
+        some seconds. Called again it returns the same verdict.
+        """
+        if self._verdict is not None:
+            return self._verdict
+        if os.getpid() != self._owner or Capture.current is not self:
+            raise CaptureError("this capture is not running in this process: close it where it was started")
+        is_interrupted = self.is_recording and self._tracker.num_passes > 0
+        self._detach()
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
+        Capture.current = None
+        timeout_seconds = self.options.finish_timeout_seconds
+        if reason is not None:
+            timeout_seconds = min(timeout_seconds, ABORT_TIMEOUT_SECONDS)
+        words = self._process.finish(
+            reason=self._disabled or reason or self._describe_end(is_interrupted=is_interrupted),
+            timeout_seconds=timeout_seconds,
+            on_progress=self._console.show_drain,
+        )
+        self._console.end_drain()
+        self._verdict = self._judge(words)
+        self._process.close()
+        return self._verdict
+
+    def record(
+        self,
+        tensor: torch.Tensor,
+        *,
+        source: Source,
+        role: Role,
+        quant_type: str | None = None,
+        sample_idx: int | None = None,
+        metadata: str = "null",
+    ) -> str | None:
+        """Record a tensor by hand into the running iteration; its path, or None where none is being recorded."""
+        if os.getpid() != self._owner or not self.is_watching:
+            return None
+        call = self._tracker.free_call(
+            index=self._recorder.next_index(source, role), dtype=tensor.dtype, device_type=tensor.device.type
+        )
+        sample_ids: list[int | str] | None = None if sample_idx is None else [sample_idx]
+        tags = Tags(quant_type=quant_type, sample_ids=sample_ids, metadata=metadata)
+        self._recorder.record(source, role, tensor, call=call, tags=tags)
+        if not self.is_recording:
+            return None
+        site = Site(
+            module=source.module,
+            layer_type=source.layer_type,
+            layer_idx=source.layer_idx,
+            operation=role.operation,
+            phase=role.phase,
+            component=source.component,
+            quant_type=tags.quant_type or self.options.quant_type or call.quant_type,
+            tensor_name=role.tensor_name,
+            microbatch=call.microbatch,
+            call=call.index,
+        )
+        return f"{self._url}/{rank_iteration_path(self._attempt, self.rank, self._iteration)}/{site_path(site)}"
+
+    def set_sample_ids(self, sample_ids: list[int | str] | None) -> None:
+        """Name the samples of the coming microbatch, in the order of the batch; None ends it."""
+        self._recorder.sample_ids = sample_ids
+
+    def _start_writer(self) -> dict[str, Any]:
+        rendezvous = Rendezvous(self._place)
+        words: dict[str, Any] = {}
+
+        def is_ready() -> bool:
+            words.update(self._process.poll_ready() or {})
+            return bool(words)
+
+        try:
+            self._process.start(self._writer_config(rendezvous.launch_id, self._place))
+            if not rendezvous.wait(is_ready, seconds=START_TIMEOUT_SECONDS):
+                raise CaptureError(f"the writer was not ready within {START_TIMEOUT_SECONDS:g} s: try again")
+        except RanktapeError as error:
+            if self._place.rank == 0:
+                rendezvous.report_failure(str(error))
+            self._process.finish(reason=str(error), timeout_seconds=0, on_progress=lambda *_: None)
+            self._process.close()
+            raise
+        return words
+
+    def _writer_config(self, launch_id: str, place: Place) -> WriterConfig:
+        options = self.options
+        public = {
+            name: getattr(options, name) for name in CaptureOptions.__dataclass_fields__ if name != "storage_options"
+        }
+        return WriterConfig(
+            url=self._url,
+            storage_options=dict(options.storage_options or {}),
+            rank=place.rank,
+            trainer_pid=self._owner,
+            launch={"launch_id": launch_id, "restart": place.restart, "world_size": place.world_size},
+            options=public,
+            environment=describe_environment(),
+            resume=options.resume,
+            overwrite=options.overwrite,
+            start=options.start,
+            every=options.every,
+            target=options.target_iterations,
+            join_timeout_seconds=START_TIMEOUT_SECONDS / 2,
+            finish_timeout_seconds=options.finish_timeout_seconds,
+        )
+
+    def _on_optimizer_step(self, optimizer: Optimizer, _args: Any, _kwargs: Mapping[str, Any]) -> None:
+        if os.getpid() != self._owner:
+            return
+        # Two optimizers, or one that wraps another, step once each in an iteration: the first one leads. Another
+        # that steps twice while the leader does not has taken its place.
+        leader = self._leader() if self._leader is not None else None
+        if leader is not None and leader is not optimizer and id(optimizer) not in self._followers:
+            self._followers.add(id(optimizer))
+            return
+        self._leader = weakref.ref(optimizer)
+        self._followers.clear()
+        self._advance(self._iteration + 1)
+
+    def _advance(self, iteration: int) -> None:
+        if self.is_watching:
+            self._end_iteration()
+        self._iteration = iteration
+        ring = self._process.ring
+        ring.set_step(self._iteration)
+        if ring.news != self._news:
+            self._news = ring.news
+            self._learn(ring.hear() or {})
+        self._begin_iteration()
+
+    def _learn(self, words: dict[str, Any]) -> None:
+        """Take over the iterations that the writer names; those that are past already are refused."""
+        named = set(words.get("iterations", self._wanted))
+        late = sorted(iteration for iteration in named - self._wanted if iteration < self._iteration)
+        is_first = not self._wanted
+        self._wanted = named
+        self._is_done = bool(words.get("is_done", self._is_done))
+        if is_first or self._disabled is not None:
+            return
+        for iteration in late:
+            reason = f"the rank learned of it only in iteration {self._iteration}"
+            self._tell(SlotKind.SKIP, {"iteration": iteration, "reason": reason})
+
+    def _begin_iteration(self) -> None:
+        if self._disabled is not None:
+            return
+        is_wanted = not self._is_done and self._iteration in self._wanted
+        if is_wanted and (reason := self._lacks_room()) is not None:
+            self._tell(SlotKind.SKIP, {"iteration": self._iteration, "reason": reason})
+            is_wanted = False
+        if is_wanted:
+            self._tell(SlotKind.BEGIN, {"iteration": self._iteration})
+        if is_wanted or not self._is_surveyed:
+            self._recorder.begin(self._iteration, is_staged=is_wanted)
+            self._tracker.reset()
+            if not self.options.manual:
+                self._hooks.attach()
+
+    def _end_iteration(self) -> None:
+        tally = self._recorder.tally
+        assert tally is not None, "only called while an iteration is watched"
+        summary = self._recorder.end()
+        self._hooks.detach()
+        if self._disabled is not None:
+            return
+        if tally.is_staged:
+            self._num_recorded += 1
+            self._tell(SlotKind.END, {"iteration": tally.iteration, **summary})
+        if not self._is_surveyed:
+            self._is_surveyed = True
+            self._predicted_nbytes = tally.nbytes
+            if tally.num_tensors == 0:
+                raise CaptureError(
+                    "nothing was recorded: save_tensor was not called in the first iteration"
+                    if self.options.manual
+                    else self._hooks.explain_silence()
+                )
+            self._console.show_matched(
+                self._hooks.matched,
+                tally=tally,
+                iterations=sorted(self._wanted),
+                min_iterations=self.options.min_iterations,
+                budget_nbytes=self._process.ring.file.capacity,
+                url=self._url,
+            )
+
+    def _lacks_room(self) -> str | None:
+        """Why the next iteration is skipped; None where it is taken."""
+        if self.options.policy != Policy.SKIP or self._num_recorded < self.options.min_iterations:
+            return None
+        free = self._process.ring.free_nbytes
+        if not self._is_surveyed or free >= self._predicted_nbytes:
+            return None
+        return (
+            f"it takes {self._predicted_nbytes} bytes, {free} of the host budget are free: "
+            f"raise --host-budget-nbytes or --every"
+        )
+
+    def _tell(self, kind: SlotKind, header: dict[str, Any]) -> None:
+        try:
+            self._process.put(kind, header, timeout_seconds=self.options.block_timeout_seconds)
+        except CaptureError as error:
+            self._disable(str(error))
+
+    def _disable(self, reason: str) -> None:
+        """Record nothing more; the training goes on, and the run says why."""
+        if self._disabled is not None:
+            return
+        if not self._process.is_alive():
+            reason = f"{reason} ({self._process.last_line()})"
+        self._disabled = f"capture disabled itself in iteration {self._iteration}: {reason}"
+        self._recorder.tally = None
+        self._console.warn(self._disabled, is_for_all_ranks=True)
+
+    def _detach(self) -> None:
+        self._recorder.tally = None
+        self._hooks.detach()
+
+    def _describe_end(self, *, is_interrupted: bool) -> str:
+        left = sorted(iteration for iteration in self._wanted if iteration >= self._iteration)
+        if self._is_done or not left:
+            return "the training ended"
+        named = ", ".join(str(iteration) for iteration in left[:3]) + (", ..." if len(left) > 3 else "")  # noqa: PLR2004
+        if is_interrupted:
+            return f"the training ended in iteration {self._iteration}, before its optimizer stepped"
+        first = "the first captured iteration" if self._num_recorded == 0 else "the captured iteration"
+        return (
+            f"the training ended after {self._iteration - self.options.first_iteration} iterations, before {first} "
+            f"{left[0]} (still wanted: {named}): lower --start or --every, or train longer"
+        )
+
+    def _judge(self, words: dict[str, Any]) -> Verdict:
+        """The writer's verdict on rank 0; elsewhere, and where there is none, what this rank knows."""
+        if "verdict" in words:
+            return Verdict(**words["verdict"])
+        problem = words.get("error") or words.get("problem")
+        if words.get("state") == "late":
+            problem = f"not everything was stored within {self.options.finish_timeout_seconds:g} s; the writer goes on"
+        elif words.get("state") not in {"closed", "failed"}:
+            problem = f"the writer process ended: {self._process.last_line()}"
+        if problem is not None:
+            self._console.warn(str(problem), is_for_all_ranks=True)
+        return Verdict(
+            met=self._place.rank != 0 and problem is None,
+            required=self.options.min_iterations,
+            complete=[],
+            missing=[] if problem is None else [f"rank {self._place.rank}: {problem}"],
+            final=False,
+        )
+
+
+class NoCapture:
+    """Stands for a capture where none was asked for: nothing is attached, nothing is recorded."""
+
+    is_recording = False
+    """Always: nothing is stored."""
+
+    def __enter__(self) -> Self:
+        """Nothing."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Nothing."""
+
+    def step(self) -> None:
+        """Nothing."""
+
+    def set_sample_ids(self, sample_ids: list[int | str] | None) -> None:
+        """Nothing."""

@@ -1,0 +1,40 @@
+"""What does the trainer tell its writer process at the start?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterConfig:
+    """What the trainer tells its writer at the start."""
+
+    url: str
+    """Where the run is."""
+    storage_options: dict[str, Any]
+    """For fsspec; may hold secrets, so this document passes through a pipe."""
+    rank: int
+    """Global rank."""
+    trainer_pid: int
+    """The process whose end is the end of the capture."""
+    launch: dict[str, Any]
+    """Fields of `Launch`."""
+    options: dict[str, Any]
+    """Of the capture, without secrets, for the run's document."""
+    environment: dict[str, Any]
+    """Of the trainer: host, versions, revision."""
+    resume: bool
+    """Continue the run that is there."""
+    overwrite: bool
+    """Delete the run that is there."""
+    start: int
+    """First iteration to capture."""
+    every: int
+    """Distance of captured iterations."""
+    target: int
+    """Complete iterations at which capture stops."""
+    join_timeout_seconds: float
+    """Longest wait for rank 0's run to appear."""
+    finish_timeout_seconds: float
+    """Longest wait for other ranks at the end."""

@@ -1,0 +1,1 @@
+"""Open the doors: start a training with capture under torchrun, the `ranktape` command, the demo."""

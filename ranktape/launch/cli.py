@@ -1,0 +1,36 @@
+"""Which commands does `ranktape` have, and where are they?
+
+Nothing of them is imported before it is asked for: help answers at once.
+"""
+
+from __future__ import annotations
+
+import click
+
+from ranktape import __version__
+from ranktape.analyze.group import RanktapeGroup
+
+COMMANDS = {
+    "demo": "ranktape.launch.demo:command",
+    "status": "ranktape.launch.status:command",
+    "analyze": "ranktape.analyze.cli:cli",
+}
+"""Where each command is."""
+
+
+@click.group(cls=RanktapeGroup, lazy=COMMANDS, context_settings={"max_content_width": 100})
+@click.version_option(__version__, prog_name="ranktape", message="%(prog)s %(version)s")
+def cli() -> None:
+    """A flight recorder for the numbers inside distributed PyTorch training.
+
+    To record a training: torchrun [its options] -m ranktape.launch --capture URL train.py [its arguments]
+    """
+
+
+def main() -> None:
+    """Run the `ranktape` command and end the process with its exit code."""
+    cli(prog_name="ranktape")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What does the whole way look like: train with capture on every rank, store, commit, analyse?
+
+The training is a process group under torchrun, started as a user would start it; the answers are given by
+the commands that a user would type, which are printed first.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from ranktape.capture.options import CaptureOptions
+from ranktape.errors import CaptureError, RunExistsError, RunNotFoundError, UsageError
+from ranktape.launch.demo_text import read_text
+from ranktape.launch.options import capture_arguments, capture_options
+
+NUM_ITERATIONS = 3
+"""Iterations that are captured."""
+
+
+@click.command(name="demo")
+@click.option("--output", metavar="URL", default="runs/demo", show_default=True, help="The run to record into.")
+@click.option(
+    "--nproc-per-node",
+    "num_ranks",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Ranks, on this machine.",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Training steps.")
+@click.option("--text", metavar="FILE", help="Corpus to train on; Python's own documentation by default.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp32"]),
+    default="bf16",
+    show_default=True,
+    help="What the layers compute in: bf16 by autocast, or fp32.",
+)
+@click.option(
+    "--micro-batches",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Forward and backward passes in each step.",
+)
+@capture_options(without=("first_iteration", "manual"), defaults={"min_iterations": NUM_ITERATIONS})
+def command(
+    output: str, *, num_ranks: int, steps: int, text: str | None, dtype: str, micro_batches: int, **values: Any
+) -> None:
+    """Train a small GPT on this machine with capture, then analyse what was captured.
+
+    Needs no GPU, no server and no download. By default the captured iterations are spread over the whole
+    training.
+    """
+    read_text(text)
+    settings = plan_capture(values, steps=steps, quant_type=dtype)
+    _refuse_existing(output, settings=settings)
+    script = ["--steps", str(steps), "--dtype", dtype, "--micro-batches", str(micro_batches)]
+    if text is not None:
+        script += ["--text", text]
+    train(["--capture", output, *capture_arguments(settings)], script=script, num_ranks=num_ranks)
+    show(output, storage_options=settings.get("storage_options"))
+
+
+def plan_capture(values: Mapping[str, Any], *, steps: int, quant_type: str) -> dict[str, Any]:
+    """The settings of the capture: as given, else such that they fit the length of the training.
+
+    Raises:
+        UsageError: the training ends before the guaranteed iterations are captured.
+    """
+    target = CaptureOptions.from_mapping(values).target_iterations
+    # Evenly over the training, and neither its first step nor its last.
+    share = steps // (target + 2)
+    defaults = {"start": share, "every": max(1, share), "quant_type": quant_type}
+    settings = {**values, **{name: default for name, default in defaults.items() if values.get(name) is None}}
+    options = CaptureOptions.from_mapping(settings)
+    last = options.start + (options.min_iterations - 1) * options.every
+    if last >= steps:
+        raise UsageError(
+            f"--steps {steps} ends before iteration {last}, the last of the {options.min_iterations} to capture:"
+            f" give {last + 1} steps or more, or a smaller --start, --every or --min-iterations"
+        )
+    return settings
+
+
+def train(capture: Sequence[str], *, script: Sequence[str], num_ranks: int) -> None:
+    """Run the demo's training under torchrun, its output on ours.
+
+    Raises:
+        CaptureError: it failed; it has said why.
+    """
+    words = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "ranktape.launch", *capture]
+    words += ["-m", "ranktape.launch.demo_train", *script]
+    _say(["torchrun", *words])
+    started = time.monotonic()
+    # One thread for each rank: the ranks share the machine with one another and with their writers.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], env=environment, check=False)
+    if ended.returncode != 0:
+        raise CaptureError(f"the training ended with exit code {ended.returncode}: its output above says why")
+    click.echo(f"trained and stored in {time.monotonic() - started:.1f} s")
+
+
+def show(url: str, *, storage_options: str | None) -> None:
+    """Answer, by the commands that a user would type, what is stored and what it can bear."""
+    from ranktape.launch.cli import cli
+
+    access = ["--storage-options", storage_options] if storage_options else []
+    for words in ANSWERS:
+        arguments = [url if word == "RUN" else word for word in words]
+        _say(["ranktape", *arguments])
+        cli.main([*arguments, *access], prog_name="ranktape", standalone_mode=False)
+
+
+ANSWERS = (
+    ("status", "RUN"),
+    ("analyze", "overflow", "RUN", "--by", "layer_type,operation,tensor_name", "--format", "fp8_e4m3"),
+    ("analyze", "sweep", "RUN", "--format", "fp8_e4m3", "--by", "layer_type,operation,tensor_name"),
+    ("analyze", "plot", "RUN"),
+)
+"""The commands that the demo ends with."""
+
+
+def _refuse_existing(url: str, *, settings: Mapping[str, Any]) -> None:
+    """The launcher refuses too, but under torchrun that takes seconds and a page of output."""
+    from ranktape.storage import open_run
+
+    options = CaptureOptions.from_mapping(settings)
+    if options.overwrite or options.resume:
+        return
+    try:
+        open_run(url, storage_options=options.storage_options)
+    except RunNotFoundError:
+        return
+    raise RunExistsError(f"there is a run at {url} already: add --overwrite to delete it, or choose another --output")
+
+
+def _say(words: Sequence[str]) -> None:
+    click.echo(f"\n$ {shlex.join(words)}")

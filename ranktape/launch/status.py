@@ -1,0 +1,122 @@
+"""What of a run is stored, what is missing and why, and is the guaranteed minimum there?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ranktape.analyze.table import Column, Kind, Table, write_table
+from ranktape.capture.options import CaptureOptions
+from ranktape.errors import CheckFoundError
+
+if TYPE_CHECKING:
+    from ranktape.storage import IterationStatus, Run, Verdict
+
+COLUMNS = (
+    Column(name="iteration", kind=Kind.INTEGER),
+    Column(name="attempt", kind=Kind.INTEGER, is_key=True),
+    Column(name="state", kind=Kind.TEXT),
+    Column(name="committed", kind=Kind.INTEGER, unit="ranks"),
+    Column(name="expected", kind=Kind.INTEGER, unit="ranks"),
+    Column(name="records", kind=Kind.INTEGER),
+    Column(name="size", kind=Kind.NBYTES, unit="bytes"),
+    Column(name="missing", kind=Kind.TEXT),
+)
+"""One row is one iteration of one attempt."""
+
+MAX_NAMED = 4
+"""Ranks, and tensors, that text names before it counts the rest; JSON names all."""
+
+
+@click.command(name="status")
+@click.argument("run", metavar="RUN")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
+@click.option("--require-minimum", is_flag=True, help="Exit with 3 unless the guaranteed minimum is stored complete.")
+@click.option("--storage-options", metavar="JSON", help="JSON object for fsspec.")
+def command(run: str, *, as_json: bool, require_minimum: bool, storage_options: str | None) -> None:
+    """Show how far each iteration of RUN is, and what is missing.
+
+    RUN is a URL or a path. An iteration is complete (every rank has it), partial (a rank is missing and will
+    not come), skipped (a rank could not take it) or open.
+    """
+    from ranktape.storage import open_run
+
+    options = CaptureOptions.from_mapping({"storage_options": storage_options})
+    opened = open_run(run, storage_options=options.storage_options)
+    verdict = write_status(opened, url=run, as_json=as_json)
+    if require_minimum and (verdict is None or not verdict.met):
+        raise CheckFoundError(verdict_line(verdict))
+
+
+def write_status(run: Run, *, url: str, as_json: bool = False) -> Verdict | None:
+    """Write the status of a run to stdout; returns the verdict on its minimum, None where it has promised none."""
+    statuses = run.status()
+    verdict = run.verdict()
+    if as_json:
+        document = status_document(statuses, verdict=verdict, url=url)
+        sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    else:
+        write_table(status_table(statuses, verdict=verdict, url=url))
+    return verdict
+
+
+def status_table(statuses: Sequence[IterationStatus], *, verdict: Verdict | None, url: str) -> Table:
+    """One row for each iteration of each attempt, the verdict below."""
+    rows = tuple(
+        (
+            status.iteration,
+            status.attempt,
+            status.state.value,
+            len(status.committed_ranks),
+            len(status.expected_ranks),
+            status.num_records,
+            status.nbytes,
+            missing_text(status),
+        )
+        for status in statuses
+    )
+    notes = (*silent_notes(statuses), verdict_line(verdict))
+    return Table(title=url, columns=COLUMNS, rows=rows, notes=notes)
+
+
+def status_document(statuses: Sequence[IterationStatus], *, verdict: Verdict | None, url: str) -> dict[str, Any]:
+    """The same for programs, with everything named."""
+    return {
+        "run": url,
+        "iterations": [dataclasses.asdict(status) for status in statuses],
+        "verdict": verdict.to_json() if verdict else None,
+    }
+
+
+def verdict_line(verdict: Verdict | None) -> str:
+    """Whether the guaranteed minimum is there, in one line."""
+    if verdict is None:
+        return "minimum not known: no attempt of this run has said what it guarantees"
+    so_far = "" if verdict.final else " (so far: the run is not closed)"
+    return verdict.message() + so_far
+
+
+def missing_text(status: IterationStatus) -> str:
+    """The ranks that have not committed, each with the reason; empty where all have."""
+    return _first(f"rank {rank}: {reason}" for rank, reason in status.missing.items())
+
+
+def silent_notes(statuses: Sequence[IterationStatus]) -> tuple[str, ...]:
+    """The tensors that were expected and not recorded, one line for each reason."""
+    places: dict[str, dict[str, None]] = {}
+    for status in statuses:
+        for sites in status.silent_sites.values():
+            for site, reason in sites.items():
+                places.setdefault(reason, {})[site] = None
+    return tuple(f"not recorded ({reason}): {_first(sites)}" for reason, sites in places.items())
+
+
+def _first(words: Any) -> str:
+    named = list(words)
+    rest = len(named) - MAX_NAMED
+    return "; ".join(named[:MAX_NAMED]) + (f"; and {rest} more" if rest > 0 else "")

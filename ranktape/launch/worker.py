@@ -1,0 +1,80 @@
+"""Which of the launch's processes is this one, and how does it say that it failed?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+HEAD_START_SECONDS = 3.0
+"""How long the other ranks leave the word to rank 0.
+
+A mistake on the command line is met by every rank. torchrun ends the group as soon as rank 0 has gone,
+so the same line does not appear N times; where only one rank has the trouble, it still speaks.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """One process of a launch, as torchrun's environment describes it; alone, where there is none."""
+
+    rank: int
+    """Global rank."""
+    restart_count: int
+    """How many times torchrun has restarted the group, from 0."""
+    max_restarts: int
+    """How many times it may."""
+    error_file: Path | None
+    """Where torchrun looks for the reason of a failure."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Worker:
+        """The process that these environment variables describe."""
+        error_file = environment.get("TORCHELASTIC_ERROR_FILE")
+        return cls(
+            rank=int(environment.get("RANK", "0")),
+            restart_count=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            max_restarts=int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+            error_file=Path(error_file) if error_file else None,
+        )
+
+    @property
+    def is_last_attempt(self) -> bool:
+        """Whether torchrun gives up, rather than train again, when this process fails."""
+        return self.restart_count >= self.max_restarts
+
+    def warn(self, message: str) -> None:
+        """Write one line on stderr, from rank 0 only."""
+        if self.rank == 0:
+            sys.stderr.write(f"ranktape: {_one_line(message)}\n")
+            sys.stderr.flush()
+
+    def report(self, message: str) -> None:
+        """Say why this process ends: one line on stderr, and the same line in torchrun's summary.
+
+        Rank 0 speaks at once, the others after `HEAD_START_SECONDS`, if they still live.
+        """
+        line = _one_line(message)
+        self._write_error_file(line)
+        if self.rank != 0:
+            time.sleep(HEAD_START_SECONDS)
+        prefix = "" if self.rank == 0 else f"[rank {self.rank}] "
+        sys.stderr.write(f"ranktape: error: {prefix}{line}\n")
+        sys.stderr.flush()
+
+    def _write_error_file(self, line: str) -> None:
+        if self.error_file is None:
+            return
+        # The layout that torch.distributed.elastic reads. Without `py_callstack` it prints the message alone.
+        document = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        # Where the file cannot be written, the line on stderr still says all.
+        with contextlib.suppress(OSError):
+            self.error_file.write_text(json.dumps(document), encoding="utf-8")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

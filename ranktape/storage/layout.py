@@ -1,0 +1,140 @@
+"""Under which key does each part of a run lie?
+
+zarr.json                                                  the run
+attempt_000/zarr.json                                      one start of the worker group
+attempt_000/rank_00003/zarr.json                           one process of it
+attempt_000/rank_00003/iter_00001234/zarr.json             rank commit, written last
+attempt_000/rank_00003/iter_00001234/<site>/zarr.json      one captured tensor
+attempt_000/commits/iter_00001234/zarr.json                the iteration was begun
+attempt_000/commits/iter_00001234/rank_00003.committed/zarr.json   markers: one LIST tells all states
+attempt_000/iterations/iter_00001234/zarr.json             iteration commit, written last
+attempt_000/closed/rank_00003/zarr.json                    the rank will commit nothing more
+attempt_000/plan/zarr.json                                 further iterations, when the first ones were not enough
+attempt_000/verdict/zarr.json                              whether the guaranteed minimum is there
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+DOCUMENT = "zarr.json"
+"""The document of every group and array."""
+
+ATTEMPT_GROUPS = ("commits", "iterations", "closed")
+"""The groups below an attempt, beside those of its ranks."""
+
+_MARKER = re.compile(r"iter_(\d+)/rank_(\d+)\.([a-z]+)/zarr\.json")
+_ITERATION = re.compile(r"iter_(\d+)/zarr\.json")
+_CLOSED = re.compile(r"rank_(\d+)/zarr\.json")
+_ATTEMPT = re.compile(r"attempt_(\d+)")
+
+
+class Mark(enum.StrEnum):
+    """What became of one iteration on one rank."""
+
+    COMMITTED = "committed"
+    """Everything the rank recorded is stored and committed."""
+    SKIPPED = "skipped"
+    """The rank could not take the iteration and recorded nothing."""
+    FAILED = "failed"
+    """The rank began the iteration and did not end it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marker:
+    """One rank's word on one iteration, read off a key."""
+
+    iteration: int
+    """Training step."""
+    rank: int
+    """Global rank."""
+    mark: Mark
+    """What became of it."""
+
+
+def attempt_path(attempt: int) -> str:
+    """The group of one start of the worker group."""
+    return f"attempt_{attempt:03d}"
+
+
+def rank_path(attempt: int, rank: int) -> str:
+    """The group of one process."""
+    return f"{attempt_path(attempt)}/rank_{rank:05d}"
+
+
+def rank_iteration_path(attempt: int, rank: int, iteration: int) -> str:
+    """The group of one iteration on one rank: the unit of commit."""
+    return f"{rank_path(attempt, rank)}/iter_{iteration:08d}"
+
+
+def commits_path(attempt: int) -> str:
+    """The group of all markers."""
+    return f"{attempt_path(attempt)}/commits"
+
+
+def opened_path(attempt: int, iteration: int) -> str:
+    """The group whose presence says that an iteration was begun."""
+    return f"{commits_path(attempt)}/iter_{iteration:08d}"
+
+
+def marker_path(attempt: int, iteration: int, rank: int, mark: Mark) -> str:
+    """The group whose presence is one rank's word on one iteration."""
+    return f"{opened_path(attempt, iteration)}/rank_{rank:05d}.{mark}"
+
+
+def iterations_path(attempt: int) -> str:
+    """The group of all iteration commits."""
+    return f"{attempt_path(attempt)}/iterations"
+
+
+def iteration_path(attempt: int, iteration: int) -> str:
+    """The array that holds the merged catalogue of an iteration; its document is the commit."""
+    return f"{iterations_path(attempt)}/iter_{iteration:08d}"
+
+
+def closed_path(attempt: int, rank: int) -> str:
+    """The group that says that a rank will commit nothing more."""
+    return f"{attempt_path(attempt)}/closed/rank_{rank:05d}"
+
+
+def plan_path(attempt: int) -> str:
+    """The group that names the iterations to capture, where the options' were not enough."""
+    return f"{attempt_path(attempt)}/plan"
+
+
+def verdict_path(attempt: int) -> str:
+    """The group that says whether the guaranteed minimum is there."""
+    return f"{attempt_path(attempt)}/verdict"
+
+
+def document_key(path: str) -> str:
+    """The key of the document of the group or array at `path`; the empty path is the run itself."""
+    return f"{path}/{DOCUMENT}" if path else DOCUMENT
+
+
+def parse_attempt(name: str) -> int | None:
+    """The number in the name of an attempt's group; None for other names."""
+    match = _ATTEMPT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def parse_marker(key: str) -> Marker | None:
+    """The marker at a key below `commits_path`; None for other keys."""
+    match = _MARKER.fullmatch(key)
+    if match is None or match[3] not in set(Mark):
+        return None
+    return Marker(iteration=int(match[1]), rank=int(match[2]), mark=Mark(match[3]))
+
+
+def parse_iteration(key: str) -> int | None:
+    """The iteration whose document is at a key below `commits_path` or `iterations_path`; None for other keys."""
+    match = _ITERATION.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def parse_closed(key: str) -> int | None:
+    """The rank whose closing is at a key below `closed`; None for other keys."""
+    match = _CLOSED.fullmatch(key)
+    return int(match[1]) if match else None

@@ -1,0 +1,42 @@
+"""Which iterations are to be captured in an attempt, as the coordinator announces it to every rank?
+
+The first iterations follow from the options, and every rank knows them. Only when they turn out not to be
+enough does the coordinator write a plan; it names iterations that no rank has reached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ranktape.storage import layout
+from ranktape.storage.documents import decode_document, encode_document, group_document
+
+if TYPE_CHECKING:
+    from ranktape.storage.backend import Backend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The iterations of an attempt."""
+
+    iterations: tuple[int, ...]
+    """All that are or were to be captured, ascending."""
+    is_done: bool
+    """Whether enough iterations are complete, and capture ends."""
+
+
+def write_plan(backend: Backend, *, attempt: int, plan: Plan) -> None:
+    """Announce a plan to every rank of an attempt."""
+    attributes = {"iterations": list(plan.iterations), "is_done": plan.is_done}
+    backend.put(layout.document_key(layout.plan_path(attempt)), [encode_document(group_document(attributes))])
+
+
+def read_plan(backend: Backend, *, attempt: int) -> Plan | None:
+    """The plan that was announced last; None where none was."""
+    key = layout.document_key(layout.plan_path(attempt))
+    data = backend.get(key)
+    if data is None:
+        return None
+    attributes = decode_document(data, place=f"{backend.url}/{key}")["attributes"]
+    return Plan(iterations=tuple(attributes["iterations"]), is_done=attributes["is_done"])

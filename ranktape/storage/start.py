@@ -1,0 +1,117 @@
+"""How does a start of the worker group find or make its place in a run?
+
+Rank 0 makes the run (or continues it) and writes the attempt's document last. Every other rank waits for
+that document: seeing it proves that all ranks write into the same store, and not each into a directory of
+its own node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ranktape.errors import CaptureError, RunExistsError
+from ranktape.storage import layout
+from ranktape.storage.attempt import (
+    Attempt,
+    Launch,
+    complete_iterations,
+    list_attempts,
+    read_attempt,
+    run_attributes,
+)
+from ranktape.storage.documents import SCHEMA_KEY, SCHEMA_VERSION, encode_document, group_document
+from ranktape.storage.progress import finish_iteration, read_progress
+
+if TYPE_CHECKING:
+    from ranktape.storage.backend import Backend
+
+_POLL_SECONDS = 0.1
+
+
+def begin_attempt(
+    backend: Backend,
+    *,
+    launch: Launch,
+    options: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    resume: bool,
+    overwrite: bool,
+) -> Attempt:
+    """The new attempt, written by rank 0; makes the run where there is none.
+
+    A run of the same launch is continued without being asked, so that a restart by torchrun resumes.
+
+    Raises:
+        RunExistsError: another launch's run, or something that is not a run, is at the URL.
+        StorageError: the store cannot be read or written.
+    """
+    data = backend.get(layout.document_key(""))
+    if data is None and (found := backend.list_names("")):
+        raise RunExistsError(f"{backend.url} is not empty and holds no run (there is {found[0]!r}): choose another URL")
+    if data is not None and overwrite:
+        owner = run_attributes(data, place=backend.url).get("launch_id")
+        if owner != launch.launch_id:
+            backend.delete("")
+            data = None
+    if data is None:
+        attributes = {
+            SCHEMA_KEY: SCHEMA_VERSION,
+            "launch_id": launch.launch_id,
+            "created": time.time(),
+            "options": dict(options),
+            "environment": dict(environment),
+        }
+        if not backend.create(layout.document_key(""), encode_document(group_document(attributes))):
+            raise RunExistsError(f"another launch made a run at {backend.url} just now: choose another URL")
+    elif run_attributes(data, place=backend.url).get("launch_id") != launch.launch_id and not resume:
+        raise RunExistsError(
+            f"there is a run at {backend.url} already: add --resume to continue it, --overwrite to delete it, "
+            f"or choose another URL"
+        )
+    earlier = list_attempts(backend)
+    for number in earlier:
+        _finish_leftovers(backend, number)
+    completed = sorted({iteration for number in earlier for iteration in complete_iterations(backend, number)})
+    attempt = Attempt(
+        number=max(earlier, default=-1) + 1,
+        launch=launch,
+        min_iterations=int(options["min_iterations"]),
+        completed=tuple(completed),
+    )
+    path = layout.attempt_path(attempt.number)
+    for group in layout.ATTEMPT_GROUPS:
+        backend.put(layout.document_key(f"{path}/{group}"), [encode_document(group_document({}))])
+    attributes = {**attempt.to_json(), "options": dict(options), "started": time.time()}
+    backend.put(layout.document_key(path), [encode_document(group_document(attributes))])
+    return attempt
+
+
+def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) -> Attempt:
+    """The attempt that rank 0 began for this launch, waited for by every other rank.
+
+    Raises:
+        CaptureError: it did not appear in time; rank 0 failed, or this rank sees another store.
+        StorageError: the store cannot be read.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        for number in reversed(list_attempts(backend)):
+            attempt = read_attempt(backend, number)
+            if attempt is not None and attempt.launch == launch:
+                return attempt
+        if time.monotonic() > deadline:
+            raise CaptureError(
+                f"this rank does not see in {backend.url} the run that rank 0 began {timeout_seconds:g} s ago: "
+                f"give a URL that all nodes share"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _finish_leftovers(backend: Backend, number: int) -> None:
+    """Write the iteration commits that an earlier attempt's coordinator did not live to write."""
+    attempt = read_attempt(backend, number)
+    if attempt is not None:
+        for iteration in read_progress(backend, attempt).ready():
+            finish_iteration(backend, attempt=attempt, iteration=iteration)

@@ -1,0 +1,108 @@
+"""How far is each iteration of a run, what is missing, and is the guaranteed minimum there?"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class IterationState(enum.StrEnum):
+    """How far one iteration is."""
+
+    COMPLETE = "complete"
+    """Every expected rank has committed it, and so has the coordinator."""
+    PARTIAL = "partial"
+    """Some rank did not commit it, and will not."""
+    SKIPPED = "skipped"
+    """Some rank could not take it; readers hide it."""
+    OPEN = "open"
+    """Ranks may still commit it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationStatus:
+    """What the store says of one iteration of one attempt."""
+
+    iteration: int
+    """Training step."""
+    attempt: int
+    """Start of the worker group that recorded it."""
+    state: IterationState
+    """How far it is."""
+    expected_ranks: list[int]
+    """The ranks that must commit it."""
+    committed_ranks: list[int]
+    """The ranks that have committed it."""
+    missing: dict[int, str]
+    """For each rank that has not committed it: why, as far as is known."""
+    silent_sites: dict[int, dict[str, str]]
+    """For each rank that committed: the tensors that were expected and not recorded, each with the reason."""
+    num_records: int
+    """Records in the iteration commit; 0 before it."""
+    nbytes: int
+    """Bytes of their values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a run holds the iterations it guaranteed."""
+
+    met: bool
+    """Whether at least `required` iterations are stored complete."""
+    required: int
+    """The guaranteed minimum."""
+    complete: list[int]
+    """The iterations that are stored complete, over all attempts."""
+    missing: list[str]
+    """What is missing, one line for each iteration that is not complete."""
+    final: bool
+    """Whether the coordinator has closed the attempt; before that the answer may still change."""
+
+    def message(self) -> str:
+        """One line for a person."""
+        have = f"{len(self.complete)} of {self.required} guaranteed iterations are stored complete"
+        if self.met:
+            return f"minimum met: {have} ({_listed(self.complete)})"
+        missing = "; ".join(self.missing[:_MAX_NAMED]) or "no iteration was begun"
+        rest = len(self.missing) - _MAX_NAMED
+        return f"minimum not met: {have}; {missing}" + (f"; and {rest} more" if rest > 0 else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary for JSON and for Zarr attributes."""
+        return {
+            "met": self.met,
+            "required": self.required,
+            "complete": self.complete,
+            "missing": self.missing,
+            "final": self.final,
+        }
+
+
+_MAX_NAMED = 4
+"""Items named in one line before the rest is counted."""
+
+
+def judge(
+    statuses: Sequence[IterationStatus], *, required: int, final: bool, notes: Mapping[int, str] | None = None
+) -> Verdict:
+    """The verdict on a run whose iterations stand as `statuses` say; `notes` give ranks' last words."""
+    complete = sorted({status.iteration for status in statuses if status.state is IterationState.COMPLETE})
+    missing = []
+    for status in statuses:
+        if status.iteration in complete:
+            continue
+        ranks = "; ".join(f"rank {rank}: {reason}" for rank, reason in list(status.missing.items())[:_MAX_NAMED])
+        rest = len(status.missing) - _MAX_NAMED
+        more = f"; and {rest} more ranks" if rest > 0 else ""
+        missing.append(f"iteration {status.iteration} is {status.state} ({ranks}{more})")
+    is_met = len(complete) >= required
+    if not is_met:
+        missing += [f"rank {rank}: {note}" for rank, note in (notes or {}).items()]
+    return Verdict(met=is_met, required=required, complete=complete, missing=missing, final=final)
+
+
+def _listed(iterations: Sequence[int]) -> str:
+    shown = ", ".join(str(iteration) for iteration in iterations[:_MAX_NAMED])
+    return shown if len(iterations) <= _MAX_NAMED else f"{shown}, ... {iterations[-1]}"

@@ -1,0 +1,112 @@
+"""Does everything that was published come out of the ring, in order and unchanged?"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from ranktape.capture.ring import RingConsumer, RingProducer, SlotKind
+from ranktape.errors import CaptureError
+
+
+def make(capacity_nbytes: int) -> tuple[RingProducer, RingConsumer]:
+    producer = RingProducer(capacity_nbytes, is_alive=lambda: True)
+    return producer, RingConsumer(os.dup(producer.file.descriptor))
+
+
+def put(producer: RingProducer, index: int, payload: bytes) -> None:
+    slot = producer.reserve(SlotKind.TENSOR, b'{"index":%d}' % index, len(payload), timeout_seconds=10)
+    slot.payload[:] = payload
+    producer.publish(slot)
+
+
+def test_many_sizes_wrap_around_a_small_ring() -> None:
+    producer, consumer = make(64 * 64)
+    sizes = [0, 1, 63, 64, 65, 500, 2000, 3900, 128, 3000] * 50
+    payloads = [os.urandom(size) for size in sizes]
+
+    def produce() -> None:
+        for index, payload in enumerate(payloads):
+            put(producer, index, payload)
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    for index, payload in enumerate(payloads):
+        while (slot := consumer.take()) is None:
+            time.sleep(0)
+        assert slot.header == {"index": index}
+        assert bytes(slot.payload) == payload
+        consumer.free(slot)
+    thread.join()
+    assert producer.pending_nbytes == 0
+
+
+def test_slots_are_freed_in_order_whatever_the_order_of_storing() -> None:
+    producer, consumer = make(1 << 16)
+    for index in range(3):
+        put(producer, index, bytes(100))
+    slots = [consumer.take() for _ in range(3)]
+    before = producer.pending_nbytes
+    consumer.free(slots[2])  # type: ignore[arg-type]
+    consumer.free(slots[1])  # type: ignore[arg-type]
+    assert producer.pending_nbytes == before
+    consumer.free(slots[0])  # type: ignore[arg-type]
+    assert producer.pending_nbytes == 0
+
+
+def test_a_slot_is_published_only_after_those_before_it() -> None:
+    producer, consumer = make(1 << 16)
+    first = producer.reserve(SlotKind.TENSOR, b"{}", 8, timeout_seconds=1)
+    second = producer.reserve(SlotKind.TENSOR, b"{}", 8, timeout_seconds=1)
+    producer.publish(second)
+    assert consumer.take() is None
+    producer.publish(first)
+    assert consumer.take() is not None
+    assert consumer.take() is not None
+
+
+def test_too_large_for_ever_is_refused_at_once() -> None:
+    producer, _ = make(1 << 12)
+    assert not producer.fits(1 << 13)
+    with pytest.raises(CaptureError, match="raise --host-budget-nbytes"):
+        producer.reserve(SlotKind.TENSOR, b"{}", 1 << 13, timeout_seconds=10)
+
+
+def test_waiting_for_room_is_bounded() -> None:
+    producer, _ = make(1 << 12)
+    put(producer, 0, bytes(3000))
+    with pytest.raises(CaptureError, match=r"--block-timeout-seconds 0\.05"):
+        producer.reserve(SlotKind.TENSOR, b"{}", 3000, timeout_seconds=0.05)
+
+
+def test_waiting_ends_when_the_writer_is_gone() -> None:
+    producer = RingProducer(1 << 12, is_alive=lambda: False)
+    put(producer, 0, bytes(3000))
+    with pytest.raises(CaptureError, match="the writer process ended"):
+        producer.reserve(SlotKind.TENSOR, b"{}", 3000, timeout_seconds=10)
+
+
+def test_words_pass_in_both_directions() -> None:
+    producer, consumer = make(1 << 12)
+    assert producer.hear() is None
+    consumer.say({"state": "ready", "attempt": 3})
+    assert producer.hear() == {"state": "ready", "attempt": 3}
+    consumer.say({"state": "failed", "error": "x" * 100_000})
+    assert producer.hear() == {"state": "failed", "cut": True}
+    is_finished = consumer.is_finished
+    assert not is_finished
+    producer.finish({"reason": "done"})
+    assert consumer.is_finished
+    assert consumer.hear() == {"reason": "done"}
+
+
+def test_waking_never_blocks() -> None:
+    producer, consumer = make(1 << 22)
+    for index in range(70_000 // 100):
+        for _ in range(100):
+            producer._wake()
+        put(producer, index, b"")
+    assert consumer.take() is not None

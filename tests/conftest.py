@@ -1,0 +1,51 @@
+"""Which tests run, and what does every test find around it?
+
+Opt-in flags name themselves in the reason of a skip; no test sees the settings of the shell that started it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+
+OPT_IN = {
+    "slow": "takes more than ten seconds",
+    "gpu": "needs a CUDA device",
+}
+"""Markers whose tests run only when `--run-<marker>` is given."""
+
+OWN_VARIABLES = ("RANKTAPE_", "TENSOR_SAVE_", "TENSOR_SAVER_")
+"""Prefixes of the environment variables that ranktape reads."""
+
+# The same examples on every machine and in every run: a failure in CI is a failure here. Compiling a kernel in the
+# first example takes seconds, so examples have no deadline of their own; the test has one.
+hypothesis.settings.register_profile("ranktape", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("ranktape")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add one flag for each marker that is opt-in."""
+    for marker, meaning in OPT_IN.items():
+        parser.addoption(f"--run-{marker}", action="store_true", help=f"run the tests marked {marker}: {meaning}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what was not asked for, with a reason that says how to ask."""
+    for marker, meaning in OPT_IN.items():
+        if config.getoption(f"--run-{marker}"):
+            continue
+        skip = pytest.mark.skip(reason=f"{meaning}: give --run-{marker} to run it")
+        for item in items:
+            if marker in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(OWN_VARIABLES):
+            monkeypatch.delenv(name)
+    # Plots are drawn without a display, in this process and in those that tests start.
+    monkeypatch.setenv("MPLBACKEND", "Agg")

@@ -1,0 +1,61 @@
+"""Processes for the tests of the doors: real ones, with a deadline."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
+
+PLAIN = CHECKOUT / "examples" / "train_plain.py"
+"""A training script that knows nothing of us."""
+
+DEADLINE_SECONDS = 120
+"""Longer than any of them takes on a loaded machine."""
+
+# What a surrounding torchrun has set must not reach the processes under test.
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "MASTER_", "RANKTAPE_", "TENSOR_SAVE")
+
+Ended = subprocess.CompletedProcess[str]
+
+
+def python(*words: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> Ended:
+    """Run Python with these words; returns when the process has ended."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+        cwd=cwd,
+        # One thread for each rank, as torchrun would have it.
+        env={**own, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **(env or {})},
+    )
+
+
+def torchrun(
+    *words: str | Path,
+    cwd: Path,
+    num_ranks: int = 2,
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> Ended:
+    """Run these words under torchrun on this machine; returns when all ranks have ended."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *options)
+    return python(*launcher, *words, cwd=cwd, env=env)
+
+
+def own_lines(ended: Ended) -> list[str]:
+    """What we said on stderr."""
+    return [line for line in ended.stderr.splitlines() if line.startswith("ranktape: ")]
+
+
+def errors(ended: Ended) -> list[str]:
+    """What we said on stderr that went wrong."""
+    prefix = "ranktape: error: "
+    return [line.removeprefix(prefix) for line in own_lines(ended) if line.startswith(prefix)]

@@ -1,0 +1,75 @@
+"""Does every command answer for itself, quickly, and with the right exit code?"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from ranktape import __version__
+from ranktape.launch.cli import COMMANDS, cli
+from tests.launch.processes import python
+
+HELP_SECONDS = 0.3
+"""What `ranktape --help` may take."""
+
+HEAVY = ("torch", "zarr", "numpy", "numba", "matplotlib", "fsspec", "rich")
+"""Packages that help must not import."""
+
+OPTIONS = {
+    "demo": {
+        "output", "num_ranks", "steps", "text", "dtype", "micro_batches", "start", "every", "min_iterations",
+        "max_iterations", "quant_type", "modules", "layer_types", "sample_dim", "policy", "host_budget_nbytes",
+        "block_timeout_seconds", "finish_timeout_seconds", "resume", "overwrite", "storage_options",
+    },
+    "status": {"run", "as_json", "require_minimum", "storage_options"},
+}  # fmt: skip
+"""The parameters of our own commands: users' scripts rely on them, so that a change is made here too."""
+
+
+def test_the_version_is_the_packages() -> None:
+    assert CliRunner().invoke(cli, ["--version"]).output == f"ranktape {__version__}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str) -> None:
+    result = CliRunner().invoke(cli, [name, "--help"])
+    assert result.exit_code == 0
+    assert result.output.startswith(f"Usage: cli {name}")
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert command.help
+    assert all(option.help for option in command.params if isinstance(option, click.Option))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_parameters_are_frozen(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert {parameter.name for parameter in command.params} == OPTIONS[name]
+
+
+def test_an_unknown_command_is_answered_with_the_nearest() -> None:
+    result = CliRunner().invoke(cli, ["statsu", "x"])
+    assert result.exit_code == 2
+    assert "no command 'statsu': use status" in result.output
+
+
+def test_help_answers_at_once_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from ranktape.launch.cli import cli\n"
+        "cli.main(['--help'], standalone_mode=False)\n"
+        f"print('heavy:', *(name for name in {HEAVY} if name in sys.modules))\n"
+    )
+    durations = []
+    for _ in range(5):
+        started = time.perf_counter()
+        ended = python("-c", code, cwd=tmp_path)
+        durations.append(time.perf_counter() - started)
+        assert ended.stdout.endswith("heavy:\n"), ended.stdout + ended.stderr
+    # The quickest of five: what the machine does besides is not ours.
+    assert min(durations) < HELP_SECONDS

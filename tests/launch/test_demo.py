@@ -1,0 +1,108 @@
+"""Does the demo learn, record and answer, and refuse what cannot work before it trains?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ranktape.errors import UsageError
+from ranktape.launch.cli import cli
+from ranktape.launch.demo import plan_capture
+from ranktape.launch.demo_model import GPT, VOCABULARY, GPTConfig
+from ranktape.launch.demo_text import MIN_TEXT_NBYTES, read_text
+from ranktape.storage import open_run
+from tests.launch.processes import python
+
+
+def test_the_default_text_is_on_every_machine() -> None:
+    text = read_text(None)
+    assert len(text) > 100_000
+    assert b"assignment" in text
+
+
+def test_a_file_is_read_as_bytes(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 100
+    (tmp_path / "corpus").write_bytes(data)
+    assert read_text(str(tmp_path / "corpus")) == data
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (None, "cannot be read .*No such file.*: give a readable file, or drop --text"),
+        (b"", "is empty: give at least 10000 bytes, or drop --text"),
+        (b"x" * (MIN_TEXT_NBYTES - 1), "has 9999 bytes: give at least 10000 bytes, or drop --text"),
+    ],
+    ids=["missing", "empty", "short"],
+)
+def test_a_text_that_will_not_do_is_refused(content: bytes | None, match: str, tmp_path: Path) -> None:
+    path = tmp_path / "corpus"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=match):
+        read_text(str(path))
+
+
+def test_the_capture_fits_the_length_of_the_training() -> None:
+    settings = plan_capture({"min_iterations": 3}, steps=100, quant_type="bf16")
+    assert settings == {"min_iterations": 3, "start": 20, "every": 20, "quant_type": "bf16"}
+    short = plan_capture({"min_iterations": 3, "quant_type": "mine"}, steps=3, quant_type="bf16")
+    assert short == {"min_iterations": 3, "start": 0, "every": 1, "quant_type": "mine"}
+    with pytest.raises(UsageError, match="--steps 10 ends before iteration 10, the last of the 2 to capture: give 11 "):
+        plan_capture({"min_iterations": 2, "start": 5, "every": 5}, steps=10, quant_type="bf16")
+
+
+def test_the_model_is_causal_and_predicts_every_byte() -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(layers=2, width=32, heads=2, context=16)
+    model = GPT(config)
+    tokens = torch.randint(VOCABULARY, (3, 16))
+    logits = model(tokens)
+    assert logits.shape == (3, 16, VOCABULARY)
+    changed = tokens.clone()
+    changed[:, 8:] = (changed[:, 8:] + 1) % VOCABULARY
+    torch.testing.assert_close(model(changed)[:, :8], logits[:, :8])
+    names = dict(model.named_modules())
+    assert "layers.0.attention.query" in names
+    assert "layers.1.feed_forward.down" in names
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--text", "missing.txt"], "--text missing.txt cannot be read"),
+        (["--steps", "10", "--start", "10"], "--steps 10 ends before iteration"),
+        (["--every", "0"], "--every 0 is not allowed"),
+        (["--dtype", "fp8"], "'fp8' is not one of 'bf16', 'fp32'"),
+    ],
+    ids=lambda value: "".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_work_is_said_before_the_training(words: list[str], match: str) -> None:
+    result = CliRunner().invoke(cli, ["demo", *words])
+    assert result.exit_code == 2
+    assert match in result.output
+    assert "torchrun" not in result.output
+
+
+@pytest.mark.distributed
+def test_the_demo_learns_records_and_answers(tmp_path: Path) -> None:
+    words = ("-m", "ranktape.launch.cli", "demo", "--output", "run", "--steps", "20")
+    ended = python(*words, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    losses = [float(line.split()[3]) for line in ended.stdout.splitlines() if line.startswith("step ")]
+    assert losses[0] > 5
+    assert losses[-1] < 4
+    assert open_run(tmp_path / "run").iterations == [4, 8, 12]
+    for answer in ("$ ranktape status run", "minimum met", "$ ranktape analyze overflow", "$ ranktape analyze sweep"):
+        assert answer in ended.stdout
+    (plot,) = tmp_path.rglob("*.png")
+    assert str(plot.relative_to(tmp_path)) in ended.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+    refused = python(*words, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "there is a run at run already: add --overwrite to delete it" in refused.stderr
+    assert "torchrun" not in refused.stdout

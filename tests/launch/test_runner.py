@@ -1,0 +1,341 @@
+"""Is an unmodified training script run as ever, recorded by every rank, and judged by its exit code?"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ranktape.storage import open_run
+from tests.launch.processes import PLAIN, Ended, errors, own_lines, python, torchrun
+
+LAUNCH = ("-m", "ranktape.launch")
+
+TRAIN = """
+    import os, sys
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = int(os.environ.get("STEPS", "3"))
+    for step in range(steps):
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("trained", sys.argv, loss.item().hex())
+"""
+"""The shortest training: one process, two linear layers."""
+
+
+def write_script(folder: Path, *, after: str = "", before: str = "", name: str = "train.py") -> Path:
+    """A training script with lines of its own before and after the training."""
+    path = folder / name
+    path.write_text("\n".join(textwrap.dedent(part) for part in (before, TRAIN, after)))
+    return path
+
+
+def status(url: Path, *words: str) -> Ended:
+    """What `ranktape status` says of a run."""
+    return python("-m", "ranktape.launch.cli", "status", url, *words, cwd=url.parent)
+
+
+# One process: what the launcher says and returns.
+
+
+def test_the_script_gets_its_own_arguments_untouched(tmp_path: Path) -> None:
+    write_script(tmp_path)
+    words = ("train.py", "--help", "--capture", "other", "-m", "--", "--min-iterations=0")
+    plain = python(*words, cwd=tmp_path)
+    ended = python(*LAUNCH, "--capture", "run", "--start", "1", *words, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == plain.stdout
+    assert "['train.py', '--help', '--capture', 'other', '-m', '--', '--min-iterations=0']" in ended.stdout
+    assert open_run(tmp_path / "run").iterations == [1]
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    write_script(tmp_path / "package")
+    plain = python("-m", "package.train", "x", cwd=tmp_path)
+    ended = python(*LAUNCH, "--capture=run", "-m", "package.train", "x", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == plain.stdout
+    assert open_run(tmp_path / "run").iterations == [0]
+
+
+@pytest.mark.parametrize(
+    ("after", "exit_code", "last_line"),
+    [
+        ("import sys; sys.exit(7)", 7, None),
+        ("import sys; sys.exit('no data left')", 1, "no data left"),
+        ("def fail(): raise ValueError('mine')\nfail()", 1, "ValueError: mine"),
+    ],
+)
+def test_a_scripts_failure_stays_its_own(after: str, exit_code: int, last_line: str | None, tmp_path: Path) -> None:
+    write_script(tmp_path, after=after)
+    ended = python(*LAUNCH, "--capture", "run", "train.py", cwd=tmp_path)
+    assert ended.returncode == exit_code
+    assert ended.stdout.startswith("trained")
+    assert errors(ended) == []
+    assert "/ranktape/launch/" not in ended.stderr
+    assert "runpy" not in ended.stderr
+    if last_line:
+        assert last_line in ended.stderr.splitlines()
+
+
+def test_a_script_that_exits_with_zero_has_succeeded(tmp_path: Path) -> None:
+    write_script(tmp_path, after="import sys; sys.exit(0)")
+    ended = python(*LAUNCH, "--capture", "run", "train.py", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert open_run(tmp_path / "run").iterations == [0]
+
+
+def test_a_training_that_is_too_short_is_an_error_that_names_what_is_missing(tmp_path: Path) -> None:
+    write_script(tmp_path)
+    url = tmp_path / "run"
+    ended = python(
+        *LAUNCH, "--capture", url, "--start", "2", "--every", "2", "--min-iterations", "3", PLAIN.name, cwd=tmp_path
+    )
+    assert ended.returncode == 2  # no such script here
+    ended = python(
+        *LAUNCH, "--capture", url, "--start", "2", "--every", "2", "--min-iterations", "3", "train.py", cwd=tmp_path
+    )
+    assert ended.returncode == 1
+    (error,) = errors(ended)
+    assert "1 of 3 guaranteed iterations are stored complete" in error
+    assert "Traceback" not in ended.stderr
+    demanded = status(url, "--require-minimum")
+    assert demanded.returncode == 3
+    assert "1 of 3 guaranteed iterations" in demanded.stdout
+    assert "Error: minimum not met: 1 of 3" in demanded.stderr
+    assert status(url).returncode == 0
+
+
+def test_a_script_that_ends_before_the_first_captured_iteration_is_an_error(tmp_path: Path) -> None:
+    write_script(tmp_path)
+    ended = python(*LAUNCH, "--capture", "run", "--start", "50", "train.py", cwd=tmp_path)
+    assert ended.returncode == 1
+    (error,) = errors(ended)
+    assert "0 of 1 guaranteed iterations are stored complete" in error
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_existing_run_is_refused_resumed_or_replaced(tmp_path: Path) -> None:
+    write_script(tmp_path)
+    url = tmp_path / "run"
+    assert python(*LAUNCH, "--capture", url, "train.py", cwd=tmp_path).returncode == 0
+    refused = python(*LAUNCH, "--capture", url, "train.py", cwd=tmp_path)
+    assert refused.returncode == 1
+    (error,) = errors(refused)
+    assert "--resume" in error
+    assert "--overwrite" in error
+    assert refused.stdout == ""
+    assert "Traceback" not in refused.stderr
+
+    again = ("--start", "1", "--min-iterations", "2")
+    resumed = python(*LAUNCH, "--capture", url, "--resume", *again, "train.py", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert open_run(url).iterations == [0, 1] or open_run(url).iterations == [0, 1, 2]
+    assert {row.attempt for row in open_run(url).status()} == {0, 1}
+
+    replaced = python(*LAUNCH, "--capture", url, "--overwrite", "--start", "2", "train.py", cwd=tmp_path)
+    assert replaced.returncode == 0, replaced.stderr
+    assert open_run(url).iterations == [2]
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "match"),
+    [
+        (["--capture", "run", "missing.py"], 2, "no script 'missing.py'"),
+        (["--capture", "run", "-m", "nowhere.train"], 2, "no module named 'nowhere'"),
+        (["--capture", "run"], 2, "Missing argument 'SCRIPT'"),
+        (["train.py"], 2, "Missing option '--capture'"),
+        (
+            ["--capture", "run", "--min-iteratons", "2", "train.py"],
+            2,
+            "No such option '--min-iteratons'. (Did you mean",
+        ),
+        (["--capture", "run", "--every", "0", "train.py"], 2, "--every 0 is not allowed: give 1 or more"),
+        (["--capture", "run", "--resume", "--overwrite", "train.py"], 2, "exclude each other"),
+        (["--capture", "file.txt/run", "train.py"], 1, "file.txt/run"),
+        (["--capture", "/proc/run", "train.py"], 1, "/proc/run"),
+        (["--capture", "nosuch://bucket/run", "train.py"], 1, "nosuch"),
+        (["--capture", "run", "--module", "decoder.*", "train.py"], 1, "decoder.*"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_a_users_mistake_is_one_line(words: list[str], exit_code: int, match: str, tmp_path: Path) -> None:
+    write_script(tmp_path)
+    (tmp_path / "file.txt").write_text("a file")
+    ended = python(*LAUNCH, *words, cwd=tmp_path)
+    assert len(errors(ended)) == 1, ended.stderr
+    assert match in errors(ended)[0]
+    assert "Traceback" not in ended.stderr
+    assert ended.returncode == exit_code
+    assert ended.stdout == ""
+
+
+SPAWNING = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    class Numbers(Dataset):
+        def __len__(self): return 12
+        def __getitem__(self, index): return torch.full((8,), float(index))
+
+    def main():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="spawn")
+        for batch in loader:
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print("step", loss.item().hex(), flush=True)
+
+    print("loaded as", __name__, flush=True)
+    if __name__ == "__main__":
+        main()
+"""
+
+
+def test_data_workers_that_are_spawned_load_the_script_and_train_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SPAWNING))
+    plain = python("train.py", cwd=tmp_path)
+    ended = python(*LAUNCH, "--capture", "run", "--min-iterations", "3", "train.py", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == sorted(plain.stdout.splitlines())
+    assert ended.stdout.count("loaded as __mp_main__") == 2
+    assert ended.stdout.count("step") == 3
+    assert open_run(tmp_path / "run").iterations == [0, 1, 2]
+
+
+# Two ranks over gloo.
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended, Ended]:
+    """A run of two ranks with four microbatches, what its training printed, and what it prints without us."""
+    folder = tmp_path_factory.mktemp("captured")
+    words = (PLAIN, "--steps", "6", "--micro-batches", "4")
+    plain = torchrun(*words, cwd=folder)
+    options = ("--capture", "run", "--start", "1", "--every", "2", "--min-iterations", "2")
+    return folder / "run", torchrun(*LAUNCH, *options, *words, cwd=folder), plain
+
+
+@pytest.mark.distributed
+def test_losses_are_equal_bit_for_bit(captured: tuple[Path, Ended, Ended]) -> None:
+    _, ended, plain = captured
+    assert plain.returncode == 0, plain.stderr
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == plain.stdout
+    assert "final loss 0x1." in ended.stdout
+
+
+@pytest.mark.distributed
+def test_every_rank_is_there_with_four_microbatches_apart(captured: tuple[Path, Ended, Ended]) -> None:
+    url, ended, _ = captured
+    assert ended.returncode == 0, ended.stderr
+    run = open_run(url)
+    assert run.iterations == [1, 3]
+    for row in run.status():
+        assert row.committed_ranks == [0, 1]
+        assert row.missing == {}
+    inputs = run.select(module="blocks.0.qkv", tensor_name="input", iteration=3)
+    assert sorted((record.rank, record.microbatch) for record in inputs) == [
+        (rank, microbatch) for rank in (0, 1) for microbatch in range(4)
+    ]
+    # Every microbatch of every rank has data of its own.
+    assert len({record.checksum for record in inputs}) == 8
+    assert len({record.read().tobytes() for record in inputs}) == 8
+
+
+@pytest.mark.distributed
+def test_status_tells_people_and_programs_that_the_minimum_is_there(captured: tuple[Path, Ended, Ended]) -> None:
+    url, _, _ = captured
+    told = status(url, "--require-minimum")
+    assert told.returncode == 0, told.stderr
+    assert "minimum met: 2 of 2 guaranteed iterations are stored complete (1, 3)" in told.stdout
+    document = json.loads(status(url, "--json").stdout)
+    assert [row["state"] for row in document["iterations"]] == ["complete", "complete"]
+    assert document["verdict"]["met"] is True
+    assert all(row["num_records"] > 0 and row["nbytes"] > 0 for row in document["iterations"])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--capture", "run", "missing.py"], "no script 'missing.py'"),
+        (["--capture", "/proc/run", "train.py"], "/proc/run"),
+    ],
+    ids=["missing script", "unwritable path"],
+)
+def test_several_ranks_say_a_mistake_once_and_torchrun_repeats_it(words: list[str], match: str, tmp_path: Path) -> None:
+    write_script(tmp_path)
+    ended = torchrun(*LAUNCH, *words, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert len(errors(ended)) == 1, ended.stderr
+    assert match in errors(ended)[0]
+    (summary,) = [line for line in ended.stderr.splitlines() if line.startswith("  traceback : ")]
+    assert summary == f"  traceback : {errors(ended)[0]}"
+
+
+@pytest.mark.distributed
+def test_two_ranks_that_end_too_soon_are_an_error_of_rank_0(tmp_path: Path) -> None:
+    ended = torchrun(*LAUNCH, "--capture", "run", "--start", "9", PLAIN, "--steps", "2", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "final loss" in ended.stdout
+    (error,) = errors(ended)
+    assert "0 of 1 guaranteed iterations are stored complete" in error
+    assert f"  traceback : {error}" in ended.stderr
+
+
+RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it gloo finds the addresses of the processes that are gone (pytorch #135712)."""
+
+
+@pytest.mark.distributed
+def test_a_restart_by_torchrun_resumes_by_itself(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    # Fails once, after the first captured iteration.
+    source = PLAIN.read_text().replace(
+        "        optimizer.zero_grad()\n",
+        "        optimizer.zero_grad()\n"
+        "        if step == 2 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "            raise RuntimeError('a bad node')\n",
+    )
+    script.write_text(source)
+    options = ("--capture", "run", "--every", "2", "--min-iterations", "3")
+    ended = torchrun(
+        *LAUNCH, *options, script, "--steps", "6", cwd=tmp_path, options=["--max-restarts=1"], env=RESTARTS
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "RuntimeError: a bad node" in ended.stderr
+    assert errors(ended) == []
+    run = open_run(tmp_path / "run")
+    assert {row.attempt for row in run.status()} == {0, 1}
+    assert len(run.iterations) >= 3
+    verdict = run.verdict()
+    assert verdict is not None
+    assert verdict.met
+
+
+@pytest.mark.distributed
+def test_an_unmet_minimum_does_not_make_torchrun_train_again(tmp_path: Path) -> None:
+    options = ("--capture", "run", "--start", "9")
+    ended = torchrun(*LAUNCH, *options, PLAIN, "--steps", "2", cwd=tmp_path, options=["--max-restarts=2"], env=RESTARTS)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("final loss") == 1
+    assert errors(ended) == []
+    (warning,) = [line for line in own_lines(ended) if "guaranteed iterations" in line]
+    assert "ranktape status run --require-minimum" in warning
+    assert status(tmp_path / "run", "--require-minimum").returncode == 3

@@ -1,0 +1,88 @@
+"""Does the status say how far each iteration is, and name what is missing?"""
+
+from __future__ import annotations
+
+from ranktape.launch.status import status_document, status_table, verdict_line
+from ranktape.storage import IterationState, IterationStatus, Verdict
+
+STATUSES = [
+    IterationStatus(
+        iteration=2,
+        attempt=0,
+        state=IterationState.COMPLETE,
+        expected_ranks=[0, 1],
+        committed_ranks=[0, 1],
+        missing={},
+        silent_sites={0: {"layers.0.query grad_input": "no gradient"}, 1: {"layers.0.query grad_input": "no gradient"}},
+        num_records=12,
+        nbytes=3_000_000,
+    ),
+    IterationStatus(
+        iteration=4,
+        attempt=0,
+        state=IterationState.PARTIAL,
+        expected_ranks=[0, 1],
+        committed_ranks=[0],
+        missing={1: "its process ended"},
+        silent_sites={},
+        num_records=0,
+        nbytes=0,
+    ),
+]
+
+UNMET = Verdict(met=False, required=2, complete=[2], missing=["iteration 4 is partial (rank 1: gone)"], final=True)
+MET = Verdict(met=True, required=1, complete=[2], missing=[], final=False)
+
+
+def test_the_table_has_one_row_for_each_iteration_and_the_verdict_below() -> None:
+    table = status_table(STATUSES, verdict=UNMET, url="runs/x")
+    assert table.column("state") == ["complete", "partial"]
+    assert table.column("committed") == [2, 1]
+    assert table.column("expected") == [2, 2]
+    assert table.column("size") == [3_000_000, 0]
+    assert table.column("missing") == ["", "rank 1: its process ended"]
+    assert table.notes == (
+        "not recorded (no gradient): layers.0.query grad_input",
+        "minimum not met: 1 of 2 guaranteed iterations are stored complete; iteration 4 is partial (rank 1: gone)",
+    )
+    assert "3 MB" in table.to_text()
+
+
+def test_programs_get_everything_by_name() -> None:
+    document = status_document(STATUSES, verdict=UNMET, url="runs/x")
+    assert document["run"] == "runs/x"
+    assert document["iterations"][1]["missing"] == {1: "its process ended"}
+    assert document["iterations"][0]["silent_sites"][1] == {"layers.0.query grad_input": "no gradient"}
+    assert document["verdict"]["missing"] == UNMET.missing
+
+
+def test_a_run_without_iterations_has_a_status() -> None:
+    table = status_table([], verdict=None, url="runs/x")
+    assert table.rows == ()
+    assert "minimum not known" in table.to_text()
+    assert status_document([], verdict=None, url="runs/x") == {"run": "runs/x", "iterations": [], "verdict": None}
+
+
+def test_an_open_run_may_still_change_its_verdict() -> None:
+    assert (
+        verdict_line(MET)
+        == "minimum met: 1 of 1 guaranteed iterations are stored complete (2) (so far: the run is not closed)"
+    )
+    assert verdict_line(UNMET) == UNMET.message()
+
+
+def test_many_missing_ranks_are_counted_in_text_and_all_named_in_json() -> None:
+    many = IterationStatus(
+        iteration=0,
+        attempt=0,
+        state=IterationState.OPEN,
+        expected_ranks=list(range(10)),
+        committed_ranks=[],
+        missing=dict.fromkeys(range(10), "not yet"),
+        silent_sites={},
+        num_records=0,
+        nbytes=0,
+    )
+    (missing,) = status_table([many], verdict=None, url="x").column("missing")
+    assert missing == "rank 0: not yet; rank 1: not yet; rank 2: not yet; rank 3: not yet; and 6 more"
+    assert len(status_document([many], verdict=None, url="x")["iterations"][0]["missing"]) == 10

@@ -1,0 +1,470 @@
+"""Do the small floats come back bit for bit, through whichever library, and in whichever order it was imported?"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import zarr
+import zarr.storage
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zarr.dtype import data_type_registry
+
+from ranktape.errors import UsageError
+from ranktape.storage.dtypes import DTYPES, numpy_dtype
+from ranktape.storage.zarr_floats import DATA_TYPES, data_type
+from ranktape.storage.zarr_types import register, register_on_import
+from tests.strategies import arrays, dtype_names, element_bits, from_patterns, raw_bytes, shapes, special_patterns
+
+SMALL_FLOATS = [row.name for row in DTYPES.values() if row.is_ml_dtype]
+
+if TYPE_CHECKING:
+    from zarr.core.array_spec import ArrayConfigParams
+
+NOT_IN_TENSORSTORE = frozenset({"float8_e4m3", "float6_e2m3fn", "float6_e3m2fn"})
+"""Types that tensorstore 0.1.86 refuses by name."""
+
+SCALES = "float8_e8m0fnu"
+"""The type without a zero."""
+
+LAYOUTS = [
+    pytest.param({"chunks": (5, 3)}, id="chunks"),
+    pytest.param({"chunks": (2, 3), "shards": (4, 6)}, id="shards"),
+]
+
+KEEP_ALL: ArrayConfigParams = {"write_empty_chunks": True}
+"""Chunks equal to the fill value are otherwise left out, and -0.0 comes back as 0.0."""
+
+register()
+
+
+def every_pattern(name: str) -> np.ndarray[Any, Any]:
+    """Every value of an 8-bit type, every seventh of a 16-bit one with all special ones, as a matrix."""
+    row = DTYPES[name]
+    if row.numpy_dtype.kind == "b":
+        patterns = [0, 1] * 21
+    elif row.itemsize == 1:
+        patterns = list(range(1 << element_bits(row))) * (1 if element_bits(row) == 8 else 4)
+    elif row.itemsize == 2:
+        patterns = [*range(0, 1 << 16, 7), *special_patterns(name)]
+    else:
+        patterns = special_patterns(name)
+    whole = patterns + patterns[: -len(patterns) % 7]
+    return from_patterns(whole, name=name, shape=(len(whole) // 7, 7))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", DTYPES)
+def test_zarr_reads_what_zarr_wrote(name: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    values = every_pattern(name)
+    written = zarr.create_array(tmp_path, shape=values.shape, dtype=values.dtype, config=KEEP_ALL, **layout)
+    written[...] = values
+    document = json.loads((tmp_path / "zarr.json").read_text())
+    assert document["data_type"] == DTYPES[name].zarr_name
+    read = zarr.open_array(tmp_path, mode="r")
+    assert read.dtype == values.dtype
+    assert raw_bytes(np.asarray(read[...])) == raw_bytes(values)
+    assert raw_bytes(np.asarray(read[1:3, ::2])) == raw_bytes(values[1:3, ::2])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", sorted(set(DTYPES) - NOT_IN_TENSORSTORE))
+def test_tensorstore_reads_what_zarr_wrote(name: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    tensorstore = pytest.importorskip("tensorstore")
+    values = every_pattern(name)
+    written = zarr.create_array(
+        tmp_path,
+        shape=values.shape,
+        dtype=values.dtype,
+        config=KEEP_ALL,
+        compressors=None,
+        **layout,
+    )
+    written[...] = values
+    read = tensorstore.open({"driver": "zarr3", "kvstore": f"file://{tmp_path}"}).result()
+    assert read.dtype.numpy_dtype == values.dtype
+    assert raw_bytes(read.read().result()) == raw_bytes(values)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", sorted(set(DTYPES) - NOT_IN_TENSORSTORE))
+def test_zarr_reads_what_tensorstore_wrote(name: str, tmp_path: Path, *, sharded: bool) -> None:
+    tensorstore = pytest.importorskip("tensorstore")
+    values = every_pattern(name)
+    inner = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+    shard = {"name": "sharding_indexed", "configuration": {"chunk_shape": [2, 7], "codecs": inner}}
+    metadata = {
+        "shape": list(values.shape),
+        "data_type": DTYPES[name].zarr_name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 7]}},
+        "codecs": [shard] if sharded else inner,
+    }
+    spec = {
+        "driver": "zarr3",
+        "kvstore": f"file://{tmp_path}",
+        "metadata": metadata,
+        "store_data_equal_to_fill_value": True,
+    }
+    tensorstore.open(spec, create=True).result().write(values).result()
+    read = zarr.open_array(tmp_path, mode="r")
+    assert read.dtype == values.dtype
+    assert raw_bytes(np.asarray(read[...])) == raw_bytes(values)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_IN_TENSORSTORE))
+def test_what_tensorstore_does_not_read_is_known(name: str) -> None:
+    tensorstore = pytest.importorskip("tensorstore")
+    metadata = {"shape": [1], "data_type": name}
+    with pytest.raises(ValueError, match=f"{name} data type is not one of the supported data types"):
+        tensorstore.open({"driver": "zarr3", "kvstore": "memory://", "metadata": metadata}, create=True).result()
+
+
+@settings(max_examples=60)
+@given(name=dtype_names(), shape=shapes(max_dims=3), data=st.data())
+def test_any_shape_comes_back(name: str, shape: tuple[int, ...], data: st.DataObject) -> None:
+    values = data.draw(arrays(name=name, shape=shape))
+    chunks = tuple(data.draw(st.integers(1, max(1, side))) for side in shape)
+    store = zarr.storage.MemoryStore()
+    written = zarr.create_array(store, shape=shape, dtype=values.dtype, chunks=chunks or "auto", config=KEEP_ALL)
+    written[...] = values
+    read = np.asarray(zarr.open_array(store, mode="r")[...])
+    assert (read.dtype, read.shape) == (values.dtype, shape)
+    assert raw_bytes(read) == raw_bytes(values)
+
+
+@pytest.mark.parametrize("name", SMALL_FLOATS)
+def test_a_group_with_consolidated_metadata_opens(name: str, tmp_path: Path) -> None:
+    values = every_pattern(name)
+    group = zarr.create_group(tmp_path)
+    group.create_array("small", data=values, dimension_names=("row", "column"), config=KEEP_ALL)
+    group.create_array("plain", data=np.arange(3.0), dimension_names=("place",))
+    with warnings.catch_warnings():
+        # Zarr v3 has not specified consolidated metadata yet.
+        warnings.simplefilter("ignore")
+        zarr.consolidate_metadata(tmp_path)
+    opened = zarr.open_group(tmp_path, mode="r", use_consolidated=True)
+    small = opened["small"]
+    assert isinstance(small, zarr.Array)
+    np.testing.assert_array_equal(np.asarray(small[...]).view("u1"), values.view("u1"))
+
+
+@pytest.mark.parametrize("name", SMALL_FLOATS)
+def test_xarray_opens_a_group(name: str, tmp_path: Path) -> None:
+    xarray = pytest.importorskip("xarray")
+    values = every_pattern(name)
+    group = zarr.create_group(tmp_path)
+    group.create_array("small", data=values, dimension_names=("row", "column"), config=KEEP_ALL)
+    with xarray.open_dataset(tmp_path, engine="zarr", consolidated=False, mask_and_scale=False) as opened:
+        assert opened["small"].dims == ("row", "column")
+        assert raw_bytes(opened["small"].to_numpy()) == raw_bytes(values)
+
+
+def fill_values(name: str) -> list[Any]:
+    native = numpy_dtype(name)
+    everything = np.arange(1 << element_bits(DTYPES[name])).astype(f"<u{native.itemsize}").view(native)
+    return list(everything[:: max(1, len(everything) // 512)]) + [
+        from_patterns([bits], name=name, shape=())[()] for bits in special_patterns(name)
+    ]
+
+
+@pytest.mark.parametrize("name", SMALL_FLOATS)
+def test_every_fill_value_survives_json(name: str) -> None:
+    kind = data_type(name)
+    for value in fill_values(name):
+        text = json.dumps(kind.to_json_scalar(value, zarr_format=3), allow_nan=False)
+        read = kind.from_json_scalar(json.loads(text), zarr_format=3)
+        assert raw_bytes(np.asarray(read)) == raw_bytes(np.asarray(value)), (text, value)
+
+
+@pytest.mark.parametrize("name", sorted(set(SMALL_FLOATS) - NOT_IN_TENSORSTORE))
+def test_tensorstore_and_zarr_agree_on_fill_values(name: str, tmp_path: Path) -> None:
+    tensorstore = pytest.importorskip("tensorstore")
+    kind = data_type(name)
+    for number, value in enumerate(fill_values(name)[::9]):
+        place = tmp_path / str(number)
+        zarr.create_array(place, shape=(1,), dtype=numpy_dtype(name), fill_value=value)
+        read = tensorstore.open({"driver": "zarr3", "kvstore": f"file://{place}"}).result().read().result()
+        assert raw_bytes(read) == raw_bytes(np.asarray(value)), kind.to_json_scalar(value, zarr_format=3)
+
+
+@pytest.mark.parametrize("name", sorted(set(SMALL_FLOATS) - NOT_IN_TENSORSTORE - {SCALES}))
+@pytest.mark.parametrize("fill", [None, 0.0, -0.0, 1.0, 0.3, "NaN", "Infinity", "-Infinity", "0x05"])
+def test_zarr_reads_the_fill_values_that_tensorstore_writes(
+    name: str, fill: float | str | None, tmp_path: Path
+) -> None:
+    tensorstore = pytest.importorskip("tensorstore")
+    metadata = {"shape": [1], "data_type": name} | ({} if fill is None else {"fill_value": fill})
+    created = tensorstore.open(
+        {"driver": "zarr3", "kvstore": f"file://{tmp_path}", "metadata": metadata}, create=True
+    ).result()
+    read = np.asarray(zarr.open_array(tmp_path, mode="r")[...])
+    assert raw_bytes(read) == raw_bytes(created.read().result())
+
+
+def test_fill_values_are_written_as_zarr_spells_them() -> None:
+    kind = data_type("bfloat16")
+    spelt = {
+        pattern: kind.to_json_scalar(from_patterns([pattern], name="bfloat16", shape=())[()], zarr_format=3)
+        for pattern in (0x0000, 0x8000, 0x3F80, 0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFC0, 0x7F81)
+    }
+    assert spelt == {
+        0x0000: 0.0,
+        0x8000: -0.0,
+        0x3F80: 1.0,
+        0x7F80: "Infinity",
+        0xFF80: "-Infinity",
+        0x7FC0: "NaN",
+        0x7FC1: "0x7fc1",
+        0xFFC0: "0xffc0",
+        0x7F81: "0x7f81",
+    }
+    assert math.copysign(1, float(str(spelt[0x8000]))) == -1
+
+
+@pytest.mark.parametrize(
+    ("name", "fill", "error", "match"),
+    [
+        ("bfloat16", "nan", ValueError, "'nan' is not a value of bfloat16: .* its 16 bits"),
+        ("bfloat16", "0x10000", ValueError, "'0x10000' is not a value of bfloat16"),
+        ("bfloat16", "0xzz", ValueError, "'0xzz' is not a value of bfloat16"),
+        ("bfloat16", "0x-1", ValueError, "'0x-1' is not a value of bfloat16"),
+        ("bfloat16", None, TypeError, "None is not a value of bfloat16"),
+        ("bfloat16", [0.0, 0.0], TypeError, "is not a value of bfloat16"),
+        ("bfloat16", 1e300, ValueError, r"1e\+300 is not a value of bfloat16"),
+        ("bfloat16", 10**400, ValueError, "is not a value of bfloat16"),
+        ("float8_e4m3fn", "Infinity", ValueError, "inf is not a value of float8_e4m3fn"),
+        ("float8_e4m3fn", 1e6, ValueError, "1000000.0 is not a value of float8_e4m3fn"),
+        ("float8_e8m0fnu", -1.0, ValueError, "-1.0 is not a value of float8_e8m0fnu"),
+        ("float4_e2m1fn", "NaN", ValueError, "nan is not a value of float4_e2m1fn: .* its 4 bits"),
+        ("float4_e2m1fn", "0x10", ValueError, "'0x10' is not a value of float4_e2m1fn"),
+        ("float6_e2m3fn", "0x40", ValueError, "'0x40' is not a value of float6_e2m3fn: .* its 6 bits"),
+    ],
+)
+def test_a_fill_value_that_the_type_has_not_is_refused(
+    name: str, fill: Any, error: type[Exception], match: str
+) -> None:
+    kind = data_type(name)
+    assert not kind._check_scalar(fill)
+    with pytest.raises(error, match=match):
+        kind.from_json_scalar(fill, zarr_format=3)
+
+
+@pytest.mark.parametrize(("fill", "bits"), [(None, 0), (0.0, 0), (2.0**-127, 0), (1.0, 127), ("NaN", 255), ("0x05", 5)])
+def test_scales_have_their_own_fill_values(fill: float | str | None, bits: int) -> None:
+    kind = data_type(SCALES)
+    read = kind.default_scalar() if fill is None else kind.from_json_scalar(fill, zarr_format=3)
+    assert raw_bytes(np.asarray(read)) == bytes([bits])
+    assert kind.to_json_scalar(read, zarr_format=3) == ("NaN" if bits == 255 else f"0x{bits:02x}")
+
+
+def test_tensorstore_still_takes_fill_values_of_scales_for_others() -> None:
+    # When this fails tensorstore has been mended, and numbers can be written as numbers.
+    tensorstore = pytest.importorskip("tensorstore")
+    metadata = {"shape": [1], "data_type": SCALES, "fill_value": 1.0}
+    created = tensorstore.open({"driver": "zarr3", "kvstore": "memory://", "metadata": metadata}, create=True).result()
+    assert raw_bytes(created.read().result()) == bytes([127 - 64])
+
+
+def test_zero_is_the_lowest_code_where_there_is_no_zero() -> None:
+    kind = data_type("float8_e8m0fnu")
+    assert raw_bytes(np.asarray(kind.default_scalar())) == raw_bytes(np.asarray(kind.cast_scalar(0))) == b"\0"
+
+
+@pytest.mark.parametrize("name", SMALL_FLOATS)
+def test_a_data_type_survives_pickle(name: str, tmp_path: Path) -> None:
+    kind = data_type(name)
+    assert pickle.loads(pickle.dumps(kind)) == kind  # noqa: S301 - our own bytes
+    written = zarr.create_array(tmp_path, data=every_pattern(name), config=KEEP_ALL)
+    copied = pickle.loads(pickle.dumps(written))  # noqa: S301 - our own bytes
+    assert raw_bytes(np.asarray(copied[...])) == raw_bytes(every_pattern(name))
+
+
+def test_zarr_v2_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Zarr v2 has no name for bfloat16: create the array with zarr_format=3"):
+        zarr.create_array(tmp_path, shape=(1,), dtype=numpy_dtype("bfloat16"), zarr_format=2)
+
+
+def test_registering_again_changes_nothing() -> None:
+    before = dict(data_type_registry.contents)
+    register()
+    register_on_import()
+    assert data_type_registry.contents == before
+    assert {name: before[name] for name in SMALL_FLOATS} == DATA_TYPES
+
+
+def test_somebody_elses_type_of_the_name_is_kept() -> None:
+    ours = data_type_registry.get("bfloat16")
+    theirs = type("Theirs", (ours,), {})
+    data_type_registry.register("bfloat16", theirs)
+    try:
+        register()
+        assert data_type_registry.get("bfloat16") is theirs
+    finally:
+        data_type_registry.register("bfloat16", ours)
+
+
+# The rest is about a fresh interpreter, in which nothing has been imported yet.
+
+
+def run(code: str, *options: str, place: Path) -> subprocess.CompletedProcess[str]:
+    """What a fresh interpreter does with the code; `place` is its `sys.argv[1]`, and it must leave in good order."""
+    done = subprocess.run(
+        [sys.executable, *options, "-c", textwrap.dedent(code), str(place)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A group with one array of bfloat16."""
+    place = tmp_path / "group"
+    zarr.create_group(place).create_array("a", data=every_pattern("bfloat16"), config=KEEP_ALL)
+    return place
+
+
+CHECK = """
+import sys
+group = zarr.open_group(sys.argv[1], mode="r")
+print(group["a"].dtype.name, int(group["a"][...].view("u2").sum()))
+assert "torch" not in sys.modules
+"""
+
+ORDERS = {
+    "ours first": "import ranktape.storage\nassert 'zarr' not in sys.modules\nimport zarr",
+    "zarr first": "import zarr\nimport ranktape.storage",
+    "zarr's parts": "import ranktape.storage\nimport zarr.core.group\nimport zarr",
+    "from": "import ranktape.storage\nfrom zarr import open_group\nimport zarr",
+    "looked for": "import ranktape.storage, importlib.util\nassert importlib.util.find_spec('zarr')\nimport zarr",
+    "xarray": "import ranktape.storage\ntry:\n import xarray\nexcept ImportError: pass\nimport zarr",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_plain_zarr_opens_our_types_in_any_order(order: str, stored: Path) -> None:
+    done = run(f"import sys\n{ORDERS[order]}\n{CHECK}", "-W", "error", place=stored)
+    expected = int(every_pattern("bfloat16").view("u2").sum())
+    assert done.stdout == f"bfloat16 {expected}\n"
+    assert done.stderr == ""
+
+
+def test_waiting_leaves_no_trace(tmp_path: Path) -> None:
+    done = run(
+        """
+        import sys, importlib.resources, inspect
+        before = list(sys.meta_path)
+        import ranktape.storage
+        from ranktape.storage.zarr_types import register_on_import
+        register_on_import()
+        assert len(sys.meta_path) == len(before) + 1, sys.meta_path
+        import zarr
+        assert sys.meta_path == before, sys.meta_path
+        loader = type(zarr.__loader__).__name__
+        assert loader == type(zarr.__spec__.loader).__name__ == "SourceFileLoader", loader
+        assert importlib.resources.files("zarr").joinpath("__init__.py").is_file()
+        assert "open_group" in inspect.getsource(zarr)
+        """,
+        place=tmp_path,
+    )
+    assert done.stderr == ""
+
+
+def test_many_threads_may_import_at_once(stored: Path) -> None:
+    code = """
+        import sys, threading
+        gate = threading.Barrier(12)
+        failures = []
+        def ours():
+            gate.wait()
+            import ranktape.storage
+            from ranktape.storage.zarr_types import register_on_import
+            register_on_import()
+        def theirs():
+            gate.wait()
+            import zarr
+        def guarded(work):
+            try: work()
+            except BaseException as error: failures.append(error)
+        threads = [threading.Thread(target=guarded, args=(work,)) for work in [ours, theirs] * 6]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join(60)
+        assert not failures, failures
+        import zarr
+        assert not [finder for finder in sys.meta_path if type(finder).__name__ == "_AwaitZarr"]
+        assert zarr.open_group(sys.argv[1], mode="r")["a"].dtype.name == "bfloat16"
+        """
+    for _ in range(3):
+        assert run(code, "-W", "error", place=stored).stderr == ""
+
+
+@pytest.mark.parametrize("order", ["import ranktape.storage, zarr", "import zarr, ranktape.storage"])
+@pytest.mark.parametrize("options", [(), ("-W", "error")])
+def test_our_own_failure_is_reported_and_zarr_goes_on(order: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    # Not a mock of our code: ml_dtypes is missing, as in a broken installation.
+    code = f"import sys\nsys.modules['ml_dtypes'] = None\n{order}\nzarr.open_group(sys.argv[1], mode='w')"
+    done = run(code, *options, place=tmp_path)
+    assert "ranktape could not register its data types with zarr (ModuleNotFoundError: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_broken_zarr_is_as_broken_as_without_us(tmp_path: Path) -> None:
+    (tmp_path / "zarr").mkdir()
+    (tmp_path / "zarr" / "__init__.py").write_text("raise OSError('no such wheel')")
+    done = run(
+        """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import ranktape.storage
+        for attempt in range(2):
+            try:
+                import zarr
+            except OSError as error:
+                print(error)
+        """,
+        "-W",
+        "error",
+        place=tmp_path,
+    )
+    assert done.stdout == "no such wheel\n" * 2
+
+
+def test_without_zarr_the_import_error_is_the_usual_one(tmp_path: Path) -> None:
+    done = run(
+        """
+        import sys
+        from ranktape.storage.zarr_types import register_on_import
+        register_on_import()
+        sys.path[:] = [entry for entry in sys.path if "site-packages" not in entry]
+        sys.path_importer_cache.clear()
+        try:
+            import zarr
+        except ModuleNotFoundError as error:
+            print(error)
+        """,
+        place=tmp_path,
+    )
+    assert done.stdout == "No module named 'zarr'\n"
+
+
+def test_waiting_is_light(tmp_path: Path) -> None:
+    code = """
+        import sys
+        from ranktape.storage.zarr_types import register_on_import
+        register_on_import()
+        print(sorted({"numpy", "ml_dtypes", "zarr", "torch", "asyncio"} & set(sys.modules)))
+        """
+    assert run(code, place=tmp_path).stdout == "[]\n"

@@ -1,0 +1,259 @@
+"""Do the imports point one way, and has every file a name and a question it answers?
+
+    storage <- capture, storage <- analyze, all <- launch
+
+Read from the source with `ast`, wherever the import stands: at the top, in a function, under TYPE_CHECKING, relative
+or absolute, or as text for importlib. The second half measures what stays light when it is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "ranktape"
+
+MAY_IMPORT = {
+    "storage": {"storage"},
+    "capture": {"capture", "storage"},
+    "analyze": {"analyze", "storage"},
+    "launch": {"launch", "storage", "capture", "analyze"},
+}
+"""The whole of the package's top level, and the folders that each may import."""
+
+EXCEPTIONS = {("capture", "ranktape.analyze.histogram")}
+"""Single modules across a closed border: the writer counts values with the kernel that analysis uses."""
+
+SHARED = {"ranktape.errors", "ranktape.__version__", "ranktape.__file__", "ranktape.public_names"}
+"""What every folder may take from the top of the package; its public names are for users."""
+
+ALLOWED_AT_TOP = {"__init__.py": {"ranktape"}, "errors.py": {"ranktape.errors"}}
+"""What the two files beside the folders may import."""
+
+TORCH_IN_STORAGE = "Record.tensor"
+"""The one place in storage that may import torch."""
+
+HOMELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "misc"}
+"""If it has no name, it has no home yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """One import statement's reach for one module or name."""
+
+    target: str
+    """Dotted, absolute: `ranktape.storage.run.open_run`."""
+    line: int
+    """Where it stands."""
+    scope: str
+    """Names of the enclosing classes and functions, dotted; empty at the top of the module."""
+    is_runtime: bool
+    """False under `if TYPE_CHECKING`."""
+
+
+def imports(tree: ast.Module, *, package: str) -> list[Import]:
+    """Every import in a module of `package`; text that is exactly the name of a module of ours counts as one."""
+    return list(_imports(tree, package=package, scope="", is_runtime=True))
+
+
+def _imports(node: ast.AST, *, package: str, scope: str, is_runtime: bool) -> Iterator[Import]:
+    for target in _targets(node, package=package):
+        yield Import(target=target, line=getattr(node, "lineno", 0), scope=scope, is_runtime=is_runtime)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        inner_scope = f"{scope}.{node.name}" if scope else node.name
+    else:
+        inner_scope = scope
+    type_checking = isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+    for name, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                runtime = is_runtime and not (type_checking and name == "body")
+                yield from _imports(child, package=package, scope=inner_scope, is_runtime=runtime)
+
+
+def _targets(node: ast.AST, *, package: str) -> list[str]:
+    match node:
+        case ast.Import(names=names):
+            # `import ranktape` reaches for nothing yet; what is then taken from it is the Attribute below.
+            return [alias.name for alias in names if alias.name != "ranktape"]
+        case ast.ImportFrom(module=module, names=names, level=level):
+            parts = package.split(".")
+            above = parts[: len(parts) + 1 - level] if level else []
+            return [".".join([*above, *([module] if module else []), alias.name]) for alias in names]
+        case ast.Attribute(value=ast.Name(id="ranktape"), attr=attribute):
+            return [f"ranktape.{attribute}"]
+        case ast.Constant(value=str(text)) if found := re.fullmatch(r"(ranktape(?:\.[a-z_]+)+)(?::\w+)?", text):
+            return [found[1]]
+    return []
+
+
+def violations(package: Path) -> list[str]:
+    """What is wrong in the tree of the package, one line each with file and line; empty when all is well."""
+    found = [
+        f"{entry.name}: only {', '.join(MAY_IMPORT)} stand beside __init__ and errors"
+        for entry in sorted(package.iterdir())
+        if entry.name not in {*MAY_IMPORT, "__init__.py", "errors.py", "py.typed", "__pycache__"}
+    ]
+    for path in sorted(package.rglob("*.py")):
+        place = path.relative_to(package)
+        if HOMELESS_NAMES & {*place.with_suffix("").parts}:
+            found.append(f"{place}: a name that says nothing")
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if not ast.get_docstring(tree):
+            found.append(f"{place}: no docstring that says which question it answers")
+        dotted = ".".join([package.name, *place.parent.parts])
+        found += [
+            f"{place}:{item.line}: {wrong}"
+            for item in imports(tree, package=dotted)
+            if (wrong := _wrong_import(place, item))
+        ]
+    return found
+
+
+def _wrong_import(place: Path, item: Import) -> str | None:
+    owner = place.parts[0]
+    if _is_within(item.target, "torch"):
+        return _wrong_torch(owner, item)
+    allowed = ALLOWED_AT_TOP.get(owner) or {
+        *SHARED,
+        *(f"ranktape.{folder}" for folder in MAY_IMPORT.get(owner, ())),
+        *(module for folder, module in EXCEPTIONS if folder == owner),
+    }
+    if _is_within(item.target, "ranktape") and not any(_is_within(item.target, name) for name in allowed):
+        return f"{owner} may not import {item.target}"
+    return None
+
+
+def _wrong_torch(folder: str, item: Import) -> str | None:
+    if folder == "storage" and item.is_runtime and item.scope != TORCH_IN_STORAGE:
+        return f"storage imports torch only in {TORCH_IN_STORAGE}"
+    if folder == "analyze" and item.is_runtime and not item.scope:
+        return "analyze imports torch only inside functions"
+    return None
+
+
+def _is_within(target: str, name: str) -> bool:
+    return target == name or target.startswith(name + ".")
+
+
+def test_the_tree_keeps_the_rules() -> None:
+    assert violations(PACKAGE) == []
+
+
+PLANTED = {
+    "storage/run.py": [
+        "from ranktape.capture import Capture",
+        "import ranktape.analyze.histogram",
+        "from ..launch import cli",
+        "from .. import analyze",
+        "def f():\n    from ranktape.capture.options import CaptureOptions",
+        "if TYPE_CHECKING:\n    from ranktape.analyze.formats import Format",
+        "importlib.import_module('ranktape.launch.cli')",
+        "COMMANDS = {'demo': 'ranktape.launch.demo:command'}",
+        "import torch",
+        "from torch import Tensor",
+        "def tensor(self):\n    import torch",
+        "class Record:\n    def read(self):\n        import torch.nn",
+        "from ranktape import open_run",
+        "import ranktape\n\nranktape.open_run('x')",
+        "import ranktape.storage.layout\n\nranktape.capture",
+    ],
+    "capture/site.py": [
+        "from ranktape.analyze import overflow",
+        "from ranktape.analyze.histograms import measure",
+        "from ranktape.launch import cli",
+        "from ranktape import analyze",
+    ],
+    "analyze/plot.py": ["from ranktape.capture import Capture", "import ranktape.launch.cli", "import torch"],
+    "errors.py": ["from ranktape.storage import open_run"],
+}
+"""Sources that break a rule, by the file they stand in."""
+
+ALLOWED = {
+    "storage/run.py": [
+        "from ranktape.errors import RanktapeError",
+        "from . import layout",
+        "from ranktape import __version__",
+        "import ranktape\n\nranktape.__version__",
+        "class Record:\n    def tensor(self):\n        import torch",
+        "if TYPE_CHECKING:\n    import torch",
+        "import torchvision_is_not_torch",
+        "from ranktape.storage.layout import capture_path",
+    ],
+    "capture/site.py": [
+        "from ranktape.analyze.histogram import measure",
+        "from ranktape.analyze import histogram",
+        "from ranktape.storage import open_run",
+        "import torch",
+    ],
+    "analyze/plot.py": ["def read():\n    import torch", "from ranktape.storage.run import Run"],
+    "launch/cli.py": ["from ranktape.analyze.overflow import command", "from ranktape.capture import Capture"],
+    "__init__.py": ["from ranktape.capture import Capture"],
+}
+"""Sources that break none."""
+
+
+def _cases(table: dict[str, list[str]]) -> list[tuple[str, str]]:
+    return [(place, source) for place, sources in table.items() for source in sources]
+
+
+def _violations_of(tmp_path: Path, place: str, source: str) -> list[str]:
+    path = tmp_path / "ranktape" / place
+    path.parent.mkdir(parents=True)
+    path.write_text(f'"""Which question?"""\n\n{source}\n', encoding="utf-8")
+    return violations(tmp_path / "ranktape")
+
+
+@pytest.mark.parametrize(("place", "source"), _cases(PLANTED))
+def test_a_planted_arrow_is_found(tmp_path: Path, place: str, source: str) -> None:
+    found = _violations_of(tmp_path, place, source)
+    assert len(found) == 1
+    assert found[0].startswith(f"{place}:")
+
+
+@pytest.mark.parametrize(("place", "source"), _cases(ALLOWED))
+def test_an_allowed_arrow_is_not(tmp_path: Path, place: str, source: str) -> None:
+    assert _violations_of(tmp_path, place, source) == []
+
+
+@pytest.mark.parametrize("place", ["storage/utils.py", "misc/a.py", "plot/a.py", "extra.py", "capture/core/a.py"])
+def test_a_file_without_a_home_is_found(tmp_path: Path, place: str) -> None:
+    assert _violations_of(tmp_path, place, "")
+
+
+def test_a_module_without_a_question_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "ranktape" / "storage" / "run.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("x = 1\n", encoding="utf-8")
+    assert violations(tmp_path / "ranktape") == ["storage/run.py: no docstring that says which question it answers"]
+
+
+HEAVY = ("torch", "zarr", "numpy", "numba", "matplotlib", "rich", "fsspec", "s3fs")
+"""What takes longer to import than a command may take to print its help."""
+
+LIGHT = {
+    "ranktape": HEAVY,
+    "ranktape.storage": HEAVY,
+    "ranktape.capture": HEAVY,
+    "ranktape.analyze": HEAVY,
+    "ranktape.launch.cli": HEAVY,
+    "ranktape.storage.run": ("torch",),
+    "ranktape.analyze.histogram": ("torch", "zarr"),
+    "ranktape.capture.writer": ("torch", "zarr"),
+}
+"""By module, what importing it may not import: `--help` is quick, the writer process small, a laptop has no torch."""
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_what_is_light_stays_light(module: str) -> None:
+    source = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not set(LIGHT[module]) & set(done.stdout.split())

@@ -1,0 +1,78 @@
+"""Do the pages say what is there: the tree, the files, the commands, the links?"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[1]
+README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").rglob("*.md")])
+
+
+def _documented_tree() -> set[str]:
+    """Paths in README's tree: the block under "The tree", two spaces for each level, then what the entry is for."""
+    found = re.search(r"## The tree\n.*?```text\n(.*?)```", README, re.DOTALL)
+    assert found
+    above: list[str] = []
+    paths = set()
+    for line in found[1].splitlines():
+        indent = len(line) - len(line.lstrip())
+        name, _, purpose = line.strip().partition("  ")
+        assert purpose.strip(), f"{name}: say what it is for"
+        above[indent // 2 :] = [name.rstrip("/")]
+        paths.add("/".join(above))
+    return paths
+
+
+def _real_tree() -> set[str]:
+    """The top level and the package's folders and files, without what git ignores and without hidden files but CI's."""
+    ignored = [line.rstrip("/") for line in (CHECKOUT / ".gitignore").read_text(encoding="utf-8").splitlines()]
+    entries = [*CHECKOUT.iterdir(), *CHECKOUT.glob("ranktape/*"), *CHECKOUT.glob(".ci/*")]
+    return {
+        str(entry.relative_to(CHECKOUT))
+        for entry in entries
+        if not any(fnmatch.fnmatch(entry.name, pattern) for pattern in ignored)
+        and entry.name not in {".git", ".gitignore"}
+    }
+
+
+def test_the_tree_in_readme_is_the_real_tree() -> None:
+    assert _documented_tree() == _real_tree()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
+def test_every_path_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [page.parent / link for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", text)]
+    named = re.findall(r"`((?:ranktape|tests|docs|examples|benchmarks|\.ci)/[\w./-]+)`", text)
+    files = [CHECKOUT / name for name in named]
+    assert [str(path) for path in [*links, *files] if not path.exists()] == []
+
+
+def test_every_target_that_readme_names_is_in_the_makefile() -> None:
+    makefile = (CHECKOUT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:^|`)make (\w+)", README, re.MULTILINE))
+    assert {"demo", "test"} <= named
+    assert [target for target in named if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+
+
+def test_the_page_of_commands_is_what_the_commands_say() -> None:
+    done = subprocess.run(
+        [sys.executable, CHECKOUT / "docs" / "commands.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    written = (CHECKOUT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert done.stdout == written, "docs/commands.md is out of date: run 'make docs' and look at the difference"
+
+
+def test_every_command_says_what_it_does() -> None:
+    text = (CHECKOUT / "docs" / "commands.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## (.+)\n\n```text\nUsage: .*\n((?:  +.*\n)*)\n?(.*)", text, re.MULTILINE)
+    assert sections
+    assert [name for name, _, first in sections if not first.strip() or first.startswith("Options:")] == []
