@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,43 @@ def test_every_path_a_page_names_is_there(page: Path) -> None:
     named = re.findall(r"`((?:ranktape|tests|docs|examples|benchmarks|\.ci)/[\w./-]+)`", text)
     files = [CHECKOUT / name for name in named]
     assert [str(path) for path in [*links, *files] if not path.exists()] == []
+
+
+MODEL = """
+import torch
+from types import SimpleNamespace
+
+class Model(torch.nn.Linear):
+    def forward(self, batch):
+        return SimpleNamespace(loss=super().forward(batch).square().mean())
+
+model = torch.nn.Sequential(Model(8, 8))
+loader = [torch.ones(4, 8)] * 30
+optimizer = torch.optim.SGD(model.parameters())
+"""
+"""What the second quick start takes for granted."""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_quick_starts_run_as_they_stand(tmp_path: Path) -> None:
+    section = README.partition("## Quick starts")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```(sh|python)\n(.*?)```", section, re.DOTALL)
+    assert [language for language, _ in blocks] == ["sh", "python", "sh", "python"]
+    shutil.copytree(CHECKOUT / "examples", tmp_path / "examples")
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    for language, block in blocks:
+        source = MODEL + block if "model=model" in block else block
+        command = ["bash", "-euo", "pipefail", "-c"] if language == "sh" else [sys.executable, "-c"]
+        done = subprocess.run(
+            [*command, source],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
 
 
 def test_every_target_that_readme_names_is_in_the_makefile() -> None:

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import UsageError
@@ -88,6 +88,10 @@ class Table:
     notes: tuple[str, ...] = ()
     """What a reader must know, one line each."""
 
+    def __post_init__(self) -> None:
+        """Every row has one value for each column."""
+        assert all(len(row) == len(self.columns) for row in self.rows), "a row does not fit the columns"
+
     def column(self, name: str) -> list[Any]:
         """The values of one column, from the first row to the last.
 
@@ -99,6 +103,28 @@ class Table:
             raise UsageError(f"the table has no column {name!r}: it has {', '.join(names)}")
         index = names.index(name)
         return [row[index] for row in self.rows]
+
+    def sorted_by(self, name: str) -> Table:
+        """The same table with the largest values of a column first; missing ones last, equal ones as they were.
+
+        The column may be named by its head.
+
+        Raises:
+            UsageError: the table has no such column.
+        """
+        named = [column.name for column in self.columns if name == column.head]
+        values = self.column(named[0] if named else name)
+        known = [index for index, value in enumerate(values) if value is not None and value == value]  # noqa: PLR0124 - NaN
+        ordered = sorted(known, key=values.__getitem__, reverse=True)
+        rest = sorted(set(range(len(values))) - set(known))
+        return replace(self, rows=tuple(self.rows[index] for index in (*ordered, *rest)))
+
+    def first(self, num_rows: int) -> Table:
+        """The same table with so many rows at most; a note says how many there were."""
+        if len(self.rows) <= num_rows:
+            return self
+        note = f"the first {num_rows} of {len(self.rows)} rows"
+        return replace(self, rows=self.rows[:num_rows], notes=(*self.notes, note))
 
     def records(self) -> list[dict[str, Any]]:
         """The rows as dictionaries, one key for each column."""
@@ -127,7 +153,7 @@ class Table:
 
     def to_text(self, *, wide: bool = False) -> str:
         """The table as aligned lines, as wide as they need to be: nothing is cut off."""
-        title, columns, rows = _for_people(self, wide=wide)
+        heading, columns, rows = _for_people(self, wide=wide)
         heads = [_head(column) for column, _ in columns]
         cells = [[_cell(row[index], column.kind) for column, index in columns] for row in rows]
         widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
@@ -140,7 +166,7 @@ class Table:
             return "  ".join(aligned).rstrip()
 
         body = [line(heads), *map(line, cells)] if columns else []
-        return "\n".join([*([title] if title else []), *body, *self.notes]) + "\n"
+        return "\n".join([*heading, *body, *self.notes]) + "\n"
 
 
 def write_table(table: Table, *, form: Form = Form.TEXT, wide: bool = False, output: Path | None = None) -> None:
@@ -176,21 +202,30 @@ def _as_text(table: Table, *, form: Form, wide: bool) -> str:
     return table.to_csv() if form is Form.CSV else table.to_text(wide=wide)
 
 
-def _for_people(table: Table, *, wide: bool) -> tuple[str, list[tuple[Column, int]], tuple[tuple[Any, ...], ...]]:
-    """The title, columns with their index, and rows, without what would repeat itself on every line."""
-    chosen = [(column, index) for index, column in enumerate(table.columns) if wide or not column.is_detail]
-    if wide or len(table.rows) < 2:  # noqa: PLR2004 - a single row repeats nothing
-        return table.title, chosen, table.rows
+def _for_people(table: Table, *, wide: bool) -> tuple[list[str], list[tuple[Column, int]], tuple[tuple[Any, ...], ...]]:
+    """The lines above the table, its columns with their index, and its rows, without what says nothing.
+
+    Left out are keys that are the same in all rows (a line above says them once) and columns without a value.
+    """
+    heading = [table.title] if table.title else []
+    columns = list(zip(table.columns, range(len(table.columns)), strict=True))
+    if wide or not table.rows:
+        return heading, [item for item in columns if wide or not item[0].is_detail], table.rows
+    first = table.rows[0]
+    filled = [
+        (column, index)
+        for column, index in columns
+        if not column.is_detail and any(row[index] is not None and row[index] != "" for row in table.rows)
+    ]
     same = [
         (column, index)
-        for column, index in chosen
-        if column.is_key and all(row[index] == table.rows[0][index] for row in table.rows)
+        for column, index in filled
+        if len(table.rows) > 1 and column.is_key and all(row[index] == first[index] for row in table.rows)
     ]
-    said = "all rows: " + ", ".join(
-        f"{_head(column)} {_cell(table.rows[0][index], column.kind)}" for column, index in same
-    )
-    title = "; ".join(part for part in (table.title, said if same else "") if part)
-    return title, [item for item in chosen if item not in same], table.rows
+    if same:
+        said = (f"{_head(column)} {_cell(first[index], column.kind)}" for column, index in same)
+        heading.append("all rows: " + ", ".join(said))
+    return heading, [item for item in filled if item not in same], table.rows
 
 
 def _print_rich(table: Table, *, wide: bool) -> None:
@@ -198,7 +233,7 @@ def _print_rich(table: Table, *, wide: bool) -> None:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    title, columns, rows = _for_people(table, wide=wide)
+    heading, columns, rows = _for_people(table, wide=wide)
     rich_table: RichTable = RichTable(box=None, pad_edge=False, header_style="bold")
     for column, _ in columns:
         rich_table.add_column(Text(_head(column)), justify="left" if _is_left(column.kind) else "right", no_wrap=True)
@@ -206,8 +241,8 @@ def _print_rich(table: Table, *, wide: bool) -> None:
         rich_table.add_row(*(Text(_cell(row[index], column.kind)) for column, index in columns))
     console = Console(file=sys.stdout, highlight=False)
     needed = console.measure(rich_table, options=console.options.update(max_width=100_000)).maximum
-    if title:
-        console.print(Text(title, style="italic"))
+    for said in heading:
+        console.print(Text(said, style="italic"))
     # A terminal that is too narrow wraps the lines: better than numbers cut off.
     console.print(rich_table, width=max(needed, 1), crop=False, no_wrap=True, overflow="ignore", soft_wrap=True)
     for note in table.notes:
@@ -227,7 +262,8 @@ def _cell(value: Any, kind: Kind) -> str:
         return "-"
     if kind in _CELLS and not isinstance(value, str):
         return _CELLS[kind](value)
-    return str(value) if value != "" else "-"
+    # What others wrote may hold a line break or a terminal's control code.
+    return "".join(letter if letter.isprintable() else " " for letter in str(value)) or "-"
 
 
 def _float_cell(value: float) -> str:
@@ -243,7 +279,8 @@ def _ratio_cell(value: float) -> str:
     return f"{value * 100:.3g} %"
 
 
-def _nbytes_cell(value: int) -> str:
+def nbytes_text(value: int) -> str:
+    """A size for people, in units of 1,000 bytes."""
     size = float(value)
     for unit in ("B", "kB", "MB", "GB"):
         if abs(size) < 1000:  # noqa: PLR2004 - SI units
@@ -260,7 +297,7 @@ _CELLS: Mapping[Kind, Callable[[Any], str]] = {
     Kind.FLOAT: _float_cell,
     Kind.RATIO: _ratio_cell,
     Kind.COSINE: "{:.7f}".format,
-    Kind.NBYTES: _nbytes_cell,
+    Kind.NBYTES: nbytes_text,
     Kind.LIST: _list_cell,
 }
 

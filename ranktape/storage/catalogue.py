@@ -138,7 +138,7 @@ class Catalogue:
         try:
             self._archive = np.load(io.BytesIO(data), allow_pickle=False)
             self.num_rows = len(self._archive["iteration"])
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise RunFormatError(f"the catalogue {place} is damaged: {error}: see 'ranktape status'") from error
 
     def column(self, name: str) -> Column:

@@ -97,12 +97,13 @@ class LocalBackend:
         """Remove a directory with everything in it, or the contents of the root."""
         with self._translated("delete", prefix):
             self._made.clear()
-            if prefix:
-                shutil.rmtree(self._root / prefix)
-                return
-            for name in self.list_names(""):
-                path = self._root / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            # The root itself stays: it may be a mount, or a directory that the user made with care.
+            paths = [self._root / prefix] if prefix else [self._root / name for name in self.list_names("")]
+            for path in paths:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
 
     def flush(self) -> None:
         """Flush the file system that holds the run to its disk, once for all files."""

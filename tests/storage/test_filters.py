@@ -91,8 +91,8 @@ def holds(tree: Any, row: Row) -> bool:  # noqa: PLR0911 - one for each kind of 
         case ("compare", left, sign, right):
             one, other = value_of(left, row), value_of(right, row)
             if one is None or other is None:
-                return sign == "!="
-            return COMPARISONS[sign](one, other)
+                return bool(sign == "!=")
+            return bool(COMPARISONS[sign](one, other))
     raise AssertionError(tree)
 
 

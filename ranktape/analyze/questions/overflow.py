@@ -71,7 +71,7 @@ def overflow(
         columns, rows = group_columns(by), [_group_row(key, members, counter) for key, members in groups]
     return Table(
         title=_title(target, view=chosen),
-        columns=(*columns, *_count_columns(has_flushed=target is not None)),
+        columns=(*columns, *_count_columns(counter.kinds)),
         rows=tuple(rows),
     )
 
@@ -95,6 +95,11 @@ class _Counter:
     on_record: Callable[[], object]
     """Called after each record that was read."""
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is counted; nothing is flushed that is stored already."""
+        return KINDS if self.target is not None else tuple(kind for kind in KINDS if kind != "flushed")
+
     def limits_of(self, records: Records) -> list[str]:
         """For each record the type or format whose limits count."""
         if self.target is not None:
@@ -105,11 +110,11 @@ class _Counter:
     def counts(self, records: Records) -> Counts:
         """The numbers of each record; values are read where the catalogue does not hold the answer."""
         if self.target is None and self.limits_of(records) == records.column("dtype").tolist():
-            names = {kind: f"overflow.{kind}.count" for kind in KINDS if kind != "flushed"}
+            names = {kind: f"overflow.{kind}.count" for kind in self.kinds}
             names |= {extreme: f"overflow.{extreme}" for extreme in EXTREMES} | {"elements": "numel"}
             return {key: records.column(name) for key, name in names.items()}
         rows = [self._count(record) for record in records]
-        return {key: np.array([row[key] for row in rows]) for key in ("elements", *KINDS, *EXTREMES)}
+        return {key: np.array([row[key] for row in rows]) for key in ("elements", *self.kinds, *EXTREMES)}
 
     def _count(self, record: Record) -> dict[str, float]:
         dtype = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=self.view)
@@ -118,7 +123,7 @@ class _Counter:
         extremes = {name: getattr(tallies, name) for name in EXTREMES}
         return {
             "elements": tallies.num_elements,
-            **{kind: getattr(tallies, kind) for kind in KINDS},
+            **{kind: getattr(tallies, kind) for kind in self.kinds},
             **{name: math.nan if value is None else value for name, value in extremes.items()},
         }
 
@@ -132,14 +137,13 @@ class _Counter:
         )
 
 
-def _count_columns(*, has_flushed: bool) -> tuple[Column, ...]:
+def _count_columns(kinds: Sequence[str]) -> tuple[Column, ...]:
     def pair(count: str, ratio: str, *, head: str) -> tuple[Column, Column]:
         return (
             Column(name=count, kind=Kind.INTEGER, head=f"{head} count", is_detail=True),
             Column(name=ratio, kind=Kind.RATIO, head=head),
         )
 
-    kinds = [kind for kind in KINDS if kind != "flushed" or has_flushed]
     pairs = {kind: pair(f"overflow.{kind}.count", f"overflow.{kind}.ratio", head=kind) for kind in kinds}
     return (
         Column(name="limits_of", kind=Kind.TEXT, head="limits of", is_key=True),

@@ -1,0 +1,8 @@
+"""How does `python -m ranktape.analyze` start?"""
+
+from __future__ import annotations
+
+from ranktape.analyze.cli import cli
+
+if __name__ == "__main__":
+    cli(prog_name="python -m ranktape.analyze")

@@ -1,0 +1,248 @@
+"""Which options do the commands share: which records, and how the answer is written?"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ranktape.analyze.table import Form, Table, write_table
+from ranktape.errors import NoRecordsError, UsageError
+
+if TYPE_CHECKING:
+    from ranktape.storage import Records
+
+Command = Callable[..., Any]
+
+FILTERS: dict[str, str] = {
+    "iteration": "Training step: 20, 10:20:2, 0-9.",
+    "rank": "Global rank: 3, 0-3, 0,2,5.",
+    "attempt": "Restart count of the worker group; the latest of each iteration by default.",
+    "microbatch": "Index of the forward and backward pass within the step.",
+    "call": "How many times the same place had fired before within the microbatch.",
+    "module": "Dotted path of the module: 'layers.*.attn.*'.",
+    "layer_type": "attention, linear, or the user's own.",
+    "layer_idx": "Index of the layer in the stack; -1 outside of it.",
+    "operation": "forward or backward.",
+    "phase": "pre, post, or the user's own.",
+    "component": "FA, linear, or the user's own.",
+    "quant_type": "bf16, mxfp8, or the user's own.",
+    "tensor_name": "query, input, grad_weight, ...; 'grad_*'.",
+    "dtype": "As captured: bfloat16.",
+    "compute_dtype": "What the operation computed in.",
+    "batch_size": "Samples in the microbatch.",
+}
+"""The fields that have an option of their own, with what its help says; `--where` knows all."""
+
+MAX_NAMED_VALUES = 8
+"""Values that the message for an empty selection names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which records a command is about."""
+
+    run: str
+    """URL or path."""
+    filters: Mapping[str, tuple[str, ...]]
+    """For each field that was filtered the texts that were given; any of them may match."""
+    where: str | None
+    """An expression over fields."""
+    storage_options: Mapping[str, Any] | None
+    """For fsspec."""
+
+    def records(self) -> Records:
+        """The records; never none.
+
+        Raises:
+            NoRecordsError: nothing matches; the message says what would.
+            UnknownFieldError: the expression names no field of a record.
+            UsageError: a filter has a value that its field cannot have.
+            RunNotFoundError: there is no run.
+            StorageError: the store cannot be read.
+        """
+        from ranktape.storage import open_run
+
+        run = open_run(self.run, storage_options=self.storage_options)
+        if not run.iterations:
+            raise NoRecordsError(f"{run.url} has no complete iteration: see 'ranktape status {self.run}'")
+        texts = {field: ",".join(values) for field, values in self.filters.items()}
+        # These two are known before any catalogue is read.
+        early = {field: texts.pop(field) for field in ("iteration", "attempt") if field in texts}
+        records = run.select(**early)
+        if not len(records):
+            given = " and ".join(f"--{field} {text}" for field, text in early.items())
+            raise NoRecordsError(f"no records match {given}: complete iterations are {_spans(run.iterations)}")
+        for field, text in texts.items():
+            found = records.select_text([(field, text)])
+            if not len(found):
+                raise NoRecordsError(f"no records match {_flag(field)} {text}: {_what_is_there(records, field)}")
+            records = found
+        if self.where is None:
+            return records
+        chosen = records.where(self.where)
+        if not len(chosen):
+            raise NoRecordsError(
+                f"no records match --where {self.where!r}: it leaves none of {len(records)}; "
+                f"see 'ranktape analyze ls {self.run}'"
+            )
+        return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """How the answer is written."""
+
+    form: Form
+    """Text, JSON or CSV."""
+    wide: bool
+    """Whether text shows every column."""
+    sort: str | None
+    """The column whose largest values come first."""
+    limit: int | None
+    """Rows to write at most."""
+    output: Path | None
+    """A file instead of stdout."""
+
+    def write(self, table: Table) -> None:
+        """Write the table where and how it was asked for.
+
+        Raises:
+            UsageError: there is no such column, or the file cannot be written.
+        """
+        ordered = table if self.sort is None else table.sorted_by(self.sort)
+        shown = ordered if self.limit is None else ordered.first(self.limit)
+        if self.output is not None and self.form is Form.TEXT:
+            form = {".json": Form.JSON, ".csv": Form.CSV}.get(self.output.suffix.lower(), Form.TEXT)
+            write_table(shown, form=form, wide=self.wide, output=self.output)
+            return
+        write_table(shown, form=self.form, wide=self.wide, output=self.output)
+
+
+def selection_options(command: Command) -> Command:
+    """Add the argument RUN and one option for each field; the command gets them as `selection`."""
+
+    @functools.wraps(command)
+    def wrapped(*, run: str, where: str | None, storage_options: str | None, **values: Any) -> Any:
+        given = {field: tuple(values.pop(field)) for field in FILTERS}
+        selection = Selection(
+            run=run,
+            filters={field: texts for field, texts in given.items() if texts},
+            where=where,
+            storage_options=_parse_storage_options(storage_options),
+        )
+        return command(selection=selection, **values)
+
+    decorated: Command = wrapped
+    decorated = click.option("--storage-options", metavar="JSON", help="JSON object for fsspec.")(decorated)
+    decorated = click.option("--where", metavar="EXPR", help="As in \"overflow.ratio > 0 and phase == 'pre'\".")(
+        decorated
+    )
+    for field, text in reversed(FILTERS.items()):
+        decorated = click.option(_flag(field), field, multiple=True, metavar="VALUE", help=text)(decorated)
+    return click.argument("run", metavar="RUN")(decorated)
+
+
+def output_options(command: Command) -> Command:
+    """Add the options for how the answer is written; the command gets them as `output`."""
+
+    @functools.wraps(command)
+    def wrapped(
+        *,
+        as_json: bool,
+        as_csv: bool,
+        wide: bool,
+        sort: str | None,
+        limit: int | None,
+        output: Path | None,
+        **values: Any,
+    ) -> Any:
+        if as_json and as_csv:
+            raise UsageError("--json and --csv exclude each other: give one")
+        form = Form.JSON if as_json else Form.CSV if as_csv else Form.TEXT
+        return command(output=Output(form=form, wide=wide, sort=sort, limit=limit, output=output), **values)
+
+    decorated: Command = wrapped
+    for option in (
+        click.option(
+            "--output",
+            "-o",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="Write to a file; by its name also JSON or CSV.",
+        ),
+        click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Write N rows at most."),
+        click.option("--sort", metavar="COLUMN", help="Largest values of a column first."),
+        click.option("--wide", is_flag=True, help="Show every column as text."),
+        click.option("--csv", "as_csv", is_flag=True, help="Write CSV."),
+        click.option("--json", "as_json", is_flag=True, help="Write one JSON document."),
+    ):
+        decorated = option(decorated)
+    return decorated
+
+
+def by_option(command: Command) -> Command:
+    """Add `--by`; the command gets the fields as `by`, in the order given."""
+
+    @functools.wraps(command)
+    def wrapped(*, by: tuple[str, ...], **values: Any) -> Any:
+        fields = [field.strip().replace("-", "_") for text in by for field in text.split(",")]
+        return command(by=tuple(dict.fromkeys(fields)), **values)
+
+    return click.option("--by", multiple=True, metavar="FIELD", help="One row for each value of a field; repeatable.")(
+        wrapped
+    )
+
+
+def view_option(command: Command) -> Command:
+    """Add `--as`; the command gets None or one of `values.View` as `view`."""
+
+    @functools.wraps(command)
+    def wrapped(*, view: str | None, **values: Any) -> Any:
+        from ranktape.analyze.values import View
+
+        return command(view=None if view is None else View(view), **values)
+
+    return click.option(
+        "--as",
+        "view",
+        type=click.Choice(["compute", "seen"]),
+        help="Values rounded to what the operation computed in, or as they were captured.",
+    )(wrapped)
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _parse_storage_options(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise UsageError(
+            f"--storage-options is not JSON ({error}): give an object such as '{{\"anon\": true}}'"
+        ) from error
+    if not isinstance(options, dict):
+        raise UsageError(f"--storage-options is not a JSON object: {text}: give one such as '{{\"anon\": true}}'")
+    return options
+
+
+def _what_is_there(records: Records, field: str) -> str:
+    counts = Counter(records.column(field).tolist())
+    named = [f"{value} ({count} records)" for value, count in counts.most_common(MAX_NAMED_VALUES)]
+    rest = len(counts) - len(named)
+    return f"{field} is " + ", ".join(named) + (f" and {rest} more" if rest else "")
+
+
+def _spans(iterations: list[int]) -> str:
+    if len(iterations) <= MAX_NAMED_VALUES:
+        return ", ".join(map(str, iterations))
+    return f"{iterations[0]} to {iterations[-1]} ({len(iterations)} of them)"

@@ -1,0 +1,384 @@
+"""Are the names of the tools before us read as they meant them, and can every name that we write be read back?"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ranktape.errors import UsageError
+from ranktape.storage.record import Operation
+from ranktape.storage.seed_names import (
+    MAX_NAME_NBYTES,
+    RECORDED_NAMES,
+    TENSOR_NAMES,
+    LayerFile,
+    LayerOutputName,
+    SeedName,
+    format_layer_output_name,
+    format_seed_name,
+    parse_layer_output_name,
+    parse_seed_name,
+    recorded_tensor_name,
+    seed_seconds,
+    seed_timestamp,
+)
+from tests.strategies import terms
+
+TIME = "20250908_095220"
+
+
+def attention(counter: int, phase: str, tensor_name: str) -> SeedName:
+    return SeedName(
+        timestamp=TIME,
+        counter=counter,
+        layer_type="attention",
+        layer_idx=0,
+        operation=Operation.FORWARD,
+        phase=phase,
+        component="FA",
+        quant_type="hifp8",
+        tensor_name=tensor_name,
+    )
+
+
+def linear(counter: int, operation: str, phase: str, tensor_name: str) -> SeedName:
+    return SeedName(
+        timestamp=TIME,
+        counter=counter,
+        layer_type="linear",
+        layer_idx=1,
+        operation=Operation(operation),
+        phase=phase,
+        component="linear",
+        quant_type="hifp8",
+        tensor_name=tensor_name,
+    )
+
+
+FROM_THE_DOCUMENT = {
+    "20250908_095220_0001_attention_L0_forward_pre_FA_hifp8_query.pt": attention(1, "pre", "query"),
+    "20250908_095220_0002_attention_L0_forward_pre_FA_hifp8_key.pt": attention(2, "pre", "key"),
+    "20250908_095220_0003_attention_L0_forward_pre_FA_hifp8_value.pt": attention(3, "pre", "value"),
+    "20250908_095220_0004_attention_L0_forward_post_FA_hifp8_output.pt": attention(4, "post", "output"),
+    "20250908_095220_0005_linear_L1_forward_pre_linear_hifp8_input.pt": linear(5, "forward", "pre", "input"),
+    "20250908_095220_0006_linear_L1_forward_pre_linear_hifp8_weight.pt": linear(6, "forward", "pre", "weight"),
+    "20250908_095220_0007_linear_L1_forward_post_linear_hifp8_output.pt": linear(7, "forward", "post", "output"),
+    "20250908_095220_0008_linear_L1_backward_pre_linear_hifp8_input.pt": linear(8, "backward", "pre", "input"),
+    "20250908_095220_0009_linear_L1_backward_pre_linear_hifp8_weight.pt": linear(9, "backward", "pre", "weight"),
+    "20250908_095220_0010_linear_L1_backward_post_linear_hifp8_output.pt": linear(10, "backward", "post", "output"),
+}
+"""The older form's examples, as its document has them."""
+
+
+@pytest.mark.parametrize("name", FROM_THE_DOCUMENT)
+def test_the_documents_examples_are_read_and_written_as_they_stand(name: str) -> None:
+    assert parse_seed_name(name) == FROM_THE_DOCUMENT[name]
+    assert format_seed_name(FROM_THE_DOCUMENT[name]) == name
+
+
+NEW = SeedName(
+    timestamp=TIME,
+    counter=12,
+    iteration=3,
+    layer_type="linear",
+    layer_idx=17,
+    operation=Operation.BACKWARD,
+    phase="pre",
+    component="linear",
+    quant_type="mxfp8",
+    rank=5,
+    sample_idx=2,
+    tensor_name="grad_output",
+)
+
+
+def test_the_new_form_is_the_documents() -> None:
+    # timestamp_counter_iter{iteration}_layer_type_L{layer_idx}_operation_phase_component_quant_type_rank{rank}
+    # _sample{sample_idx}_tensor_name.pt
+    name = "20250908_095220_0012_iter3_linear_L17_backward_pre_linear_mxfp8_rank5_sample2_grad_output.pt"
+    assert format_seed_name(NEW) == name
+    assert parse_seed_name(name) == NEW
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "20250908_095220_0012_iter003_linear_L17_backward_pre_linear_mxfp8_rank05_sample002_grad_output.pt",
+            {},
+        ),
+        (
+            "20250908_095220_0012_iter003_linear_L17_backward_pre_linear_mxfp8_rank05_group002_grad_output.pt",
+            {"sample_idx": None, "group_idx": 2},
+        ),
+        (
+            "20250908_095220_0012_iter003_linear_L17_backward_pre_linear_mxfp8_rank05_sample002_group009_grad_output.pt",
+            {"group_idx": 9},
+        ),
+        (
+            "20250908_095220_0012_iter003_linear_backward_pre_linear_mxfp8_group002_grad_output.pt",
+            {"layer_idx": None, "rank": None, "sample_idx": None, "group_idx": 2},
+        ),
+        (
+            "20250908_095220_0012_iter003_linear_backward_pre_linear_mxfp8_grad_output.pt",
+            {"layer_idx": None, "rank": None, "sample_idx": None},
+        ),
+        (
+            "20250908_095220_0012_linear_17_backward_pre_linear_mxfp8_grad_output.pt",
+            {"iteration": None, "rank": None, "sample_idx": None},
+        ),
+        (
+            "20250908_095220_0012_linear_L-1_backward_pre_linear_mxfp8_grad_output.pt",
+            {"iteration": None, "rank": None, "sample_idx": None, "layer_idx": -1},
+        ),
+        (
+            "20250908_095220_123456_iter3_linear_L17_backward_pre_linear_mxfp8_rank5_sample2_grad_output.pt",
+            {"counter": 123456},
+        ),
+        (
+            "20250908_095220_0012_iter3_linear_L17_backward_pre_linear_mxfp_fp8_e4m3_rank5_sample2_grad_input_A.pt",
+            {"quant_type": "mxfp_fp8_e4m3", "tensor_name": "grad_input_A"},
+        ),
+        (
+            "20250908_095220_0012_my_layer_L17_backward_unknown_unknown_mxfp_fp8_e4m3_attention_weights.pt",
+            {
+                "layer_type": "my_layer",
+                "phase": "unknown",
+                "component": "unknown",
+                "quant_type": "mxfp_fp8_e4m3",
+                "tensor_name": "attention_weights",
+                "iteration": None,
+                "rank": None,
+                "sample_idx": None,
+            },
+        ),
+        (
+            "20250908_095220_0012_linear_L17_backward_pre_linear_bf16_my_own_tensor.pt",
+            {
+                "quant_type": "bf16",
+                "tensor_name": "my_own_tensor",
+                "iteration": None,
+                "rank": None,
+                "sample_idx": None,
+            },
+        ),
+        (
+            "20250908_095220_0012_iter3_linear_L17_backward_pre_linear_100%_rank5_sample2_%FF%zz.pt",
+            {"quant_type": "100%", "tensor_name": "%FF%zz"},
+        ),
+    ],
+)
+def test_variants_that_were_written(name: str, expected: dict[str, Any]) -> None:
+    seed = parse_seed_name(name)
+    assert seed == dataclasses.replace(NEW, **expected)
+    assert seed is not None
+    assert parse_seed_name(format_seed_name(seed)) == seed
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "tensor.pt",
+        "layer_1_output.pt",
+        "statistics.pt",
+        "20250908_095220_0001_attention_L0_forward_pre_FA_hifp8_query.pth",
+        "20250908_095220_0001_attention_L0_forward_pre_FA_hifp8.pt",
+        "20250908_095220_0001_attention_L0_forward_pre_query.pt",
+        "20250908_095220_0001_attention_L0_sideways_pre_FA_hifp8_query.pt",
+        "20250908_095220_01_attention_L0_forward_pre_FA_hifp8_query.pt",
+        "20251308_095220_0001_attention_L0_forward_pre_FA_hifp8_query.pt",
+        "20250908_096220_0001_attention_L0_forward_pre_FA_hifp8_query.pt",
+        "\u0662\u0660250908_095220_0001_attention_L0_forward_pre_FA_hifp8_query.pt",
+        "a/20250908_095220_0001_attention_L0_forward_pre_FA_hifp8_query.pt",
+        "20250908_095220_0001_attention_L0_forward_pre_FA_hifp8_que\nry.pt",
+        "20250908_095220_0001_attention_L0_forward_pre_FA_hifp8_%00.pt",
+        "20250908_095220_0001_attention_L0_forward_pre_FA_hifp8_" + "a" * 65 + ".pt",
+        "20250908_095220_0001_attention_L0_forward_pre_FA_hifp8_" + "a_" * 200 + ".pt",
+        "20250908_095220_" + "9" * 100 + "_attention_L0_forward_pre_FA_hifp8_query.pt",
+    ],
+)
+def test_other_names_are_not_taken_for_seeds(name: str) -> None:
+    assert parse_seed_name(name) is None
+
+
+@given(st.text(max_size=60) | st.from_regex(r"20250908_095220_[0-9]{4}_[a-zA-Z0-9_%/]{0,80}\.pt", fullmatch=True))
+def test_any_text_is_read_or_passed_over(name: str) -> None:
+    seed = parse_seed_name(name)
+    if seed is not None:
+        assert parse_seed_name(format_seed_name(seed)) == seed
+
+
+# Tags that look like other parts of a name, alone and together with others.
+LOOKALIKES = ("iter0", "rank0", "sample1", "group2", "L0", "5", "forward", "a_forward_b", "x_rank0_y", "x_iter2", "_a", "a_", "__", "input", "my_input", "%5F", ".pt", "..", "../../etc/passwd", "/", "\\", ".hidden")  # fmt: skip # noqa: E501
+tags = st.one_of(st.sampled_from(LOOKALIKES), st.sampled_from(TENSOR_NAMES), terms().map(lambda tag: tag[:12]))
+indices = st.integers(0, 10**9 - 1)
+
+
+@st.composite
+def seeds(draw: st.DrawFn, *, older: bool | None = None) -> SeedName:
+    """Names of any tags; the older form has none of the numbers but the layer's, the new one all but the group."""
+    optional = {None: st.none() | indices, True: st.none(), False: indices}[older]
+    seconds = draw(st.integers(0, 4 * 10**9))
+    return SeedName(
+        timestamp=seed_timestamp(seconds),
+        counter=draw(st.integers(0, 10**6)),
+        iteration=draw(optional),
+        layer_type=draw(tags),
+        layer_idx=draw((st.none() if older is None else st.nothing()) | st.integers(-1, 9999)),
+        operation=draw(st.sampled_from(Operation)),
+        phase=draw(tags),
+        component=draw(tags),
+        quant_type=draw(tags),
+        rank=draw(optional),
+        sample_idx=draw(optional),
+        group_idx=draw(optional) if older is None else None,
+        tensor_name=draw(tags),
+    )
+
+
+def check_round_trip(seed: SeedName) -> None:
+    try:
+        name = format_seed_name(seed)
+    except UsageError as error:
+        assert "file systems allow 255" in str(error)  # noqa: PT017 - one reason is allowed, the name's length
+        return
+    assert parse_seed_name(name) == seed
+    assert len(name.encode()) <= MAX_NAME_NBYTES
+    assert PurePosixPath("folder", name).parent == PurePosixPath("folder")
+    assert PureWindowsPath("folder", name).parent == PureWindowsPath("folder")
+    assert "\0" not in name
+    assert re.match(r"[0-9]{8}_", name)
+
+
+@settings(max_examples=400)
+@given(seeds())
+@example(dataclasses.replace(NEW, layer_type="iter5", iteration=None))
+@example(dataclasses.replace(NEW, layer_type="a_5", layer_idx=None))
+@example(dataclasses.replace(NEW, tensor_name="group3_x"))
+def test_whatever_is_written_is_read_back(seed: SeedName) -> None:
+    check_round_trip(seed)
+
+
+@settings(max_examples=300)
+@given(seeds(older=True))
+def test_the_older_form_is_read_back(seed: SeedName) -> None:
+    check_round_trip(seed)
+
+
+@settings(max_examples=300)
+@given(seeds(older=False))
+def test_the_new_form_is_read_back(seed: SeedName) -> None:
+    check_round_trip(seed)
+
+
+@given(
+    layer_type=st.sampled_from(["attention", "linear", "my_layer"]),
+    quant_type=st.sampled_from(["bf16", "hifp8", "mxfp_fp8_e4m3"]),
+    tensor_name=st.sampled_from(TENSOR_NAMES),
+    numbered=st.booleans(),
+)
+def test_usual_tags_are_written_as_they_are(
+    layer_type: str, quant_type: str, tensor_name: str, *, numbered: bool
+) -> None:
+    seed = dataclasses.replace(NEW, layer_type=layer_type, quant_type=quant_type, tensor_name=tensor_name)
+    if not numbered:
+        seed = dataclasses.replace(seed, iteration=None, rank=None, sample_idx=None)
+    name = format_seed_name(seed)
+    assert "%" not in name
+    assert name.endswith(f"_{tensor_name}.pt")
+
+
+def test_only_the_tag_that_is_misread_is_escaped() -> None:
+    name = format_seed_name(dataclasses.replace(NEW, phase="my_phase", quant_type="a_b"))
+    assert name == (
+        "20250908_095220_0012_iter3_linear_L17_backward_%6Dy%5Fphase_linear_a_b_rank5_sample2_grad_output.pt"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"tensor_name": ""}, "tensor_name='' is not allowed"),
+        ({"quant_type": "a\0b"}, r"quant_type='a\\x00b' is not allowed"),
+        ({"phase": "a\nb"}, "is not allowed"),
+        ({"phase": "a" * 65}, "is not allowed"),
+        ({"timestamp": "../20250908"}, "timestamp '../20250908' is not a time: write YYYYMMDD_HHMMSS"),
+        ({"timestamp": "20250908_95220"}, "is not a time"),
+        ({"layer_type": "\u5c42" * 60, "phase": "\u5c42" * 60}, "takes [0-9]+ bytes and file systems allow 255"),
+        ({"counter": -1}, "no file name can hold the numbers"),
+        ({"rank": -1}, "no file name can hold the numbers"),
+        ({"iteration": 10**18}, "no file name can hold the numbers"),
+    ],
+)
+def test_what_no_name_can_hold_is_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        format_seed_name(dataclasses.replace(NEW, **changes))
+
+
+def test_times_are_read_back() -> None:
+    assert seed_timestamp(seed_seconds(NEW)) == NEW.timestamp
+    assert seed_seconds(dataclasses.replace(NEW, timestamp="19700101_000001")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("seed", "expected"),
+    [
+        (linear(0, "backward", "pre", "input"), "grad_output"),
+        (linear(0, "backward", "pre", "weight"), "weight"),
+        (linear(0, "backward", "post", "output"), "grad_input"),
+        (linear(0, "backward", "unknown", "output"), "grad_input"),
+        (linear(0, "backward", "pre", "grad_output"), "grad_output"),
+        (linear(0, "backward", "post", "grad_weight"), "grad_weight"),
+        (linear(0, "forward", "pre", "input"), "input"),
+        (linear(0, "forward", "post", "output"), "output"),
+        (dataclasses.replace(attention(0, "pre", "query"), operation=Operation.BACKWARD), "query"),
+    ],
+)
+def test_backward_tensors_of_linear_layers_have_our_names(seed: SeedName, expected: str) -> None:
+    assert recorded_tensor_name(seed) == expected
+
+
+def test_recorded_names_are_those_of_linear_layers() -> None:
+    assert set(RECORDED_NAMES.values()) == {"grad_output", "grad_input", "grad_weight", "weight"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("embedding_output.pt", LayerOutputName(file=LayerFile.EMBEDDING)),
+        ("layer_1_output.pt", LayerOutputName(file=LayerFile.HIDDEN, layer_idx=0)),
+        ("layer_62_output.pt", LayerOutputName(file=LayerFile.HIDDEN, layer_idx=61)),
+        ("statistics.pt", LayerOutputName(file=LayerFile.STATISTICS)),
+        ("metadata.pt", LayerOutputName(file=LayerFile.METADATA)),
+    ],
+)
+def test_a_folder_of_layer_outputs(name: str, expected: LayerOutputName) -> None:
+    assert parse_layer_output_name(name) == expected
+    assert format_layer_output_name(expected) == name
+
+
+def test_their_layer_0_is_the_embedding() -> None:
+    assert parse_layer_output_name("layer_0_output.pt") == LayerOutputName(file=LayerFile.EMBEDDING)
+
+
+@given(st.integers(0, 10**6))
+def test_every_layer_is_read_back(layer_idx: int) -> None:
+    output = LayerOutputName(file=LayerFile.HIDDEN, layer_idx=layer_idx)
+    assert parse_layer_output_name(format_layer_output_name(output)) == output
+
+
+@pytest.mark.parametrize("name", ["", "layer_N_output.pt", "layer_-1_output.pt", "layer_1_output.pth", "a/metadata.pt"])
+def test_other_names_are_not_layer_outputs(name: str) -> None:
+    assert parse_layer_output_name(name) is None
+
+
+def test_a_layer_outside_of_the_stack_has_no_file() -> None:
+    with pytest.raises(UsageError, match="layer -1 has no output file: layers count from 0"):
+        format_layer_output_name(LayerOutputName(file=LayerFile.HIDDEN))
