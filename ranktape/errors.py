@@ -1,17 +1,17 @@
 """Which mistakes can ranktape report, and with which exit code do they end a command?
 
-    RanktapeError                 everything a user can cause or must know; never shown with a traceback
-      UsageError                  a wrong option, field name or value (exit code 2)
-        UnknownFieldError         a filter names a field that records do not have
-      RunNotFoundError            no run at the URL
-      RunExistsError              a run is at the URL and neither resume nor overwrite was asked for
-      RunFormatError              what is stored there is not a run of a schema we read
-      StorageError                the store cannot be reached, read or written
-      DataError                   a record's bytes are missing or damaged
-      NoRecordsError              a selection holds nothing
-      CaptureError                capture cannot start or cannot go on
-      MinimumNotMetError          fewer complete iterations than guaranteed
-      CheckFoundError             a check ran and found something (exit code 3)
+RanktapeError                 everything a user can cause or must know; never shown with a traceback
+  UsageError                  a wrong option, field name or value (exit code 2)
+    UnknownFieldError         a filter names a field that records do not have
+  RunNotFoundError            no run at the URL
+  RunExistsError              a run is at the URL and neither resume nor overwrite was asked for
+  RunFormatError              what is stored there is not a run of a schema we read
+  StorageError                the store cannot be reached, read or written
+  DataError                   a record's bytes are missing or damaged
+  NoRecordsError              a selection holds nothing
+  CaptureError                capture cannot start or cannot go on
+  MinimumNotMetError          fewer complete iterations than guaranteed
+  CheckFoundError             a check ran and found something (exit code 3)
 """
 
 from __future__ import annotations

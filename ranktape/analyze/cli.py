@@ -136,5 +136,7 @@ def plot_command(*, selection: Selection, format_name: str | None, view: View | 
 
     records = selection.records()
     with progress(len(records), description="counting") as on_record:
-        plot_overflow(records, path=output, format=format_name, view=view, on_record=on_record)
+        table = plot_overflow(records, path=output, format=format_name, view=view, on_record=on_record)
+    if not any(table.column("overflow.total")) and not any(table.column("overflow.underflow.count")):
+        click.echo("nothing overflows or underflows; --format NAME draws against another format", err=True)
     click.echo(output)

@@ -183,6 +183,7 @@ def round_to(values: ArrayLike, *, target: Format) -> NDArray[np.float64]:
     exponent = np.maximum(np.frexp(magnitude)[1] - 1, target.emin)
     # In units of the last place every value of the format is an integer, and powers of two scale exactly.
     unit_exponent = exponent - target.mantissa_bits
-    rounded = np.ldexp(np.rint(np.ldexp(magnitude, -unit_exponent)), unit_exponent)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        rounded = np.ldexp(np.rint(np.ldexp(magnitude, -unit_exponent)), unit_exponent)
     signed = np.copysign(rounded, exact)
     return np.asarray(signed if target.has_negative_zero else signed + 0.0)

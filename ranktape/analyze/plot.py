@@ -118,8 +118,8 @@ def plot_overflow(
     format: str | None = None,  # noqa: A002 - the option's name
     view: View | None = None,
     on_record: Callable[[], object] = lambda: None,
-) -> None:
-    """Write a PNG of the overflow and underflow ratio of each layer, operation and type of layer.
+) -> Table:
+    """Write a PNG of the overflow and underflow ratio of each layer, operation and type of layer; returns the counts.
 
     Limits and values are those of `questions.overflow`. Zeros lie on the axis; where nothing at all is lost, the
     panel says so. Existing files are replaced, folders made.
@@ -135,6 +135,7 @@ def plot_overflow(
         figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
     except OSError as error:
         raise StorageError(f"the plot cannot be written to {path}: {error.strerror}") from error
+    return table
 
 
 def draw_overflow(table: Table) -> Figure:

@@ -50,19 +50,23 @@ OWN_SUMS = ("num_finite", "absolute", "squared")
 
 LARGEST_ERROR = SUMS.index("largest_error")
 
-MAX_SHIFT = 1000
-"""Exponents further than this from the tensor's own change nothing: all overflows, or all is flushed."""
+SQUARED_SAFELY = 500
+"""Up to this exponent, either sign, the sums of squares of a tensor's values are within float64."""
+
+MAX_SHIFTED_EXPONENT = 1000
+"""Scales further than this from 1, after the shift, change nothing: all overflows, or all is flushed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
     """The sums over all finite values x of a tensor and their roundings y, for each of L levels.
 
-    All are of x / 2**`shift` and y / 2**`shift`, so that squares neither overflow nor vanish.
+    All are of x / 2**`shift` and y / 2**`shift`.
     """
 
     shift: int
-    """Exponent of the power of two that everything is divided by: that of the largest magnitude."""
+    """Exponent of the power of two that everything is divided by, so that squares neither overflow nor vanish:
+    0, unless the largest magnitude is near an end of float64."""
     num_finite: int
     """Values that are neither NaN nor infinite."""
     largest: float
@@ -149,11 +153,13 @@ class _Parts:
     """The sums of each chunk, which are added up once all are there."""
 
     def __init__(self, *, largest: float, exponents: NDArray[np.float64], target: Format, num_chunks: int) -> None:
-        self._shift = math.frexp(largest)[1]
+        exponent = math.frexp(largest)[1]
+        self._shift = exponent if abs(exponent) > SQUARED_SAFELY else 0
         self._largest = math.ldexp(largest, -self._shift)
         wholes = np.floor(exponents)
         fractions = np.array([2.0 ** float(part) for part in exponents - wholes])
-        self._scales_L = np.ldexp(fractions, np.clip(wholes - self._shift, -MAX_SHIFT, MAX_SHIFT).astype(np.int64))
+        limit = MAX_SHIFTED_EXPONENT
+        self._scales_L = np.ldexp(fractions, np.clip(wholes - self._shift, -limit, limit).astype(np.int64))
         self._constants = _Constants(
             target.mantissa_bits, target.emin, target.maximum, target.overflow_start, target.min_normal
         )
@@ -223,7 +229,9 @@ def _sum_levels(  # noqa: PLR0917 - numba knows no keyword-only arguments
             magnitude = abs(np.float64(values_N[start + index]))
             is_finite = magnitude < np.inf
             weight = weights_N[start + index] if weights_N.size > 1 else weights_N[0]
-            block_values[index] = magnitude * factors[0] * factors[1] if is_finite else 0.0
+            shifted = magnitude * factors[0] * factors[1]
+            # 1,500 binary orders below the largest value the shift loses bits, but nothing becomes zero by it.
+            block_values[index] = max(shifted, min(magnitude, 5e-324)) if is_finite else 0.0
             block_weights[index] = weight if is_finite else 0.0
         _add_own(block_values[:used], block_weights, own_A)
         for level in range(scales_L.size):

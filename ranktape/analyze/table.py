@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 
+MAX_LINE_LENGTH = 100_000
+"""Characters of a line on a terminal, before it wraps."""
+
+
 class Kind(enum.StrEnum):
     """What the values of a column are, and so how text shows them."""
 
@@ -239,12 +243,14 @@ def _print_rich(table: Table, *, wide: bool) -> None:
         rich_table.add_column(Text(_head(column)), justify="left" if _is_left(column.kind) else "right", no_wrap=True)
     for row in rows:
         rich_table.add_row(*(Text(_cell(row[index], column.kind)) for column, index in columns))
-    console = Console(file=sys.stdout, highlight=False)
-    needed = console.measure(rich_table, options=console.options.update(max_width=100_000)).maximum
+    # A terminal that is too narrow wraps the lines: better than numbers cut off.
+    # (A simple terminal is taken at its word only if the height is given too.)
+    size = Console(file=sys.stdout).size
+    needed = Console(width=MAX_LINE_LENGTH, height=size.height).measure(rich_table).maximum
+    console = Console(file=sys.stdout, highlight=False, width=max(needed, size.width), height=size.height)
     for said in heading:
         console.print(Text(said, style="italic"))
-    # A terminal that is too narrow wraps the lines: better than numbers cut off.
-    console.print(rich_table, width=max(needed, 1), crop=False, no_wrap=True, overflow="ignore", soft_wrap=True)
+    console.print(rich_table)
     for note in table.notes:
         console.print(Text(note, style="dim"))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -193,8 +195,8 @@ def _walk(root: nn.Module, *, prefix: str) -> Iterator[tuple[str, nn.Module, int
 
 def _run_eagerly() -> Any:
     """Have compiled code run as written while hooks are attached: they are not part of what was compiled."""
-    import sys
-
     if "torch._dynamo" not in sys.modules:
         return None
+    # A compiled module warns of our global hook, which is there for this iteration and never calls a hook twice.
+    warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
     return torch.compiler.set_stance("force_eager")

@@ -43,12 +43,44 @@ class Setting:
     """The allowed values; empty where any is."""
     default: Any
     """What holds when the option is not given."""
+    least: float | None
+    """The smallest number allowed; None where any is, and for text."""
     help: str
     """One sentence for the help page."""
 
+    def check(self, value: Any) -> None:
+        """Let a value pass that the setting allows.
 
-def _option(default: Any, *, help: str, kind: type = str, multiple: bool = False, choices: tuple[str, ...] = ()) -> Any:  # noqa: A002
-    metadata = {"help": help, "kind": kind, "multiple": multiple, "choices": choices}
+        Raises:
+            UsageError: it does not; the message names the option.
+        """
+        if self.least is not None and value is not None:
+            is_number: Any = isinstance(value, int | float)
+            if not (is_number and value >= self.least):
+                raise UsageError(f"{self.flag} {value} is not allowed: give {self.least} or more")
+        for item in value if self.multiple else (value,):
+            if self.choices and item not in self.choices:
+                raise UsageError(f"{self.flag} {item} is not allowed: give one of {', '.join(self.choices)}")
+
+
+def _option(
+    default: Any,
+    *,
+    help: str,  # noqa: A002  (argparse's and click's word)
+    kind: type = str,
+    multiple: bool = False,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    flag: str | None = None,
+) -> Any:
+    metadata = {
+        "help": help,
+        "kind": kind,
+        "multiple": multiple,
+        "choices": choices,
+        "least": least,
+        "flag": flag,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -60,13 +92,16 @@ class CaptureOptions:
         UsageError: a value is outside of what its field allows; the message names the option.
     """
 
-    start: int = _option(0, kind=int, help="First iteration to capture, counted from 0.")
-    every: int = _option(1, kind=int, help="Capture each N-th iteration from the first one on.")
-    min_iterations: int = _option(1, kind=int, help="Iterations guaranteed to be stored complete from all ranks.")
-    max_iterations: int | None = _option(
-        None, kind=int, help="Go on to this many complete iterations; the guaranteed minimum by default."
+    # torchrun takes --start, wherever it stands, for an abbreviation of two options of its own.
+    start: int = _option(0, kind=int, least=0, flag="--start-at", help="First iteration to capture, counted from 0.")
+    every: int = _option(1, kind=int, least=1, help="Capture each N-th iteration from the first one on.")
+    min_iterations: int = _option(
+        1, kind=int, least=1, help="Iterations guaranteed to be stored complete from all ranks."
     )
-    first_iteration: int = _option(0, kind=int, help="Number of the first training step, after a checkpoint.")
+    max_iterations: int | None = _option(
+        None, kind=int, least=1, help="Go on to this many complete iterations; the guaranteed minimum by default."
+    )
+    first_iteration: int = _option(0, kind=int, least=0, help="Number of the first training step, after a checkpoint.")
     quant_type: str | None = _option(
         None, help="Tag: what the run computes in (bf16, mxfp8, ...); the compute dtype by default."
     )
@@ -77,7 +112,7 @@ class CaptureOptions:
         (), multiple=True, choices=("linear", "attention"), help="Kinds of layers; all by default."
     )
     sample_dim: int | None = _option(
-        None, kind=int, help="Dimension of activations that holds samples; found from the batch by default."
+        None, kind=int, least=0, help="Dimension of activations that holds samples; found from the batch by default."
     )
     policy: str = _option(
         Policy.BLOCK.value,
@@ -85,13 +120,16 @@ class CaptureOptions:
         help="What to do, once the minimum is there, when an iteration does not fit into the budget.",
     )
     host_budget_nbytes: int | None = _option(
-        None, kind=int, help="Host memory for staged tensors, in bytes per rank; from the free memory by default."
+        None,
+        kind=int,
+        least=1 << 20,
+        help="Host memory for staged tensors, in bytes per rank; from the free memory by default.",
     )
     block_timeout_seconds: float = _option(
-        120.0, kind=float, help="Longest wait of the training for the writer; then capture disables itself."
+        120.0, kind=float, least=0, help="Longest wait of the training for the writer; then capture disables itself."
     )
     finish_timeout_seconds: float = _option(
-        300.0, kind=float, help="Longest wait at the end for what is not stored yet."
+        300.0, kind=float, least=0, help="Longest wait at the end for what is not stored yet."
     )
     manual: bool = _option(default=False, kind=bool, help="Attach no hooks: record only what save_tensor is given.")
     resume: bool = _option(default=False, kind=bool, help="Continue the run that is at the URL, as a new attempt.")
@@ -102,23 +140,14 @@ class CaptureOptions:
 
     def __post_init__(self) -> None:
         """Check every value against what its field allows."""
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | float) or not value >= least):
-                raise UsageError(f"--{name.replace('_', '-')} {value} is not allowed: give {least} or more")
+        for setting in SETTINGS:
+            setting.check(getattr(self, setting.name))
         if self.max_iterations is not None and self.max_iterations < self.min_iterations:
             raise UsageError(
                 f"--max-iterations {self.max_iterations} is below --min-iterations {self.min_iterations}: raise it"
             )
         if self.quant_type is not None:
             check_term(self.quant_type, field="quant_type")
-        for setting in SETTINGS:
-            if setting.choices:
-                value = getattr(self, setting.name)
-                for item in value if setting.multiple else (value,):
-                    if item not in setting.choices:
-                        allowed = ", ".join(setting.choices)
-                        raise UsageError(f"{setting.flag} {item} is not allowed: give one of {allowed}")
         if self.resume and self.overwrite:
             raise UsageError("--resume and --overwrite exclude each other: give one")
 
@@ -144,19 +173,6 @@ class CaptureOptions:
         return cls(**given)
 
 
-_LEAST: dict[str, float] = {
-    "start": 0,
-    "every": 1,
-    "min_iterations": 1,
-    "max_iterations": 1,
-    "first_iteration": 0,
-    "sample_dim": 0,
-    "host_budget_nbytes": 1 << 20,
-    "block_timeout_seconds": 0,
-    "finish_timeout_seconds": 0,
-}
-
-
 def _parse_storage_options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
@@ -171,14 +187,19 @@ def _parse_storage_options(text: str) -> dict[str, Any]:
     return options
 
 
+def _flag_of(name: str, *, multiple: bool) -> str:
+    return "--" + name.replace("_", "-").removesuffix("s" if multiple else "")
+
+
 def _settings() -> tuple[Setting, ...]:
     return tuple(
         Setting(
             name=item.name,
-            flag="--" + item.name.replace("_", "-").removesuffix("s" if item.metadata["multiple"] else ""),
+            flag=item.metadata["flag"] or _flag_of(item.name, multiple=item.metadata["multiple"]),
             kind=item.metadata["kind"],
             multiple=item.metadata["multiple"],
             choices=item.metadata["choices"],
+            least=item.metadata["least"],
             default=item.default,
             help=item.metadata["help"],
         )

@@ -31,6 +31,14 @@ _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OPENBLAS_
 
 _PROGRESS_SECONDS = 1.0
 
+_LAST = frozenset({"closed", "failed"})
+"""States after which the writer only exits."""
+
+_EXIT_SECONDS = 10.0
+
+_LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
+"""Writers that outlived their capture: whoever lets go of a running child is warned of it."""
+
 
 class WriterProcess:
     """The writer of this rank, with the ring to it."""
@@ -129,7 +137,7 @@ class WriterProcess:
         while True:
             alive = self.is_alive()
             words = self.ring.hear() or words
-            if words.get("state") in {"closed", "failed"} or not alive:
+            if words.get("state") in _LAST or not alive:
                 return words
             now = time.monotonic()
             if now > deadline:
@@ -141,8 +149,11 @@ class WriterProcess:
 
     def close(self) -> None:
         """Let go of the process and of the pipes to it; a writer that still works goes on."""
-        if self._process is not None and not self.is_alive():
-            self._process.wait()
+        if self._process is not None:
+            try:
+                self._process.wait(_EXIT_SECONDS if (self.ring.hear() or {}).get("state") in _LAST else 0)
+            except subprocess.TimeoutExpired:
+                _LEFT_BEHIND.append(self._process)
         self.ring.close()
         if self._stderr is not None:
             os.close(self._stderr)

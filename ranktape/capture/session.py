@@ -420,7 +420,7 @@ class Capture:
         first = "the first captured iteration" if self._num_recorded == 0 else "the captured iteration"
         return (
             f"the training ended after {self._iteration - self.options.first_iteration} iterations, before {first} "
-            f"{left[0]} (still wanted: {named}): lower --start or --every, or train longer"
+            f"{left[0]} (still wanted: {named}): lower --start-at or --every, or train longer"
         )
 
     def _judge(self, words: dict[str, Any]) -> Verdict:

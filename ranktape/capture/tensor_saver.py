@@ -17,6 +17,7 @@ from ranktape.capture.seed_environment import DEFAULT_SAVE_DIR, read_seed_enviro
 from ranktape.capture.session import Capture
 from ranktape.errors import UsageError
 from ranktape.storage.record import Operation, check_term
+from ranktape.storage.seed_names import recorded_name
 
 if TYPE_CHECKING:
     import torch
@@ -81,11 +82,19 @@ class TensorSaver:
             layer_idx=-1 if layer_idx is None else layer_idx,
             component=check_term(component, field="component"),
         )
+        # What they call the backward pass's input is the gradient of the output.
+        name = recorded_name(
+            check_term(tensor_name, field="tensor_name"),
+            operation=Operation(operation),
+            layer_type=layer_type,
+            component=component,
+            phase=phase,
+        )
         role = Role(
             operation=Operation(operation),
             phase=check_term(phase, field="phase"),
-            tensor_name=check_term(tensor_name, field="tensor_name"),
-            has_samples=tensor_name not in _UNSAMPLED,
+            tensor_name=name,
+            has_samples=name not in _UNSAMPLED,
         )
         return capture.record(
             tensor,

@@ -86,7 +86,7 @@ def plan_capture(values: Mapping[str, Any], *, steps: int, quant_type: str) -> d
     if last >= steps:
         raise UsageError(
             f"--steps {steps} ends before iteration {last}, the last of the {options.min_iterations} to capture:"
-            f" give {last + 1} steps or more, or a smaller --start, --every or --min-iterations"
+            f" give {last + 1} steps or more, or a smaller --start-at, --every or --min-iterations"
         )
     return settings
 
@@ -114,8 +114,10 @@ def show(url: str, *, storage_options: str | None) -> None:
     from ranktape.launch.cli import cli
 
     access = ["--storage-options", storage_options] if storage_options else []
+    # Beside the run, not in it: all that is in a run is Zarr.
+    plot = "overflow.png" if "://" in url else f"{url.rstrip('/')}-overflow.png"
     for words in ANSWERS:
-        arguments = [url if word == "RUN" else word for word in words]
+        arguments = [{"RUN": url, "PLOT": plot}.get(word, word) for word in words]
         _say(["ranktape", *arguments])
         cli.main([*arguments, *access], prog_name="ranktape", standalone_mode=False)
 
@@ -124,7 +126,7 @@ ANSWERS = (
     ("status", "RUN"),
     ("analyze", "overflow", "RUN", "--by", "layer_type,operation,tensor_name", "--format", "fp8_e4m3"),
     ("analyze", "sweep", "RUN", "--format", "fp8_e4m3", "--by", "layer_type,operation,tensor_name"),
-    ("analyze", "plot", "RUN"),
+    ("analyze", "plot", "RUN", "--format", "fp8_e4m3", "--output", "PLOT"),
 )
 """The commands that the demo ends with."""
 

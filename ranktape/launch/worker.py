@@ -59,9 +59,9 @@ class Worker:
         Rank 0 speaks at once, the others after `HEAD_START_SECONDS`, if they still live.
         """
         line = _one_line(message)
-        self._write_error_file(line)
         if self.rank != 0:
             time.sleep(HEAD_START_SECONDS)
+        self._write_error_file(line)
         prefix = "" if self.rank == 0 else f"[rank {self.rank}] "
         sys.stderr.write(f"ranktape: error: {prefix}{line}\n")
         sys.stderr.flush()

@@ -149,10 +149,21 @@ def format_seed_name(seed: SeedName) -> str:
 
 
 def recorded_tensor_name(seed: SeedName) -> str:
-    """The tensor's name in our words; `RECORDED_NAMES` for the backward pass of a linear layer, else as written."""
-    if seed.operation is Operation.BACKWARD and "linear" in {seed.layer_type, seed.component}:
-        return RECORDED_NAMES.get((seed.phase, seed.tensor_name), seed.tensor_name)
-    return seed.tensor_name
+    """The tensor's name in our words, for one that was saved to a file."""
+    return recorded_name(
+        seed.tensor_name,
+        operation=seed.operation,
+        layer_type=seed.layer_type,
+        component=seed.component,
+        phase=seed.phase,
+    )
+
+
+def recorded_name(tensor_name: str, *, operation: Operation, layer_type: str, component: str, phase: str) -> str:
+    """A tensor's name in our words; `RECORDED_NAMES` for the backward pass of a linear layer, else as it is."""
+    if operation is Operation.BACKWARD and "linear" in {layer_type, component}:
+        return RECORDED_NAMES.get((phase, tensor_name), tensor_name)
+    return tensor_name
 
 
 def seed_timestamp(seconds: float) -> str:

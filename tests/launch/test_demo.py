@@ -74,7 +74,7 @@ def test_the_model_is_causal_and_predicts_every_byte() -> None:
     ("words", "match"),
     [
         (["--text", "missing.txt"], "--text missing.txt cannot be read"),
-        (["--steps", "10", "--start", "10"], "--steps 10 ends before iteration"),
+        (["--steps", "10", "--start-at", "10"], "--steps 10 ends before iteration"),
         (["--every", "0"], "--every 0 is not allowed"),
         (["--dtype", "fp8"], "'fp8' is not one of 'bf16', 'fp32'"),
     ],

@@ -7,9 +7,10 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
+from torch.distributed.run import get_args_parser as torch_parser
 
 from ranktape.capture.options import SETTINGS, CaptureOptions
-from ranktape.launch.options import capture_arguments, capture_options, capture_settings
+from ranktape.launch.options import TORCHRUN_SAFE_FLAGS, capture_arguments, capture_options, capture_settings
 
 EXAMPLES: dict[type, str] = {int: "2097152", float: "2.5", str: "layers.*"}
 """A word that each kind of setting takes."""
@@ -41,7 +42,8 @@ def test_a_setting_goes_to_words_and_back(setting: Any) -> None:
     value = setting.choices[0] if setting.choices else EXAMPLES.get(setting.kind)
     if setting.name == "storage_options":
         value = '{"anon": true}'
-    words = [setting.flag] if setting.kind is bool else [setting.flag, str(value)]
+    flag = TORCHRUN_SAFE_FLAGS.get(setting.flag, setting.flag)
+    words = [flag] if setting.kind is bool else [flag, str(value)]
     if setting.multiple:
         words *= 2
     received, result = parse(words)
@@ -51,6 +53,14 @@ def test_a_setting_goes_to_words_and_back(setting: Any) -> None:
     if setting.name == "max_iterations":
         assert capture_settings(given)["max_iterations"] == 2097152
     assert capture_settings(given) == {**capture_settings({}), setting.name: capture_settings(given)[setting.name]}
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_every_flag_comes_through_torchrun(setting: Any) -> None:
+    flag = TORCHRUN_SAFE_FLAGS.get(setting.flag, setting.flag)
+    words = ["ranktape.launch", "--capture", "run", flag, "1", "train.py", "--lr", "1"]
+    parsed = torch_parser().parse_args(["--nproc-per-node", "2", "-m", *words])
+    assert [parsed.training_script, *parsed.training_script_args] == words
 
 
 def test_help_shows_every_flag_and_every_default() -> None:

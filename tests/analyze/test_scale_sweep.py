@@ -1,0 +1,203 @@
+"""Are the figures of a sweep right, and is the recommended scale one that a user would choose?"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranktape.analyze.formats import FORMATS, round_to
+from ranktape.analyze.metrics import Level
+from ranktape.analyze.scale_sweep import SweepOptions, sweep_array
+from ranktape.errors import UsageError
+from ranktape.storage.dtypes import DTYPES
+from tests.strategies import arrays
+
+E4M3 = FORMATS["fp8_e4m3"]
+
+GAUSS = np.random.default_rng(0).standard_normal(1 << 20)
+
+
+def at(exponent: float, **options: Any) -> SweepOptions:
+    """One level."""
+    return SweepOptions(num_levels=1, max_scale_exp=exponent, **options)
+
+
+def test_levels_go_from_the_largest_value_to_the_smallest() -> None:
+    found = sweep_array(np.array([448.0, -3.0, 2.0**-9], dtype=np.float32), target=E4M3)
+    assert [level.exponent for level in found.levels] == np.linspace(0, -3, 21).tolist()
+    first, last = found.levels[0], found.levels[-1]
+    assert (first.overflow_count, first.underflow_count) == (0, 1)
+    assert (last.overflow_count, last.underflow_count) == (1, 0)
+    assert (first.scale, last.scale) == (1.0, 0.125)
+
+
+def test_figures_are_their_definitions() -> None:
+    x = np.array([1.0, -2.7, 0.003, 500.0, 0.0, 1e-5], dtype=np.float32)
+    level = sweep_array(x, target=E4M3, options=at(-0.5)).levels[0]
+    exact, scale = x.astype(np.float64), 2**-0.5
+    y = round_to(exact / scale, target=E4M3) * scale
+    error = exact - y
+    expected = {
+        "mse": np.mean(error**2),
+        "rmse": np.sqrt(np.mean(error**2)),
+        "mae": np.mean(np.abs(error)),
+        "max_abs_error": np.max(np.abs(error)),
+        "relative_error": np.mean(np.abs(error)) / np.mean(np.abs(exact)),
+        "cosine": exact @ y / np.sqrt((exact @ exact) * (y @ y)),
+        "psnr": 20 * np.log10(500 / np.sqrt(np.mean(error**2))),
+        "sqnr": 10 * np.log10(np.mean(exact**2) / np.mean(error**2)),
+        "overflow_ratio": 1 / 6,
+        "underflow_ratio": 2 / 6,
+        "flushed_ratio": 1 / 6,
+    }
+    for name, value in expected.items():
+        assert math.isclose(getattr(level, name), value, rel_tol=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "sqnr"),
+    [
+        # Published or measured before, on N(0, 1): bf16 and fp16 as they are, fp8 with a scale for the tensor.
+        ("bf16", np.float32, 55.6),
+        ("fp16", np.float32, 73.65),
+        ("fp8_e4m3", ml_dtypes.bfloat16, 31.54),
+    ],
+)
+def test_known_signal_to_noise_ratios(target: str, dtype: Any, sqnr: float) -> None:
+    exponent = -5.85 if target == "fp8_e4m3" else 0.0
+    level = sweep_array(GAUSS.astype(dtype), target=FORMATS[target], options=at(exponent)).levels[0]
+    assert abs(level.sqnr - sqnr) < 0.1
+
+
+def test_known_error_of_the_tool_that_came_before() -> None:
+    """At exponent -5.85 its arithmetic in float32 gave a mean squared error of 7.015e-4 and a cosine of 0.999649."""
+    level = sweep_array(GAUSS.astype(ml_dtypes.bfloat16), target=E4M3, options=at(-5.85)).levels[0]
+    assert math.isclose(level.mse, 7.015e-4, rel_tol=0.01)
+    assert abs(level.cosine - 0.999649) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1"])
+def test_the_recommended_scale_is_good(name: str) -> None:
+    """Within 0.5 dB of the best of 2,001 scales."""
+    array = GAUSS[:10_000].astype(np.float32)
+    found = sweep_array(array, target=FORMATS[name])
+    fine = sweep_array(array, target=FORMATS[name], options=SweepOptions(num_levels=2001))
+    recommended, finest = found.recommended, fine.best(lambda level: level.sqnr)
+    assert recommended is not None
+    assert finest is not None
+    assert recommended.sqnr > finest.sqnr - 0.5
+
+
+@pytest.mark.parametrize("power", [-90, -20, 3, 100])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+def test_the_recommendation_moves_with_the_tensor(power: int, dtype: Any) -> None:
+    """Gradients of 1e-6 are judged as activations of 1 are: the seeds' score was not invariant."""
+    array = GAUSS[:5000].astype(dtype)
+    near = sweep_array(array, target=E4M3)
+    far = sweep_array(np.ldexp(array.astype(np.float64), power).astype(dtype), target=E4M3)
+    assert [level.score for level in far.levels] == [level.score for level in near.levels]
+    assert [level.exponent - power for level in far.levels] == pytest.approx([level.exponent for level in near.levels])
+
+
+def test_a_level_without_error_is_recommended_and_nothing_is_nan() -> None:
+    """PSNR is infinite there, which made the seeds' score NaN."""
+    array = np.array([6.0, 3.0, -1.5, 1.0, 0.5, 0.0], dtype=np.float32)
+    found = sweep_array(
+        array, target=FORMATS["fp4_e2m1"], options=SweepOptions(num_levels=5, max_scale_exp=1, min_scale_exp=-1)
+    )
+    recommended = found.recommended
+    assert recommended is not None
+    assert (recommended.exponent, recommended.mse, recommended.psnr) == (0.0, 0.0, math.inf)
+    assert all(0 <= level.score <= 1 for level in found.levels)
+
+
+@pytest.mark.parametrize("value", [1.0, -3.5, 2.0**-130, 1e38])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.float64])
+def test_a_constant_tensor_is_exact_where_it_is_a_value_of_the_format(value: float, dtype: Any) -> None:
+    found = sweep_array(np.full(7, value).astype(dtype), target=E4M3)
+    assert len(found.levels) == 21
+    recommended = found.recommended
+    assert recommended is not None
+    assert recommended.cosine == pytest.approx(1.0)
+    assert recommended.overflow_count == recommended.underflow_count == 0
+    assert all(math.isfinite(level.score) for level in found.levels)
+
+
+@pytest.mark.parametrize(
+    ("values", "note"),
+    [
+        ([], "empty"),
+        ([0.0, -0.0], "all zero: exact at any scale"),
+        ([np.nan, np.nan], "no finite number"),
+        ([np.inf, -np.inf, np.nan], "no finite number"),
+        ([0.0, np.nan], "no finite number other than zero"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_tensors_without_a_scale_say_why(values: list[float], note: str, dtype: Any) -> None:
+    found = sweep_array(np.array(values).astype(dtype), target=E4M3)
+    assert (found.levels, found.recommended, found.note) == ((), None, note)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_nan_and_infinities_are_left_out_and_counted(dtype: Any) -> None:
+    clean = np.array([1.0, 2.5, -3.0, 0.0], dtype=dtype)
+    spoiled = np.concatenate([clean, np.array([np.nan, np.inf, -np.inf, np.nan], dtype=dtype)])
+    expected, found = sweep_array(clean, target=E4M3), sweep_array(spoiled, target=E4M3)
+    assert found.levels == expected.levels
+    assert (found.num_elements, found.nan, found.inf, found.zero) == (8, 2, 2, 1)
+    assert found.note == "NaN or Inf left out"
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_every_dtype_and_all_bits_give_numbers(name: str, data: st.DataObject) -> None:
+    array = data.draw(arrays(name=name))
+    found = sweep_array(array, target=E4M3, options=SweepOptions(num_levels=3))
+    assert found.note or found.levels
+    for level in found.levels:
+        assert 0 <= level.score <= 1 + 1e-12
+        assert 0 <= level.cosine <= 1
+        assert not any(math.isnan(getattr(level, field)) for field in Level.__dataclass_fields__)
+
+
+def test_complex_parts_are_values() -> None:
+    parts = GAUSS[:100].astype(np.float32)
+    found = sweep_array(parts.view(np.complex64), target=E4M3)
+    assert found.num_elements == 100
+    assert [level.mse for level in found.levels] == pytest.approx(
+        [level.mse for level in sweep_array(parts, target=E4M3).levels]
+    )
+
+
+def test_exponents_that_are_given_are_used() -> None:
+    options = SweepOptions(num_levels=3, max_scale_exp=4, min_scale_exp=-4)
+    found = sweep_array(np.ones(3, dtype=np.float32), target=E4M3, options=options)
+    assert [level.exponent for level in found.levels] == [4.0, 0.0, -4.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_levels": 0}, "--num-levels 0 is not allowed: give 1 to 10000"),
+        ({"num_levels": 10_001}, "--num-levels 10001 is not allowed"),
+        ({"max_scale_exp": 1001.0}, "--max-scale-exp 1001.0 is not allowed: give an exponent from -1000 to 1000"),
+        ({"min_scale_exp": math.nan}, "--min-scale-exp nan is not allowed"),
+        ({"max_scale_exp": -math.inf}, "--max-scale-exp -inf is not allowed"),
+    ],
+)
+def test_options_that_are_not_allowed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SweepOptions(**options)
+
+
+def test_fp64_is_no_target() -> None:
+    with pytest.raises(UsageError, match="'fp64' holds every captured value"):
+        sweep_array(np.ones(3), target=FORMATS["fp64"])

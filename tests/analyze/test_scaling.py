@@ -1,0 +1,222 @@
+"""Are the sums of many scales those of rounding the whole tensor at each scale?"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranktape.analyze.formats import FORMATS, Format, round_to
+from ranktape.analyze.histogram import count_values
+from ranktape.analyze.metrics import levels_of
+from ranktape.analyze.scaling import (
+    BLOCK,
+    CHUNK,
+    NUM_ACCUMULATORS,
+    SUMS,
+    Sums,
+    _add_block,
+    _Constants,
+    largest_alignment,
+    scale_of,
+    smallest_alignment,
+    sums_of_pairs,
+    sums_of_values,
+)
+from ranktape.storage.dtypes import DTYPES
+from tests.strategies import arrays
+
+Array = np.ndarray[Any, Any]
+
+COUNTS = ("overflow", "underflow", "flushed")
+
+TARGETS = [row for row in FORMATS.values() if row.name != "fp64"]
+
+MAGNITUDES = st.floats(min_value=5e-324, max_value=1.7e308)
+
+
+def direct(array: Array, *, exponents: Array, target: Format) -> dict[str, Array]:
+    """The slow twin: the whole tensor is divided, rounded and multiplied at every level."""
+    with np.errstate(invalid="ignore"):
+        values = array.astype(np.float64).ravel()
+    finite = values[np.isfinite(values)]
+    sums: dict[str, list[float]] = {name: [] for name in SUMS}
+    for exponent in exponents:
+        scale = scale_of(float(exponent))
+        scaled = finite / scale
+        results = round_to(scaled, target=target) * scale
+        errors = np.abs(finite - results)
+        sums["squared_error"].append(math.fsum(errors * errors))
+        sums["absolute_error"].append(math.fsum(errors))
+        sums["squared_result"].append(math.fsum(results * results))
+        sums["product"].append(math.fsum(finite * results))
+        sums["largest_error"].append(errors.max())
+        sums["overflow"].append(float(np.count_nonzero(np.abs(scaled) >= target.overflow_start)))
+        sums["underflow"].append(float(np.count_nonzero((finite != 0) & (np.abs(scaled) < target.min_normal))))
+        sums["flushed"].append(float(np.count_nonzero((finite != 0) & (results == 0))))
+    return {name: np.array(values) for name, values in sums.items()}
+
+
+def assert_equal(sums: Sums, expected: dict[str, Array]) -> None:
+    """Counts are equal, sums to 1e-12 of what they are; `sums` is brought back to the tensor's unit."""
+    unit = {name: 2.0 ** (sums.shift * power) for name, power in zip(SUMS, (2, 1, 2, 2, 1, 0, 0, 0), strict=True)}
+    for name in SUMS:
+        found = getattr(sums, f"{name}_L") * unit[name]
+        if name in COUNTS:
+            assert found.tolist() == expected[name].tolist(), name
+        else:
+            np.testing.assert_allclose(found, expected[name], rtol=1e-12, atol=0, err_msg=name)
+
+
+def sums_of(array: Array, *, exponents: Array, target: Format) -> Sums:
+    """By the histogram where the type has one, else by the values."""
+    if array.dtype.itemsize <= 2:
+        values, counts = count_values(array).pairs()
+        return sums_of_pairs(values, counts=counts, exponents=exponents, target=target)
+    finite = np.abs(array[np.isfinite(array)])
+    return sums_of_values(array, largest=float(finite.max()), exponents=exponents, target=target)
+
+
+def special(dtype: Any) -> Array:
+    """Ordinary values of many magnitudes among everything that is not ordinary, in one tensor of 9,000."""
+    rng = np.random.default_rng(1)
+    ordinary = rng.standard_normal(8000) * np.exp2(rng.integers(-12, 8, 8000))
+    info = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    ends = [0.0, -0.0, np.nan, np.inf, -np.inf, float(info.smallest_subnormal), -float(info.smallest_normal) / 2]
+    with np.errstate(all="ignore"):
+        return np.concatenate([ordinary, np.resize(ends, 1000)]).astype(dtype).reshape(9, 1000)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda row: row.name)
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64", "float8_e5m2", "float8_e4m3fn"])
+def test_sums_equal_rounding_the_whole_tensor(name: str, target: Format) -> None:
+    array = special(DTYPES[name].numpy_dtype)
+    # Whole exponents, at which ties are exact, and fractional ones.
+    exponents = np.array([-9.0, -8.35, -3.0, -0.1, 0.0, 1.0, 2.6, 7.0])
+    assert_equal(sums_of(array, exponents=exponents, target=target), direct(array, exponents=exponents, target=target))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("target", TARGETS, ids=lambda row: row.name)
+@pytest.mark.parametrize("scale", [1.0, 2.0**0.35])
+def test_every_16_bit_magnitude_rounds_as_the_reference(target: Format, dtype: Any, scale: float) -> None:
+    """One value for each accumulator, so that no error can hide behind another."""
+    with np.errstate(invalid="ignore"):
+        listed = np.arange(1 << 15, dtype=np.uint16).view(dtype).astype(np.float64)
+    magnitudes = np.where(np.isfinite(listed), listed, 0.0).reshape(-1, NUM_ACCUMULATORS)
+    found = np.zeros((len(magnitudes), len(SUMS), NUM_ACCUMULATORS))
+    constants = _Constants(target.mantissa_bits, target.emin, target.maximum, target.overflow_start, target.min_normal)
+    for values, accumulators in zip(magnitudes, found, strict=True):
+        _add_block(values, np.ones(NUM_ACCUMULATORS), scale, constants, accumulators.reshape(-1))
+    scaled = magnitudes / scale
+    results = round_to(scaled, target=target) * scale
+    expected = {
+        "absolute_error": np.abs(magnitudes - results),
+        "product": magnitudes * results,
+        "overflow": scaled >= target.overflow_start,
+        "underflow": (magnitudes > 0) & (scaled < target.min_normal),
+        "flushed": (magnitudes > 0) & (results == 0),
+    }
+    for name, values in expected.items():
+        assert np.array_equal(found[:, SUMS.index(name)], values), name
+
+
+@settings(max_examples=30)
+@given(data=st.data(), name=st.sampled_from(["float16", "bfloat16", "float32"]), target=st.sampled_from(TARGETS))
+def test_any_bits_and_any_layout(data: st.DataObject, name: str, target: Format) -> None:
+    array = data.draw(arrays(name=name))
+    with np.errstate(invalid="ignore"):
+        values = array.astype(np.float64)
+    finite = np.abs(values[np.isfinite(values)])
+    if not np.any(finite > 0):
+        return
+    exponents = np.array(data.draw(st.lists(st.floats(-30, 30), min_size=1, max_size=4)))
+    found = sums_of(array, exponents=exponents, target=target)
+    expected = direct(array, exponents=exponents, target=target)
+    for name_of_count in COUNTS:
+        assert getattr(found, f"{name_of_count}_L").tolist() == expected[name_of_count].tolist()
+    assert found.num_finite == finite.size
+
+
+@pytest.mark.parametrize("size", [1, 63, BLOCK - 1, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1])
+def test_values_and_histogram_agree_at_every_size(size: int) -> None:
+    array = np.random.default_rng(size).standard_normal(size).astype(ml_dtypes.bfloat16)
+    exponents, target = np.linspace(-9, 1, 5), FORMATS["fp8_e4m3"]
+    by_histogram = sums_of(array, exponents=exponents, target=target)
+    by_values = sums_of(array.astype(np.float32), exponents=exponents, target=target)
+    for name in SUMS:
+        left, right = getattr(by_histogram, f"{name}_L"), getattr(by_values, f"{name}_L")
+        np.testing.assert_allclose(left, right, rtol=1e-12, atol=0)
+        if name in COUNTS:
+            assert left.tolist() == right.tolist()
+    assert by_histogram.num_finite == by_values.num_finite == size
+    assert math.isclose(by_histogram.squared, by_values.squared, rel_tol=1e-12)
+    assert math.isclose(by_histogram.absolute, by_values.absolute, rel_tol=1e-12)
+
+
+def test_the_same_bits_every_time() -> None:
+    array = np.random.default_rng(0).standard_normal(3 * CHUNK + 5).astype(np.float32)
+    exponents, target = np.linspace(-9, 1, 3), FORMATS["fp4_e2m1"]
+    first, second = (sums_of(array, exponents=exponents, target=target) for _ in range(2))
+    for name in SUMS:
+        assert getattr(first, f"{name}_L").tobytes() == getattr(second, f"{name}_L").tobytes()
+
+
+@pytest.mark.parametrize("power", [-1060, -500, 500, 1010])
+def test_magnitudes_at_the_ends_of_float64_lose_nothing(power: int) -> None:
+    """Squares of these overflow or vanish; the sums are of values that were shifted."""
+    values = np.array([1.0, 1.25, -1.375, 1.5, 1.8125, 0.0])
+    exponents, target = np.array([-2.0, -1.0]), FORMATS["fp4_e2m1"]
+    near_one = levels_of(sums_of(values, exponents=exponents, target=target), exponents=exponents.tolist())
+    far_sums = sums_of(np.ldexp(values, power), exponents=exponents + power, target=target)
+    far = levels_of(far_sums, exponents=(exponents + power).tolist())
+    for expected, found in zip(near_one, far, strict=True):
+        for name in ("cosine", "relative_error", "psnr", "sqnr", "score", "overflow_count", "flushed_count"):
+            assert getattr(found, name) == getattr(expected, name), name
+        assert math.isclose(found.rmse, math.ldexp(expected.rmse, power), rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("exponent", [-1000.0, 1000.0])
+def test_scales_far_from_the_tensor_saturate_or_flush_all(exponent: float) -> None:
+    values = np.ldexp(np.array([1.0, 1.5]), -int(exponent))
+    found = sums_of(values, exponents=np.array([exponent]), target=FORMATS["fp8_e4m3"])
+    assert np.isfinite([getattr(found, f"{name}_L")[0] for name in SUMS]).all()
+    assert (found.flushed_L[0], found.overflow_L[0]) == ((2, 0) if exponent > 0 else (0, 2))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda row: row.name)
+@given(magnitude=MAGNITUDES)
+def test_alignments_are_the_tightest_that_hold(target: Format, magnitude: float) -> None:
+    exact = Fraction(magnitude)
+    largest = largest_alignment(magnitude, target=target)
+    assert (
+        Fraction(target.maximum) * Fraction(2) ** (largest - 1)
+        < exact
+        <= Fraction(target.maximum) * Fraction(2) ** largest
+    )
+    smallest = smallest_alignment(magnitude, target=target)
+    normal = Fraction(target.min_normal)
+    assert normal * Fraction(2) ** smallest <= exact < normal * Fraction(2) ** (smallest + 1)
+
+
+@pytest.mark.parametrize(
+    ("largest", "expected"), [(448.0, 0), (448.00001, 1), (5.3, -6), (224.0, -1), (1.0, -8), (2.0**-133, -141)]
+)
+def test_the_largest_value_just_fits(largest: float, expected: int) -> None:
+    assert largest_alignment(largest, target=FORMATS["fp8_e4m3"]) == expected
+
+
+@pytest.mark.parametrize("exponent", [-1074, -1022, -3, 0, 1, 1023])
+def test_whole_exponents_are_powers_of_two(exponent: int) -> None:
+    assert scale_of(exponent) == math.ldexp(1.0, exponent)
+
+
+def test_scales_beyond_float64_are_zero_and_infinite() -> None:
+    assert (scale_of(-1080.5), scale_of(1024.5)) == (0.0, math.inf)
+    assert math.isclose(scale_of(-5.85), 2**-5.85, rel_tol=1e-15)

@@ -1,0 +1,169 @@
+"""Does an answer look the same whoever reads it: a person, a program, a pipe?"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ranktape.analyze.table import Column, Form, Kind, Table, nbytes_text, write_table
+from ranktape.errors import UsageError
+
+TABLE = Table(
+    title="what is shown",
+    columns=(
+        Column(name="layer", kind=Kind.INTEGER, is_key=True),
+        Column(name="kind", kind=Kind.TEXT, is_key=True),
+        Column(name="ratio", kind=Kind.RATIO, head="overflow"),
+        Column(name="absmax", kind=Kind.FLOAT),
+        Column(name="size", kind=Kind.NBYTES, unit="bytes"),
+        Column(name="shape", kind=Kind.LIST),
+        Column(name="hidden", kind=Kind.INTEGER, is_detail=True),
+    ),
+    rows=(
+        (0, "linear", 0.0, 3.25, 512, [4, 64], 1),
+        (1, "linear", 1e-7, None, 33_554_432, [], 2),
+        (10, "linear", 1.0, float("inf"), 10**13, [1], 3),
+    ),
+    notes=("a note",),
+)
+
+
+def test_text_is_aligned_and_says_once_what_all_rows_share() -> None:
+    assert TABLE.to_text().splitlines() == [
+        "what is shown",
+        "all rows: kind linear",
+        "layer  overflow  absmax      size  shape",
+        "    0       0 %    3.25     512 B  4 64",
+        "    1   1e-05 %       -  33.55 MB  -",
+        "   10     100 %     inf     10 TB  1",
+        "a note",
+    ]
+
+
+def test_wide_text_shows_every_column() -> None:
+    assert TABLE.to_text(wide=True).splitlines()[1].split() == [
+        "layer", "kind", "overflow", "absmax", "size", "shape", "hidden",
+    ]  # fmt: skip
+
+
+def test_columns_without_a_value_are_left_out_of_text() -> None:
+    columns = (Column(name="a", kind=Kind.INTEGER), Column(name="note", kind=Kind.TEXT))
+    table = Table(title="", columns=columns, rows=((1, ""), (2, None)))
+    assert table.to_text().splitlines() == ["a", "1", "2"]
+
+
+def test_a_table_without_rows_has_its_heads() -> None:
+    assert Table(title="", columns=TABLE.columns, rows=()).to_text() == "layer  kind  overflow  absmax  size  shape\n"
+
+
+def test_json_holds_everything_and_no_value_that_json_lacks() -> None:
+    document = json.loads(json.dumps(TABLE.to_json(), allow_nan=False))
+    assert list(document) == ["title", "columns", "rows", "notes"]
+    assert document["columns"][4] == {"name": "size", "kind": "nbytes", "unit": "bytes"}
+    assert document["rows"][2] == {
+        "layer": 10, "kind": "linear", "ratio": 1.0, "absmax": "inf", "size": 10**13, "shape": [1], "hidden": 3,
+    }  # fmt: skip
+    assert document["rows"][1]["absmax"] is None
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    columns = (Column(name="a", kind=Kind.INTEGER), Column(name="b", kind=Kind.FLOAT))
+    table = Table(title="", columns=columns, rows=((np.int64(3), np.float32("nan")),))
+    assert table.to_json()["rows"] == [{"a": 3, "b": "nan"}]
+
+
+def test_csv_has_one_line_for_each_row() -> None:
+    rows = list(csv.DictReader(io.StringIO(TABLE.to_csv())))
+    assert [row["layer"] for row in rows] == ["0", "1", "10"]
+    assert (rows[1]["absmax"], rows[0]["shape"], rows[2]["ratio"]) == ("", "[4, 64]", "1.0")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [(0.0, "0 %"), (1.0, "100 %"), (0.99999999, "<100 %"), (0.5, "50 %"), (1 / 3, "33.3 %"), (5e-10, "5e-08 %")],
+)
+def test_only_nothing_is_zero_and_only_all_is_a_hundred_percent(ratio: float, text: str) -> None:
+    table = Table(title="", columns=(Column(name="r", kind=Kind.RATIO),), rows=((ratio,),))
+    assert table.to_text().splitlines()[1].strip() == text
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_234_567_890, "1.235 GB")])
+def test_sizes_are_for_people(nbytes: int, text: str) -> None:
+    assert nbytes_text(nbytes) == text
+
+
+def test_control_codes_of_others_stay_out_of_the_terminal() -> None:
+    table = Table(title="", columns=(Column(name="a", kind=Kind.TEXT),), rows=(("\x1b[31mred\nline",),))
+    assert table.to_text() == "a\n [31mred line\n"
+
+
+def test_rows_are_sorted_with_the_largest_first_and_the_missing_last() -> None:
+    assert TABLE.sorted_by("absmax").column("layer") == [10, 0, 1]
+    assert TABLE.sorted_by("overflow").column("ratio") == [1.0, 1e-7, 0.0]
+
+
+def test_the_first_rows_say_how_many_there_were() -> None:
+    assert TABLE.first(2).notes == ("a note", "the first 2 of 3 rows")
+    assert TABLE.first(3) is TABLE
+
+
+def test_an_unknown_column_names_those_there_are() -> None:
+    with pytest.raises(UsageError, match="no column 'lair': it has layer, kind, ratio"):
+        TABLE.column("lair")
+
+
+def test_a_row_that_does_not_fit_is_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="does not fit"):
+        Table(title="", columns=TABLE.columns, rows=((1,),))
+
+
+@pytest.mark.parametrize("form", Form)
+def test_a_table_goes_to_a_file(tmp_path: Path, form: Form) -> None:
+    path = tmp_path / "out"
+    write_table(TABLE, form=form, output=path)
+    expected = {
+        Form.TEXT: TABLE.to_text(),
+        Form.CSV: TABLE.to_csv(),
+        Form.JSON: json.dumps(TABLE.to_json(), indent=2) + "\n",
+    }
+    assert path.read_text() == expected[form]
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written: No such file"):
+        write_table(TABLE, output=tmp_path / "no" / "out")
+
+
+SCRIPT = """
+from ranktape.analyze.table import Column, Kind, Table, write_table
+columns = (Column(name="name", kind=Kind.TEXT), Column(name="number", kind=Kind.INTEGER))
+write_table(Table(title="", columns=columns, rows=(("a" * 300, 12345678901234567890),)))
+"""
+
+
+def test_a_narrow_terminal_cuts_nothing_off() -> None:
+    """On a terminal rich prints the table; lines that are too long wrap."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "40", "TERM": "dumb"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], stdout=theirs, env=environment, check=True, timeout=60)
+    os.close(theirs)
+    shown = b""
+    try:
+        while piece := os.read(ours, 65536):
+            shown += piece
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    text = shown.decode().replace("\r\n", "")
+    assert done.returncode == 0
+    assert text.count("a") >= 300
+    assert "12345678901234567890" in text

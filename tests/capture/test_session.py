@@ -1,0 +1,413 @@
+"""Does a capture follow the training, leave nothing behind, and say what went wrong?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+from ranktape.capture import Capture, CaptureOptions, add_arguments
+from ranktape.errors import CaptureError, RunExistsError, StorageError, UsageError
+from ranktape.storage import IterationState, open_run
+from tests.capture.models import NUM_TENSORS, Net, Training, train
+
+
+def steps(model: nn.Module, count: int, *, optimizers: int = 1, width: int = 16) -> None:
+    """Train for some steps; each optimizer steps once in each."""
+    made = [torch.optim.SGD(model.parameters(), lr=0.01) for _ in range(optimizers)]
+    for _ in range(count):
+        model(torch.randn(2, 4, width)).square().mean().backward()
+        for optimizer in made:
+            optimizer.step()
+
+
+def num_hooks(model: nn.Module) -> int:
+    """Hooks of any kind on the modules of a model and on their weights."""
+    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return hooks + sum(len(weight._backward_hooks or {}) for weight in model.parameters())
+
+
+def test_nothing_is_attached_outside_of_captured_iterations(tmp_path: Path) -> None:
+    original = F.scaled_dot_product_attention
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    seen = []
+    with Capture(tmp_path / "run", model=model, start=2, every=2, min_iterations=2):
+        for _ in range(7):
+            seen.append((num_hooks(model) > 0, F.scaled_dot_product_attention is not original))
+            assert attend is F.scaled_dot_product_attention
+            model(torch.randn(2, 4, 16)).square().mean().backward()
+            optimizer.step()
+    # Iteration 0 is watched, to say what the capture will cost; 2 and 4 are captured.
+    assert seen == [(iteration in {0, 2, 4},) * 2 for iteration in range(7)]
+    assert num_hooks(model) == 0
+    assert F.scaled_dot_product_attention is original
+
+
+def test_a_model_is_found_without_being_given(tmp_path: Path) -> None:
+    with Capture(tmp_path / "run"):
+        steps(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), 1)
+    records = open_run(tmp_path / "run").select()
+    assert sorted(set(records.column("module"))) == ["0", "1"]
+    assert set(records.column("layer_idx")) == {0, 1}
+
+
+def test_a_layer_alone_is_a_model(tmp_path: Path) -> None:
+    with Capture(tmp_path / "run"):
+        steps(nn.Linear(16, 16), 1)
+    names = sorted(open_run(tmp_path / "run").select().column("tensor_name"))
+    assert names == ["grad_output", "grad_weight", "input", "output", "weight"]
+
+
+def test_two_models_are_told_apart(tmp_path: Path) -> None:
+    models = nn.Sequential(nn.Linear(16, 16)), nn.Sequential(nn.Linear(16, 16))
+    optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.01)
+    with Capture(tmp_path / "run"):
+        models[1](models[0](torch.randn(2, 16))).sum().backward()
+        optimizer.step()
+    records = open_run(tmp_path / "run").select(tensor_name="weight")
+    assert sorted(records.column("module")) == ["0", "Sequential1.0"]
+
+
+def test_two_optimizers_advance_once(tmp_path: Path) -> None:
+    with Capture(tmp_path / "run", start=1, min_iterations=2) as capture:
+        steps(Net(), 4, optimizers=2)
+        assert capture.iteration == 4
+    assert open_run(tmp_path / "run").iterations == [1, 2]
+
+
+def test_an_optimizer_made_anew_goes_on(tmp_path: Path) -> None:
+    model = Net()
+    with Capture(tmp_path / "run", min_iterations=3) as capture:
+        steps(model, 2)
+        steps(model, 2)
+        assert capture.iteration == 4
+    assert open_run(tmp_path / "run").iterations == [0, 1, 2]
+
+
+def test_iterations_without_an_optimizer(tmp_path: Path) -> None:
+    model = Net()
+    with Capture(tmp_path / "run", min_iterations=2, every=5) as capture:
+        for _ in range(8):
+            model(torch.randn(2, 4, 16)).sum().backward()
+            capture.step()
+        with pytest.raises(UsageError, match="iteration 3 is not after the running one, 8"):
+            capture.step(3)
+    assert open_run(tmp_path / "run").iterations == [0, 5]
+    with Capture(tmp_path / "other") as capture:
+        steps(model, 1)
+        with pytest.raises(UsageError, match=r"remove the call of capture\.step"):
+            capture.step()
+
+
+def test_passes_without_training_are_not_recorded(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Capture(tmp_path / "run", model=model):
+        with torch.no_grad():
+            model(torch.randn(2, 4, 16))
+        model.eval()
+        model(torch.randn(2, 4, 16))
+        model.train()
+        model(torch.randn(2, 4, 16)).sum().backward()
+        with torch.inference_mode():
+            model(torch.randn(2, 4, 16))
+        optimizer.step()
+    assert len(open_run(tmp_path / "run").select()) == NUM_TENSORS
+
+
+def test_frozen_layers_and_layers_called_twice(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Linear(16, 16)
+            self.frozen = nn.Linear(16, 16).requires_grad_(requires_grad=False)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.shared(self.frozen(self.shared(hidden)))  # type: ignore[no-any-return]
+
+    with Capture(tmp_path / "run"):
+        steps(Twice(), 1)
+    run = open_run(tmp_path / "run")
+    assert sorted(run.select(module="frozen").column("tensor_name")) == [
+        "grad_input",
+        "grad_output",
+        "input",
+        "output",
+        "weight",
+    ]
+    outputs = run.select(module="shared", tensor_name="output")
+    assert outputs.column("call").tolist() == [0, 1]
+    inputs = run.select(module="frozen", tensor_name="input")
+    assert outputs.select(call=0)[0].checksum == inputs[0].checksum
+
+
+def test_only_what_is_selected_is_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Capture(tmp_path / "run", modules=("layers.1.*",), layer_types=("linear",)):
+        steps(Net(), 2)
+    records = open_run(tmp_path / "run").select()
+    assert set(records.column("layer_idx")) == {1}
+    assert set(records.column("layer_type")) == {"linear"}
+    err = capfd.readouterr().err
+    assert "capturing 6 linear modules into" in err
+    assert "36 tensors" in err
+
+
+def test_no_match_names_the_nearest(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CaptureError, match=r"no module matches --module layer\.0\.up; nearest: .*layers\.0\.up"),
+        Capture(tmp_path / "run", modules=("layer.0.up",)),
+    ):
+        steps(Net(), 2)
+
+
+def test_a_run_that_is_there(tmp_path: Path) -> None:
+    url = tmp_path / "run"
+    train(Training(steps=2), capture=Capture(url))
+    with pytest.raises(RunExistsError, match="--resume to continue it, --overwrite to delete it"):
+        train(Training(steps=2), capture=Capture(url))
+    assert Capture.current is None
+    train(Training(steps=3), capture=Capture(url, resume=True, min_iterations=2))
+    # Iteration 0 was there already; the second attempt took the next one.
+    assert [(status.iteration, status.attempt) for status in open_run(url).status()] == [(0, 0), (1, 1)]
+    train(Training(steps=2), capture=Capture(url, overwrite=True))
+    assert open_run(url).iterations == [0]
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="choose another URL"):
+        train(Training(steps=1), capture=Capture(tmp_path / "file" / "run"))
+
+
+def test_a_training_that_is_too_short(tmp_path: Path) -> None:
+    capture = Capture(tmp_path / "run", start=10)
+    train(Training(steps=3), capture=capture)
+    verdict = capture.close()
+    assert not verdict.met
+    assert "ended after 3 iterations, before the first captured iteration 10" in verdict.message()
+    assert "lower --start-at" in verdict.message()
+    assert open_run(tmp_path / "run").verdict() == verdict
+
+
+def test_a_training_that_stops_in_the_middle(tmp_path: Path) -> None:
+    model = Net()
+    with Capture(tmp_path / "run", min_iterations=2) as capture:
+        steps(model, 1)
+        model(torch.randn(2, 4, 16))
+    assert not capture.close().met
+    first, second = open_run(tmp_path / "run").status()
+    assert (first.state, second.state) == (IterationState.COMPLETE, IterationState.PARTIAL)
+    assert "before its optimizer stepped" in second.missing[0]
+
+
+def test_a_training_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Capture(tmp_path / "run", min_iterations=2):
+        fail()
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0]
+    assert "the training failed (ZeroDivisionError)" in run.verdict().message()
+
+
+def fail() -> None:
+    """Train a step and fail."""
+    steps(Net(), 1)
+    raise ZeroDivisionError
+
+
+def test_one_capture_at_a_time(tmp_path: Path) -> None:
+    with Capture(tmp_path / "run"):
+        with pytest.raises(CaptureError, match="a capture is running in this process already"):
+            Capture(tmp_path / "other").__enter__()
+        steps(Net(), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"starts": 1}, "'starts' is no option of a capture: use start"),
+        ({"start": -1}, "--start-at -1 is not allowed: give 0 or more"),
+        ({"every": 0}, "--every 0 is not allowed: give 1 or more"),
+        ({"min_iterations": 3, "max_iterations": 2}, "--max-iterations 2 is below --min-iterations 3"),
+        ({"policy": "drop"}, "--policy drop is not allowed: give one of block, skip"),
+        ({"layer_types": ("conv",)}, "--layer-type conv is not allowed: give one of linear, attention"),
+        ({"quant_type": ""}, "quant_type='' is not allowed"),
+        ({"resume": True, "overwrite": True}, "exclude each other"),
+        ({"host_budget_nbytes": 5}, "--host-budget-nbytes 5 is not allowed: give 1048576 or more"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        Capture(tmp_path / "run", **options)
+
+
+def writer_pid(capture: Capture) -> int:
+    """The process that stores what the capture stages."""
+    process = capture._process._process
+    assert process is not None
+    return process.pid
+
+
+def test_a_stuck_writer_does_not_end_the_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    capture = Capture(tmp_path / "run", min_iterations=50, host_budget_nbytes=1 << 20, block_timeout_seconds=0.5)
+    with capture:
+        steps(Net(), 1)
+        os.kill(writer_pid(capture), signal.SIGSTOP)
+        steps(Net(), 49)
+        os.kill(writer_pid(capture), signal.SIGCONT)
+    assert not capture.close().met
+    assert "capture disabled itself in iteration" in capfd.readouterr().err
+    run = open_run(tmp_path / "run")
+    assert run.iterations
+    assert run.status()[-1].state is IterationState.PARTIAL
+    assert "raise it or --host-budget-nbytes" in run.verdict().message()
+    for record in run.select():
+        record.read()
+
+
+def test_a_killed_writer_does_not_end_the_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    capture = Capture(tmp_path / "run", min_iterations=50, host_budget_nbytes=1 << 20, block_timeout_seconds=60)
+    with capture:
+        steps(Net(), 3)
+        os.kill(writer_pid(capture), signal.SIGKILL)
+        steps(Net(), 47)
+    verdict = capture.close()
+    assert not verdict.met
+    assert "the writer process ended" in capfd.readouterr().err
+    for record in open_run(tmp_path / "run").select():
+        record.read()
+
+
+def test_skipping_makes_room_and_later_iterations_make_up_for_it(tmp_path: Path) -> None:
+    model = Net()
+    capture = Capture(tmp_path / "run", min_iterations=1, max_iterations=3, policy="skip", host_budget_nbytes=1 << 20)
+    with capture:
+        steps(model, 1)
+        while 0 not in open_run(tmp_path / "run").iterations:
+            time.sleep(0.05)
+        # The writer stands still while a part of the ring is taken: the next iteration does not fit.
+        os.kill(writer_pid(capture), signal.SIGSTOP)
+        capture._predicted_nbytes = 1 << 20
+        # Iteration 1 had begun before.
+        steps(model, 2)
+        capture._predicted_nbytes = 1
+        os.kill(writer_pid(capture), signal.SIGCONT)
+        deadline = time.monotonic() + 30
+        while not capture._is_done and time.monotonic() < deadline:
+            steps(model, 1)
+            time.sleep(0.02)
+    assert capture.close().met
+    run = open_run(tmp_path / "run")
+    assert len(run.iterations) == 3
+    skipped = [status for status in run.status() if status.state is IterationState.SKIPPED]
+    assert [status.iteration for status in skipped] == [2]
+    assert "of the host budget are free" in skipped[0].missing[0]
+    assert run.select(iteration=2).column("iteration").size == 0
+
+
+def test_a_tensor_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16, bias=False)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            output = self.linear(hidden)
+            assert isinstance(output, torch.Tensor)
+            return output
+
+    class Tagged(torch.Tensor):
+        pass
+
+    model = Sparse()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Capture(tmp_path / "run"):
+        model(torch.randn(2, 16).as_subclass(Tagged)).sum().backward()
+        optimizer.step()
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0]
+    silent = run.status()[0].silent_sites[0]
+    assert any("it is a Tagged, and only plain tensors can be recorded" in reason for reason in silent.values())
+    assert "weight" in run.select().column("tensor_name")
+
+
+def test_a_site_that_falls_silent_is_named(tmp_path: Path) -> None:
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(16, 16)
+            self.second = nn.Linear(16, 16)
+            self.num_calls = 0
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.num_calls += 1
+            hidden = self.first(hidden)
+            return self.second(hidden) if self.num_calls == 1 else hidden
+
+    with Capture(tmp_path / "run", min_iterations=2):
+        steps(Fickle(), 2)
+    first, second = open_run(tmp_path / "run").status()
+    assert first.silent_sites == {}
+    assert len(second.silent_sites[0]) == 6
+    assert set(second.silent_sites[0].values()) == {"its hook did not fire"}
+
+
+def test_a_budget_that_no_tensor_fits_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    capture = Capture(tmp_path / "run", host_budget_nbytes=1 << 20)
+    with capture:
+        steps(nn.Sequential(nn.Linear(1024, 1024)), 1, width=1024)
+    assert not capture.close().met
+    assert "raise --host-budget-nbytes" in capfd.readouterr().err
+    assert "does not fit into the host budget" in open_run(tmp_path / "run").verdict().message()
+
+
+def test_a_ring_smaller_than_an_iteration_blocks_and_loses_nothing(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    capture = Capture(tmp_path / "run", host_budget_nbytes=1 << 20, min_iterations=2)
+    with capture:
+        steps(model, 2, width=256)
+    assert capture.close().met
+    records = open_run(tmp_path / "run").select()
+    assert records.column("nbytes").sum() > 4 << 20
+    for record in records:
+        record.read()
+
+
+def test_compiled_models_are_captured(tmp_path: Path) -> None:
+    model = Net()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Capture(tmp_path / "run", start=2):
+        for _ in range(4):
+            compiled(torch.randn(2, 4, 16)).square().mean().backward()
+            optimizer.step()
+    records = open_run(tmp_path / "run").select()
+    assert len(records) == NUM_TENSORS
+    assert "layers.1.attention.query" in records.column("module")
+
+
+def test_arguments_of_a_script(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert not parser.parse_args([]).capture
+    with Capture.from_arguments(parser.parse_args([])) as nothing:
+        assert not nothing.is_recording
+    text = (
+        f"--capture {tmp_path / 'run'} --start-at 1 --every 2 --module a.* --module b --layer-type linear --overwrite"
+    )
+    capture = Capture.from_arguments(parser.parse_args(text.split()))
+    assert isinstance(capture, Capture)
+    assert capture.options == CaptureOptions(
+        start=1, every=2, modules=("a.*", "b"), layer_types=("linear",), overwrite=True
+    )
+    with pytest.raises(UsageError, match="--storage-options is not JSON"):
+        Capture.from_arguments(parser.parse_args(["--capture", "x", "--storage-options", "{"]))

@@ -1,0 +1,56 @@
+"""Is the writer process light, unaware of ranks, and does it plan as every rank does?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ranktape.capture.process import writer_environment
+from ranktape.capture.writer import plan_iterations
+
+
+def test_the_writer_loads_neither_torch_nor_zarr() -> None:
+    program = "import ranktape.capture.writer, sys, json; print(json.dumps(sorted(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    modules = set(json.loads(output))
+    assert not modules & {"torch", "zarr", "click", "matplotlib", "rich"}
+    assert "ranktape.capture.writer" in modules
+
+
+def test_the_writer_inherits_no_rank_and_no_capture() -> None:
+    environment = {
+        "RANK": "3",
+        "LOCAL_RANK": "3",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "localhost",
+        "TORCHELASTIC_RUN_ID": "none",
+        "RANKTAPE_CAPTURE": "runs/x",
+        "TENSOR_SAVE_ENABLED": "true",
+        "OMP_NUM_THREADS": "16",
+        "AWS_PROFILE": "mine",
+        "PATH": os.environ["PATH"],
+    }
+    kept = writer_environment(environment)
+    assert kept["AWS_PROFILE"] == "mine"
+    assert kept["OMP_NUM_THREADS"] == "1"
+    assert not any(name.startswith(("RANK", "LOCAL_", "WORLD", "MASTER", "TORCH", "TENSOR_SAVE")) for name in kept)
+
+
+@pytest.mark.parametrize(
+    ("start", "every", "count", "completed", "planned"),
+    [
+        (0, 1, 3, (), (0, 1, 2)),
+        (10, 5, 3, (), (10, 15, 20)),
+        (10, 5, 3, (15,), (10, 20)),
+        (10, 5, 3, (1, 2, 3), ()),
+        (0, 1, 2, (0,), (1,)),
+    ],
+)
+def test_the_first_iterations_follow_from_the_options(
+    start: int, every: int, count: int, completed: tuple[int, ...], planned: tuple[int, ...]
+) -> None:
+    assert plan_iterations(start=start, every=every, count=count, completed=completed) == planned
