@@ -6,9 +6,12 @@ Opt-in flags name themselves in the reason of a skip; no test sees the settings 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
+
+from tests.s3 import S3Server
 
 OPT_IN = {
     "slow": "takes more than ten seconds",
@@ -49,3 +52,11 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     # Plots are drawn without a display, in this process and in those that tests start.
     monkeypatch.setenv("MPLBACKEND", "Agg")
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """An S3 server on loopback, started once."""
+    server = S3Server()
+    yield server
+    server.stop()

@@ -156,7 +156,7 @@ def draw_overflow(table: Table) -> Figure:
         drawn = {operation: lines(rows, panel=panel, operation=operation) for operation in operations}
         worst = [ratio for found in drawn.values() for line in found.values() for ratio in line.worst]
         for operation, axes in zip(operations, axes_of_panel, strict=True):
-            _draw_panel(axes, drawn[operation], styles=styles, panel=panel)
+            _draw_panel(axes, drawn[operation], panel=panel, styles=styles, layers=layers)
             _scale_ratios(axes, worst, is_labelled=axes is axes_of_panel[0])
             _scale_layers(axes, layers, is_labelled=panel is panels[-1])
         axes_of_panel[0].set_ylabel(f"{panel.kind}\n{panel.definition(limits)}", fontsize=9)
@@ -183,7 +183,14 @@ def lines(rows: Sequence[dict[str, Any]], *, panel: Panel, operation: str) -> di
     return found
 
 
-def _draw_panel(axes: Axes, found: Mapping[str, Line], *, styles: Mapping[str, dict[str, Any]], panel: Panel) -> None:
+def _draw_panel(
+    axes: Axes,
+    found: Mapping[str, Line],
+    *,
+    panel: Panel,
+    styles: Mapping[str, dict[str, Any]],
+    layers: Sequence[int],
+) -> None:
     axes.grid(visible=True, axis="y", color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -192,8 +199,9 @@ def _draw_panel(axes: Axes, found: Mapping[str, Line], *, styles: Mapping[str, d
         # Later lines are finer, so that one which covers another does not hide it.
         fineness = max(0.5, 1 - 0.2 * index)
         size = (8 if len(line.layers) <= MAX_MARKS else 3) * fineness
-        axes.plot(line.layers, line.worst, **WORST, color=style["color"], clip_on=False)
-        axes.plot(line.layers, line.ratios, **style, markersize=size, linewidth=2 * fineness, clip_on=False)
+        places, ratios, worst = _places(line, layers=layers)
+        axes.plot(places, worst, **WORST, color=style["color"], clip_on=False)
+        axes.plot(places, ratios, **style, markersize=size, linewidth=2 * fineness, clip_on=False)
     if not any(ratio for line in found.values() for ratio in line.worst):
         axes.text(0.5, 0.5, panel.absence, transform=axes.transAxes, ha="center", va="center", color="0.35")
 
@@ -215,16 +223,33 @@ def _scale_ratios(axes: Axes, ratios: Sequence[float], *, is_labelled: bool) -> 
 def _scale_layers(axes: Axes, layers: Sequence[int], *, is_labelled: bool) -> None:
     """Whole numbers, and "none" for what is outside of the stack."""
     inside = [layer for layer in layers if layer >= 0]
-    first, last = min(layers), max(layers)
-    axes.set_xlim(first - 0.5, last + 0.5)
     step = next(step for step in _NICE_STEPS if len(inside) <= step * MAX_LAYER_TICKS)
     ticks = [layer for layer in inside if layer % step == 0]
-    outside = [-1] if -1 in layers else []
+    outside = [_outside(layers)] if -1 in layers else []
+    margin = max(0.5, 0.01 * len(layers))
+    axes.set_xlim(min([*outside, *inside]) - margin, max([*outside, *inside]) + margin)
     axes.xaxis.set_major_locator(FixedLocator([*outside, *ticks]))
     axes.xaxis.set_major_formatter(FixedFormatter([*("none" for _ in outside), *map(str, ticks)]))
     axes.tick_params(axis="x", labelbottom=is_labelled)
     if is_labelled:
         axes.set_xlabel("layer")
+
+
+def _outside(layers: Sequence[int]) -> float:
+    """Where what is outside of the stack is drawn: apart from the first layer, however many there are."""
+    return min(layer for layer in layers if layer >= 0) - max(1.0, 0.05 * len(layers)) if max(layers) >= 0 else -1.0
+
+
+def _places(line: Line, *, layers: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
+    """Layers, ratios and worst ratios as they are drawn: no line joins the stack with what is outside of it."""
+    if line.layers[0] >= 0:
+        return [float(layer) for layer in line.layers], line.ratios, line.worst
+    gap = [math.nan]
+    return (
+        [_outside(layers), *gap, *map(float, line.layers[1:])],
+        [*line.ratios[:1], *gap, *line.ratios[1:]],
+        [*line.worst[:1], *gap, *line.worst[1:]],
+    )
 
 
 def _style(index: int) -> dict[str, Any]:

@@ -31,6 +31,9 @@ new plans about every second."""
 
 _POLL_SECONDS = 0.25
 
+_MAX_POLL_SECONDS = 5.0
+"""Looking costs three LISTs: while nothing changes, it is done less and less often."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
@@ -94,7 +97,8 @@ class Coordinator:
             progress = self._look()
             if progress is not None:
                 all_closed = len(progress.closed) == size
-                all_complete = progress.opened <= progress.complete and len(self.complete) >= self._goal.target
+                num_complete = len(progress.complete | set(self._attempt.completed))
+                all_complete = progress.opened <= progress.complete and num_complete >= self._goal.target
                 if all_closed or all_complete:
                     break
             if time.monotonic() > deadline:
@@ -103,11 +107,17 @@ class Coordinator:
         return write_verdict(self._backend, attempt=self._attempt)
 
     def _watch(self) -> None:
-        while not self._stop.wait(_POLL_SECONDS):
-            if self._committed - self.complete and not self._plan.is_done:
-                progress = self._look()
-                if progress is not None:
-                    self._decide(progress)
+        pause = _POLL_SECONDS
+        seen = None
+        while not self._stop.wait(pause):
+            if not self._committed - self.complete or self._plan.is_done:
+                pause = _POLL_SECONDS
+                continue
+            progress = self._look()
+            pause = _POLL_SECONDS if progress != seen else min(_MAX_POLL_SECONDS, 1.5 * pause)
+            seen = progress
+            if progress is not None:
+                self._decide(progress)
 
     def _look(self) -> Progress | None:
         try:

@@ -83,6 +83,10 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
 
 
+def _failure_name(stop: SystemExit) -> str:
+    return f"exit code {stop.code}" if stop.__cause__ is None else type(stop.__cause__).__name__
+
+
 def _run(request: Request, *, worker: Worker) -> int:
     script = request.script
     script.check()
@@ -92,7 +96,11 @@ def _run(request: Request, *, worker: Worker) -> int:
     from ranktape.capture import Capture
 
     with Capture(request.url, **request.settings) as capture:
-        script.run()
+        try:
+            script.run()
+        except SystemExit as stop:
+            capture.close(reason=f"the training failed ({_failure_name(stop)})")
+            raise
         verdict = capture.close()
     # The other ranks have done their part: were they to fail first, torchrun would end rank 0 before it can say why.
     if verdict.met or worker.rank != 0:

@@ -67,7 +67,8 @@ class Script:
         frames.
 
         Raises:
-            SystemExit: the script failed, with the exit code that it would have had on its own.
+            SystemExit: the script failed, with the exit code that it would have had on its own; its cause is
+                the exception, if there was one.
             KeyboardInterrupt: the script was interrupted; not shown yet.
             RanktapeError: our own parts stopped it; not shown yet.
         """
@@ -80,7 +81,7 @@ class Script:
             raise
         except BaseException as error:  # noqa: BLE001  (shown, and the process ends)
             _show(error)
-            raise SystemExit(1) from None
+            raise SystemExit(1) from error
 
     def _execute(self) -> None:
         if self.is_module:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
 from ranktape.errors import StorageError, UsageError
 from ranktape.storage.backend import byte_view, without_credentials
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from ranktape.storage.backend import Buffer
 
 _S3_DEFAULTS: dict[str, Any] = {
-    # One instance for each backend: fsspec's cache of instances outlives event loops and forks.
-    "skip_instance_cache": True,
     "use_listings_cache": False,
     # A HEAD before each GET doubles the requests; s3fs leaves it out for one connection at a time.
     "max_concurrency": 1,
@@ -41,10 +40,9 @@ class RemoteBackend:
         self.url = without_credentials(url)
         protocol = url.partition("://")[0]
         defaults = _DEFAULTS.get(protocol, {})
-        self._full_url = url
-        self._options = {**defaults, **storage_options}
+        options = {**defaults, **storage_options}
         try:
-            self._fs, root = url_to_fs(url, **self._options)
+            self._fs, root = url_to_fs(url, **options)
         except (ValueError, ImportError, TypeError) as error:
             known = ", ".join(sorted({"s3", "gs", "az", "memory"} & set(fsspec.available_protocols())))
             raise UsageError(
@@ -119,7 +117,10 @@ class RemoteBackend:
         """A read-only Zarr store over the run."""
         from zarr.storage import FsspecStore
 
-        return FsspecStore.from_url(self._full_url, storage_options=self._options, read_only=True)
+        # The same file system as ours, on its own event loop: one that is bound to zarr's loop works in no other,
+        # and its connections are never closed.
+        wrapped = AsyncFileSystemWrapper(self._fs, asynchronous=True)
+        return FsspecStore(fs=wrapped, path=self._root, read_only=True)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}".rstrip("/")

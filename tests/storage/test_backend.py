@@ -16,7 +16,7 @@ import pytest
 
 from ranktape.errors import StorageError, UsageError
 from ranktape.storage.backend import Backend, open_backend, without_credentials
-from tests.storage.s3 import S3Server
+from tests.s3 import S3Server
 
 
 class BackendTests:

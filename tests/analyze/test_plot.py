@@ -1,0 +1,182 @@
+"""Does the picture show the ratios, readably, for any model?"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from ranktape.analyze import overflow, plot_overflow
+from ranktape.analyze.plot import draw_overflow
+from ranktape.errors import StorageError, UsageError
+from ranktape.storage import Records
+from tests.analyze.runs import describe_tensor, model_tensors, store
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """Two layers of a model."""
+    return store(tmp_path_factory.mktemp("run"), model_tensors()).select()
+
+
+def texts(figure: Figure) -> list[Any]:
+    """Every text that is shown, after layout."""
+    canvas = figure.canvas
+    assert isinstance(canvas, FigureCanvasAgg)
+    canvas.draw()  # type: ignore[no-untyped-call]
+    shown: list[Any] = [*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())]
+    for axes in figure.axes:
+        shown += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+        shown += [*axes.get_xticklabels(), *axes.get_yticklabels()]
+    return [text for text in shown if text.get_visible() and text.get_text()]
+
+
+def assert_readable(figure: Figure) -> None:
+    """No two texts overlap, and all lie within the picture."""
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
+    whole = figure.bbox
+    for text, box in boxes:
+        assert whole.x0 - 1 <= box.x0, text
+        assert box.x1 <= whole.x1 + 1, text
+        assert whole.y0 - 1 <= box.y0, text
+        assert box.y1 <= whole.y1 + 1, text
+    for (one, left), (other, right) in itertools.combinations(boxes, 2):
+        width = min(left.x1, right.x1) - max(left.x0, right.x0)
+        height = min(left.y1, right.y1) - max(left.y0, right.y0)
+        assert width <= 1 or height <= 1, (one, other)
+
+
+def drawn(axes: Axes) -> dict[str, list[float]]:
+    """The ratios of each line with marks, by its colour."""
+    return {
+        str(line.get_color()): list(np.asarray(line.get_ydata(), dtype=float))
+        for line in axes.get_lines()
+        if line.get_marker() not in {"None", None, ""}
+    }
+
+
+def test_lines_are_the_ratios_of_the_table(records: Records) -> None:
+    figure = draw_overflow(overflow(records, format="fp8_e4m3"))
+    table = overflow(records, format="fp8_e4m3", by=["operation", "layer_type", "layer_idx"]).records()
+    columns = ("overflow.ratio", "overflow.underflow.ratio", "overflow.flushed.ratio")
+    for panel, (column, operation) in zip(
+        figure.axes, itertools.product(columns, ("forward", "backward")), strict=True
+    ):
+        expected = {
+            colour: [row[column] for row in table if (row["operation"], row["layer_type"]) == (operation, layer_type)]
+            for colour, layer_type in (("#0072B2", "attention"), ("#D55E00", "linear"))
+        }
+        assert drawn(panel) == expected
+
+
+def test_panels_say_what_they_count(records: Records) -> None:
+    shown = [text.get_text() for text in texts(draw_overflow(overflow(records, format="fp8_e4m3")))]
+    for words in (
+        "overflow\n|x| rounds beyond 448",
+        "underflow\n0 < |x| < 0.0156",
+        "flush to zero\n0 < |x| <= 0.000977",
+        "share of elements",
+        "forward",
+        "backward",
+        "layer",
+        " attention",
+        " linear",
+        "no overflow",
+        "0 %",
+        "100 %",
+    ):
+        assert words in shown
+    assert any(
+        "fp8_e4m3: largest value 448, smallest normal 0.0156\niteration 0, 1 rank, 18 tensors" in text for text in shown
+    )
+
+
+def test_a_healthy_run_says_so(records: Records) -> None:
+    figure = draw_overflow(overflow(records))
+    shown = [text.get_text() for text in texts(figure)]
+    assert len(figure.axes) == 4
+    assert (shown.count("no overflow"), shown.count("no underflow")) == (2, 2)
+    assert all(set(line) == {0.0} for axes in figure.axes for line in drawn(axes).values())
+
+
+@pytest.mark.parametrize("num_layers", [1, 4, 100, 1000])
+def test_nothing_overlaps_whatever_the_depth(num_layers: int) -> None:
+    """From the table's side alone, as a thousand layers are a large run."""
+    rng = np.random.default_rng(0)
+    figure = draw_overflow(
+        layers_table(num_layers, layer_types=["attention", "linear"], ratios=10.0 ** -rng.uniform(0, 9, 9))
+    )
+    assert_readable(figure)
+
+
+def test_nothing_overlaps_with_many_types_and_long_names() -> None:
+    names = [f"layer type {index} " + "x" * (5 * index) for index in range(11)]
+    figure = draw_overflow(layers_table(6, layer_types=[*names, "_hidden", "$a$ % \\frac"], ratios=[0.0, 1.0, 1e-12]))
+    assert_readable(figure)
+    shown = [text.get_text() for text in texts(figure)]
+    assert " _hidden" in shown
+    styles = {
+        (line.get_color(), line.get_marker(), line.get_markerfacecolor()) for line in figure.legends[0].get_lines()
+    }
+    assert len(styles) == 14
+
+
+def layers_table(num_layers: int, *, layer_types: list[str], ratios: Any) -> Any:
+    """An overflow table of so many layers, made by hand."""
+    from ranktape.analyze.table import Column, Kind, Table
+
+    names = ("iteration", "rank", "operation", "layer_type", "layer_idx", "limits_of", "elements")
+    counts = ("overflow.total", "overflow.underflow.count", "overflow.flushed.count")
+    cycle = itertools.cycle(ratios)
+    rows = tuple(
+        (0, 0, operation, layer_type, layer, "fp8_e4m3", 10**12, *(int(next(cycle) * 10**12) for _ in counts))
+        for operation in ("forward", "backward")
+        for layer_type in layer_types
+        for layer in range(-1, num_layers)
+    )
+    columns = tuple(Column(name=name, kind=Kind.INTEGER) for name in (*names, *counts))
+    return Table(title="", columns=columns, rows=rows)
+
+
+def test_several_dtypes_are_named_in_the_title(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal(8)
+    dtypes = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int64)
+    tensors = [describe_tensor(values.astype(dtype), tensor_name=np.dtype(dtype).name) for dtype in dtypes]
+    figure = draw_overflow(overflow(store(tmp_path, tensors).select()))
+    assert_readable(figure)
+    shown = "\n".join(text.get_text() for text in texts(figure))
+    assert "bfloat16: largest value 3.39e+38" in shown
+    assert "and 2 more types" in shown
+    assert "overflow\nbeyond the largest value" in shown
+
+
+def test_a_png_is_written_and_folders_are_made(records: Records, tmp_path: Path) -> None:
+    path = tmp_path / "draw" / "overflow.png"
+    table = plot_overflow(records, path=path, format="fp8_e4m3")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert len(table.rows) == len(records)
+
+
+def test_what_cannot_be_drawn_is_an_error(records: Records, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="the plot cannot be written to"):
+        plot_overflow(records, path=tmp_path / "file" / "overflow.png")
+    with pytest.raises(UsageError, match="is not known"):
+        plot_overflow(records, path=tmp_path / "overflow.png", format="fp9")
+
+
+def test_no_global_state_of_matplotlib_is_touched() -> None:
+    source = "import sys, ranktape.analyze.plot; print('matplotlib.pyplot' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,123 @@
+"""Does the coordinator close what is whole, ask for more where it is not enough, and judge in the end?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ranktape.capture.coordinator import Coordinator, Goal
+from ranktape.storage import IterationState, open_run
+from ranktape.storage.layout import Mark
+from ranktape.storage.plan import read_plan
+from ranktape.storage.progress import open_iteration
+from tests.runs import start
+
+
+class Watched:
+    """A run of two ranks with a coordinator, and a training step that the test sets."""
+
+    def __init__(self, url: Path, *, planned: tuple[int, ...], target: int, timeout_seconds: float = 0.5) -> None:
+        self.url = url
+        self.backend, self.attempt, self.writers = start(str(url), world_size=2, min_iterations=target)
+        self.step = 0
+        self.coordinator = Coordinator(
+            self.backend,
+            attempt=self.attempt,
+            goal=Goal(planned=planned, every=5, target=target, finish_timeout_seconds=timeout_seconds),
+            step=lambda: self.step,
+        )
+        self.coordinator.start()
+
+    def end(self, iteration: int, *, marks: tuple[Mark, Mark] = (Mark.COMMITTED, Mark.COMMITTED)) -> None:
+        """Both ranks have their word on an iteration."""
+        open_iteration(self.backend, attempt=0, iteration=iteration)
+        for writer, mark in zip(self.writers, marks, strict=True):
+            if mark is Mark.COMMITTED:
+                writer.commit(iteration, expected=[], silent_sites={})
+            else:
+                writer.mark(iteration, mark=mark, attributes={"reason": f"it was {mark}"})
+        self.coordinator.note_commit(iteration)
+
+    def close(self) -> None:
+        """Both ranks have ended."""
+        for writer in self.writers:
+            writer.close(reason="the training ended")
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        time.sleep(0.02)
+
+
+def test_whole_iterations_are_closed_and_enough_is_enough(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(10, 15), target=2)
+    watched.end(10)
+    eventually(lambda: open_run(watched.url).iterations == [10])
+    assert read_plan(watched.backend, attempt=0) is None
+    watched.end(15)
+    eventually(lambda: read_plan(watched.backend, attempt=0) is not None)
+    plan = read_plan(watched.backend, attempt=0)
+    assert plan is not None
+    assert plan.is_done
+    watched.close()
+    verdict = watched.coordinator.finish()
+    assert (verdict.met, verdict.complete, verdict.missing) == (True, [10, 15], [])
+
+
+def test_what_failed_is_made_up_for_by_an_iteration_that_nobody_has_reached(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(10, 15), target=2)
+    watched.step = 16
+    watched.end(10)
+    watched.end(15, marks=(Mark.COMMITTED, Mark.FAILED))
+    eventually(lambda: read_plan(watched.backend, attempt=0) is not None)
+    plan = read_plan(watched.backend, attempt=0)
+    assert plan is not None
+    [further] = set(plan.iterations) - {10, 15}
+    assert further > watched.step
+    assert (further - 10) % 5 == 0
+    # A rank that learned of it too late skips it: the next one is named with more notice.
+    watched.step = further
+    watched.end(further, marks=(Mark.COMMITTED, Mark.SKIPPED))
+
+    def has_grown() -> bool:
+        grown = read_plan(watched.backend, attempt=0)
+        return grown is not None and len(grown.iterations) == 4
+
+    eventually(has_grown)
+    plan = read_plan(watched.backend, attempt=0)
+    assert plan is not None
+    assert not plan.is_done
+    last = max(plan.iterations)
+    assert last > further
+    watched.end(last)
+    watched.close()
+    assert watched.coordinator.finish().complete == [10, last]
+    states = [status.state for status in open_run(watched.url).status()]
+    assert states == [
+        IterationState.COMPLETE,
+        IterationState.PARTIAL,
+        IterationState.SKIPPED,
+        IterationState.COMPLETE,
+    ]
+
+
+def test_a_rank_that_never_reports_ends_the_wait(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(0,), target=1)
+    open_iteration(watched.backend, attempt=0, iteration=0)
+    watched.writers[0].commit(0, expected=[], silent_sites={})
+    watched.coordinator.note_commit(0)
+    watched.writers[0].close(reason="the training ended")
+    began = time.monotonic()
+    verdict = watched.coordinator.finish()
+    assert 0.5 <= time.monotonic() - began < 5
+    assert "iteration 0 is partial (rank 1: never reported (its host may be lost))" in verdict.message()
+
+
+def test_the_last_commit_may_come_after_the_training(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(0,), target=1, timeout_seconds=30)
+    watched.end(0)
+    assert watched.coordinator.finish().met
