@@ -107,35 +107,79 @@ def sweep_array(array: NDArray[Any], *, target: Format, options: SweepOptions | 
     if target.dtype == "float64":
         raise UsageError("format 'fp64' holds every captured value: give a narrower one, such as fp8_e4m3")
     real = np.stack([array.real, array.imag]) if array.dtype.kind == "c" else array
-    tallies = scan(real, limits=own_limits(real.dtype))
+    pairs = count_values(real).pairs() if real.dtype.itemsize <= 2 else None  # noqa: PLR2004 - bytes that can be counted
+    found = _population_of_values(real) if pairs is None else _population_of_pairs(*pairs)
     levels: tuple[Level, ...] = ()
-    if tallies.largest_finite and tallies.smallest_nonzero:
-        exponents = (options or SweepOptions()).exponents(
-            largest=tallies.largest_finite, smallest=tallies.smallest_nonzero, target=target
-        )
-        if real.dtype.itemsize <= 2:  # noqa: PLR2004 - bytes of a pattern that can be counted
-            values, counts = count_values(real).pairs()
-            sums = sums_of_pairs(values, counts=counts, exponents=exponents, target=target)
+    if found.largest:
+        exponents = (options or SweepOptions()).exponents(largest=found.largest, smallest=found.smallest, target=target)
+        if pairs is not None:
+            sums = sums_of_pairs(pairs[0], counts=pairs[1], exponents=exponents, target=target)
         else:
             floats = real if real.dtype.kind == "f" else real.astype(np.float64)
-            sums = sums_of_values(floats, largest=tallies.largest_finite, exponents=exponents, target=target)
+            sums = sums_of_values(floats, largest=found.largest, exponents=exponents, target=target)
         levels = levels_of(sums, exponents=exponents.tolist())
     return ScaleSweep(
         target=target,
+        num_elements=found.num_elements,
+        nan=found.nan,
+        inf=found.inf,
+        zero=found.zero,
+        levels=levels,
+        note=_note(found),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Population:
+    """Which kinds of numbers a tensor holds."""
+
+    num_elements: int
+    """Elements of any kind."""
+    nan: int
+    """Not a number."""
+    inf: int
+    """Infinities."""
+    zero: int
+    """Zeros of either sign."""
+    largest: float
+    """Largest finite magnitude; 0 where there is no finite number other than zero."""
+    smallest: float
+    """Smallest finite magnitude that is not zero; 0 where there is none."""
+
+
+def _population_of_values(array: NDArray[Any]) -> _Population:
+    tallies = scan(array, limits=own_limits(array.dtype))
+    return _Population(
         num_elements=tallies.num_elements,
         nan=tallies.nan,
         inf=tallies.inf,
         zero=tallies.zero,
-        levels=levels,
-        note=_note(num_elements=tallies.num_elements, num_finite=tallies.num_finite, has_levels=bool(levels)),
+        largest=tallies.largest_finite or 0.0,
+        smallest=tallies.smallest_nonzero or 0.0,
     )
 
 
-def _note(*, num_elements: int, num_finite: int, has_levels: bool) -> str:
-    if num_elements == 0:
+def _population_of_pairs(values: NDArray[np.float64], counts: NDArray[np.int64]) -> _Population:
+    magnitudes = np.abs(values)
+    ordinary = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
+    return _Population(
+        num_elements=int(counts.sum()),
+        nan=int(counts[np.isnan(values)].sum()),
+        inf=int(counts[np.isinf(values)].sum()),
+        zero=int(counts[values == 0].sum()),
+        largest=float(ordinary.max(initial=0.0)),
+        smallest=float(ordinary.min()) if ordinary.size else 0.0,
+    )
+
+
+def _note(found: _Population) -> str:
+    num_finite = found.num_elements - found.nan - found.inf
+    if found.num_elements == 0:
         return "empty"
     if num_finite == 0:
         return "no finite number"
-    if not has_levels:
-        return "all zero: exact at any scale" if num_finite == num_elements else "no finite number other than zero"
-    return "NaN or Inf left out" if num_finite < num_elements else ""
+    if not found.largest:
+        return (
+            "all zero: exact at any scale" if num_finite == found.num_elements else "no finite number other than zero"
+        )
+    return "NaN or Inf left out" if num_finite < found.num_elements else ""

@@ -178,8 +178,7 @@ class Recorder:
         if tally is None:
             return
         try:
-            with torch.no_grad():
-                self._record(tally, _Taken(source=source, role=role, tensor=tensor, call=call, tags=tags))
+            self._record(tally, _Taken(source=source, role=role, tensor=tensor, call=call, tags=tags))
         except CaptureError as error:
             self._on_failure(str(error))
         except Exception as error:  # noqa: BLE001  # a defect of ours must not end somebody's training
@@ -260,9 +259,10 @@ class Recorder:
             prefix = self._prefixes[key] = json.dumps(fixed)[:-1]
         counter, self._counter = self._counter, self._counter + 1
         sample_ids = tags.sample_ids or (self.sample_ids if sample_dim is not None else None)
+        ids = "null" if sample_ids is None else json.dumps(sample_ids)
         return (
             f'{prefix},"iteration":{iteration},"microbatch":{call.microbatch},"call":{call.index},'
-            f'"counter":{counter},"timestamp":{time.time()!r},"sample_ids":{json.dumps(sample_ids)},'
+            f'"counter":{counter},"timestamp":{time.time()!r},"sample_ids":{ids},'
             f'"metadata":{tags.metadata}}}'
         ).encode()
 

@@ -8,22 +8,21 @@ never ended by a capture that fails inside.
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
 from ranktape.capture.budget import default_host_budget_nbytes
+from ranktape.capture.clock import OptimizerClock
 from ranktape.capture.console import Console
 from ranktape.capture.environment import describe_environment
 from ranktape.capture.model import ModelHooks
+from ranktape.capture.no_capture import NoCapture
 from ranktape.capture.options import CaptureOptions, Policy
 from ranktape.capture.process import WriterProcess
 from ranktape.capture.recorder import Recorder, Role, Source, Tags
 from ranktape.capture.rendezvous import Place, Rendezvous, find_place
 from ranktape.capture.ring import SlotKind
+from ranktape.capture.schedule import Schedule
 from ranktape.capture.seed_environment import read_seed_environment
 from ranktape.capture.tracker import Tracker
 from ranktape.capture.writer_config import WriterConfig
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-    from torch.optim import Optimizer
 
 START_TIMEOUT_SECONDS = 120.0
 """Longest wait for the writer to be ready: it loads and compiles its kernels."""
@@ -77,15 +75,10 @@ class Capture:
         self._owner = os.getpid()
         self._tracker = Tracker()
         self._iteration = self.options.first_iteration
-        self._wanted: set[int] = set()
-        self._is_done = False
         self._is_surveyed = False
         self._num_recorded = 0
         self._news = 0
         self._disabled: str | None = None
-        self._leader: weakref.ref[Optimizer] | None = None
-        self._followers: set[int] = set()
-        self._optimizer_hook: Any = None
         self._verdict: Verdict | None = None
 
     @classmethod
@@ -161,8 +154,8 @@ class Capture:
             self._hooks.add_root(self._model)
         words = self._start_writer()
         self._attempt = int(words["attempt"])
-        self._learn(words)
-        self._optimizer_hook = register_optimizer_step_post_hook(self._on_optimizer_step)
+        self._schedule = Schedule(words)
+        self._clock = OptimizerClock(lambda: self._advance(self._iteration + 1))
         Capture.current = self
         self._begin_iteration()
         return self
@@ -182,7 +175,7 @@ class Capture:
         Raises:
             UsageError: an optimizer advances the iteration already, or the number is not above the running one.
         """
-        if self._leader is not None:
+        if self._clock.has_ticked:
             raise UsageError("the optimizer's step advances the iteration already: remove the call of capture.step()")
         following = self._iteration + 1 if iteration is None else iteration
         if following <= self._iteration:
@@ -200,15 +193,21 @@ class Capture:
         if os.getpid() != self._owner or Capture.current is not self:
             raise CaptureError("this capture is not running in this process: close it where it was started")
         is_interrupted = self.is_recording and self._tracker.num_passes > 0
-        self._detach()
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
+        self._recorder.tally = None
+        self._hooks.detach()
+        self._clock.stop()
         Capture.current = None
+        ending = self._schedule.describe_end(
+            iteration=self._iteration,
+            num_steps=self._iteration - self.options.first_iteration,
+            num_recorded=self._num_recorded,
+            is_interrupted=is_interrupted,
+        )
         timeout_seconds = self.options.finish_timeout_seconds
         if reason is not None:
             timeout_seconds = min(timeout_seconds, ABORT_TIMEOUT_SECONDS)
         words = self._process.finish(
-            reason=self._disabled or reason or self._describe_end(is_interrupted=is_interrupted),
+            reason=self._disabled or reason or ending,
             timeout_seconds=timeout_seconds,
             on_progress=self._console.show_drain,
         )
@@ -298,19 +297,6 @@ class Capture:
             finish_timeout_seconds=options.finish_timeout_seconds,
         )
 
-    def _on_optimizer_step(self, optimizer: Optimizer, _args: Any, _kwargs: Mapping[str, Any]) -> None:
-        if os.getpid() != self._owner:
-            return
-        # Two optimizers, or one that wraps another, step once each in an iteration: the first one leads. Another
-        # that steps twice while the leader does not has taken its place.
-        leader = self._leader() if self._leader is not None else None
-        if leader is not None and leader is not optimizer and id(optimizer) not in self._followers:
-            self._followers.add(id(optimizer))
-            return
-        self._leader = weakref.ref(optimizer)
-        self._followers.clear()
-        self._advance(self._iteration + 1)
-
     def _advance(self, iteration: int) -> None:
         if self.is_watching:
             self._end_iteration()
@@ -319,26 +305,15 @@ class Capture:
         ring.set_step(self._iteration)
         if ring.news != self._news:
             self._news = ring.news
-            self._learn(ring.hear() or {})
+            for late in self._schedule.learn(ring.hear() or {}, iteration=iteration):
+                reason = f"the rank learned of it only in iteration {iteration}"
+                self._tell(SlotKind.SKIP, {"iteration": late, "reason": reason})
         self._begin_iteration()
-
-    def _learn(self, words: dict[str, Any]) -> None:
-        """Take over the iterations that the writer names; those that are past already are refused."""
-        named = set(words.get("iterations", self._wanted))
-        late = sorted(iteration for iteration in named - self._wanted if iteration < self._iteration)
-        is_first = not self._wanted
-        self._wanted = named
-        self._is_done = bool(words.get("is_done", self._is_done))
-        if is_first or self._disabled is not None:
-            return
-        for iteration in late:
-            reason = f"the rank learned of it only in iteration {self._iteration}"
-            self._tell(SlotKind.SKIP, {"iteration": iteration, "reason": reason})
 
     def _begin_iteration(self) -> None:
         if self._disabled is not None:
             return
-        is_wanted = not self._is_done and self._iteration in self._wanted
+        is_wanted = self._schedule.wants(self._iteration)
         if is_wanted and (reason := self._lacks_room()) is not None:
             self._tell(SlotKind.SKIP, {"iteration": self._iteration, "reason": reason})
             is_wanted = False
@@ -372,7 +347,7 @@ class Capture:
             self._console.show_matched(
                 self._hooks.matched,
                 tally=tally,
-                iterations=sorted(self._wanted),
+                iterations=self._schedule.iterations,
                 min_iterations=self.options.min_iterations,
                 budget_nbytes=self._process.ring.file.capacity,
                 url=self._url,
@@ -406,23 +381,6 @@ class Capture:
         self._recorder.tally = None
         self._console.warn(self._disabled, is_for_all_ranks=True)
 
-    def _detach(self) -> None:
-        self._recorder.tally = None
-        self._hooks.detach()
-
-    def _describe_end(self, *, is_interrupted: bool) -> str:
-        left = sorted(iteration for iteration in self._wanted if iteration >= self._iteration)
-        if self._is_done or not left:
-            return "the training ended"
-        named = ", ".join(str(iteration) for iteration in left[:3]) + (", ..." if len(left) > 3 else "")  # noqa: PLR2004
-        if is_interrupted:
-            return f"the training ended in iteration {self._iteration}, before its optimizer stepped"
-        first = "the first captured iteration" if self._num_recorded == 0 else "the captured iteration"
-        return (
-            f"the training ended after {self._iteration - self.options.first_iteration} iterations, before {first} "
-            f"{left[0]} (still wanted: {named}): lower --start-at or --every, or train longer"
-        )
-
     def _judge(self, words: dict[str, Any]) -> Verdict:
         """The writer's verdict on rank 0; elsewhere, and where there is none, what this rank knows."""
         if "verdict" in words:
@@ -441,25 +399,3 @@ class Capture:
             missing=[] if problem is None else [f"rank {self._place.rank}: {problem}"],
             final=False,
         )
-
-
-class NoCapture:
-    """Stands for a capture where none was asked for: nothing is attached, nothing is recorded."""
-
-    is_recording = False
-    """Always: nothing is stored."""
-
-    def __enter__(self) -> Self:
-        """Nothing."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Nothing."""
-
-    def step(self) -> None:
-        """Nothing."""
-
-    def set_sample_ids(self, sample_ids: list[int | str] | None) -> None:
-        """Nothing."""

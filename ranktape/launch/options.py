@@ -9,10 +9,6 @@ import click
 
 from ranktape.capture.options import SETTINGS, CaptureOptions, Setting
 
-TORCHRUN_SAFE_FLAGS = {"--start": "--start-at"}
-"""Flags that torchrun takes for an abbreviation of two of its own, wherever they stand (before Python 3.12.7:
-"ambiguous option: --start could match --start-method, --start_method"), and what is written instead."""
-
 AnyCommand = TypeVar("AnyCommand", bound=Callable[..., Any])
 
 
@@ -53,21 +49,19 @@ def capture_arguments(values: Mapping[str, Any]) -> list[str]:
         value = values.get(setting.name)
         if value is None or value is False:
             continue
-        flag = TORCHRUN_SAFE_FLAGS.get(setting.flag, setting.flag)
         if setting.kind is bool:
-            words.append(flag)
+            words.append(setting.flag)
             continue
         for item in value if setting.multiple else (value,):
-            words += [flag, str(item)]
+            words += [setting.flag, str(item)]
     return words
 
 
 def _option(setting: Setting, *, default: Any) -> Callable[[AnyCommand], AnyCommand]:
     shown = setting.default if default is None else default
     is_plain = not setting.choices and setting.kind is not bool
-    flags = dict.fromkeys((TORCHRUN_SAFE_FLAGS.get(setting.flag, setting.flag), setting.flag))
     return click.option(
-        *flags,
+        setting.flag,
         setting.name,
         type=click.Choice(setting.choices) if setting.choices else setting.kind,
         is_flag=setting.kind is bool,

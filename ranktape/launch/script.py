@@ -79,7 +79,7 @@ class Script:
                 raise
         except (KeyboardInterrupt, RanktapeError):
             raise
-        except BaseException as error:  # noqa: BLE001  (shown, and the process ends)
+        except BaseException as error:
             _show(error)
             raise SystemExit(1) from error
 

@@ -302,7 +302,7 @@ def test_skipping_makes_room_and_later_iterations_make_up_for_it(tmp_path: Path)
         capture._predicted_nbytes = 1
         os.kill(writer_pid(capture), signal.SIGCONT)
         deadline = time.monotonic() + 30
-        while not capture._is_done and time.monotonic() < deadline:
+        while not capture._schedule.is_done and time.monotonic() < deadline:
             steps(model, 1)
             time.sleep(0.02)
     assert capture.close().met

@@ -87,6 +87,7 @@ def test_what_cannot_work_is_said_before_the_training(words: list[str], match: s
     assert "torchrun" not in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_demo_learns_records_and_answers(tmp_path: Path) -> None:
     words = ("-m", "ranktape.launch.cli", "demo", "--output", "run", "--steps", "20")

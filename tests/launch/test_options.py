@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from torch.distributed.run import get_args_parser as torch_parser
 
 from ranktape.capture.options import SETTINGS, CaptureOptions
-from ranktape.launch.options import TORCHRUN_SAFE_FLAGS, capture_arguments, capture_options, capture_settings
+from ranktape.launch.options import capture_arguments, capture_options, capture_settings
 
 EXAMPLES: dict[type, str] = {int: "2097152", float: "2.5", str: "layers.*"}
 """A word that each kind of setting takes."""
@@ -42,8 +42,7 @@ def test_a_setting_goes_to_words_and_back(setting: Any) -> None:
     value = setting.choices[0] if setting.choices else EXAMPLES.get(setting.kind)
     if setting.name == "storage_options":
         value = '{"anon": true}'
-    flag = TORCHRUN_SAFE_FLAGS.get(setting.flag, setting.flag)
-    words = [flag] if setting.kind is bool else [flag, str(value)]
+    words = [setting.flag] if setting.kind is bool else [setting.flag, str(value)]
     if setting.multiple:
         words *= 2
     received, result = parse(words)
@@ -57,8 +56,7 @@ def test_a_setting_goes_to_words_and_back(setting: Any) -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_every_flag_comes_through_torchrun(setting: Any) -> None:
-    flag = TORCHRUN_SAFE_FLAGS.get(setting.flag, setting.flag)
-    words = ["ranktape.launch", "--capture", "run", flag, "1", "train.py", "--lr", "1"]
+    words = ["ranktape.launch", "--capture", "run", setting.flag, "1", "train.py", "--lr", "1"]
     parsed = torch_parser().parse_args(["--nproc-per-node", "2", "-m", *words])
     assert [parsed.training_script, *parsed.training_script_args] == words
 

@@ -180,20 +180,21 @@ def test_a_users_mistake_is_one_line(words: list[str], exit_code: int, match: st
     assert ended.stdout == ""
 
 
-SPAWNING = """
+WITH_WORKERS = """
+    import sys
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
 
     class Numbers(Dataset):
         def __len__(self): return 12
-        def __getitem__(self, index): return torch.full((8,), float(index))
+        def __getitem__(self, index): return nn.Linear(8, 8)(torch.full((1, 8), float(index))).detach()[0] * 0 + index
 
     def main():
         torch.manual_seed(0)
         model = nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="spawn")
+        loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1])
         for batch in loader:
             loss = model(batch).square().mean()
             loss.backward()
@@ -207,15 +208,19 @@ SPAWNING = """
 """
 
 
-def test_data_workers_that_are_spawned_load_the_script_and_train_nothing(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(textwrap.dedent(SPAWNING))
-    plain = python("train.py", cwd=tmp_path)
-    ended = python(*LAUNCH, "--capture", "run", "--min-iterations", "3", "train.py", cwd=tmp_path)
+@pytest.mark.parametrize(("method", "num_loads"), [("spawn", 2), ("fork", 0)])
+def test_data_workers_train_nothing_and_record_nothing(method: str, num_loads: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(WITH_WORKERS))
+    plain = python("train.py", method, cwd=tmp_path)
+    ended = python(*LAUNCH, "--capture", "run", "--min-iterations", "3", "train.py", method, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == sorted(plain.stdout.splitlines())
-    assert ended.stdout.count("loaded as __mp_main__") == 2
+    assert ended.stdout.count("loaded as __mp_main__") == num_loads
     assert ended.stdout.count("step") == 3
-    assert open_run(tmp_path / "run").iterations == [0, 1, 2]
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 1, 2]
+    # One linear layer, whose input needs no gradient: input, weight, output, grad_output, grad_weight.
+    assert len(run.select()) == 3 * 5
 
 
 # Two ranks over gloo.
@@ -304,6 +309,7 @@ RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it gloo finds the addresses of the processes that are gone (pytorch #135712)."""
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_restart_by_torchrun_resumes_by_itself(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -330,6 +336,7 @@ def test_a_restart_by_torchrun_resumes_by_itself(tmp_path: Path) -> None:
     assert verdict.met
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_an_unmet_minimum_does_not_make_torchrun_train_again(tmp_path: Path) -> None:
     options = ("--capture", "run", "--start-at", "9")

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ranktape.launch.cli import cli
 from ranktape.launch.status import status_document, status_table, verdict_line
 from ranktape.storage import IterationState, IterationStatus, Verdict
 
@@ -86,3 +93,24 @@ def test_many_missing_ranks_are_counted_in_text_and_all_named_in_json() -> None:
     (missing,) = status_table([many], verdict=None, url="x").column("missing")
     assert missing == "rank 0: not yet; rank 1: not yet; rank 2: not yet; rank 3: not yet; and 6 more"
     assert len(status_document([many], verdict=None, url="x")["iterations"][0]["missing"]) == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "match"),
+    [
+        (["missing"], 1, "Error: there is no run at .*missing: check the URL\n"),
+        (["missing", "--require-minimum"], 1, "Error: there is no run at .*missing"),
+        (["missing", "--storage-options", "{"], 2, "Error: --storage-options is not JSON"),
+        (["nosuch://bucket/run"], 2, "Error: .*nosuch"),
+        ([], 2, "Missing argument 'RUN'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_run_that_cannot_be_read_is_one_line(
+    words: list[str], exit_code: int, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, ["status", *words])
+    assert result.exit_code == exit_code
+    assert result.stdout == ""
+    assert re.search(match, result.stderr), result.stderr

@@ -1,0 +1,60 @@
+"""Which iterations does this rank still capture?
+
+The first ones follow from the options and are the same on every rank. Later ones are named by the
+coordinator, through the writer, when those were not enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_MAX_NAMED = 3
+
+
+class Schedule:
+    """The iterations that are wanted, as far as this rank knows."""
+
+    def __init__(self, words: Mapping[str, Any]) -> None:
+        """Take over what the writer says at the start."""
+        self._wanted: set[int] = set(words["iterations"])
+        self.is_done = bool(words["is_done"])
+        """Whether enough iterations are complete."""
+
+    @property
+    def iterations(self) -> list[int]:
+        """All that are or were wanted, ascending."""
+        return sorted(self._wanted)
+
+    def wants(self, iteration: int) -> bool:
+        """Whether an iteration is to be captured."""
+        return not self.is_done and iteration in self._wanted
+
+    def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:
+        """Take over what the writer says now; those of the new iterations that are past already."""
+        named = set(words.get("iterations", self._wanted))
+        late = sorted(new for new in named - self._wanted if new < iteration)
+        self._wanted |= named
+        self.is_done = bool(words.get("is_done", self.is_done))
+        return late
+
+    def describe_end(self, *, iteration: int, num_steps: int, num_recorded: int, is_interrupted: bool) -> str:
+        """How the training ended, as far as the wanted iterations are concerned.
+
+        Args:
+            iteration: The one that was running.
+            num_steps: Iterations that the training had ended.
+            num_recorded: Those of them that were captured.
+            is_interrupted: The training ended in the middle of a captured one.
+        """
+        left = [wanted for wanted in self.iterations if wanted >= iteration]
+        if self.is_done or not left:
+            return "the training ended"
+        if is_interrupted:
+            return f"the training ended in iteration {iteration}, before its optimizer stepped"
+        named = ", ".join(str(wanted) for wanted in left[:_MAX_NAMED]) + (", ..." if len(left) > _MAX_NAMED else "")
+        first = "the first captured iteration" if num_recorded == 0 else "the captured iteration"
+        return (
+            f"the training ended after {num_steps} iterations, before {first} {left[0]} (still wanted: {named}): "
+            f"lower --start-at or --every, or train longer"
+        )

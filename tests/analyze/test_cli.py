@@ -1,0 +1,255 @@
+"""Do the commands answer on stdout, complain on stderr, and end with the right code?"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from ranktape.analyze import View
+from ranktape.analyze.cli import cli
+from ranktape.analyze.identity import IDENTITY
+from ranktape.analyze.options import FILTERS
+from tests.analyze.runs import model_tensors, store
+
+SELECTION = {f"--{field.replace('_', '-')}" for field in FILTERS} | {"--where", "--storage-options", "--help"}
+OUTPUT = {"--json", "--csv", "--wide", "--sort", "--limit", "--output"}
+OPTIONS = {
+    "ls": SELECTION | OUTPUT | {"--by"},
+    "overflow": SELECTION | OUTPUT | {"--by", "--format", "--as"},
+    "sweep": SELECTION
+    | OUTPUT
+    | {"--by", "--format", "--as", "--num-levels", "--max-scale-exp", "--min-scale-exp", "--levels"},
+    "plot": SELECTION | {"--format", "--as", "--output"},
+}
+"""The names that scripts rely on: adding one is a decision, removing one breaks somebody."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers, two ranks, two iterations."""
+    folder = tmp_path_factory.mktemp("runs") / "model"
+    store(folder, model_tensors(num_ranks=2, iterations=(10, 20)))
+    return str(folder)
+
+
+def invoke(*words: str) -> Result:
+    """A command in this process; what it did not expect to happen is raised."""
+    return CliRunner().invoke(cli, list(words), catch_exceptions=False)
+
+
+def answer(*words: str) -> str:
+    """What a command that must succeed wrote to stdout."""
+    result = invoke(*words)
+    assert (result.exit_code, result.stderr) == (0, "")
+    return result.stdout
+
+
+def test_the_set_of_options_is_frozen() -> None:
+    context = click.Context(cli)
+    assert cli.list_commands(context) == list(OPTIONS)
+    for name, expected in OPTIONS.items():
+        command = cli.get_command(context, name)
+        assert command is not None
+        found = {
+            option
+            for parameter in command.get_params(context)
+            if isinstance(parameter, click.Option)
+            for option in parameter.opts
+            if option.startswith("--")
+        }
+        assert found == expected
+        assert all(parameter.help for parameter in command.params if isinstance(parameter, click.Option))
+        assert command.help
+
+
+def test_there_is_a_filter_for_each_field_that_tells_records_apart() -> None:
+    assert set(IDENTITY) - {"shape"} <= set(FILTERS)
+
+
+def test_the_choices_of_as_are_the_views() -> None:
+    context = click.Context(cli)
+    command = cli.get_command(context, "overflow")
+    assert command is not None
+    (choice,) = (parameter.type for parameter in command.params if parameter.name == "view")
+    assert isinstance(choice, click.Choice)
+    assert list(choice.choices) == list(View)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    source = (
+        "import sys; from ranktape.analyze.cli import cli; cli(['--help'], standalone_mode=False); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert "Commands:" in done.stdout
+    assert not {"numpy", "numba", "zarr", "rich", "matplotlib", "torch"} & set(done.stdout.split())
+
+
+def test_ls_lists_records(run: str) -> None:
+    document = json.loads(answer("ls", run, "--json"))
+    assert len(document["rows"]) == 72
+    assert document["rows"][0]["iteration"] == 10
+    assert document["rows"][0]["shape"] == [4, 64]
+    text = answer("ls", run, "--tensor-name", "weight", "--rank", "0")
+    assert text.splitlines()[0].startswith("all rows: rank 0, ")
+    assert text.splitlines()[-1] == "4 records, 2.048 kB"
+    assert len(text.splitlines()) == 2 + 4 + 1
+
+
+@pytest.mark.parametrize(
+    ("filters", "count"),
+    [
+        ([], 72),
+        (["--iteration", "10"], 36),
+        (["--iteration", "10:20"], 36),
+        (["--iteration", "10", "--iteration", "20"], 72),
+        (["--rank", "0-1", "--layer-idx", "0,1"], 72),
+        (["--layer-type", "attention"], 32),
+        (["--layer-type", "attention,linear"], 72),
+        (["--layer-type", "attention", "--layer-type", "linear"], 72),
+        (["--tensor-name", "grad_*", "--operation", "backward"], 32),
+        (["--module", "layers.0.*"], 36),
+        (["--where", "overflow.absmax > 1 and phase == 'pre'"], 16),
+        (["--attempt", "0"], 72),
+    ],
+)
+def test_filters_choose_records(run: str, filters: list[str], count: int) -> None:
+    assert len(json.loads(answer("ls", run, "--json", *filters))["rows"]) == count
+
+
+def test_ls_counts_by_fields(run: str) -> None:
+    rows = json.loads(answer("ls", run, "--json", "--by", "layer-type", "--by", "operation"))["rows"]
+    assert [(row["layer_type"], row["operation"], row["records"], row["nbytes"]) for row in rows] == [
+        ("attention", "backward", 16, 8192),
+        ("attention", "forward", 16, 8192),
+        ("linear", "backward", 16, 8192),
+        ("linear", "forward", 24, 12288),
+    ]
+    assert json.loads(answer("ls", run, "--json", "--by", "layer_type,operation"))["rows"] == rows
+
+
+def test_answers_are_json_csv_and_text_of_the_same_rows(run: str) -> None:
+    words = ("overflow", run, "--by", "layer_type", "--format", "fp8_e4m3")
+    rows = json.loads(answer(*words, "--json"))["rows"]
+    lines = list(csv.DictReader(io.StringIO(answer(*words, "--csv"))))
+    assert [float(line["overflow.underflow.ratio"]) for line in lines] == [
+        row["overflow.underflow.ratio"] for row in rows
+    ]
+    text = answer(*words)
+    assert text.startswith("overflow and underflow in fp8_e4m3 without scaling: largest value 448")
+    assert text.splitlines()[2].split()[:4] == ["layer_type", "records", "elements", "upper"]
+
+
+def test_sweep_recommends_a_scale(run: str) -> None:
+    rows = json.loads(answer("sweep", run, "--json", "--rank", "0", "--iteration", "10"))["rows"]
+    assert len(rows) == 18
+    assert all(row["cosine"] > 0.999 for row in rows)
+    one = ("--rank", "0", "--iteration", "10", "--layer-idx", "0", "--tensor-name", "query")
+    levels = answer(
+        "sweep", run, *one, "--levels", "--csv", "--num-levels=3", "--max-scale-exp=-2", "--min-scale-exp=-4"
+    )
+    assert [line["exponent"] for line in csv.DictReader(io.StringIO(levels))] == ["-2.0", "-3.0", "-4.0"]
+
+
+def test_rows_are_sorted_and_limited(run: str) -> None:
+    words = ("overflow", run, "--format", "fp8_e4m3", "--sort", "overflow.underflow.ratio", "--limit", "3", "--json")
+    document = json.loads(answer(*words))
+    assert [row["overflow.underflow.ratio"] for row in document["rows"]] == [1.0, 1.0, 1.0]
+    assert document["notes"] == ["the first 3 of 72 rows"]
+
+
+@pytest.mark.parametrize(("name", "start"), [("a.json", "{"), ("a.csv", "iteration,"), ("a.txt", "all rows: ")])
+def test_a_file_is_written_in_the_form_of_its_name(run: str, tmp_path: Path, name: str, start: str) -> None:
+    assert answer("ls", run, "--output", str(tmp_path / name)) == ""
+    assert (tmp_path / name).read_text().startswith(start)
+
+
+def test_plot_prints_its_path(run: str, tmp_path: Path) -> None:
+    path = tmp_path / "draw" / "a.png"
+    assert answer("plot", run, "--format", "fp8_e4m3", "-o", str(path)) == f"{path}\n"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    healthy = invoke("plot", run, "-o", str(path))
+    assert healthy.stderr == "nothing overflows or underflows; --format NAME draws against another format\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (
+            ["--layer-type", "attn"],
+            1,
+            "no records match --layer-type attn: layer_type is linear (40 records), attention",
+        ),
+        (["--iteration", "15"], 1, "no records match --iteration 15: complete iterations are 10, 20"),
+        (["--where", "overflow.ratio > 0"], 1, "no records match --where 'overflow.ratio > 0': it leaves none of 72"),
+        (["--rank", "x"], 2, "rank holds numbers and 'x' is not one"),
+        (["--where", "layr == 1"], 2, "did you mean"),
+        (["--where", "rank =="], 2, ""),
+        (["--by", "layr_type"], 2, "records have no field 'layr_type': did you mean layer_type"),
+        (["--json", "--csv"], 2, "--json and --csv exclude each other"),
+        (["--sort", "bogus"], 2, "the table has no column 'bogus'"),
+        (["--output", "no/such/folder"], 2, "--output no/such/folder cannot be written"),
+        (["--storage-options", "{"], 2, "--storage-options is not JSON"),
+        (["--storage-options", "[1]"], 2, "--storage-options is not a JSON object"),
+        (["--limit", "-1"], 2, "--limit"),
+    ],
+)
+def test_mistakes_are_one_line_and_a_code(run: str, words: list[str], code: int, message: str) -> None:
+    result = invoke("ls", run, *words)
+    assert (result.exit_code, result.stdout) == (code, "")
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("Error: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["overflow", "--format", "fp8_e4m4"], 2, "did you mean fp8_e4m3"),
+        (["overflow", "--as", "heard"], 2, "'heard' is not one of 'compute', 'seen'"),
+        (["sweep", "--format", "fp64"], 2, "'fp64' holds every captured value"),
+        (["sweep", "--num-levels", "0"], 2, "--num-levels 0 is not allowed"),
+        (["sweep", "--max-scale-exp", "nan"], 2, "--max-scale-exp nan is not allowed"),
+        (["sweep", "--levels", "--by", "rank"], 2, "exclude each other"),
+        (["plot", "--output", "/dev/null/a.png"], 1, "the plot cannot be written to /dev/null/a.png"),
+    ],
+)
+def test_mistakes_of_single_commands(run: str, words: list[str], code: int, message: str) -> None:
+    result = invoke(words[0], run, *words[1:])
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert message in result.stderr.splitlines()[-1]
+
+
+def test_no_run_and_no_complete_iteration(tmp_path: Path) -> None:
+    result = invoke("ls", str(tmp_path / "nothing"))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "there is no run at" in result.stderr
+    from tests.runs import start
+
+    start(str(tmp_path / "begun"))
+    begun = invoke("ls", str(tmp_path / "begun"))
+    assert begun.exit_code == 1
+    assert "has no complete iteration: see 'ranktape status" in begun.stderr
+
+
+def test_python_dash_m_is_the_same_thing_and_shows_no_bar_in_a_pipe(run: str) -> None:
+    words = ["overflow", run, "--format", "fp4_e2m1", "--by", "layer_idx"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ranktape.analyze", *words], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == (answer(*words), "")
+
+
+def test_a_pipe_that_closes_early_is_no_traceback(run: str) -> None:
+    script = f'"{sys.executable}" -m ranktape.analyze ls "{run}" --json | head -c 10'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env={**os.environ})
+    assert len(done.stdout) == 10
+    assert "Traceback" not in done.stderr
