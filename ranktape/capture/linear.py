@@ -48,7 +48,7 @@ class LinearHooks:
             module.register_forward_hook(self._after, with_kwargs=True, prepend=True),
         ]
         if module.weight.requires_grad:
-            handle = module.weight.register_hook(self._on_grad_weight)  # type: ignore[no-untyped-call]  # untyped in torch
+            handle = module.weight.register_hook(self._on_grad_weight)
             self._handles.append(handle)
 
     def remove(self) -> None:

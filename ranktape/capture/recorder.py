@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ranktape.capture.device import DeviceStage
 from ranktape.capture.ring import SlotKind
 from ranktape.capture.tracker import Call, Tracker, dtype_name
 from ranktape.errors import CaptureError
@@ -137,6 +138,7 @@ class Recorder:
         self._options = options
         self._on_failure = on_failure
         self._prefixes: dict[tuple[Any, ...], str] = {}
+        self._device: DeviceStage | None = None
         self._counter = 0
         self._expected: set[str] | None = None
         self._seen: Counter[str] = Counter()
@@ -201,7 +203,17 @@ class Recorder:
                 on_grad(call)
             self.record(source, role, grad, call=call)
 
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch does not type it
+        tensor.register_hook(hook)
+
+    def poll(self) -> None:
+        """Publish what has arrived from a device; called once in each step."""
+        if self._device is not None:
+            self._device.poll()
+
+    def drain(self) -> None:
+        """Wait for what is on its way from a device; called once at the end."""
+        if self._device is not None:
+            self._device.drain()
 
     def next_index(self, source: Source, role: Role) -> int:
         """How many tensors of that source and role came before in the microbatch; for those without a call."""
@@ -224,6 +236,11 @@ class Recorder:
         slot = self._ring.reserve(
             SlotKind.TENSOR, header, tensor.nbytes, timeout_seconds=self._options.block_timeout_seconds
         )
+        if tensor.is_cuda and tensor.numel():
+            if self._device is None:
+                self._device = DeviceStage(self._ring)
+            self._device.copy(tensor, slot)
+            return
         try:
             if tensor.numel():
                 _copy(tensor, slot.payload)

@@ -83,6 +83,10 @@ class Slot:
     """The trainer has filled it, or the writer has stored it."""
 
 
+def _nothing() -> None:
+    pass
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -175,6 +179,8 @@ class RingProducer:
         self.wake_read = wake_read
         os.set_blocking(self._wake_write, False)
         self._is_alive = is_alive
+        self.on_wait: Callable[[], None] = _nothing
+        """Called again and again while somebody waits for room."""
         self._reserved = 0
         self._slots: deque[Slot] = deque()
         # Waiting for room must not keep another thread from publishing what it has filled: two locks.
@@ -267,6 +273,7 @@ class RingProducer:
         next_check = start + _LIVENESS_SECONDS
         while self.free_nbytes < nbytes:
             time.sleep(_WAIT_SECONDS)
+            self.on_wait()
             now = time.monotonic()
             if now > next_check:
                 next_check = now + _LIVENESS_SECONDS

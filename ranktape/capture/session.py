@@ -196,6 +196,7 @@ class Capture:
         self._recorder.tally = None
         self._hooks.detach()
         self._clock.stop()
+        self._recorder.drain()
         Capture.current = None
         ending = self._schedule.describe_end(
             iteration=self._iteration,
@@ -301,6 +302,7 @@ class Capture:
         if self.is_watching:
             self._end_iteration()
         self._iteration = iteration
+        self._recorder.poll()
         ring = self._process.ring
         ring.set_step(self._iteration)
         if ring.news != self._news:
