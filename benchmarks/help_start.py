@@ -12,7 +12,7 @@ BAR_SECONDS = 0.3
 
 COMMANDS = {
     "python, doing nothing": ["-c", "pass"],
-    "ranktape --help": ["-c", "from ranktape.launch.cli import main; main(['--help'])"],
+    "ranktape --help": ["-m", "ranktape.launch.cli", "--help"],
 }
 
 

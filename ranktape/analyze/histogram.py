@@ -1,7 +1,7 @@
 """What do the elements of a tensor add up to: how often each pattern occurs, how many are beyond a limit?
 
-The kernels that read every element once. They release the GIL, count in integers, and give the same
-numbers for any memory layout. The writer process loads this module, so it imports neither torch nor zarr.
+Every element is read once, by kernels that release the GIL and count in integers: the numbers are the same
+for any memory layout. The writer process loads this module, so it imports neither torch nor zarr.
 
 A complex element is judged by the larger of its two parts in magnitude (the real one on a tie), and is
 NaN if either part is: it counts once, at the limits that its parts have.
@@ -17,38 +17,23 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import ml_dtypes
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from ranktape.analyze.kernels import count, scan_keys
 from ranktape.errors import UsageError
 from ranktape.storage.dtypes import dtype_name, dtype_row
 from ranktape.storage.record import TALLY_KINDS, Overflow, Tally
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 AnyArray = NDArray[Any]
 Extremes = tuple[float | None, float | None, float | None, float | None]
 """The last four numbers of `Tallies`."""
 
-BLOCK = 4096
-"""Elements that a kernel adds up in integers as narrow as the elements, so that the compiler vectorises it."""
-
 KINDS = ("upper", "lower", "underflow", "flushed", "nan", "inf", "zero")
 """What a scan counts, in the order of its counts."""
-
-
-def compiled(function: Function) -> Function:
-    """`function` as machine code without the GIL, cached beside the source or in the user's cache.
-
-    Where neither place can be written (a read-only container), it is compiled once for each process.
-    """
-    try:
-        return cast("Function", numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # numba found no directory for its cache
-        return cast("Function", numba.njit(nogil=True)(function))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +123,7 @@ def count_patterns(patterns: AnyArray) -> NDArray[np.int64]:
     if patterns.dtype not in (np.uint8, np.uint16):
         raise UsageError(f"patterns of {patterns.dtype} cannot be counted: view the array as uint8 or uint16")
     counts = np.zeros(1 << 8 * patterns.itemsize, dtype=np.int64)
-    _count(frozen(patterns, shape=(1, 1, patterns.size)), counts.reshape(1, -1))
+    count(frozen(patterns, shape=(1, 1, patterns.size)), counts.reshape(1, -1))
     return counts
 
 
@@ -286,7 +271,7 @@ def _extremes(values: NDArray[np.float64]) -> Extremes:
 def _scan_bytes(array: AnyArray, *, shape_OSI: tuple[int, int, int], limits: Limits) -> Tallies:
     values_P = pattern_values(array.dtype)
     counts_SP = np.zeros((shape_OSI[1], values_P.size), dtype=np.int64)
-    _count(frozen(_contiguous(array).view(np.uint8), shape=shape_OSI), counts_SP)
+    count(frozen(_contiguous(array).view(np.uint8), shape=shape_OSI), counts_SP)
     magnitude_P, is_nan_P = np.abs(values_P), np.isnan(values_P)
     is_over_P = ~is_nan_P & (magnitude_P >= limits.overflow_start)
     is_nonzero_P = ~is_nan_P & (magnitude_P > 0)
@@ -322,7 +307,7 @@ def _scan_floats(array: AnyArray, *, shape_OSI: tuple[int, int, int], limits: Li
     top = np.iinfo(signed).max
     counts_SK = np.zeros((shape_OSI[1], len(KINDS)), dtype=np.int64)
     ends = np.array([top, ~top, -1, top], dtype=signed)
-    _scan(frozen(_contiguous(array).view(signed), shape=shape_OSI), marks, counts_SK, ends)
+    scan_keys(frozen(_contiguous(array).view(signed), shape=shape_OSI), marks, counts_SK, ends)
     smallest, largest, largest_finite, smallest_nonzero = ends.tolist()
     has_numbers = smallest <= largest
 
@@ -371,61 +356,3 @@ def _marks(dtype: np.dtype[Any], limits: Limits) -> AnyArray:
     )
     marks.flags.writeable = False
     return marks
-
-
-@compiled
-def _count(patterns_OSI: AnyArray, counts_SP: NDArray[np.int64]) -> None:
-    for before in range(patterns_OSI.shape[0]):
-        for sample in range(patterns_OSI.shape[1]):
-            counts = counts_SP[sample]
-            for pattern in patterns_OSI[before, sample]:
-                counts[pattern] += 1
-
-
-@compiled
-def _scan(keys_OSI: AnyArray, marks: AnyArray, counts_SK: NDArray[np.int64], ends: AnyArray) -> None:
-    as_key = keys_OSI.dtype.type
-    infinity, overflow, normal, kept, top = marks
-    nothing, bottom = as_key(0), as_key(~top)
-    smallest, largest, largest_finite, smallest_nonzero = ends
-    for before in range(keys_OSI.shape[0]):
-        for sample in range(keys_OSI.shape[1]):
-            row = keys_OSI[before, sample]
-            counts = counts_SK[sample]
-            for start in range(0, row.size, BLOCK):
-                upper = lower = subnormal = flushed = nan = inf = zero = nothing
-                block_smallest, block_largest = top, bottom
-                block_finite, block_nonzero = as_key(-1), top
-                block = row[start : start + BLOCK]
-                for index in range(block.size):
-                    key = block[index]
-                    magnitude = as_key(key & top)
-                    is_negative = key < 0
-                    is_number = magnitude <= infinity
-                    is_finite = magnitude < infinity
-                    is_over = is_number & (magnitude >= overflow)
-                    is_zero = magnitude == 0
-                    upper = as_key(upper + (is_over & (not is_negative)))
-                    lower = as_key(lower + (is_over & is_negative))
-                    subnormal = as_key(subnormal + (magnitude < normal))
-                    flushed = as_key(flushed + (magnitude < kept))
-                    nan = as_key(nan + (not is_number))
-                    inf = as_key(inf + (magnitude == infinity))
-                    zero = as_key(zero + is_zero)
-                    # Keys in the order of the values; both zeros are 0.
-                    ordered = as_key(-magnitude) if is_negative else magnitude
-                    block_smallest = min(block_smallest, ordered if is_number else top)
-                    block_largest = max(block_largest, ordered if is_number else bottom)
-                    block_finite = max(block_finite, magnitude if is_finite else as_key(-1))
-                    block_nonzero = min(block_nonzero, magnitude if is_finite & (not is_zero) else top)
-                counts[0] += upper
-                counts[1] += lower
-                counts[2] += subnormal - zero
-                counts[3] += flushed - zero
-                counts[4] += nan
-                counts[5] += inf
-                counts[6] += zero
-                smallest, largest = min(smallest, block_smallest), max(largest, block_largest)
-                largest_finite = max(largest_finite, block_finite)
-                smallest_nonzero = min(smallest_nonzero, block_nonzero)
-    ends[0], ends[1], ends[2], ends[3] = smallest, largest, largest_finite, smallest_nonzero

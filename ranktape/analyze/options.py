@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -236,10 +237,17 @@ def _parse_storage_options(text: str | None) -> dict[str, Any] | None:
 
 
 def _what_is_there(records: Records, field: str) -> str:
-    counts = Counter(records.column(field).tolist())
-    named = [f"{value} ({count} records)" for value, count in counts.most_common(MAX_NAMED_VALUES)]
+    counts = Counter(map(_text, records.column(field).tolist()))
+    named = [f"{text} ({count} records)" for text, count in counts.most_common(MAX_NAMED_VALUES)]
     rest = len(counts) - len(named)
     return f"{field} is " + ", ".join(named) + (f" and {rest} more" if rest else "")
+
+
+def _text(value: Any) -> str:
+    """A value as a filter takes it: numbers that may be missing are floats in the catalogue, NaN where they are."""
+    if isinstance(value, float):
+        return "none" if math.isnan(value) else f"{value:g}"
+    return str(value)
 
 
 def _spans(iterations: list[int]) -> str:

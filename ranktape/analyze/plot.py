@@ -58,7 +58,7 @@ MAX_MARKS = 40
 LEGEND_CHARACTERS_PER_INCH = 12
 """How much text fits beside itself in the legend."""
 
-WORST: dict[str, Any] = {"linestyle": ":", "linewidth": 1.2}
+WORST: dict[str, Any] = {"linestyle": ":", "linewidth": 1.2, "marker": "o", "markersize": 2}
 """How the line of the worst tensors looks."""
 
 MAX_NAMED_LIMITS = 3
@@ -221,7 +221,7 @@ def _scale_ratios(axes: Axes, ratios: Sequence[float], *, is_labelled: bool) -> 
 
 
 def _scale_layers(axes: Axes, layers: Sequence[int], *, is_labelled: bool) -> None:
-    """Whole numbers, and "none" for what is outside of the stack."""
+    """Whole numbers, and "outside" for what is outside of the stack."""
     inside = [layer for layer in layers if layer >= 0]
     step = next(step for step in _NICE_STEPS if len(inside) <= step * MAX_LAYER_TICKS)
     ticks = [layer for layer in inside if layer % step == 0]
@@ -229,7 +229,7 @@ def _scale_layers(axes: Axes, layers: Sequence[int], *, is_labelled: bool) -> No
     margin = max(0.5, 0.01 * len(layers))
     axes.set_xlim(min([*outside, *inside]) - margin, max([*outside, *inside]) + margin)
     axes.xaxis.set_major_locator(FixedLocator([*outside, *ticks]))
-    axes.xaxis.set_major_formatter(FixedFormatter([*("none" for _ in outside), *map(str, ticks)]))
+    axes.xaxis.set_major_formatter(FixedFormatter([*("outside" for _ in outside), *map(str, ticks)]))
     axes.tick_params(axis="x", labelbottom=is_labelled)
     if is_labelled:
         axes.set_xlabel("layer")

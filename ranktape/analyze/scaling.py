@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ranktape.analyze.histogram import compiled, frozen
+from ranktape.analyze.histogram import frozen
+from ranktape.analyze.kernels import compiled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -256,7 +256,9 @@ def _print_rich(table: Table, *, wide: bool) -> None:
 
 
 def _head(column: Column) -> str:
-    return column.head or column.name
+    named = column.head or column.name
+    # Bytes are shown with their unit.
+    return f"{named} {column.unit}" if column.unit and column.kind is not Kind.NBYTES else named
 
 
 def _is_left(kind: Kind) -> bool:
@@ -278,11 +280,8 @@ def _float_cell(value: float) -> str:
 
 def _ratio_cell(value: float) -> str:
     """Percent with three digits; only a true zero is "0 %", and only a true whole is "100 %"."""
-    if not math.isfinite(value) or value in {0, 1}:
-        return f"{value * 100:.3g} %"
-    if value > 0.9999:  # noqa: PLR2004 - would be rounded to 100
-        return "<100 %"
-    return f"{value * 100:.3g} %"
+    text = f"{value * 100:.3g} %"
+    return "<100 %" if text == "100 %" and value < 1 else text
 
 
 def nbytes_text(value: int) -> str:

@@ -70,16 +70,22 @@ class AttentionHooks:
         source = self._source()
         if source is None or set(named) != set(NAMES) or not (self._tracker.is_active or in_backward()):
             return _ORIGINAL(*args, **kwargs)
-        query = named["query"]
-        call = self._tracker.begin_call(f"attention {source.module}", dtype=query.dtype, device_type=query.device.type)
-        seen = {name: self._take(source, name, tensor, call) for name, tensor in named.items()}
-        new_args = (*(seen[name] for name in NAMES[: len(args)]), *args[len(NAMES) :])
-        new_kwargs = kwargs | {name: seen[name] for name in NAMES if name in kwargs}
-        output = _ORIGINAL(*new_args, **new_kwargs)
-        if not in_backward():
-            self._recorder.record(source, OUTPUT, output, call=call)
-        if output.requires_grad:
-            self._recorder.record_grad(source, GRAD_OUTPUT, output, call=call)
+        call = None
+        with self._recorder.guarded():
+            query = named["query"]
+            key = f"attention {source.module}"
+            call = self._tracker.begin_call(key, dtype=query.dtype, device_type=query.device.type)
+            seen = {name: self._take(source, name, tensor, call) for name, tensor in named.items()}
+            args = (*(seen[name] for name in NAMES[: len(args)]), *args[len(NAMES) :])
+            kwargs = kwargs | {name: seen[name] for name in NAMES if name in kwargs}
+        output = _ORIGINAL(*args, **kwargs)
+        if call is None:
+            return output
+        with self._recorder.guarded():
+            if not in_backward():
+                self._recorder.record(source, OUTPUT, output, call=call)
+            if output.requires_grad:
+                self._recorder.record_grad(source, GRAD_OUTPUT, output, call=call)
         return output
 
     def _take(self, source: Source, name: str, tensor: torch.Tensor, call: Call) -> torch.Tensor:

@@ -63,6 +63,13 @@ class LinearHooks:
     def _before(
         self, module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        with self._recorder.guarded():
+            return self._take(module, args, kwargs)
+        return args, kwargs
+
+    def _take(
+        self, module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         value = args[0] if args else kwargs.get("input")
         if not isinstance(value, torch.Tensor) or not (self._tracker.is_active or in_backward()):
             self._call = None
@@ -87,10 +94,11 @@ class LinearHooks:
         call, self._call = self._call, None
         if call is None or not isinstance(output, torch.Tensor):
             return
-        if not in_backward():
-            self._recorder.record(self._source, OUTPUT, output, call=call)
-        if output.requires_grad:
-            self._recorder.record_grad(self._source, GRAD_OUTPUT, output, call=call, on_grad=self._on_grad_output)
+        with self._recorder.guarded():
+            if not in_backward():
+                self._recorder.record(self._source, OUTPUT, output, call=call)
+            if output.requires_grad:
+                self._recorder.record_grad(self._source, GRAD_OUTPUT, output, call=call, on_grad=self._on_grad_output)
 
     def _on_grad_output(self, call: Call) -> None:
         self._backward_call = call

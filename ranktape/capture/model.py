@@ -151,7 +151,8 @@ class ModelHooks:
 
     def _on_enter(self, frame: Frame) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._tracker.enter(frame, args, kwargs)
+            with self._recorder.guarded():
+                self._tracker.enter(frame, args, kwargs)
 
         return hook
 

@@ -148,6 +148,12 @@ class CaptureOptions:
             )
         if self.quant_type is not None:
             check_term(self.quant_type, field="quant_type")
+        try:
+            json.dumps(self.storage_options)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"--storage-options cannot be passed on as JSON ({error}): give text and numbers"
+            ) from error
         if self.resume and self.overwrite:
             raise UsageError("--resume and --overwrite exclude each other: give one")
 

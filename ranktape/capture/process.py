@@ -99,6 +99,8 @@ class WriterProcess:
             kind = getattr(errors, str(words.get("kind")), CaptureError)
             raise kind(str(words.get("error")))
         if words.get("state") == "ready":
+            if words.get("cut"):
+                raise CaptureError("the list of iterations is longer than a writer can tell: lower --max-iterations")
             return words
         if not alive:
             raise CaptureError(f"the writer process ended while it started: {self.last_line()}")

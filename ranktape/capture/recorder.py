@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,6 +116,25 @@ class Tally:
     """Bytes of their values."""
 
 
+class Guard:
+    """A context that reports exceptions and swallows them: a defect of ours must not end somebody's training."""
+
+    def __init__(self, on_failure: Callable[[str], None]) -> None:
+        self._on_failure = on_failure
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """Report an exception; interrupts and exits pass."""
+        if not isinstance(error, Exception):
+            return False
+        self._on_failure(str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}")
+        return True
+
+
 class Recorder:
     """Takes tensors from hooks; copies them into the ring while an iteration is captured, counts them else."""
 
@@ -136,8 +157,9 @@ class Recorder:
         self._ring = ring
         self._tracker = tracker
         self._options = options
-        self._on_failure = on_failure
         self._prefixes: dict[tuple[Any, ...], str] = {}
+        self._guard = Guard(on_failure)
+        self._owner = os.getpid()
         self._device: DeviceStage | None = None
         self._counter = 0
         self._expected: set[str] | None = None
@@ -177,14 +199,15 @@ class Recorder:
         Never raises: what goes wrong is reported, and the training goes on.
         """
         tally = self.tally
-        if tally is None:
+        # A forked process has the hooks too, and must not write into its parent's ring.
+        if tally is None or os.getpid() != self._owner:
             return
-        try:
+        with self.guarded():
             self._record(tally, _Taken(source=source, role=role, tensor=tensor, call=call, tags=tags))
-        except CaptureError as error:
-            self._on_failure(str(error))
-        except Exception as error:  # noqa: BLE001  # a defect of ours must not end somebody's training
-            self._on_failure(f"{source.module} {role.tensor_name}: {type(error).__name__}: {error}")
+
+    def guarded(self) -> Guard:
+        """A context in which what goes wrong is reported, and the training goes on."""
+        return self._guard
 
     def record_grad(
         self,

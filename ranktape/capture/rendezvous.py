@@ -8,6 +8,7 @@ is a collective.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _PREFIX = "ranktape"
+_serials = itertools.count()
 _TIMEOUT = timedelta(seconds=60)
 _POLL_SECONDS = 0.05
 
@@ -76,7 +78,8 @@ class Rendezvous:
         """
         self._place = place
         self._store = _find_store(place) if place.world_size > 1 else None
-        self.launch_id = self._agree()
+        # Every rank begins its captures in the same order; a restarted process begins again from the first.
+        self.launch_id = f"{self._agree()}-{next(_serials)}"
         self._failure_key = f"{_PREFIX}/{self.launch_id}/{place.restart}/failure"
 
     def report_failure(self, text: str) -> None:
@@ -107,11 +110,11 @@ class Rendezvous:
 
     def _agree(self) -> str:
         if self._store is None:
-            return _own_launch_id(self._place)
+            return _own_launch_id()
         key = f"{_PREFIX}/launch_id"
         if self._place.rank == 0:
             # The first start of a launch sets it; its restarts find it.
-            return str(self._store.compare_set(key, "", _own_launch_id(self._place)).decode())
+            return str(self._store.compare_set(key, "", _own_launch_id()).decode())
         self._store.wait([key], _TIMEOUT)
         return str(self._store.get(key).decode())
 
@@ -125,12 +128,12 @@ _ENVIRONMENT = {
 }
 
 
-def _own_launch_id(place: Place) -> str:
+def _own_launch_id() -> str:
     """Under torchrun the same for every restart, even where the store is not: its agent is our parent."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"{socket.gethostname()}-{uuid.uuid4().hex}"
     agent = os.getppid()
-    return f"{socket.gethostname()}-{agent}-{_start_of(agent)}-{place.world_size}"
+    return f"{socket.gethostname()}-{agent}-{_start_of(agent)}"
 
 
 def _start_of(pid: int) -> str:

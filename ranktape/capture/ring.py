@@ -4,7 +4,7 @@ A memory file, mapped by both. The trainer reserves a slot, fills it and publish
 published slots in order and frees them. What is published is the writer's, whatever becomes of the trainer.
 
     page 0      counters, each written by one side only: bytes published, bytes freed, ...
-    16 pages    what the writer says (JSON), 16 pages what the trainer says beside its slots (JSON)
+    256 pages   what the writer says (JSON), and as many what the trainer says beside its slots
     the rest    slots: 16 bytes of sizes, a JSON header, the payload; each part begins at a multiple of 64
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 from ranktape.errors import CaptureError
 
 _PAGE = 4096
-_WORDS_NBYTES = 16 * _PAGE
+_WORDS_NBYTES = 256 * _PAGE
 _WRITER_WORDS = _PAGE
 _TRAINER_WORDS = _WRITER_WORDS + _WORDS_NBYTES
 _SLOTS = _TRAINER_WORDS + _WORDS_NBYTES

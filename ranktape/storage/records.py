@@ -251,13 +251,19 @@ class Records(Sequence[Record]):
         """
         if not fields:
             return [({}, self)]
-        columns = [self.column(field).tolist() for field in fields]
+        # A missing value is None, in one group of its own, the last one.
+        columns = [
+            [None if value != value else value for value in self.column(field).tolist()]  # noqa: PLR0124  (NaN)
+            for field in fields
+        ]
         groups: dict[tuple[Any, ...], list[int]] = {}
         for position, key in enumerate(zip(*columns, strict=True)):
             groups.setdefault(key, []).append(position)
         return [
             (dict(zip(fields, key, strict=True)), self._take(self._rows[positions]))
-            for key, positions in sorted(groups.items(), key=lambda item: item[0])
+            for key, positions in sorted(
+                groups.items(), key=lambda item: [(value is None, 0 if value is None else value) for value in item[0]]
+            )
         ]
 
     def _take(self, rows: np.ndarray[Any, Any]) -> Records:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from ranktape.analyze.formats import FORMATS
 from ranktape.analyze.histogram import (
-    BLOCK,
     KINDS,
     Histogram,
     Limits,
@@ -28,6 +27,7 @@ from ranktape.analyze.histogram import (
     pattern_values,
     scan,
 )
+from ranktape.analyze.kernels import BLOCK
 from ranktape.errors import UsageError
 from ranktape.storage.dtypes import DTYPES
 from ranktape.storage.record import TALLY_KINDS, Overflow, Tally

@@ -58,11 +58,11 @@ def assert_readable(figure: Figure) -> None:
 
 
 def drawn(axes: Axes) -> dict[str, list[float]]:
-    """The ratios of each line with marks, by its colour."""
+    """The ratios of each solid line, by its colour."""
     return {
         str(line.get_color()): list(np.asarray(line.get_ydata(), dtype=float))
         for line in axes.get_lines()
-        if line.get_marker() not in {"None", None, ""}
+        if line.get_linestyle() == "-"
     }
 
 

@@ -89,7 +89,15 @@ def test_csv_has_one_line_for_each_row() -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "text"),
-    [(0.0, "0 %"), (1.0, "100 %"), (0.99999999, "<100 %"), (0.5, "50 %"), (1 / 3, "33.3 %"), (5e-10, "5e-08 %")],
+    [
+        (0.0, "0 %"),
+        (1.0, "100 %"),
+        (0.99999999, "<100 %"),
+        (0.9996, "<100 %"),
+        (0.5, "50 %"),
+        (1 / 3, "33.3 %"),
+        (5e-10, "5e-08 %"),
+    ],
 )
 def test_only_nothing_is_zero_and_only_all_is_a_hundred_percent(ratio: float, text: str) -> None:
     table = Table(title="", columns=(Column(name="r", kind=Kind.RATIO),), rows=((ratio,),))

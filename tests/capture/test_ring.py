@@ -94,7 +94,7 @@ def test_words_pass_in_both_directions() -> None:
     assert producer.hear() is None
     consumer.say({"state": "ready", "attempt": 3})
     assert producer.hear() == {"state": "ready", "attempt": 3}
-    consumer.say({"state": "failed", "error": "x" * 100_000})
+    consumer.say({"state": "failed", "error": "x" * 2_000_000})
     assert producer.hear() == {"state": "failed", "cut": True}
     is_finished = consumer.is_finished
     assert not is_finished

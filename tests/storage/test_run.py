@@ -126,9 +126,20 @@ def test_selections_nest_slice_and_group(url: str) -> None:
         ({"layer_type": "linear", "rank": 0}, 4),
         ({"layer_type": "linear", "rank": 1}, 4),
     ]
+    [(key, _)] = open_run(url).select(iteration=10, layer_idx=0, rank=0).group_by(["sample_dim", "placement"])
+    assert key == {"sample_dim": 0.0, "placement": "null"}
     assert open_run(url).select(rank=7).group_by([])[0][0] == {}
     with pytest.raises(IndexError, match="selection of 2 records"):
         records[2]
+
+
+def test_records_without_a_value_are_one_group(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    array = np.ones((2, 3), np.float32)
+    dims = (None, 0, None, 1)
+    write_run(url, {0: [[(array, describe(array, sample_dim=dim, call=call)) for call, dim in enumerate(dims)]]})
+    groups = open_run(url).select().group_by(["sample_dim"])
+    assert [(key["sample_dim"], len(group)) for key, group in groups] == [(0, 1), (1, 1), (None, 2)]
 
 
 def test_samples_are_checked(url: str) -> None:

@@ -80,16 +80,16 @@ LEVEL_COLUMNS = (
     Column(name="rmse", kind=Kind.FLOAT, is_detail=True),
     Column(name="mae", kind=Kind.FLOAT, is_detail=True),
     Column(name="max_abs_error", kind=Kind.FLOAT, is_detail=True),
-    Column(name="relative_error", kind=Kind.RATIO),
+    Column(name="relative_error", head="rel. error", kind=Kind.RATIO),
     Column(name="cosine", kind=Kind.COSINE),
     Column(name="psnr", kind=Kind.FLOAT, unit="dB"),
     Column(name="sqnr", kind=Kind.FLOAT, unit="dB"),
     Column(name="overflow_count", kind=Kind.INTEGER, is_detail=True),
-    Column(name="overflow_ratio", kind=Kind.RATIO),
+    Column(name="overflow_ratio", head="overflow", kind=Kind.RATIO),
     Column(name="underflow_count", kind=Kind.INTEGER, is_detail=True),
-    Column(name="underflow_ratio", kind=Kind.RATIO),
+    Column(name="underflow_ratio", head="underflow", kind=Kind.RATIO),
     Column(name="flushed_count", kind=Kind.INTEGER, is_detail=True),
-    Column(name="flushed_ratio", kind=Kind.RATIO),
+    Column(name="flushed_ratio", head="flushed", kind=Kind.RATIO),
     Column(name="score", kind=Kind.FLOAT),
 )
 """The fields of `Level`."""
@@ -150,18 +150,22 @@ def _level_row(level: Level | None) -> tuple[Any, ...]:
     return tuple(None if level is None else getattr(level, column.name) for column in LEVEL_COLUMNS)
 
 
+def _figure(name: str, *, head: str = "", kind: Kind = Kind.FLOAT, unit: str = "", is_detail: bool = False) -> Column:
+    return Column(name=name, head=head or name.replace("_", " "), kind=kind, unit=unit, is_detail=is_detail)
+
+
 GROUP_COLUMNS: tuple[tuple[Column, Callable[[Level], float], Callable[[Sequence[float]], float]], ...] = (
-    (Column(name="lowest_exponent", kind=Kind.FLOAT), lambda level: level.exponent, min),
-    (Column(name="median_exponent", kind=Kind.FLOAT), lambda level: level.exponent, statistics.median),
-    (Column(name="highest_exponent", kind=Kind.FLOAT), lambda level: level.exponent, max),
-    (Column(name="median_mse", kind=Kind.FLOAT), lambda level: level.mse, statistics.median),
-    (Column(name="worst_cosine", kind=Kind.COSINE), lambda level: level.cosine, min),
-    (Column(name="worst_psnr", kind=Kind.FLOAT, unit="dB"), lambda level: level.psnr, min),
-    (Column(name="median_psnr", kind=Kind.FLOAT, unit="dB"), lambda level: level.psnr, statistics.median),
-    (Column(name="worst_sqnr", kind=Kind.FLOAT, unit="dB"), lambda level: level.sqnr, min),
-    (Column(name="median_sqnr", kind=Kind.FLOAT, unit="dB"), lambda level: level.sqnr, statistics.median),
-    (Column(name="worst_overflow_ratio", kind=Kind.RATIO), lambda level: level.overflow_ratio, max),
-    (Column(name="worst_flushed_ratio", kind=Kind.RATIO), lambda level: level.flushed_ratio, max),
+    (_figure("lowest_exponent"), lambda level: level.exponent, min),
+    (_figure("median_exponent"), lambda level: level.exponent, statistics.median),
+    (_figure("highest_exponent"), lambda level: level.exponent, max),
+    (_figure("median_mse"), lambda level: level.mse, statistics.median),
+    (_figure("worst_cosine", kind=Kind.COSINE), lambda level: level.cosine, min),
+    (_figure("worst_psnr", unit="dB"), lambda level: level.psnr, min),
+    (_figure("median_psnr", unit="dB"), lambda level: level.psnr, statistics.median),
+    (_figure("worst_sqnr", unit="dB", is_detail=True), lambda level: level.sqnr, min),
+    (_figure("median_sqnr", unit="dB", is_detail=True), lambda level: level.sqnr, statistics.median),
+    (_figure("worst_overflow_ratio", head="worst overflow", kind=Kind.RATIO), lambda level: level.overflow_ratio, max),
+    (_figure("worst_flushed_ratio", head="worst flushed", kind=Kind.RATIO), lambda level: level.flushed_ratio, max),
 )
 """What is said of a group: a figure of the recommended level of each tensor, and what is made of all of them."""
 
