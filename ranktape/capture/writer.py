@@ -8,6 +8,7 @@ the trainer has finished or died and everything that was staged is stored.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 NUM_THREADS = 4
 """Tensors in flight to the store."""
 
-NICENESS = 10
+NICENESS = 19
 """Added to the process's niceness: the training comes first."""
 
 _IDLE_SECONDS = 0.2
@@ -77,6 +78,8 @@ class Writer:
         self._ring = ring
         self._wake_read = wake_read
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ranktape-store")
+        # Commits flush the disk: while they do, the tensors of the next iteration are stored.
+        self._commits = ThreadPoolExecutor(1, thread_name_prefix="ranktape-commit")
         self._iterations: dict[int, _Iteration] = {}
         self._num_ended = 0
         self._words: dict[str, Any] = {"state": "starting"}
@@ -99,6 +102,7 @@ class Writer:
             self._say(state="failed", kind=type(error).__name__, error=str(error))
             return 1
         finally:
+            self._commits.shutdown(cancel_futures=True)
             self._pool.shutdown(cancel_futures=True)
         return 0
 
@@ -172,9 +176,9 @@ class Writer:
             if self._config.rank == 0:
                 pending.futures.append(self._pool.submit(self._open_iteration, iteration))
         elif slot.kind is SlotKind.END:
-            self._commit(iteration, slot.header)
+            self._commits.submit(self._commit, iteration, self._iterations.pop(iteration), slot.header)
         elif slot.kind is SlotKind.SKIP:
-            self._mark(iteration, Mark.SKIPPED, str(slot.header["reason"]))
+            self._commits.submit(self._mark, iteration, Mark.SKIPPED, str(slot.header["reason"]))
 
     def _store(self, slot: Slot) -> None:
         try:
@@ -195,8 +199,7 @@ class Writer:
     def _open_iteration(self, iteration: int) -> None:
         open_iteration(self._backend, attempt=self._attempt.number, iteration=iteration)
 
-    def _commit(self, iteration: int, header: dict[str, Any]) -> None:
-        pending = self._iterations.pop(iteration)
+    def _commit(self, iteration: int, pending: _Iteration, header: dict[str, Any]) -> None:
         try:
             for future in pending.futures:
                 future.result()
@@ -243,6 +246,7 @@ class Writer:
             self._ring.announce()
 
     def _end(self, reason: str) -> None:
+        self._commits.shutdown()
         for iteration in sorted(self._iterations):
             futures = self._iterations.pop(iteration).futures
             for future in futures:
@@ -270,11 +274,19 @@ def _drain(descriptor: int) -> None:
             return
 
 
+def _yield_to_the_training() -> None:
+    os.nice(NICENESS)
+    if hasattr(os, "SCHED_BATCH"):
+        # Each staged tensor wakes us; without this the kernel takes the training's processor away for it.
+        with contextlib.suppress(OSError):  # some sandboxes have no schedulers; the niceness stands
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def main(arguments: list[str]) -> int:
     """Run the writer on the ring and the pipe whose descriptors are given; the configuration is on stdin."""
     ring_descriptor, wake_read = (int(argument) for argument in arguments)
     config = WriterConfig(**json.load(sys.stdin))
-    os.nice(NICENESS)
+    _yield_to_the_training()
     return Writer(config, ring=RingConsumer(ring_descriptor), wake_read=wake_read).run()
 
 

@@ -117,9 +117,9 @@ def show(url: str, *, storage_options: str | None) -> None:
     # Beside the run, not in it: all that is in a run is Zarr.
     plot = "overflow.png" if "://" in url else f"{url.rstrip('/')}-overflow.png"
     for words in ANSWERS:
-        arguments = [{"RUN": url, "PLOT": plot}.get(word, word) for word in words]
+        arguments = [*({"RUN": url, "PLOT": plot}.get(word, word) for word in words), *access]
         _say(["ranktape", *arguments])
-        cli.main([*arguments, *access], prog_name="ranktape", standalone_mode=False)
+        cli.main(arguments, prog_name="ranktape", standalone_mode=False)
 
 
 ANSWERS = (
@@ -146,4 +146,8 @@ def _refuse_existing(url: str, *, settings: Mapping[str, Any]) -> None:
 
 
 def _say(words: Sequence[str]) -> None:
-    click.echo(f"\n$ {shlex.join(words)}")
+    # Storage options may hold a password.
+    shown = [
+        "JSON" if before == "--storage-options" else word for before, word in zip(["", *words], words, strict=False)
+    ]
+    click.echo(f"\n$ {shlex.join(shown)}")

@@ -1,0 +1,65 @@
+"""How long does the training thread spend on a captured tensor, beside a plain copy into warm memory?
+
+Processor time of the calling thread, in turn, one tensor after the other. The bar is 1.5 for tensors of
+1 MB and more.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ranktape.capture.options import CaptureOptions
+from ranktape.capture.recorder import Recorder, Role, Source
+from ranktape.capture.ring import RingConsumer, RingProducer
+from ranktape.capture.tracker import Call, Tracker
+from ranktape.storage.record import Operation
+
+NUM_TENSORS = 300
+RING_NBYTES = 512 << 20
+SHAPES = ((32, 32), (4, 128, 192), (4, 128, 768), (8, 512, 1024))
+BAR = 1.5
+
+SOURCE = Source(module="layers.0.query", layer_type="linear", layer_idx=0, component="linear")
+ROLE = Role(operation=Operation.FORWARD, phase="pre", tensor_name="input")
+
+
+def thread_seconds(work: Callable[[], object]) -> float:
+    """Processor time that this thread takes for it."""
+    start = time.thread_time()
+    work()
+    return time.thread_time() - start
+
+
+def main() -> None:
+    """Record and copy the same tensor in turn; print the medians and their ratio."""
+    torch.set_num_threads(1)
+    ring = RingProducer(RING_NBYTES, is_alive=lambda: True)
+    consumer = RingConsumer(os.dup(ring.file.descriptor))
+    recorder = Recorder(ring=ring, tracker=Tracker(), options=CaptureOptions(), on_failure=print)
+    recorder.begin(0, is_staged=True)
+    warm = torch.zeros(RING_NBYTES // 4)
+    for shape in SHAPES:
+        tensor = torch.randn(shape)
+        call = Call(microbatch=0, index=0, compute_dtype="float32", batch_size=shape[0])
+        records, copies = [], []
+        offset = 0
+        for _ in range(NUM_TENSORS):
+            records.append(thread_seconds(partial(recorder.record, SOURCE, ROLE, tensor, call=call)))
+            while (slot := consumer.take()) is not None:
+                consumer.free(slot)
+            offset = offset + tensor.numel() if offset + 2 * tensor.numel() < warm.numel() else 0
+            copies.append(thread_seconds(partial(warm[offset : offset + tensor.numel()].view(shape).copy_, tensor)))
+        record, copy = (statistics.median(times[NUM_TENSORS // 10 :]) for times in (records, copies))
+        print(f"{tensor.nbytes / 1e6:8.3f} MB: recorded {record * 1e6:7.1f} us, copied {copy * 1e6:7.1f} us,", end=" ")
+        print(f"ratio {record / copy:.2f}")
+    print(f"bar: {BAR} for 1 MB and more")
+
+
+if __name__ == "__main__":
+    main()
