@@ -96,7 +96,7 @@ def main() -> None:
         with Capture(f"{folder}/run", start=1, every=EVERY, min_iterations=ROUNDS) as capture:
             step_seconds()  # watched, to learn what an iteration costs
             ring = capture._process.ring
-            for number in range(ROUNDS):
+            for _ in range(ROUNDS):
                 seconds["captured"].append(step_seconds())
                 step_seconds()
                 while ring.pending_nbytes:
@@ -112,9 +112,8 @@ def main() -> None:
             step_seconds()
     plain = statistics.median(seconds["plain"])
     for name, times in seconds.items():
-        print(
-            f"{name:>10}: {statistics.median(times) * 1e3:7.1f} ms a step, {statistics.median(times) / plain:.3f} of plain"
-        )
+        median = statistics.median(times)
+        print(f"{name:>10}: {median * 1e3:7.1f} ms a step, {median / plain:.3f} of plain")
     added = {name: statistics.median(seconds[name]) - plain for name in ("captured", "torch.save")}
     print(
         f"{nbytes / 1e6:.0f} MB an iteration; torch.save adds {added['torch.save'] / added['captured']:.1f} times what"

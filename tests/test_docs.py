@@ -15,7 +15,7 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[1]
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
-PAGES = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").rglob("*.md")])
+PAGES = sorted([*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md"), *CHECKOUT.glob("benchmarks/*.md")])
 
 
 def _documented_tree() -> set[str]:
@@ -100,6 +100,12 @@ def test_every_target_that_readme_names_is_in_the_makefile() -> None:
     named = set(re.findall(r"(?:^|`)make (\w+)", README, re.MULTILINE))
     assert {"demo", "test"} <= named
     assert [target for target in named if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+
+
+def test_every_benchmark_is_on_the_page_of_benchmarks() -> None:
+    page = (CHECKOUT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    scripts = {str(path.relative_to(CHECKOUT)) for path in CHECKOUT.glob("benchmarks/*.py")}
+    assert set(re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)) == scripts
 
 
 def test_the_page_of_commands_is_what_the_commands_say() -> None:

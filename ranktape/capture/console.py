@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,22 +41,15 @@ class Console:
             sys.stderr.flush()
 
     def show_matched(
-        self,
-        matched: Mapping[str, str],
-        *,
-        tally: Tally,
-        iterations: Sequence[int],
-        min_iterations: int,
-        budget_nbytes: int,
-        url: str,
+        self, tally: Tally, *, iterations: Sequence[int], min_iterations: int, budget_nbytes: int, url: str
     ) -> None:
         """What is captured and what it costs, once the first iteration has shown it."""
-        kinds = Counter(matched.values())
-        modules = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "no"
+        kinds = Counter(source.layer_type for source in tally.sources)
+        layers = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         shown = ", ".join(str(iteration) for iteration in iterations[:_MAX_NAMED])
         more = f", ... {iterations[-1]}" if len(iterations) > _MAX_NAMED else ""
         self.say(
-            f"capturing {modules} modules into {url}: {tally.num_tensors} tensors, {size_text(tally.nbytes)} per "
+            f"capturing {layers} layers into {url}: {tally.num_tensors} tensors, {size_text(tally.nbytes)} per "
             f"iteration and rank (host budget {size_text(budget_nbytes)}); iterations {shown}{more}; "
             f"{min_iterations} guaranteed complete"
         )

@@ -56,18 +56,13 @@ class ModelHooks:
         self._handles: list[Any] = []
         self._linears: dict[nn.Module, LinearHooks] = {}
         self._stance: Any = None
-        self.matched: dict[str, str] = {}
-        """The paths of the captured modules, each with its kind of layer."""
 
     def add_root(self, root: nn.Module) -> None:
         """Know a model, or what wraps a model that is known."""
-        new = {path: module for path, module, _ in _walk(root, prefix="") if path and module not in self._known}
-        prefix = f"{type(root).__name__}{len(self._roots)}." if new.keys() & self._paths else ""
+        new = {path for path, module, _ in _walk(root, prefix="") if path and module not in self._known}
+        prefix = f"{type(root).__name__}{len(self._roots)}." if new & self._paths else ""
         self._roots.append((weakref.ref(root), prefix))
-        for path, module in new.items():
-            self._paths.add(prefix + path)
-            if self._is_wanted(prefix + path) and self._is_target(module):
-                self.matched[prefix + path] = "linear" if isinstance(module, nn.Linear) else "attention"
+        self._paths |= {prefix + path for path in new}
         self._known.update(root.modules())
 
     def explain_silence(self) -> str:
@@ -165,11 +160,6 @@ class ModelHooks:
     def _is_wanted(self, path: str) -> bool:
         globs = self._options.modules
         return not globs or any(fnmatch.fnmatchcase(path, glob) for glob in globs)
-
-    def _is_target(self, module: nn.Module) -> bool:
-        if isinstance(module, nn.Linear):
-            return self._wants("linear")
-        return self._wants("attention") and "attention" in type(module).__name__.lower().replace("attn", "attention")
 
 
 def module_path(path: str) -> str:

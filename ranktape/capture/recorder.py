@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,8 @@ class Tally:
     """Tensors seen."""
     nbytes: int = 0
     """Bytes of their values."""
+    sources: set[Source] = field(default_factory=set)
+    """What they came from."""
 
 
 class Guard:
@@ -253,6 +255,7 @@ class Recorder:
         self._num_by_hand[taken.site] += 1
         tally.num_tensors += 1
         tally.nbytes += tensor.nbytes
+        tally.sources.add(taken.source)
         if not tally.is_staged:
             return
         header = self._header(tally.iteration, taken, dtype=dtype)

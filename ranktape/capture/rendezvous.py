@@ -145,6 +145,10 @@ def _start_of(pid: int) -> str:
     return fields[19]
 
 
+_servers: list[Store] = []
+"""Stores that this process serves: a server ends with its object, and other ranks still need it."""
+
+
 def _find_store(place: Place) -> Store:
     if dist.is_available() and dist.is_initialized():
         # A connection of its own: one client's wait blocks every other call on it.
@@ -154,6 +158,19 @@ def _find_store(place: Place) -> Store:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
+    if {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+        # The server that torch's own env:// rendezvous would start in rank 0: one of several tenants, so that
+        # init_process_group uses ours.
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=place.rank == 0,
+            timeout=_TIMEOUT,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        _servers.append(store)
+        return store
     raise CaptureError(
         f"this is one of {place.world_size} ranks, and there is no way to reach the others yet: start by torchrun, "
         f"or call torch.distributed.init_process_group before the capture begins"

@@ -347,8 +347,7 @@ class Capture:
                     else self._hooks.explain_silence()
                 )
             self._console.show_matched(
-                self._hooks.matched,
-                tally=tally,
+                tally,
                 iterations=self._schedule.iterations,
                 min_iterations=self.options.min_iterations,
                 budget_nbytes=self._process.ring.file.capacity,

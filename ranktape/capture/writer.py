@@ -252,7 +252,7 @@ class Writer:
             for future in futures:
                 future.exception()
             stored = sum(future.exception() is None for future in futures)
-            self._mark(iteration, Mark.FAILED, f"{reason} in the middle of the iteration, {stored} tensors were stored")
+            self._mark(iteration, Mark.FAILED, f"{reason} in the middle of the iteration (tensors stored: {stored})")
         self._rank_writer.close(reason=reason)
         if self._coordinator is not None:
             self._say(state="waiting")

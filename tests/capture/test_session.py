@@ -158,7 +158,7 @@ def test_only_what_is_selected_is_recorded(tmp_path: Path, capfd: pytest.Capture
     assert set(records.column("layer_idx")) == {1}
     assert set(records.column("layer_type")) == {"linear"}
     err = capfd.readouterr().err
-    assert "capturing 6 linear modules into" in err
+    assert "capturing 6 linear layers into" in err
     assert "36 tensors" in err
 
 
