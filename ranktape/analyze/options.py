@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ import click
 
 from ranktape.analyze.table import Form, Table, write_table
 from ranktape.errors import NoRecordsError, UsageError
+from ranktape.storage.backend import parse_storage_options
 
 if TYPE_CHECKING:
     from ranktape.storage import Records
@@ -136,7 +136,7 @@ def selection_options(command: Command) -> Command:
             run=run,
             filters={field: texts for field, texts in given.items() if texts},
             where=where,
-            storage_options=_parse_storage_options(storage_options),
+            storage_options=parse_storage_options(storage_options) if storage_options is not None else None,
         )
         return command(selection=selection, **values)
 
@@ -220,20 +220,6 @@ def view_option(command: Command) -> Command:
 
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
-
-
-def _parse_storage_options(text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise UsageError(
-            f"--storage-options is not JSON ({error}): give an object such as '{{\"anon\": true}}'"
-        ) from error
-    if not isinstance(options, dict):
-        raise UsageError(f"--storage-options is not a JSON object: {text}: give one such as '{{\"anon\": true}}'")
-    return options
 
 
 def _what_is_there(records: Records, field: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ranktape.errors import UsageError
+from ranktape.storage.backend import parse_storage_options
 from ranktape.storage.record import check_term
 
 
@@ -175,22 +176,8 @@ class CaptureOptions:
             if values.get(setting.name) is not None
         }
         if isinstance(given.get("storage_options"), str):
-            given["storage_options"] = _parse_storage_options(given["storage_options"])
+            given["storage_options"] = parse_storage_options(given["storage_options"])
         return cls(**given)
-
-
-def _parse_storage_options(text: str) -> dict[str, Any]:
-    try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise UsageError(
-            f"--storage-options is not JSON ({error}): give an object such as '{{\"anon\": true}}'"
-        ) from error
-    if not isinstance(options, dict):
-        raise UsageError(
-            f"--storage-options is a {type(options).__name__}: give a JSON object such as '{{\"anon\": true}}'"
-        )
-    return options
 
 
 def _flag_of(name: str, *, multiple: bool) -> str:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ranktape.analyze.table import Column, Kind, Table, write_table
-from ranktape.capture.options import CaptureOptions
 from ranktape.errors import CheckFoundError
+from ranktape.storage.backend import parse_storage_options
 
 if TYPE_CHECKING:
     from ranktape.storage import IterationStatus, Run, Verdict
@@ -46,8 +46,8 @@ def command(run: str, *, as_json: bool, require_minimum: bool, storage_options: 
     """
     from ranktape.storage import open_run
 
-    options = CaptureOptions.from_mapping({"storage_options": storage_options})
-    opened = open_run(run, storage_options=options.storage_options)
+    options = parse_storage_options(storage_options) if storage_options else None
+    opened = open_run(run, storage_options=options)
     verdict = write_status(opened, url=run, as_json=as_json)
     if require_minimum and (verdict is None or not verdict.met):
         raise CheckFoundError(verdict_line(verdict))

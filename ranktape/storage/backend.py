@@ -6,6 +6,7 @@ fsspec file system (`remote.py`); everything above speaks only to this protocol.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -94,6 +95,25 @@ def open_backend(url: str | os.PathLike[str], *, storage_options: Mapping[str, A
     from ranktape.storage.remote import RemoteBackend
 
     return RemoteBackend(text, storage_options=storage_options or {})
+
+
+def parse_storage_options(text: str) -> dict[str, Any]:
+    """The storage options that a command line has as JSON.
+
+    Raises:
+        UsageError: it is not a JSON object.
+    """
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise UsageError(
+            f"--storage-options is not JSON ({error}): give an object such as '{{\"anon\": true}}'"
+        ) from error
+    if not isinstance(options, dict):
+        raise UsageError(
+            f"--storage-options is not a JSON object but a {type(options).__name__}: give one such as '{{\"anon\": true}}'"
+        )
+    return options
 
 
 def without_credentials(url: str) -> str:
