@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
 import tempfile
 import threading
 import time
@@ -50,6 +51,8 @@ class _Counter(IntEnum):
     """The iteration that the trainer is in; written by the trainer."""
     NEWS = 4
     """How many times the writer's words about the plan have changed; written by the writer."""
+    ASLEEP = 5
+    """1 while the writer waits to be woken; written by the writer."""
 
 
 class SlotKind(IntEnum):
@@ -300,6 +303,9 @@ class RingProducer:
         return slot
 
     def _wake(self) -> None:
+        # A writer that is busy looks again before it sleeps. Should the two miss each other, it looks by itself soon.
+        if not self.file.counter(_Counter.ASLEEP):
+            return
         try:
             os.write(self._wake_write, b"\0")
         except BlockingIOError:
@@ -330,6 +336,13 @@ class RingConsumer:
     def step(self) -> int:
         """The iteration that the training is in."""
         return self.file.counter(_Counter.STEP)
+
+    def sleep(self, descriptor: int, *, seconds: float) -> None:
+        """Wait until the trainer wakes us through the pipe, or the time is over; not at all where slots are waiting."""
+        self.file.set_counter(_Counter.ASLEEP, 1)
+        if self.file.counter(_Counter.PUBLISHED) == self._taken:
+            select.select([descriptor], [], [], seconds)
+        self.file.set_counter(_Counter.ASLEEP, 0)
 
     def take(self) -> Slot | None:
         """The next published slot; None where there is none yet."""

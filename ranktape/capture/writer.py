@@ -152,7 +152,7 @@ class Writer:
 
     def _serve(self) -> str:
         while True:
-            select.select([self._wake_read], [], [], _IDLE_SECONDS)
+            self._ring.sleep(self._wake_read, seconds=_IDLE_SECONDS)
             _drain(self._wake_read)
             # Look for the end before the slots: what was published before it is taken then.
             is_finished = self._ring.is_finished

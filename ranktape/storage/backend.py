@@ -110,9 +110,8 @@ def parse_storage_options(text: str) -> dict[str, Any]:
             f"--storage-options is not JSON ({error}): give an object such as '{{\"anon\": true}}'"
         ) from error
     if not isinstance(options, dict):
-        raise UsageError(
-            f"--storage-options is not a JSON object but a {type(options).__name__}: give one such as '{{\"anon\": true}}'"
-        )
+        kind = type(options).__name__
+        raise UsageError(f"--storage-options is not a JSON object but a {kind}: give one such as '{{\"anon\": true}}'")
     return options
 
 

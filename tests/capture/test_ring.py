@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ranktape.capture.ring import RingConsumer, RingProducer, SlotKind
+from ranktape.capture.ring import RingConsumer, RingProducer, SlotKind, _Counter
 from ranktape.errors import CaptureError
 
 
@@ -107,6 +107,20 @@ def test_waking_never_blocks() -> None:
     producer, consumer = make(1 << 22)
     for index in range(70_000 // 100):
         for _ in range(100):
+            producer.file.set_counter(_Counter.ASLEEP, 1)
             producer._wake()
         put(producer, index, b"")
     assert consumer.take() is not None
+
+
+def test_a_sleeping_consumer_is_woken_and_a_busy_one_is_left_alone() -> None:
+    producer, consumer = make(1 << 16)
+    put(producer, 0, b"x")
+    began = time.monotonic()
+    consumer.sleep(producer.wake_read, seconds=10)  # a slot is waiting: no sleep
+    assert consumer.take() is not None
+    threading.Timer(0.1, lambda: put(producer, 1, b"x")).start()
+    consumer.sleep(producer.wake_read, seconds=10)
+    assert consumer.take() is not None
+    assert time.monotonic() - began < 5
+    assert os.read(producer.wake_read, 100) == b"\0"
