@@ -10,6 +10,7 @@ published slots in order and frees them. What is published is the writer's, what
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -140,10 +141,12 @@ class RingFile:
 
     def close(self) -> None:
         """Unmap the file where nothing looks into it any more, and close it."""
-        self._counters.release()
-        self.view.release()
-        self._map.close()
         os.close(self.descriptor)
+        # What still looks into the file keeps it mapped, and unmaps it when it goes.
+        with contextlib.suppress(BufferError):
+            self._counters.release()
+            self.view.release()
+            self._map.close()
 
 
 def create_ring_file(capacity_nbytes: int) -> int:
@@ -314,8 +317,11 @@ class RingProducer:
             return  # the writer is gone; whoever waits for it finds out
 
     def close(self) -> None:
-        """Close the wake-up pipe and, where no tensor looks into it any more, the file."""
+        """Close the wake-up pipe and the file; nothing can be reserved after it."""
         os.close(self._wake_write)
+        os.close(self.wake_read)
+        self.on_wait = _nothing
+        self.file.close()
 
 
 class RingConsumer:

@@ -224,6 +224,21 @@ def fail() -> None:
     raise ZeroDivisionError
 
 
+def test_nothing_is_left_open(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def mapped_rings() -> int:
+        return Path("/proc/self/maps").read_text().count("ranktape-ring")
+
+    train(Training(steps=2), capture=Capture(tmp_path / "first"))
+    before = descriptors()
+    for number in range(3):
+        train(Training(steps=2), capture=Capture(tmp_path / f"run{number}"))
+    assert descriptors() == before
+    assert mapped_rings() == 0
+
+
 def test_one_capture_at_a_time(tmp_path: Path) -> None:
     with Capture(tmp_path / "run"):
         with pytest.raises(CaptureError, match="a capture is running in this process already"):

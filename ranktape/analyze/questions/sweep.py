@@ -155,17 +155,17 @@ def _figure(name: str, *, head: str = "", kind: Kind = Kind.FLOAT, unit: str = "
 
 
 GROUP_COLUMNS: tuple[tuple[Column, Callable[[Level], float], Callable[[Sequence[float]], float]], ...] = (
-    (_figure("lowest_exponent"), lambda level: level.exponent, min),
-    (_figure("median_exponent"), lambda level: level.exponent, statistics.median),
-    (_figure("highest_exponent"), lambda level: level.exponent, max),
-    (_figure("median_mse"), lambda level: level.mse, statistics.median),
+    (_figure("lowest_exponent", head="exponent from"), lambda level: level.exponent, min),
+    (_figure("median_exponent", head="median"), lambda level: level.exponent, statistics.median),
+    (_figure("highest_exponent", head="to"), lambda level: level.exponent, max),
+    (_figure("median_mse", is_detail=True), lambda level: level.mse, statistics.median),
     (_figure("worst_cosine", kind=Kind.COSINE), lambda level: level.cosine, min),
     (_figure("worst_psnr", unit="dB"), lambda level: level.psnr, min),
     (_figure("median_psnr", unit="dB"), lambda level: level.psnr, statistics.median),
     (_figure("worst_sqnr", unit="dB", is_detail=True), lambda level: level.sqnr, min),
     (_figure("median_sqnr", unit="dB", is_detail=True), lambda level: level.sqnr, statistics.median),
-    (_figure("worst_overflow_ratio", head="worst overflow", kind=Kind.RATIO), lambda level: level.overflow_ratio, max),
-    (_figure("worst_flushed_ratio", head="worst flushed", kind=Kind.RATIO), lambda level: level.flushed_ratio, max),
+    (_figure("worst_overflow_ratio", head="overflow", kind=Kind.RATIO), lambda level: level.overflow_ratio, max),
+    (_figure("worst_flushed_ratio", head="flushed", kind=Kind.RATIO), lambda level: level.flushed_ratio, max),
 )
 """What is said of a group: a figure of the recommended level of each tensor, and what is made of all of them."""
 
