@@ -46,7 +46,7 @@ def main() -> None:
     warm = torch.zeros(RING_NBYTES // 4)
     for shape in SHAPES:
         tensor = torch.randn(shape)
-        call = Call(microbatch=0, index=0, compute_dtype="float32", batch_size=shape[0])
+        call = Call(iteration=0, microbatch=0, index=0, compute_dtype="float32", batch_size=shape[0])
         records, copies = [], []
         offset = 0
         for _ in range(NUM_TENSORS):

@@ -83,7 +83,7 @@ def write_run(url: str, iterations: dict[int, Sequence[Tensors]]) -> None:
     world_size = max(len(ranks) for ranks in iterations.values())
     backend, attempt, writers = start(url, world_size=world_size)
     for iteration, ranks in iterations.items():
-        open_iteration(backend, attempt=attempt.number, iteration=iteration)
+        open_iteration(backend, attempt=attempt, iteration=iteration)
         for writer, tensors in zip(writers, ranks, strict=True):
             for array, info in tensors:
                 writer.write(array, info=info)

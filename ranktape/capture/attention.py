@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
@@ -48,24 +48,16 @@ class AttentionHooks:
         self._recorder = recorder
         self._tracker = tracker
         self._is_wanted = is_wanted
-        self._replacement = self._make_replacement()
-        self._places = list(_places_of(_ORIGINAL))
-        for namespace, name in self._places:
-            namespace[name] = self._replacement
+        _Active.hooks = self
+        _replace(_ORIGINAL, scaled_dot_product_attention)
 
     def remove(self) -> None:
-        """Put the original back."""
-        for namespace, name in self._places:
-            if namespace.get(name) is self._replacement:
-                namespace[name] = _ORIGINAL
+        """Put the original back; what else has got hold of the replacement passes through it from now on."""
+        _Active.hooks = None
+        _replace(scaled_dot_product_attention, _ORIGINAL)
 
-    def _make_replacement(self) -> Callable[..., torch.Tensor]:
-        def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return self._attend(args, kwargs)
-
-        return scaled_dot_product_attention
-
-    def _attend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def attend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The attention of these arguments, recorded where it is wanted."""
         named = dict(zip(NAMES, args, strict=False)) | {name: kwargs[name] for name in NAMES if name in kwargs}
         source = self._source()
         if source is None or set(named) != set(NAMES) or not (self._tracker.is_active or in_backward()):
@@ -106,14 +98,27 @@ class AttentionHooks:
         return Source(module=path, layer_type="attention", layer_idx=layer_idx, component="FA")
 
 
-def _places_of(function: Callable[..., Any]) -> list[tuple[dict[str, Any], str]]:
-    """Every module-level name of a function, in all modules that are loaded."""
-    return [
-        (namespace, name)
-        for module_name, module in list(sys.modules.items())
-        if not module_name.startswith(_LEFT_ALONE)
-        for namespace in (getattr(module, "__dict__", None),)
-        if isinstance(namespace, dict)
-        for name, value in list(namespace.items())
-        if value is function
-    ]
+class _Active:
+    """The hooks of the iteration that is captured; None outside of one."""
+
+    hooks: ClassVar[AttentionHooks | None] = None
+
+
+def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Stands for torch's function of that name while an iteration is captured; passes through at other times.
+
+    It has a name in a module, so that a model which has got hold of it can be pickled.
+    """
+    hooks = _Active.hooks
+    return _ORIGINAL(*args, **kwargs) if hooks is None else hooks.attend(args, kwargs)
+
+
+def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Under every module-level name, in all modules that are loaded."""
+    for module_name, module in list(sys.modules.items()):
+        namespace = getattr(module, "__dict__", None)
+        if module_name.startswith(_LEFT_ALONE) or not isinstance(namespace, dict):
+            continue
+        for name, value in list(namespace.items()):
+            if value is old:
+                namespace[name] = new

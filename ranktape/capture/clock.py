@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ class OptimizerClock:
         self._owner = os.getpid()
         self._leader: weakref.ref[Optimizer] | None = None
         self._followers: set[int] = set()
-        self._handle = register_optimizer_step_post_hook(self._on_step)
+        # A compiled optimizer step must not be traced into what we do at its end.
+        on_step = torch.compiler.disable(self._on_step)
+        self._handle = register_optimizer_step_post_hook(on_step)
 
     @property
     def has_ticked(self) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ranktape.errors import RanktapeError, StorageError
+from ranktape.storage.attempt import is_attempt_there
 from ranktape.storage.layout import Mark
 from ranktape.storage.plan import Plan, write_plan
 from ranktape.storage.progress import Progress, finish_iteration, read_progress, write_verdict
@@ -96,6 +97,8 @@ class Coordinator:
         while True:
             progress = self._look()
             if progress is not None:
+                if not is_attempt_there(self._backend, self._attempt):
+                    break  # deleted or replaced: writing the verdict says so
                 all_closed = len(progress.closed) == size
                 num_complete = len(progress.complete | set(self._attempt.completed))
                 all_complete = progress.opened <= progress.complete and num_complete >= self._goal.target
@@ -104,7 +107,7 @@ class Coordinator:
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)
-        return write_verdict(self._backend, attempt=self._attempt)
+        return write_verdict(self._backend, attempt=self._attempt, problems=self.problems)
 
     def _watch(self) -> None:
         pause = _POLL_SECONDS
@@ -117,7 +120,10 @@ class Coordinator:
             pause = _POLL_SECONDS if progress != seen else min(_MAX_POLL_SECONDS, 1.5 * pause)
             seen = progress
             if progress is not None:
-                self._decide(progress)
+                try:
+                    self._decide(progress)
+                except StorageError as error:
+                    self.problems["plan"] = str(error)
 
     def _look(self) -> Progress | None:
         try:
@@ -151,8 +157,8 @@ class Coordinator:
             self._announce(Plan(iterations=self._plan.iterations, is_done=True))
         elif not self._undecided:
             further = self._further(self._goal.target - num_complete)
-            self._undecided |= set(further)
             self._announce(Plan(iterations=(*self._plan.iterations, *further), is_done=False))
+            self._undecided |= set(further)
 
     def _further(self, count: int) -> tuple[int, ...]:
         """Iterations that no rank has reached yet, as far as the pace of this rank tells.
@@ -171,5 +177,5 @@ class Coordinator:
         return tuple(begin + every * index for index in range(count))
 
     def _announce(self, plan: Plan) -> None:
-        write_plan(self._backend, attempt=self._attempt.number, plan=plan)
+        write_plan(self._backend, attempt=self._attempt, plan=plan)
         self._plan = plan

@@ -47,9 +47,6 @@ class LinearHooks:
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, with_kwargs=True, prepend=True),
         ]
-        if module.weight.requires_grad:
-            handle = module.weight.register_hook(self._on_grad_weight)
-            self._handles.append(handle)
 
     def remove(self) -> None:
         """Detach everything."""
@@ -83,7 +80,11 @@ class LinearHooks:
             if not self._weight_is_recorded:
                 # One step has one weight: it is recorded with the first call only.
                 self._weight_is_recorded = True
-                self._recorder.record(self._source, WEIGHT, module.weight, call=call)
+                # Read here and not when we were attached: under FSDP2 this is the weight that is computed with.
+                weight = module.weight
+                self._recorder.record(self._source, WEIGHT, weight, call=call)
+                if weight.requires_grad:
+                    self._handles.append(weight.register_hook(self._on_grad_weight))
         if not (value.requires_grad and torch.is_grad_enabled()):
             return args, kwargs
         alias = value.view_as(value)
@@ -98,12 +99,34 @@ class LinearHooks:
             if not in_backward():
                 self._recorder.record(self._source, OUTPUT, output, call=call)
             if output.requires_grad:
-                self._recorder.record_grad(self._source, GRAD_OUTPUT, output, call=call, on_grad=self._on_grad_output)
+                self._recorder.record_grad(
+                    self._source,
+                    GRAD_OUTPUT,
+                    _before_views(output),
+                    call=call,
+                    shape=output.shape,
+                    on_grad=self._on_grad_output,
+                )
 
     def _on_grad_output(self, call: Call) -> None:
         self._backward_call = call
 
     def _on_grad_weight(self, grad: torch.Tensor) -> None:
         # The hook of a leaf knows no call: the gradient of this layer's output came just before.
-        if self._backward_call is not None:
-            self._recorder.record(self._source, GRAD_WEIGHT, grad, call=self._backward_call)
+        call, self._backward_call = self._backward_call, None
+        if call is not None:
+            self._recorder.record(self._source, GRAD_WEIGHT, grad, call=call)
+        else:
+            self._recorder.refuse(self._source, GRAD_WEIGHT, "no gradient of the layer's output came before it")
+
+
+def _before_views(output: torch.Tensor) -> torch.Tensor:
+    """The tensor whose hook sees the output's gradient, whatever is done to the output in place.
+
+    With a bias and three dimensions the output is a view of the product. An operation in place on a view
+    takes its hooks out of the graph; those of what it is a view of stay.
+    """
+    base = output._base  # noqa: SLF001  (torch has no public name for it)
+    if base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous():
+        return base
+    return output

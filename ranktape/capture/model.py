@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 
 from ranktape.capture.attention import AttentionHooks
-from ranktape.capture.linear import LinearHooks
+from ranktape.capture.linear import WEIGHT, LinearHooks
 from ranktape.capture.recorder import Source
 from ranktape.capture.tracker import Frame, in_backward
 
@@ -60,7 +60,8 @@ class ModelHooks:
     def add_root(self, root: nn.Module) -> None:
         """Know a model, or what wraps a model that is known."""
         new = {path for path, module, _ in _walk(root, prefix="") if path and module not in self._known}
-        prefix = f"{type(root).__name__}{len(self._roots)}." if new & self._paths else ""
+        is_alone = isinstance(root, nn.Linear) and bool(self._roots)
+        prefix = f"{type(root).__name__}{len(self._roots)}." if is_alone or new & self._paths else ""
         self._roots.append((weakref.ref(root), prefix))
         self._paths |= {prefix + path for path in new}
         self._known.update(root.modules())
@@ -82,6 +83,7 @@ class ModelHooks:
 
     def attach(self) -> None:
         """Put the hooks on all known models, and wait for models that are not known."""
+        self._stance = _run_eagerly()
         for reference, prefix in self._roots:
             module = reference()
             if module is not None:
@@ -94,7 +96,6 @@ class ModelHooks:
             # torch's type says that such a hook returns nothing; what it returns replaces the arguments.
             handle = register_module_forward_pre_hook(self._meet)  # type: ignore[arg-type]
             self._handles.append(handle)
-        self._stance = _run_eagerly()
 
     def detach(self) -> None:
         """Take everything off again."""
@@ -118,14 +119,15 @@ class ModelHooks:
             or not (module.training and torch.is_grad_enabled())
         ):
             return None
-        self.add_root(module)
-        prefix = self._roots[-1][1]
-        self._attach_to(module, prefix)
-        # Its own pre-hooks came too late for this call: do what they do.
-        path, part, layer_idx = next(_walk(module, prefix=prefix))
-        self._tracker.enter(Frame(module=part, path=path, layer_idx=layer_idx), args, {})
-        if isinstance(module, nn.Linear) and module in self._linears:
-            return self._linears[module].call_before(module, args)
+        with self._recorder.guarded():
+            self.add_root(module)
+            prefix = self._roots[-1][1]
+            self._attach_to(module, prefix)
+            # Its own pre-hooks came too late for this call: do what they do.
+            path, part, layer_idx = next(_walk(module, prefix=prefix))
+            self._tracker.enter(Frame(module=part, path=path, layer_idx=layer_idx), args, {})
+            if isinstance(module, nn.Linear) and module in self._linears:
+                return self._linears[module].call_before(module, args)
         return None
 
     def _attach_to(self, root: nn.Module, prefix: str) -> None:
@@ -133,16 +135,23 @@ class ModelHooks:
             if module in self._attached:
                 continue
             self._attached.add(module)
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks; what it does inside is not Python either
             frame = Frame(module=module, path=path, layer_idx=layer_idx)
-            self._handles += [
-                module.register_forward_pre_hook(self._on_enter(frame), with_kwargs=True),
-                module.register_forward_hook(self._on_leave, always_call=True),
-            ]
+            self._handles.append(module.register_forward_pre_hook(self._on_enter(frame), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._on_leave, always_call=True))
             if isinstance(module, nn.Linear) and self._wants("linear") and self._is_wanted(path):
                 source = Source(module=path, layer_type="linear", layer_idx=layer_idx, component="linear")
-                self._linears[module] = LinearHooks(
-                    module, source=source, recorder=self._recorder, tracker=self._tracker
-                )
+                self._attach_linear(module, source)
+
+    def _attach_linear(self, module: nn.Linear, source: Source) -> None:
+        weight = module._parameters.get("weight")  # noqa: SLF001  (a parametrized weight is computed when it is read)
+        if weight is None or is_lazy(weight):
+            reason = "its weight is not a plain parameter (parametrized, or not made yet)"
+            self._recorder.refuse(source, WEIGHT, reason)
+            return
+        hooks = LinearHooks(module, source=source, recorder=self._recorder, tracker=self._tracker)
+        self._linears[module] = hooks
 
     def _on_enter(self, frame: Frame) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -151,8 +160,9 @@ class ModelHooks:
 
         return hook
 
-    def _on_leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        self._tracker.leave(module)
+    def _on_leave(self, module: nn.Module, _args: Any, output: Any) -> None:
+        with self._recorder.guarded():
+            self._tracker.leave(module, output)
 
     def _wants(self, layer_type: str) -> bool:
         return not self._options.layer_types or layer_type in self._options.layer_types
@@ -181,13 +191,11 @@ def layer_index(path: str, module: nn.Module) -> int:
 def _walk(root: nn.Module, *, prefix: str) -> Iterator[tuple[str, nn.Module, int]]:
     for name, module in root.named_modules():
         path = module_path(name)
-        yield prefix + path, module, layer_index(path, module)
+        yield (prefix + path).rstrip("."), module, layer_index(path, module)
 
 
 def _run_eagerly() -> Any:
     """Have compiled code run as written while hooks are attached: they are not part of what was compiled."""
-    if "torch._dynamo" not in sys.modules:
-        return None
     # A compiled module warns of our global hook, which is there for this iteration and never calls a hook twice.
     warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
     return torch.compiler.set_stance("force_eager")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -23,6 +24,9 @@ from ranktape.storage.record import Operation
 if TYPE_CHECKING:
     from ranktape.capture.options import CaptureOptions
     from ranktape.capture.ring import RingProducer
+
+MAX_PASSES = 4096
+"""Forward passes of one iteration after which nobody will end it any more."""
 
 _LAYOUTS = {
     # By kind of layer, dimension of samples and number of dimensions.
@@ -68,7 +72,7 @@ class Tags:
 
     quant_type: str | None = None
     """What it was computed in; the capture's own tag where None."""
-    sample_ids: list[int | str] | None = None
+    sample_ids: tuple[int | str, ...] | None = None
     """Identifiers of its samples."""
     metadata: str = "null"
     """The user's own words, as JSON."""
@@ -96,10 +100,7 @@ class _Taken:
     @property
     def name(self) -> str:
         """What a person is told."""
-        role, call = self.role, self.call
-        place = self.source.module or f"{self.source.layer_type} {self.source.layer_idx}"
-        what = f"{role.operation} {role.phase} {role.tensor_name}"
-        return f"{place} {what} microbatch {call.microbatch} call {call.index}"
+        return _name(self.source, self.role)
 
 
 @dataclass(slots=True)
@@ -165,16 +166,17 @@ class Recorder:
         self._device: DeviceStage | None = None
         self._counter = 0
         self._expected: set[str] | None = None
-        self._seen: Counter[str] = Counter()
+        self._seen: set[str] = set()
+        self._taken: set[tuple[Any, int]] = set()
         self._refused: dict[str, str] = {}
         self._num_by_hand: Counter[tuple[Source, Role, int]] = Counter()
-        self.sample_ids: list[int | str] | None = None
         self.tally: Tally | None = None
 
     def begin(self, iteration: int, *, is_staged: bool) -> None:
         """An iteration begins."""
         self.tally = Tally(iteration=iteration, is_staged=is_staged)
         self._seen.clear()
+        self._taken.clear()
         self._refused.clear()
         self._num_by_hand.clear()
 
@@ -218,15 +220,21 @@ class Recorder:
         tensor: torch.Tensor,
         *,
         call: Call,
+        shape: torch.Size | None = None,
         on_grad: Callable[[Call], None] | None = None,
     ) -> None:
-        """Take the gradient of the tensor when a backward pass reaches it, as a tensor of that role and call."""
+        """Take the gradient of the tensor when a backward pass reaches it, as a tensor of that role and call.
+
+        With `shape` it is recorded in that shape, with as many elements.
+        """
 
         def hook(grad: torch.Tensor) -> None:
             self._tracker.note_backward()
             if on_grad is not None:
                 on_grad(call)
-            self.record(source, role, grad, call=call)
+            with self.guarded():
+                seen = grad if shape is None or grad.shape == shape else grad.reshape(shape)
+                self.record(source, role, seen, call=call)
 
         tensor.register_hook(hook)
 
@@ -240,18 +248,30 @@ class Recorder:
         if self._device is not None:
             self._device.drain()
 
+    def refuse(self, source: Source, role: Role, reason: str) -> None:
+        """Say of a tensor of the running iteration that it is not recorded, and why."""
+        self._refused[_name(source, role)] = reason
+
     def next_index(self, source: Source, role: Role) -> int:
         """How many tensors of that source and role came before in the microbatch; for those without a call."""
         return self._num_by_hand[source, role, self._tracker.microbatch]
 
     def _record(self, tally: Tally, taken: _Taken) -> None:
         tensor = taken.tensor
-        name = taken.name
         dtype = dtype_name(tensor.dtype)
-        if (refusal := _refusal(tensor, dtype)) is not None:
-            self._refused[name] = refusal
+        refusal = _refusal(tensor, dtype)
+        if taken.call.iteration != tally.iteration:
+            refusal = f"it belongs to iteration {taken.call.iteration}, and came after that had ended"
+        if refusal is not None:
+            self._refused[taken.name] = refusal
             return
-        self._seen[name] += 1
+        if self._tracker.num_passes > MAX_PASSES:
+            raise CaptureError(
+                f"{MAX_PASSES} forward passes went by and no optimizer stepped: "
+                f"call capture.step() after each iteration"
+            )
+        taken = self._distinct(taken)
+        self._seen.add(taken.name)
         self._num_by_hand[taken.site] += 1
         tally.num_tensors += 1
         tally.nbytes += tensor.nbytes
@@ -273,6 +293,17 @@ class Recorder:
         finally:
             # A slot that is never published would hold up all that come after it.
             self._ring.publish(slot)
+
+    def _distinct(self, taken: _Taken) -> _Taken:
+        """The tensor under a call of its own: two backward passes over one graph bring each gradient twice."""
+        key = (taken.source, taken.role, taken.call.microbatch)
+        index = taken.call.index
+        while (key, index) in self._taken:
+            index += 1
+        self._taken.add((key, index))
+        if index == taken.call.index:
+            return taken
+        return dataclasses.replace(taken, call=dataclasses.replace(taken.call, index=index))
 
     def _header(self, iteration: int, taken: _Taken, *, dtype: str) -> bytes:
         call, tags = taken.call, taken.tags
@@ -301,7 +332,7 @@ class Recorder:
             }
             prefix = self._prefixes[key] = json.dumps(fixed)[:-1]
         counter, self._counter = self._counter, self._counter + 1
-        sample_ids = tags.sample_ids or (self.sample_ids if sample_dim is not None else None)
+        sample_ids = tags.sample_ids or (call.sample_ids if sample_dim is not None else None)
         ids = "null" if sample_ids is None else json.dumps(sample_ids)
         return (
             f'{prefix},"iteration":{iteration},"microbatch":{call.microbatch},"call":{call.index},'
@@ -314,6 +345,11 @@ class Recorder:
         if given is not None:
             return given if given < len(shape) else None
         return next((dim for dim in range(min(2, len(shape) - 1)) if shape[dim] == batch_size), None)
+
+
+def _name(source: Source, role: Role) -> str:
+    place = source.module or f"{source.layer_type} {source.layer_idx}"
+    return f"{place} {role.operation} {role.phase} {role.tensor_name}"
 
 
 def _refusal(tensor: torch.Tensor, dtype: str) -> str | None:

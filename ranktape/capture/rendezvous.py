@@ -70,13 +70,14 @@ def find_place() -> Place:
 class Rendezvous:
     """The ranks of one start of the worker group, meeting in a key-value store."""
 
-    def __init__(self, place: Place) -> None:
-        """Meet.
+    def __init__(self, place: Place, *, seconds: float) -> None:
+        """Meet, waiting for rank 0 at most so long.
 
         Raises:
-            CaptureError: there are other ranks, and no store to meet them in.
+            CaptureError: there are other ranks, and no store to meet them in; or rank 0 does not come.
         """
         self._place = place
+        self._seconds = seconds
         self._store = _find_store(place) if place.world_size > 1 else None
         # Every rank begins its captures in the same order; a restarted process begins again from the first.
         self.launch_id = f"{self._agree()}-{next(_serials)}"
@@ -115,8 +116,23 @@ class Rendezvous:
         if self._place.rank == 0:
             # The first start of a launch sets it; its restarts find it.
             return str(self._store.compare_set(key, "", _own_launch_id()).decode())
-        self._store.wait([key], _TIMEOUT)
+        deadline = time.monotonic() + self._seconds
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise CaptureError(
+                    f"rank 0 did not begin its capture within {self._seconds:g} s: every rank must begin one, at about "
+                    f"the same time"
+                )
+            time.sleep(_POLL_SECONDS)
         return str(self._store.get(key).decode())
+
+    def count_silent(self) -> bool:
+        """Say that this rank has nothing to record; whether now every rank has said so."""
+        if self._store is None:
+            return True
+        return bool(
+            self._store.add(f"{_PREFIX}/{self.launch_id}/{self._place.restart}/silent", 1) == self._place.world_size
+        )
 
 
 _ENVIRONMENT = {

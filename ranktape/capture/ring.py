@@ -124,7 +124,8 @@ class RingFile:
         """Replace the words at a place; a reader meets the old or the new ones, or knows that it met neither."""
         text = json.dumps(words).encode()
         if len(text) > _WORDS_NBYTES - 8:
-            text = json.dumps({**{key: words[key] for key in ("state",) if key in words}, "cut": True}).encode()
+            short = {key: value for key, value in words.items() if len(json.dumps(value)) < _PAGE}
+            text = json.dumps({**short, "cut": True}).encode()
         self.view[place : place + 8] = len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little")
         self.view[place + 8 : place + 8 + len(text)] = text
 

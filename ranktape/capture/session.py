@@ -7,7 +7,9 @@ never ended by a capture that fails inside.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -30,6 +32,7 @@ from ranktape.errors import CaptureError, RanktapeError, UsageError
 from ranktape.storage.backend import open_backend
 from ranktape.storage.layout import rank_iteration_path
 from ranktape.storage.names import Site, site_path
+from ranktape.storage.progress import read_verdict
 from ranktape.storage.status import Verdict
 
 if TYPE_CHECKING:
@@ -41,8 +44,11 @@ if TYPE_CHECKING:
 START_TIMEOUT_SECONDS = 120.0
 """Longest wait for the writer to be ready: it loads and compiles its kernels."""
 
-ABORT_TIMEOUT_SECONDS = 15.0
+ABORT_TIMEOUT_SECONDS = 10.0
 """Longest wait at the end of a training that failed: torchrun kills what lingers for 30 s."""
+
+VERDICT_SECONDS = 10.0
+"""Added to each wait at the end: what the coordinator needs to write its verdict once it has waited."""
 
 
 class Capture:
@@ -72,10 +78,14 @@ class Capture:
         self.options = CaptureOptions(**options)
         self._url = os.fspath(url)
         self._model = model
+        self._is_closing = False
+        self._num_empty_steps = 0
+        self._told: str | None = None
         self._owner = os.getpid()
         self._tracker = Tracker()
         self._iteration = self.options.first_iteration
         self._is_surveyed = False
+        self._silence: str | None = None
         self._num_recorded = 0
         self._news = 0
         self._disabled: str | None = None
@@ -134,7 +144,11 @@ class Capture:
         """
         if Capture.current is not None:
             raise CaptureError("a capture is running in this process already: end it first, or record into it")
-        open_backend(self._url, storage_options=self.options.storage_options)
+        if not open_backend(self._url, storage_options=self.options.storage_options).is_shared:
+            raise UsageError(
+                f"{self._url} exists inside of one process only, and a writer of its own records: give a directory or "
+                f"a URL such as s3://bucket/run"
+            )
         self._place = find_place()
         self._console = Console(rank=self._place.rank)
         budget = self.options.host_budget_nbytes or default_host_budget_nbytes(
@@ -153,9 +167,9 @@ class Capture:
         if self._model is not None:
             self._hooks.add_root(self._model)
         words = self._start_writer()
-        self._attempt = int(words["attempt"])
+        self._attempt = str(words["attempt"])
         self._schedule = Schedule(words)
-        self._clock = OptimizerClock(lambda: self._advance(self._iteration + 1))
+        self._clock = OptimizerClock(self._on_optimizer_step)
         Capture.current = self
         self._begin_iteration()
         return self
@@ -175,9 +189,9 @@ class Capture:
         Raises:
             UsageError: an optimizer advances the iteration already, or the number is not above the running one.
         """
-        if self._clock.has_ticked:
+        if iteration is None and self._clock.has_ticked:
             raise UsageError("the optimizer's step advances the iteration already: remove the call of capture.step()")
-        following = self._iteration + 1 if iteration is None else iteration
+        following = self._iteration + 1 if iteration is None else int(iteration)
         if following <= self._iteration:
             raise UsageError(f"iteration {following} is not after the running one, {self._iteration}: give a later one")
         self._advance(following)
@@ -190,6 +204,10 @@ class Capture:
         """
         if self._verdict is not None:
             return self._verdict
+        if self._is_closing:
+            # An interrupt ended the first wait: what is staged is the writer's, and it goes on without us.
+            self._verdict = self._judge({**(self._process.ring.hear() or {}), "state": "late"}, waited_seconds=0)
+            return self._verdict
         if os.getpid() != self._owner or Capture.current is not self:
             raise CaptureError("this capture is not running in this process: close it where it was started")
         is_interrupted = self.is_recording and self._tracker.num_passes > 0
@@ -198,6 +216,7 @@ class Capture:
         self._clock.stop()
         self._recorder.drain()
         Capture.current = None
+        self._is_closing = True
         ending = self._schedule.describe_end(
             iteration=self._iteration,
             num_steps=self._iteration - self.options.first_iteration,
@@ -208,12 +227,13 @@ class Capture:
         if reason is not None:
             timeout_seconds = min(timeout_seconds, ABORT_TIMEOUT_SECONDS)
         words = self._process.finish(
-            reason=self._disabled or reason or ending,
-            timeout_seconds=timeout_seconds,
+            reason=self._disabled or reason or self._silence or ending,
+            # The coordinator waits for the other ranks that long, and then has still to say so.
+            timeout_seconds=timeout_seconds + VERDICT_SECONDS,
             on_progress=self._console.show_drain,
         )
         self._console.end_drain()
-        self._verdict = self._judge(words)
+        self._verdict = self._judge(words, waited_seconds=timeout_seconds)
         self._process.close()
         return self._verdict
 
@@ -233,8 +253,7 @@ class Capture:
         call = self._tracker.free_call(
             index=self._recorder.next_index(source, role), dtype=tensor.dtype, device_type=tensor.device.type
         )
-        sample_ids: list[int | str] | None = None if sample_idx is None else [sample_idx]
-        tags = Tags(quant_type=quant_type, sample_ids=sample_ids, metadata=metadata)
+        tags = Tags(quant_type=quant_type, sample_ids=None if sample_idx is None else (sample_idx,), metadata=metadata)
         self._recorder.record(source, role, tensor, call=call, tags=tags)
         if not self.is_recording:
             return None
@@ -252,28 +271,41 @@ class Capture:
         )
         return f"{self._url}/{rank_iteration_path(self._attempt, self.rank, self._iteration)}/{site_path(site)}"
 
-    def set_sample_ids(self, sample_ids: list[int | str] | None) -> None:
-        """Name the samples of the coming microbatch, in the order of the batch; None ends it."""
-        self._recorder.sample_ids = sample_ids
+    def set_sample_ids(self, sample_ids: Iterable[int | str] | torch.Tensor | None) -> None:
+        """Name the samples of the coming microbatches, in the order of the batch; None ends it.
+
+        Raises:
+            UsageError: an identifier is neither a number nor text.
+        """
+        if sample_ids is None:
+            self._tracker.sample_ids = None
+            return
+        # What a loader gives is often a tensor.
+        listed = sample_ids.tolist() if hasattr(sample_ids, "tolist") else list(sample_ids)
+        if wrong := [item for item in listed if not isinstance(item, int | str)]:
+            raise UsageError(f"sample id {wrong[0]!r} is a {type(wrong[0]).__name__}: give whole numbers or text")
+        self._tracker.sample_ids = tuple(listed)
 
     def _start_writer(self) -> dict[str, Any]:
-        rendezvous = Rendezvous(self._place)
         words: dict[str, Any] = {}
+        rendezvous: Rendezvous | None = None
 
         def is_ready() -> bool:
             words.update(self._process.poll_ready() or {})
             return bool(words)
 
         try:
+            rendezvous = Rendezvous(self._place, seconds=START_TIMEOUT_SECONDS)
             self._process.start(self._writer_config(rendezvous.launch_id, self._place))
             if not rendezvous.wait(is_ready, seconds=START_TIMEOUT_SECONDS):
                 raise CaptureError(f"the writer was not ready within {START_TIMEOUT_SECONDS:g} s: try again")
-        except RanktapeError as error:
-            if self._place.rank == 0:
+        except BaseException as error:
+            if self._place.rank == 0 and rendezvous is not None:
                 rendezvous.report_failure(str(error))
             self._process.finish(reason=str(error), timeout_seconds=0, on_progress=lambda *_: None)
             self._process.close()
             raise
+        self._rendezvous = rendezvous
         return words
 
     def _writer_config(self, launch_id: str, place: Place) -> WriterConfig:
@@ -298,7 +330,18 @@ class Capture:
             finish_timeout_seconds=options.finish_timeout_seconds,
         )
 
+    def _on_optimizer_step(self) -> None:
+        # Some libraries step an optimizer to initialise it: a step without a pass before it ends no iteration.
+        is_empty = self.is_watching and not self.options.manual and self._tracker.num_passes == 0
+        self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
+        if not is_empty or self._num_empty_steps > 1:
+            self._advance(self._iteration + 1)
+
     def _advance(self, iteration: int) -> None:
+        if self._disabled is not None:
+            self._hooks.detach()
+            self._iteration = iteration
+            return
         if self.is_watching:
             self._end_iteration()
         self._iteration = iteration
@@ -313,19 +356,23 @@ class Capture:
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        if self._disabled is not None:
-            return
         is_wanted = self._schedule.wants(self._iteration)
         if is_wanted and (reason := self._lacks_room()) is not None:
             self._tell(SlotKind.SKIP, {"iteration": self._iteration, "reason": reason})
             is_wanted = False
         if is_wanted:
             self._tell(SlotKind.BEGIN, {"iteration": self._iteration})
+            self._listen()
+        if self._disabled is not None:
+            return
         if is_wanted or not self._is_surveyed:
             self._recorder.begin(self._iteration, is_staged=is_wanted)
-            self._tracker.reset()
+            self._tracker.reset(self._iteration)
             if not self.options.manual:
-                self._hooks.attach()
+                with self._recorder.guarded():
+                    self._hooks.attach()
+            if not self.is_watching:
+                self._hooks.detach()  # attaching failed, and disabled the capture
 
     def _end_iteration(self) -> None:
         tally = self._recorder.tally
@@ -341,11 +388,8 @@ class Capture:
             self._is_surveyed = True
             self._predicted_nbytes = tally.nbytes
             if tally.num_tensors == 0:
-                raise CaptureError(
-                    "nothing was recorded: save_tensor was not called in the first iteration"
-                    if self.options.manual
-                    else self._hooks.explain_silence()
-                )
+                self._report_silence()
+                return
             self._console.show_matched(
                 tally,
                 iterations=self._schedule.iterations,
@@ -353,6 +397,31 @@ class Capture:
                 budget_nbytes=self._process.ring.file.capacity,
                 url=self._url,
             )
+
+    def _report_silence(self) -> None:
+        """Warn that this rank has nothing to record, as a stage of a pipeline may.
+
+        Raises:
+            CaptureError: no rank has.
+        """
+        self._silence = (
+            "nothing was recorded: save_tensor was not called in the first iteration"
+            if self.options.manual
+            else self._hooks.explain_silence()
+        )
+        if self._rendezvous.count_silent():
+            raise CaptureError(self._silence)
+        self._console.warn(self._silence, is_for_all_ranks=True)
+
+    def _listen(self) -> None:
+        """Once in each captured iteration: does the writer live, and has it trouble?"""
+        if not self._process.is_alive():
+            self._disable("the writer process ended")
+            return
+        problem = (self._process.ring.hear() or {}).get("problem")
+        if problem is not None and problem != self._told:
+            self._told = problem
+            self._console.warn(str(problem), is_for_all_ranks=True)
 
     def _lacks_room(self) -> str | None:
         """Why the next iteration is skipped; None where it is taken."""
@@ -382,17 +451,21 @@ class Capture:
         self._recorder.tally = None
         self._console.warn(self._disabled, is_for_all_ranks=True)
 
-    def _judge(self, words: dict[str, Any]) -> Verdict:
+    def _judge(self, words: dict[str, Any], *, waited_seconds: float) -> Verdict:
         """The writer's verdict on rank 0; elsewhere, and where there is none, what this rank knows."""
         if "verdict" in words:
             return Verdict(**words["verdict"])
         problem = words.get("error") or words.get("problem")
         if words.get("state") == "late":
-            problem = f"not everything was stored within {self.options.finish_timeout_seconds:g} s; the writer goes on"
+            problem = f"not everything was stored within {waited_seconds:g} s; the writer goes on"
         elif words.get("state") not in {"closed", "failed"}:
             problem = f"the writer process ended: {self._process.last_line()}"
-        if problem is not None:
+        if problem is not None and problem != self._told:
             self._console.warn(str(problem), is_for_all_ranks=True)
+        stored = self._stored_verdict() if self._place.rank == 0 else None
+        if stored is not None:
+            missing = stored.missing if problem is None or stored.met else [*stored.missing, str(problem)]
+            return dataclasses.replace(stored, missing=missing)
         return Verdict(
             met=self._place.rank != 0 and problem is None,
             required=self.options.min_iterations,
@@ -400,3 +473,12 @@ class Capture:
             missing=[] if problem is None else [f"rank {self._place.rank}: {problem}"],
             final=False,
         )
+
+    def _stored_verdict(self) -> Verdict | None:
+        """What the store says, where the writer could not; None where it cannot be read either."""
+        try:
+            judged = read_verdict(open_backend(self._url, storage_options=self.options.storage_options))
+        except RanktapeError as error:
+            self._console.warn(str(error))
+            return None
+        return None if judged is None else judged[0]

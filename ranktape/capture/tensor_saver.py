@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.capture.recorder import Role, Source
 from ranktape.capture.seed_environment import DEFAULT_SAVE_DIR, read_seed_environment
 from ranktape.capture.session import Capture
-from ranktape.errors import UsageError
+from ranktape.errors import RunExistsError, UsageError
 from ranktape.storage.record import Operation, check_term
 from ranktape.storage.seed_names import recorded_name
 
@@ -41,10 +41,11 @@ class TensorSaver:
         Raises:
             UsageError: the number is below that of the running iteration.
         """
-        if self._own is not None and iteration > self.current_iteration:
-            self._own.step(iteration)
-        elif self._own is not None and iteration < self.current_iteration:
+        if self._own is not None and iteration < self.current_iteration:
             raise UsageError(f"iteration {iteration} is past: the running one is {self.current_iteration}")
+        # An optimizer of the program may have ended iterations before.
+        if self._own is not None and iteration > self._own.iteration:
+            self._own.step(iteration)
         self.current_iteration = iteration
 
     def save_tensor(  # noqa: PLR0917  (the seeds' arguments, in their order)
@@ -173,7 +174,13 @@ class TensorSaver:
         if Capture.current is None and self.enabled and self._own is None:
             number = self.current_iteration
             self._own = Capture(self.save_dir, start=number, first_iteration=number, manual=True)
-            self._own.__enter__()
+            try:
+                self._own.__enter__()
+            except RunExistsError as error:
+                self._own = None
+                raise RunExistsError(
+                    f"there is a run at {self.save_dir} already: set TENSOR_SAVE_DIR to another place, or remove it"
+                ) from error
             atexit.register(self.close)
         return Capture.current
 

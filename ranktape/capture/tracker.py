@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 class Call:
     """One call of a module, bound to its gradients' hooks when it happens."""
 
+    iteration: int
+    """Training step."""
     microbatch: int
     """Index of the pass within the step."""
     index: int
@@ -29,6 +31,8 @@ class Call:
     """What the operation computes in; autocast included."""
     batch_size: int | None
     """Samples in the microbatch; None where it is not known."""
+    sample_ids: tuple[int | str, ...] | None = None
+    """The user's identifiers of the samples; None where none were given."""
 
     @property
     def quant_type(self) -> str:
@@ -61,11 +65,14 @@ class Tracker:
     """Follows the passes of one captured iteration."""
 
     def __init__(self) -> None:
-        self._stacks = threading.local()
-        self.reset()
+        self.sample_ids: tuple[int | str, ...] | None = None
+        """Identifiers of the samples of the passes to come."""
+        self.reset(0)
 
-    def reset(self) -> None:
-        """Begin an iteration."""
+    def reset(self, iteration: int) -> None:
+        """Begin an iteration; forget what was left behind by passes that ended in an exception."""
+        self._iteration = iteration
+        self._stacks = threading.local()
         self.is_active = False
         self.microbatch = 0
         self.num_passes = 0
@@ -92,7 +99,7 @@ class Tracker:
             self._begin_pass(frame.module, args, kwargs)
         self._stack.append(frame)
 
-    def leave(self, module: nn.Module) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         """A module ends, or was left by an exception together with what it had called."""
         stack = self._stack
         depth = len(stack)
@@ -101,6 +108,8 @@ class Tracker:
         if depth:
             del stack[depth - 1 :]
         if not stack and not in_backward():
+            if self.is_active:
+                self._watch_backward(output)
             self.is_active = False
 
     def current(self) -> Frame | None:
@@ -117,10 +126,12 @@ class Tracker:
             return self._repeated_call(key, dtype=dtype, device_type=device_type)
         calls = self._calls[key, self.microbatch]
         call = Call(
+            iteration=self._iteration,
             microbatch=self.microbatch,
             index=len(calls),
             compute_dtype=_compute_dtype(dtype, device_type),
             batch_size=self._batch_size,
+            sample_ids=self.sample_ids,
         )
         calls.append(call)
         return call
@@ -128,10 +139,12 @@ class Tracker:
     def free_call(self, *, index: int, dtype: torch.dtype, device_type: str) -> Call:
         """The call of a tensor that is recorded by hand, outside of what is followed."""
         return Call(
+            iteration=self._iteration,
             microbatch=self.microbatch,
             index=index,
             compute_dtype=_compute_dtype(dtype, device_type),
             batch_size=self._batch_size,
+            sample_ids=self.sample_ids,
         )
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -146,6 +159,13 @@ class Tracker:
         first = next(tensors, None)
         self._batch_size = None if first is None else int(first.shape[0])
 
+    def _watch_backward(self, output: Any) -> None:
+        """Notice the backward pass of a model of which nothing that is recorded has a gradient."""
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        first = next(tensors, None)
+        if first is not None:
+            first.register_hook(lambda _: self.note_backward())
+
     def _repeated_call(self, key: str, *, dtype: torch.dtype, device_type: str) -> Call:
         place = (key, self.microbatch)
         if calls := self._calls[place]:
@@ -153,10 +173,12 @@ class Tracker:
             self._num_recomputed[place] += 1
             return calls[-self._num_recomputed[place] % len(calls)]
         return Call(
+            iteration=self._iteration,
             microbatch=self.microbatch,
             index=0,
             compute_dtype=_compute_dtype(dtype, device_type),
             batch_size=self._batch_size,
+            sample_ids=self.sample_ids,
         )
 
 

@@ -144,7 +144,7 @@ class Writer:
             self._coordinator.start()
         self._say(
             state="ready",
-            attempt=self._attempt.number,
+            attempt=self._attempt.path,
             completed=list(self._attempt.completed),
             iterations=list(planned),
             is_done=self._plan.is_done,
@@ -197,7 +197,7 @@ class Writer:
             self._ring.free(slot)
 
     def _open_iteration(self, iteration: int) -> None:
-        open_iteration(self._backend, attempt=self._attempt.number, iteration=iteration)
+        open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
 
     def _commit(self, iteration: int, pending: _Iteration, header: dict[str, Any]) -> None:
         try:
@@ -236,7 +236,7 @@ class Writer:
             return
         self._next_plan_poll = time.monotonic() + _PLAN_POLL_SECONDS
         try:
-            news = read_plan(self._backend, attempt=self._attempt.number)
+            news = read_plan(self._backend, attempt=self._attempt)
         except StorageError as error:
             self._say(problem=f"the plan of further iterations cannot be read: {error}")
             return

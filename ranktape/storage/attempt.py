@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ranktape.errors import RunFormatError, RunNotFoundError
+from ranktape.errors import RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage import layout
 from ranktape.storage.documents import SCHEMA_KEY, SCHEMA_VERSION, decode_document
 
@@ -31,6 +31,8 @@ class Attempt:
 
     number: int
     """Counts the attempts of a run, from 0."""
+    path: str
+    """Its group below the run; no other attempt, here or in a later run at the same place, has the same."""
     launch: Launch
     """The start it belongs to."""
     min_iterations: int
@@ -51,33 +53,58 @@ class Attempt:
         }
 
 
-def list_attempts(backend: Backend) -> list[int]:
-    """The numbers of a run's attempts, ascending."""
-    numbers = (layout.parse_attempt(name) for name in backend.list_names(""))
-    return sorted(number for number in numbers if number is not None)
+def read_attempts(backend: Backend) -> list[Attempt]:
+    """The attempts of a run by their numbers, ascending; what has no document is passed over."""
+    attempts = (read_attempt(backend, name) for name in backend.list_names(""))
+    return sorted(
+        (attempt for attempt in attempts if attempt is not None), key=lambda attempt: (attempt.number, attempt.path)
+    )
 
 
-def read_attempt(backend: Backend, number: int) -> Attempt | None:
-    """An attempt as its document says; None while the document is not there."""
-    attributes = attempt_attributes(backend, number)
-    if attributes is None:
+def read_attempt(backend: Backend, path: str) -> Attempt | None:
+    """An attempt as its document says; None where there is no document, and for names that are not of attempts."""
+    number = layout.parse_attempt(path)
+    if number is None:
         return None
+    key = layout.document_key(path)
+    data = backend.get(key)
+    if data is None:
+        return None
+    attributes = decode_document(data, place=f"{backend.url}/{key}").get("attributes", {})
     try:
         return Attempt(
             number=number,
+            path=path,
             launch=Launch(**attributes["launch"]),
             min_iterations=int(attributes["min_iterations"]),
             completed=tuple(attributes["completed"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise RunFormatError(f"the document of attempt {number} in {backend.url} is damaged: {error!r}") from error
+        raise RunFormatError(f"the document {backend.url}/{key} is damaged: {error!r}") from error
 
 
-def attempt_attributes(backend: Backend, number: int) -> dict[str, Any] | None:
-    """What the document of an attempt says; None while it is not there."""
-    key = layout.document_key(layout.attempt_path(number))
-    data = backend.get(key)
-    return None if data is None else decode_document(data, place=f"{backend.url}/{key}").get("attributes", {})
+def is_attempt_there(backend: Backend, attempt: Attempt) -> bool:
+    """Whether the run still is the one in which the attempt began; it may have been deleted or replaced since."""
+    # Not `exists`, which some file systems answer from a listing they remember.
+    return backend.get(layout.document_key(attempt.path)) is not None
+
+
+def check_attempt(backend: Backend, attempt: Attempt) -> None:
+    """Make sure, before something is written that counts, that the run still is the attempt's.
+
+    Raises:
+        StorageError: the run was deleted, or another one is in its place.
+    """
+    if not is_attempt_there(backend, attempt):
+        raise StorageError(lost_message(backend))
+
+
+def lost_message(backend: Backend) -> str:
+    """What is said of a run that is no longer there."""
+    return (
+        f"the run at {backend.url} was replaced or deleted while it was recorded: nothing more of it can be stored; "
+        f"give each launch a URL of its own"
+    )
 
 
 def run_attributes(data: bytes | None, *, place: str) -> dict[str, Any]:
@@ -100,7 +127,7 @@ def run_attributes(data: bytes | None, *, place: str) -> dict[str, Any]:
     return dict(attributes)
 
 
-def complete_iterations(backend: Backend, number: int) -> list[int]:
+def complete_iterations(backend: Backend, attempt: Attempt) -> list[int]:
     """The iterations that an attempt has stored complete, ascending; one LIST."""
-    found = (layout.parse_iteration(key) for key in backend.list_keys(layout.iterations_path(number)))
+    found = (layout.parse_iteration(key) for key in backend.list_keys(layout.iterations_path(attempt.path)))
     return sorted(iteration for iteration in found if iteration is not None)

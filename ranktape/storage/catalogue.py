@@ -171,6 +171,11 @@ class Catalogue:
         return column
 
 
+def empty_catalogue() -> Catalogue:
+    """No records, and yet every column of `COLUMNS` in its type."""
+    return Catalogue(encode_catalogue([]), place="of no iteration")
+
+
 def concatenate(columns: Iterable[Column]) -> Column:
     """The rows of several columns of one name, one after the other; strings share one table."""
     texts: list[StringColumn] = []

@@ -1,16 +1,20 @@
 """Under which key does each part of a run lie?
 
-zarr.json                                                  the run
-attempt_000/zarr.json                                      one start of the worker group
-attempt_000/rank_00003/zarr.json                           one process of it
-attempt_000/rank_00003/iter_00001234/zarr.json             rank commit, written last
-attempt_000/rank_00003/iter_00001234/<site>/zarr.json      one captured tensor
-attempt_000/commits/iter_00001234/zarr.json                the iteration was begun
-attempt_000/commits/iter_00001234/rank_00003.committed/zarr.json   markers: one LIST tells all states
-attempt_000/iterations/iter_00001234/zarr.json             iteration commit, written last
-attempt_000/closed/rank_00003/zarr.json                    the rank will commit nothing more
-attempt_000/plan/zarr.json                                 further iterations, when the first ones were not enough
-attempt_000/verdict/zarr.json                              whether the guaranteed minimum is there
+zarr.json                                                   the run
+attempt_000-1f3a9c2e/zarr.json                              one start of the worker group
+<attempt>/rank_00003/zarr.json                              one process of it
+<attempt>/rank_00003/iter_00001234/zarr.json                rank commit, written last
+<attempt>/rank_00003/iter_00001234/<site>/zarr.json         one captured tensor
+<attempt>/commits/iter_00001234/zarr.json                   the iteration was begun
+<attempt>/commits/iter_00001234/rank_00003.committed/zarr.json   markers: one LIST tells all states
+<attempt>/iterations/iter_00001234/zarr.json                iteration commit, written last
+<attempt>/closed/rank_00003/zarr.json                       the rank will commit nothing more
+<attempt>/plan/zarr.json                                    further iterations, when the first ones were not enough
+<attempt>/verdict/zarr.json                                 whether the guaranteed minimum is there
+
+The end of an attempt's name is drawn by lot when it begins: no key of it is ever a key of another attempt, even
+of one in another run that has since been made at the same place. A late writer can therefore leave debris, but
+change nothing. An attempt without its document is such debris, and readers pass it over.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ ATTEMPT_GROUPS = ("commits", "iterations", "closed")
 _MARKER = re.compile(r"iter_(\d+)/rank_(\d+)\.([a-z]+)/zarr\.json")
 _ITERATION = re.compile(r"iter_(\d+)/zarr\.json")
 _CLOSED = re.compile(r"rank_(\d+)/zarr\.json")
-_ATTEMPT = re.compile(r"attempt_(\d+)")
+_ATTEMPT = re.compile(r"attempt_(\d+)(-[0-9a-f]+)?")
 
 
 class Mark(enum.StrEnum):
@@ -54,59 +58,59 @@ class Marker:
     """What became of it."""
 
 
-def attempt_path(attempt: int) -> str:
-    """The group of one start of the worker group."""
-    return f"attempt_{attempt:03d}"
+def attempt_path(number: int, *, token: str) -> str:
+    """The group of one start of the worker group; the other functions take it as `attempt`."""
+    return f"attempt_{number:03d}-{token}"
 
 
-def rank_path(attempt: int, rank: int) -> str:
+def rank_path(attempt: str, rank: int) -> str:
     """The group of one process."""
-    return f"{attempt_path(attempt)}/rank_{rank:05d}"
+    return f"{attempt}/rank_{rank:05d}"
 
 
-def rank_iteration_path(attempt: int, rank: int, iteration: int) -> str:
+def rank_iteration_path(attempt: str, rank: int, iteration: int) -> str:
     """The group of one iteration on one rank: the unit of commit."""
     return f"{rank_path(attempt, rank)}/iter_{iteration:08d}"
 
 
-def commits_path(attempt: int) -> str:
+def commits_path(attempt: str) -> str:
     """The group of all markers."""
-    return f"{attempt_path(attempt)}/commits"
+    return f"{attempt}/commits"
 
 
-def opened_path(attempt: int, iteration: int) -> str:
+def opened_path(attempt: str, iteration: int) -> str:
     """The group whose presence says that an iteration was begun."""
     return f"{commits_path(attempt)}/iter_{iteration:08d}"
 
 
-def marker_path(attempt: int, iteration: int, rank: int, mark: Mark) -> str:
+def marker_path(attempt: str, iteration: int, rank: int, mark: Mark) -> str:
     """The group whose presence is one rank's word on one iteration."""
     return f"{opened_path(attempt, iteration)}/rank_{rank:05d}.{mark}"
 
 
-def iterations_path(attempt: int) -> str:
+def iterations_path(attempt: str) -> str:
     """The group of all iteration commits."""
-    return f"{attempt_path(attempt)}/iterations"
+    return f"{attempt}/iterations"
 
 
-def iteration_path(attempt: int, iteration: int) -> str:
+def iteration_path(attempt: str, iteration: int) -> str:
     """The array that holds the merged catalogue of an iteration; its document is the commit."""
     return f"{iterations_path(attempt)}/iter_{iteration:08d}"
 
 
-def closed_path(attempt: int, rank: int) -> str:
+def closed_path(attempt: str, rank: int) -> str:
     """The group that says that a rank will commit nothing more."""
-    return f"{attempt_path(attempt)}/closed/rank_{rank:05d}"
+    return f"{attempt}/closed/rank_{rank:05d}"
 
 
-def plan_path(attempt: int) -> str:
+def plan_path(attempt: str) -> str:
     """The group that names the iterations to capture, where the options' were not enough."""
-    return f"{attempt_path(attempt)}/plan"
+    return f"{attempt}/plan"
 
 
-def verdict_path(attempt: int) -> str:
+def verdict_path(attempt: str) -> str:
     """The group that says whether the guaranteed minimum is there."""
-    return f"{attempt_path(attempt)}/verdict"
+    return f"{attempt}/verdict"
 
 
 def document_key(path: str) -> str:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import itertools
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,11 +34,18 @@ _MAX_PARTS = 1024
 """Buffers in one `writev`: IOV_MAX on Linux."""
 
 
+_REMOVALS = 30
+"""Tries to remove a directory before its writers count as unstoppable."""
+
+_REMOVAL_SECONDS = 0.1
+
+
 class LocalBackend:
     """A run in a directory; the `Backend` over plain files."""
 
     def __init__(self, path: str) -> None:
         self.url = str(Path(path).expanduser().absolute())
+        self.is_shared = True
         self._root = Path(self.url)
         self._made: set[Path] = set()
         self._serial = itertools.count()
@@ -101,7 +110,7 @@ class LocalBackend:
             paths = [self._root / prefix] if prefix else [self._root / name for name in self.list_names("")]
             for path in paths:
                 if path.is_dir():
-                    shutil.rmtree(path)
+                    _remove_tree(path)
                 else:
                     path.unlink(missing_ok=True)
 
@@ -147,6 +156,20 @@ class LocalBackend:
                 f"cannot {verb} {place}: {error.strerror or error}: free space, mend the permissions, "
                 f"or choose another URL"
             ) from error
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a directory, in which a writer that has not noticed yet may still be making files."""
+    for _ in range(_REMOVALS - 1):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
+                raise
+            time.sleep(_REMOVAL_SECONDS)
+        if not path.exists():
+            return
+    shutil.rmtree(path)
 
 
 def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:

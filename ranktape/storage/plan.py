@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ranktape.storage import layout
+from ranktape.storage.attempt import check_attempt
 from ranktape.storage.documents import decode_document, encode_document, group_document
 
 if TYPE_CHECKING:
+    from ranktape.storage.attempt import Attempt
     from ranktape.storage.backend import Backend
 
 
@@ -26,15 +28,20 @@ class Plan:
     """Whether enough iterations are complete, and capture ends."""
 
 
-def write_plan(backend: Backend, *, attempt: int, plan: Plan) -> None:
-    """Announce a plan to every rank of an attempt."""
+def write_plan(backend: Backend, *, attempt: Attempt, plan: Plan) -> None:
+    """Announce a plan to every rank of an attempt.
+
+    Raises:
+        StorageError: the run was deleted or replaced, or cannot be written.
+    """
+    check_attempt(backend, attempt)
     attributes = {"iterations": list(plan.iterations), "is_done": plan.is_done}
-    backend.put(layout.document_key(layout.plan_path(attempt)), [encode_document(group_document(attributes))])
+    backend.put(layout.document_key(layout.plan_path(attempt.path)), [encode_document(group_document(attributes))])
 
 
-def read_plan(backend: Backend, *, attempt: int) -> Plan | None:
+def read_plan(backend: Backend, *, attempt: Attempt) -> Plan | None:
     """The plan that was announced last; None where none was."""
-    key = layout.document_key(layout.plan_path(attempt))
+    key = layout.document_key(layout.plan_path(attempt.path))
     data = backend.get(key)
     if data is None:
         return None

@@ -7,15 +7,22 @@ markers tells the state of every iteration on every rank.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 
-from ranktape.errors import DataError
+from ranktape.errors import DataError, RunNotFoundError
 from ranktape.storage import layout
-from ranktape.storage.attempt import complete_iterations, list_attempts, read_attempt
+from ranktape.storage.attempt import (
+    check_attempt,
+    complete_iterations,
+    is_attempt_there,
+    lost_message,
+    read_attempts,
+)
 from ranktape.storage.catalogue import Entry, encode_catalogue
 from ranktape.storage.documents import array_document, chunk_key, decode_document, encode_document, group_document
 from ranktape.storage.layout import Mark
@@ -63,26 +70,31 @@ def read_progress(backend: Backend, attempt: Attempt) -> Progress:
     """How far an attempt is; three LISTs, no document is read."""
     opened: set[int] = set()
     marks: dict[int, dict[int, Mark]] = {}
-    for key in backend.list_keys(layout.commits_path(attempt.number)):
+    for key in backend.list_keys(layout.commits_path(attempt.path)):
         marker = layout.parse_marker(key)
         iteration = layout.parse_iteration(key) if marker is None else marker.iteration
         if iteration is not None:
             opened.add(iteration)
         if marker is not None:
             marks.setdefault(marker.iteration, {})[marker.rank] = marker.mark
-    closed = (layout.parse_closed(key) for key in backend.list_keys(f"{layout.attempt_path(attempt.number)}/closed"))
+    closed = (layout.parse_closed(key) for key in backend.list_keys(f"{attempt.path}/closed"))
     return Progress(
         attempt=attempt,
         opened=frozenset(opened),
         marks=marks,
-        complete=frozenset(complete_iterations(backend, attempt.number)),
+        complete=frozenset(complete_iterations(backend, attempt)),
         closed=frozenset(rank for rank in closed if rank is not None),
     )
 
 
-def open_iteration(backend: Backend, *, attempt: int, iteration: int) -> None:
-    """Say that an iteration was begun, so that it is missed if no rank commits it."""
-    key = layout.document_key(layout.opened_path(attempt, iteration))
+def open_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
+    """Say that an iteration was begun, so that it is missed if no rank commits it.
+
+    Raises:
+        StorageError: the run was deleted or replaced, or cannot be written.
+    """
+    check_attempt(backend, attempt)
+    key = layout.document_key(layout.opened_path(attempt.path, iteration))
     backend.put(key, [encode_document(group_document({"opened": time.time()}))])
 
 
@@ -93,14 +105,15 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
 
     Raises:
         DataError: a rank left its marker, but its commit is not there or does not say what it should.
-        StorageError: the store cannot be read or written.
+        StorageError: the run was deleted or replaced, or cannot be read or written.
     """
+    check_attempt(backend, attempt)
     ranks = range(attempt.launch.world_size)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        commits = list(pool.map(lambda rank: read_commit(backend, attempt.number, rank, iteration), ranks))
+        commits = list(pool.map(lambda rank: read_commit(backend, attempt.path, rank, iteration), ranks))
     entries = [entry for commit in commits for entry in commit.entries]
     catalogue = encode_catalogue(entries)
-    path = layout.iteration_path(attempt.number, iteration)
+    path = layout.iteration_path(attempt.path, iteration)
     # The catalogue lies in the array's only chunk, after which the array's own checksum stands.
     document = array_document(
         shape=[len(catalogue)],
@@ -124,6 +137,7 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     )
     backend.put(f"{path}/{chunk_key(1)}", with_checksum(catalogue))
     backend.flush()
+    check_attempt(backend, attempt)
     backend.create(layout.document_key(path), encode_document(document))
     backend.flush()
 
@@ -138,8 +152,8 @@ class RankCommit:
     """The tensors that were expected and not recorded, each with the reason."""
 
 
-def read_commit(backend: Backend, attempt: int, rank: int, iteration: int) -> RankCommit:
-    """One rank's commit of an iteration.
+def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> RankCommit:
+    """One rank's commit of an iteration; `attempt` is the attempt's path.
 
     Raises:
         DataError: there is no commit, or it does not hold as many records as it says.
@@ -171,34 +185,52 @@ def read_statuses(backend: Backend, progress: Progress, *, final: bool) -> list[
 
 def read_verdict(backend: Backend) -> tuple[Verdict, list[IterationStatus]] | None:
     """The verdict on a run, with all its iterations; None for a run in which no attempt has begun."""
-    statuses: list[IterationStatus] = []
-    notes: dict[int, str] = {}
-    attempt = None
-    final = False
-    numbers = list_attempts(backend)
-    for number in numbers:
-        read = read_attempt(backend, number)
-        if read is None:
-            continue
-        attempt = read
-        final = backend.exists(layout.document_key(layout.verdict_path(number)))
-        progress = read_progress(backend, attempt)
-        statuses += read_statuses(backend, progress, final=final or number != numbers[-1])
-        notes = _closing_notes(backend, progress) if final else {}
-    if attempt is None:
+    attempts = read_attempts(backend)
+    if not attempts:
         return None
+    last = attempts[-1]
+    # Read first: a rank's last words come before it.
+    closing = _verdict_attributes(backend, last)
+    final = closing is not None
+    progresses = [read_progress(backend, attempt) for attempt in attempts]
+    statuses = [
+        status
+        for progress in progresses
+        for status in read_statuses(backend, progress, final=final or progress.attempt is not last)
+    ]
     statuses.sort(key=lambda status: (status.iteration, status.attempt))
-    return judge(statuses, required=attempt.min_iterations, final=final, notes=notes), statuses
+    verdict = judge(
+        statuses,
+        required=last.min_iterations,
+        final=final,
+        notes=_closing_notes(backend, progresses[-1]) if final else {},
+        problems=(closing or {}).get("problems", {}),
+    )
+    return verdict, statuses
 
 
-def write_verdict(backend: Backend, *, attempt: Attempt) -> Verdict:
-    """Close the attempt: the verdict on the run as it stands, written to the store."""
-    key = layout.document_key(layout.verdict_path(attempt.number))
-    backend.put(key, [encode_document(group_document({"written": time.time()}))])
+def write_verdict(backend: Backend, *, attempt: Attempt, problems: Mapping[str, str] | None = None) -> Verdict:
+    """Close the attempt: the verdict on the run as it stands, written to the store.
+
+    Args:
+        backend: Where the run is.
+        attempt: The attempt that ends.
+        problems: What its coordinator met, each with the reason; a verdict that is not met names them.
+
+    Raises:
+        RunNotFoundError: the run was deleted or replaced.
+        StorageError: the store cannot be read or written.
+    """
+    if not is_attempt_there(backend, attempt):
+        raise RunNotFoundError(lost_message(backend))
+    key = layout.document_key(layout.verdict_path(attempt.path))
+    closing = {"problems": dict(problems or {}), "written": time.time()}
+    backend.put(key, [encode_document(group_document(closing))])
     judged = read_verdict(backend)
-    assert judged is not None, "the attempt was read before"
+    if judged is None or not is_attempt_there(backend, attempt):
+        raise RunNotFoundError(lost_message(backend))
     verdict = judged[0]
-    backend.put(key, [encode_document(group_document({**verdict.to_json(), "written": time.time()}))])
+    backend.put(key, [encode_document(group_document({**verdict.to_json(), **closing}))])
     backend.flush()
     return verdict
 
@@ -239,7 +271,7 @@ def _status(backend: Backend, progress: Progress, iteration: int, *, final: bool
         state = IterationState.PARTIAL
     else:
         state = IterationState.OPEN
-    summary = _attributes(backend, layout.iteration_path(attempt.number, iteration)) if is_complete else {}
+    summary = _attributes(backend, layout.iteration_path(attempt.path, iteration)) if is_complete else {}
     silent = {int(rank): sites for rank, sites in summary.get("silent_sites", {}).items()}
     return IterationStatus(
         iteration=iteration,
@@ -255,24 +287,31 @@ def _status(backend: Backend, progress: Progress, iteration: int, *, final: bool
 
 
 def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, final: bool) -> str:
-    number = progress.attempt.number
+    path = progress.attempt.path
     mark = progress.marks.get(iteration, {}).get(rank)
     if mark is not None:
-        attributes = _attributes(backend, layout.marker_path(number, iteration, rank, mark))
+        attributes = _attributes(backend, layout.marker_path(path, iteration, rank, mark))
         return str(attributes.get("reason", mark))
     if rank in progress.closed:
-        attributes = _attributes(backend, layout.closed_path(number, rank))
+        attributes = _attributes(backend, layout.closed_path(path, rank))
         return f"ended before it ({attributes.get('reason', 'no reason was left')})"
     return "never reported (its host may be lost)" if final else "has not committed yet"
 
 
 def _closing_notes(backend: Backend, progress: Progress) -> dict[int, str]:
     """The last words of the first rank that closed; the others' are in the iterations that they did not commit."""
-    number = progress.attempt.number
+    path = progress.attempt.path
     return {
-        rank: str(_attributes(backend, layout.closed_path(number, rank)).get("reason", ""))
+        rank: str(_attributes(backend, layout.closed_path(path, rank)).get("reason", ""))
         for rank in sorted(progress.closed)[:1]
     }
+
+
+def _verdict_attributes(backend: Backend, attempt: Attempt) -> dict[str, Any] | None:
+    """What the document that closes an attempt says; None for one that is not closed."""
+    key = layout.document_key(layout.verdict_path(attempt.path))
+    data = backend.get(key)
+    return None if data is None else dict(decode_document(data, place=f"{backend.url}/{key}").get("attributes", {}))
 
 
 def _attributes(backend: Backend, path: str) -> dict[str, Any]:

@@ -140,6 +140,8 @@ class Record:
         dtype = getattr(torch, self.info.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise UsageError(f"torch has no dtype {self.info.dtype}: use read() for a numpy array")
+        if not values.size:
+            return torch.empty(self.info.shape, dtype=dtype)
         raw = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
         return raw.view(dtype).reshape(self.info.shape)
 

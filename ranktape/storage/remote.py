@@ -39,6 +39,7 @@ class RemoteBackend:
     def __init__(self, url: str, *, storage_options: Mapping[str, Any]) -> None:
         self.url = without_credentials(url)
         protocol = url.partition("://")[0]
+        self.is_shared = "memory" not in protocol.split("::")
         defaults = _DEFAULTS.get(protocol, {})
         options = {**defaults, **storage_options}
         try:

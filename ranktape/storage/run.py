@@ -11,9 +11,9 @@ import numpy as np
 
 from ranktape.errors import RunNotFoundError
 from ranktape.storage import layout
-from ranktape.storage.attempt import complete_iterations, list_attempts, run_attributes
+from ranktape.storage.attempt import Attempt, complete_iterations, read_attempts, run_attributes
 from ranktape.storage.backend import Backend, open_backend
-from ranktape.storage.catalogue import Catalogue
+from ranktape.storage.catalogue import Catalogue, empty_catalogue
 from ranktape.storage.columns import Mask
 from ranktape.storage.documents import chunk_key
 from ranktape.storage.filters import parse_filter
@@ -39,11 +39,11 @@ class Run:
         self._backend = backend
         self.attributes = run_attributes(backend.get(layout.document_key("")), place=backend.url)
         """What the run's document says: schema, options, environment, launch."""
-        self._attempts_of: dict[int, list[int]] = {}
-        for attempt in list_attempts(backend):
+        self._attempts_of: dict[int, list[Attempt]] = {}
+        for attempt in read_attempts(backend):
             for iteration in complete_iterations(backend, attempt):
                 self._attempts_of.setdefault(iteration, []).append(attempt)
-        self._catalogues: dict[tuple[int, int], Catalogue] = {}
+        self._catalogues: dict[tuple[int, str], Catalogue] = {}
 
     def __repr__(self) -> str:
         return f"<Run {self.url}: {len(self.iterations)} complete iterations>"
@@ -85,7 +85,7 @@ class Run:
             StorageError: a catalogue cannot be read.
         """
         places = [
-            (iteration, attempt)
+            (iteration, attempt.path)
             for iteration in self.iterations
             for attempt in (self._attempts_of[iteration] if "attempt" in filters else self._attempts_of[iteration][-1:])
         ]
@@ -94,11 +94,11 @@ class Run:
             mask: Mask = wanted.mask(lambda _: np.array([iteration for iteration, _ in places]), len(places))
             places = [place for place, is_wanted in zip(places, mask, strict=True) if is_wanted]
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            catalogues = list(pool.map(self._catalogue, places))
+            catalogues = list(pool.map(self._catalogue, places)) or [empty_catalogue()]
         rows = np.arange(sum(catalogue.num_rows for catalogue in catalogues))
         return Records(self._reader, catalogues, rows).select(**filters)
 
-    def _catalogue(self, place: tuple[int, int]) -> Catalogue:
+    def _catalogue(self, place: tuple[int, str]) -> Catalogue:
         if place not in self._catalogues:
             iteration, attempt = place
             key = f"{layout.iteration_path(attempt, iteration)}/{chunk_key(1)}"

@@ -7,6 +7,7 @@ its own node.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,7 @@ from ranktape.storage.attempt import (
     Attempt,
     Launch,
     complete_iterations,
-    list_attempts,
-    read_attempt,
+    read_attempts,
     run_attributes,
 )
 from ranktape.storage.documents import SCHEMA_KEY, SCHEMA_VERSION, encode_document, group_document
@@ -41,19 +41,21 @@ def begin_attempt(
 ) -> Attempt:
     """The new attempt, written by rank 0; makes the run where there is none.
 
-    A run of the same launch is continued without being asked, so that a restart by torchrun resumes.
+    A run of the same launch is continued without being asked, so that a restart by torchrun resumes. Overwriting
+    deletes what belongs to the run, and leaves what else lies beside it. What a late writer of a deleted run left
+    is passed over.
 
     Raises:
         RunExistsError: another launch's run, or something that is not a run, is at the URL.
         StorageError: the store cannot be read or written.
     """
     data = backend.get(layout.document_key(""))
-    if data is None and (found := backend.list_names("")):
+    if data is None and (found := _foreign_names(backend)):
         raise RunExistsError(f"{backend.url} is not empty and holds no run (there is {found[0]!r}): choose another URL")
     if data is not None and overwrite:
         owner = run_attributes(data, place=backend.url).get("launch_id")
         if owner != launch.launch_id:
-            backend.delete("")
+            _delete_run(backend)
             data = None
     if data is None:
         attributes = {
@@ -70,17 +72,19 @@ def begin_attempt(
             f"there is a run at {backend.url} already: add --resume to continue it, --overwrite to delete it, "
             f"or choose another URL"
         )
-    earlier = list_attempts(backend)
-    for number in earlier:
-        _finish_leftovers(backend, number)
-    completed = sorted({iteration for number in earlier for iteration in complete_iterations(backend, number)})
+    earlier = read_attempts(backend)
+    for one in earlier:
+        _finish_leftovers(backend, one)
+    completed = sorted({iteration for one in earlier for iteration in complete_iterations(backend, one)})
+    number = earlier[-1].number + 1 if earlier else 0
     attempt = Attempt(
-        number=max(earlier, default=-1) + 1,
+        number=number,
+        path=layout.attempt_path(number, token=secrets.token_hex(4)),
         launch=launch,
         min_iterations=int(options["min_iterations"]),
         completed=tuple(completed),
     )
-    path = layout.attempt_path(attempt.number)
+    path = attempt.path
     for group in layout.ATTEMPT_GROUPS:
         backend.put(layout.document_key(f"{path}/{group}"), [encode_document(group_document({}))])
     attributes = {**attempt.to_json(), "options": dict(options), "started": time.time()}
@@ -97,9 +101,8 @@ def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) ->
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
-        for number in reversed(list_attempts(backend)):
-            attempt = read_attempt(backend, number)
-            if attempt is not None and attempt.launch == launch:
+        for attempt in reversed(read_attempts(backend)):
+            if attempt.launch == launch:
                 return attempt
         if time.monotonic() > deadline:
             raise CaptureError(
@@ -109,9 +112,28 @@ def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) ->
         time.sleep(_POLL_SECONDS)
 
 
-def _finish_leftovers(backend: Backend, number: int) -> None:
+def _foreign_names(backend: Backend) -> list[str]:
+    """What lies where a run is to be made, other than attempts that lost their documents."""
+    return [
+        name
+        for name in backend.list_names("")
+        if layout.parse_attempt(name) is None or backend.exists(layout.document_key(name))
+    ]
+
+
+def _delete_run(backend: Backend) -> None:
+    """Delete what the layout names and nothing else."""
+    attempts = [name for name in backend.list_names("") if layout.parse_attempt(name) is not None]
+    # The documents first: writers that are still at work see by them that the run is gone, and stop.
+    for name in attempts:
+        backend.delete(layout.document_key(name))
+    for name in attempts:
+        backend.delete(name)
+    # And this last: where the deletion is interrupted, it is still a run that can be overwritten.
+    backend.delete(layout.document_key(""))
+
+
+def _finish_leftovers(backend: Backend, attempt: Attempt) -> None:
     """Write the iteration commits that an earlier attempt's coordinator did not live to write."""
-    attempt = read_attempt(backend, number)
-    if attempt is not None:
-        for iteration in read_progress(backend, attempt).ready():
-            finish_iteration(backend, attempt=attempt, iteration=iteration)
+    for iteration in read_progress(backend, attempt).ready():
+        finish_iteration(backend, attempt=attempt, iteration=iteration)

@@ -85,9 +85,17 @@ _MAX_NAMED = 4
 
 
 def judge(
-    statuses: Sequence[IterationStatus], *, required: int, final: bool, notes: Mapping[int, str] | None = None
+    statuses: Sequence[IterationStatus],
+    *,
+    required: int,
+    final: bool,
+    notes: Mapping[int, str] | None = None,
+    problems: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """The verdict on a run whose iterations stand as `statuses` say; `notes` give ranks' last words."""
+    """The verdict on a run whose iterations stand as `statuses` say.
+
+    `notes` give ranks' last words and `problems` what the coordinator met; both count where the minimum is not met.
+    """
     complete = sorted({status.iteration for status in statuses if status.state is IterationState.COMPLETE})
     missing = []
     for status in statuses:
@@ -99,6 +107,7 @@ def judge(
         missing.append(f"iteration {status.iteration} is {status.state} ({ranks}{more})")
     is_met = len(complete) >= required
     if not is_met:
+        missing += [f"{subject}: {problem}" for subject, problem in (problems or {}).items()]
         missing += [f"rank {rank}: {note}" for rank, note in (notes or {}).items()]
     return Verdict(met=is_met, required=required, complete=complete, missing=missing, final=final)
 

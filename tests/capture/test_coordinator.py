@@ -31,7 +31,7 @@ class Watched:
 
     def end(self, iteration: int, *, marks: tuple[Mark, Mark] = (Mark.COMMITTED, Mark.COMMITTED)) -> None:
         """Both ranks have their word on an iteration."""
-        open_iteration(self.backend, attempt=0, iteration=iteration)
+        open_iteration(self.backend, attempt=self.attempt, iteration=iteration)
         for writer, mark in zip(self.writers, marks, strict=True):
             if mark is Mark.COMMITTED:
                 writer.commit(iteration, expected=[], silent_sites={})
@@ -57,10 +57,10 @@ def test_whole_iterations_are_closed_and_enough_is_enough(tmp_path: Path) -> Non
     watched = Watched(tmp_path / "run", planned=(10, 15), target=2)
     watched.end(10)
     eventually(lambda: open_run(watched.url).iterations == [10])
-    assert read_plan(watched.backend, attempt=0) is None
+    assert read_plan(watched.backend, attempt=watched.attempt) is None
     watched.end(15)
-    eventually(lambda: read_plan(watched.backend, attempt=0) is not None)
-    plan = read_plan(watched.backend, attempt=0)
+    eventually(lambda: read_plan(watched.backend, attempt=watched.attempt) is not None)
+    plan = read_plan(watched.backend, attempt=watched.attempt)
     assert plan is not None
     assert plan.is_done
     watched.close()
@@ -73,8 +73,8 @@ def test_what_failed_is_made_up_for_by_an_iteration_that_nobody_has_reached(tmp_
     watched.step = 16
     watched.end(10)
     watched.end(15, marks=(Mark.COMMITTED, Mark.FAILED))
-    eventually(lambda: read_plan(watched.backend, attempt=0) is not None)
-    plan = read_plan(watched.backend, attempt=0)
+    eventually(lambda: read_plan(watched.backend, attempt=watched.attempt) is not None)
+    plan = read_plan(watched.backend, attempt=watched.attempt)
     assert plan is not None
     [further] = set(plan.iterations) - {10, 15}
     assert further > watched.step
@@ -84,11 +84,11 @@ def test_what_failed_is_made_up_for_by_an_iteration_that_nobody_has_reached(tmp_
     watched.end(further, marks=(Mark.COMMITTED, Mark.SKIPPED))
 
     def has_grown() -> bool:
-        grown = read_plan(watched.backend, attempt=0)
+        grown = read_plan(watched.backend, attempt=watched.attempt)
         return grown is not None and len(grown.iterations) == 4
 
     eventually(has_grown)
-    plan = read_plan(watched.backend, attempt=0)
+    plan = read_plan(watched.backend, attempt=watched.attempt)
     assert plan is not None
     assert not plan.is_done
     last = max(plan.iterations)
@@ -107,7 +107,7 @@ def test_what_failed_is_made_up_for_by_an_iteration_that_nobody_has_reached(tmp_
 
 def test_a_rank_that_never_reports_ends_the_wait(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "run", planned=(0,), target=1)
-    open_iteration(watched.backend, attempt=0, iteration=0)
+    open_iteration(watched.backend, attempt=watched.attempt, iteration=0)
     watched.writers[0].commit(0, expected=[], silent_sites={})
     watched.coordinator.note_commit(0)
     watched.writers[0].close(reason="the training ended")

@@ -239,6 +239,26 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
     assert mapped_rings() == 0
 
 
+def test_samples_have_the_names_of_their_own_pass(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Capture(tmp_path / "run") as capture:
+        capture.set_sample_ids(torch.tensor([7, 8]))
+        loss = model(torch.randn(2, 16)).sum()
+        capture.set_sample_ids(["next", "batch"])
+        loss.backward()
+        with pytest.raises(UsageError, match=r"sample id 1\.5 is a float"):
+            capture.set_sample_ids([1.5])  # type: ignore[list-item]
+        optimizer.step()
+    records = open_run(tmp_path / "run").select()
+    assert {(record.tensor_name, tuple(record.sample_ids or ())) for record in records} >= {
+        ("grad_output", (7, 8)),
+        ("input", (7, 8)),
+        ("weight", ()),
+    }
+    assert len(records.where("sample_ids like '*next*'")) == 0
+
+
 def test_one_capture_at_a_time(tmp_path: Path) -> None:
     with Capture(tmp_path / "run"):
         with pytest.raises(CaptureError, match="a capture is running in this process already"):
@@ -426,3 +446,9 @@ def test_arguments_of_a_script(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match="--storage-options is not JSON"):
         Capture.from_arguments(parser.parse_args(["--capture", "x", "--storage-options", "{"]))
+
+
+def test_a_run_that_only_one_process_sees_is_refused() -> None:
+    with pytest.raises(UsageError, match="exists inside of one process only"):
+        Capture("memory://run").__enter__()
+    assert Capture.current is None

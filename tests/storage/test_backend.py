@@ -221,3 +221,59 @@ def test_unusable_urls_are_refused() -> None:
 def test_credentials_are_never_shown() -> None:
     assert without_credentials("s3://key:secret@bucket/run?token=1") == "s3://bucket/run"
     assert without_credentials("s3://bucket/run") == "s3://bucket/run"
+
+
+@pytest.mark.parametrize(
+    ("url", "right"),
+    [
+        ("file:/x/run", "file:///x/run"),
+        ("s3:/bucket/x", "s3://bucket/x"),
+        ("S3:/bucket/x", "s3://bucket/x"),
+        ("memory:/x", "memory://x"),
+    ],
+)
+def test_a_url_with_a_slash_too_few_is_no_directory(url: str, right: str) -> None:
+    with pytest.raises(UsageError, match=f"not a URL: write {right}"):
+        open_backend(url)
+
+
+@pytest.mark.parametrize("path", ["runs/a:b", "a:b", "a:/b", "C:/runs", "runs/s3:/x", "./s3:/x"])
+def test_colons_in_paths_are_characters(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Path(open_backend(path).url) == tmp_path / path
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("file:///x/y", "/x/y"),
+        ("file://localhost/x", "/x"),
+        ("FILE:///x", "/x"),
+        ("file:///a%20b/%25", "/a b/%"),
+        ("local:///x#1?2", "/x#1?2"),
+        ("/a%20b", "/a%20b"),
+    ],
+)
+def test_file_urls_name_local_directories(url: str, path: str) -> None:
+    assert open_backend(url).url == path
+
+
+@pytest.mark.parametrize("url", ["file://server/x", "file://relative", "file://"])
+def test_file_urls_of_other_hosts_are_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="write file:///absolute/path"):
+        open_backend(url)
+
+
+def test_only_shared_places_say_so(tmp_path: Path) -> None:
+    assert open_backend(tmp_path).is_shared
+    assert not open_backend("memory://bucket/run").is_shared
+
+
+def test_one_object_can_be_deleted(tmp_path: Path) -> None:
+    for url in (str(tmp_path), "memory://one-object"):
+        backend = open_backend(url)
+        backend.put("a", [b"."])
+        backend.put("ab", [b"."])
+        backend.delete("a")
+        assert backend.list_keys("") == ["ab"]
+        backend.delete("ab")

@@ -5,23 +5,29 @@ from __future__ import annotations
 from ranktape.storage import layout
 from ranktape.storage.layout import Mark, Marker
 
+ATTEMPT = layout.attempt_path(1000, token="1f3a9c2e")
+
 
 def test_markers_come_back_from_their_keys() -> None:
     for mark in Mark:
-        key = layout.document_key(layout.marker_path(2, 1234, 3, mark))
-        below = key.removeprefix(layout.commits_path(2) + "/")
+        key = layout.document_key(layout.marker_path(ATTEMPT, 1234, 3, mark))
+        below = key.removeprefix(layout.commits_path(ATTEMPT) + "/")
         assert layout.parse_marker(below) == Marker(iteration=1234, rank=3, mark=mark)
 
 
 def test_iterations_attempts_and_closings_come_back_from_their_keys() -> None:
-    assert layout.parse_iteration(layout.document_key(layout.iteration_path(0, 7)).partition("iterations/")[2]) == 7
-    assert layout.parse_attempt(layout.attempt_path(12)) == 12
-    assert layout.parse_closed(layout.document_key(layout.closed_path(0, 99_999)).partition("closed/")[2]) == 99_999
+    assert (
+        layout.parse_iteration(layout.document_key(layout.iteration_path(ATTEMPT, 7)).partition("iterations/")[2]) == 7
+    )
+    assert layout.parse_attempt(layout.attempt_path(12, token="0f")) == 12
+    assert (
+        layout.parse_closed(layout.document_key(layout.closed_path(ATTEMPT, 99_999)).partition("closed/")[2]) == 99_999
+    )
 
 
 def test_keys_grow_beyond_their_padding() -> None:
-    key = layout.document_key(layout.marker_path(1000, 10**9, 10**6, Mark.COMMITTED))
-    below = key.removeprefix(layout.commits_path(1000) + "/")
+    key = layout.document_key(layout.marker_path(ATTEMPT, 10**9, 10**6, Mark.COMMITTED))
+    below = key.removeprefix(layout.commits_path(ATTEMPT) + "/")
     assert layout.parse_marker(below) == Marker(iteration=10**9, rank=10**6, mark=Mark.COMMITTED)
 
 
@@ -36,4 +42,5 @@ def test_other_keys_are_passed_over() -> None:
         assert layout.parse_marker(key) is None
     assert layout.parse_iteration("iter_1/c.0") is None
     assert layout.parse_attempt("attempt_") is None
+    assert layout.parse_attempt("attempt_0-UPPER") is None
     assert layout.parse_attempt("control") is None

@@ -51,6 +51,12 @@ def tensors(*, rank: int, iteration: int = 0, count: int = 3) -> list[tuple[np.n
     ]
 
 
+def attempt_folder(url: str) -> Path:
+    """Where the only attempt of a run lies."""
+    [folder] = Path(url).glob("attempt_*")
+    return folder
+
+
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     """A run of two ranks with iterations 10 and 20."""
@@ -166,7 +172,7 @@ def test_plain_zarr_walks_the_whole_run(url: str) -> None:
 
 def test_xarray_opens_an_iteration_of_a_rank(url: str) -> None:
     xarray = pytest.importorskip("xarray")
-    dataset = xarray.open_zarr(f"{url}/attempt_000/rank_00001/iter_00000010", consolidated=True)
+    dataset = xarray.open_zarr(f"{attempt_folder(url)}/rank_00001/iter_00000010", consolidated=True)
     assert len(dataset.data_vars) == 3
     assert set(dataset.sizes.values()) == {4, 8, 64}
 
@@ -174,7 +180,7 @@ def test_xarray_opens_an_iteration_of_a_rank(url: str) -> None:
 def test_an_uncommitted_rank_hides_the_iteration(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     backend, attempt, writers = start(url, world_size=2, min_iterations=1)
-    open_iteration(backend, attempt=0, iteration=5)
+    open_iteration(backend, attempt=attempt, iteration=5)
     for array, info in tensors(rank=0, iteration=5):
         writers[0].write(array, info=info)
     writers[0].commit(5, expected=[], silent_sites={})
@@ -196,8 +202,8 @@ def test_an_uncommitted_rank_hides_the_iteration(tmp_path: Path) -> None:
 
 def test_a_skipped_iteration_is_hidden_and_named(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
-    backend, _, writers = start(url, world_size=2)
-    open_iteration(backend, attempt=0, iteration=5)
+    backend, attempt, writers = start(url, world_size=2)
+    open_iteration(backend, attempt=attempt, iteration=5)
     writers[0].commit(5, expected=[], silent_sites={})
     writers[1].mark(5, mark=Mark.SKIPPED, attributes={"reason": "no room"})
     [status] = open_run(url).status()
@@ -207,7 +213,7 @@ def test_a_skipped_iteration_is_hidden_and_named(tmp_path: Path) -> None:
 def test_a_verdict_ends_the_waiting(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     backend, attempt, writers = start(url, world_size=2, min_iterations=2)
-    open_iteration(backend, attempt=0, iteration=5)
+    open_iteration(backend, attempt=attempt, iteration=5)
     writers[0].commit(5, expected=[], silent_sites={})
     writers[0].close(reason="the training ended after 6 iterations")
     verdict = write_verdict(backend, attempt=attempt)
@@ -224,9 +230,9 @@ def test_two_finishers_leave_one_commit(tmp_path: Path) -> None:
         writers[0].write(array, info=info)
     writers[0].commit(0, expected=["a"], silent_sites={"a": "its hook did not fire"})
     finish_iteration(backend, attempt=attempt, iteration=0)
-    first = (tmp_path / "run/attempt_000/iterations/iter_00000000/zarr.json").read_bytes()
+    first = (tmp_path / "run" / attempt.path / "iterations/iter_00000000/zarr.json").read_bytes()
     finish_iteration(backend, attempt=attempt, iteration=0)
-    assert (tmp_path / "run/attempt_000/iterations/iter_00000000/zarr.json").read_bytes() == first
+    assert (tmp_path / "run" / attempt.path / "iterations/iter_00000000/zarr.json").read_bytes() == first
     assert open_run(url).status()[0].silent_sites == {0: {"a": "its hook did not fire"}}
 
 
@@ -322,7 +328,7 @@ def test_damaged_documents_are_found_and_named(url: str) -> None:
     (Path(url) / record.path / "zarr.json").unlink()
     with pytest.raises(DataError, match="its document is missing"):
         record.read()
-    catalogue = Path(url) / "attempt_000/iterations/iter_00000010/c.0"
+    catalogue = attempt_folder(url) / "iterations/iter_00000010/c.0"
     catalogue.write_bytes(catalogue.read_bytes()[:-1])
     with pytest.raises(DataError, match="its checksum differs"):
         open_run(url).select()
@@ -334,7 +340,7 @@ def test_a_commit_that_lost_a_record_is_not_finished(tmp_path: Path) -> None:
     for array, info in tensors(rank=0):
         writer.write(array, info=info)
     writer.commit(0, expected=[], silent_sites={})
-    path = tmp_path / "run/attempt_000/rank_00000/iter_00000000/zarr.json"
+    path = tmp_path / "run" / attempt.path / "rank_00000/iter_00000000/zarr.json"
     document = json.loads(path.read_text())
     document["consolidated_metadata"]["metadata"].popitem()
     path.write_text(json.dumps(document))
@@ -363,3 +369,26 @@ def test_long_names_are_nested_groups(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert list(zarr.open_group(url, mode="r", use_consolidated=False).members(max_depth=None))
+
+
+def test_a_run_without_complete_iterations_answers_every_filter(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    start(url)
+    run = open_run(url)
+    for filters in ({"module": "x"}, {"module": ["x", "y*"]}, {"iteration": "0-3"}, {"overflow__ratio": 0.5}):
+        assert len(run.select(**filters)) == 0
+    assert len(run.select().where("overflow.ratio > 0 and layer_type == 'attention'")) == 0
+    assert run.select().column("module").dtype == object
+    assert run.select().column("overflow.ratio").dtype == np.float64
+    assert run.select().group_by(["module"]) == []
+    with pytest.raises(UsageError, match="rank holds numbers"):
+        run.select(rank="x")
+
+
+def test_empty_records_become_torch_tensors(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    arrays = [np.zeros((0, 3), ml_dtypes.bfloat16), np.zeros((2, 0), np.float32), np.zeros(0, np.int64)]
+    write_run(url, {0: [[(array, describe(array, call=index)) for index, array in enumerate(arrays)]]})
+    read = [record.tensor() for record in open_run(url).select()]
+    assert [tuple(tensor.shape) for tensor in read] == [(0, 3), (2, 0), (0,)]
+    assert [tensor.dtype for tensor in read] == [torch.bfloat16, torch.float32, torch.int64]
