@@ -9,11 +9,12 @@ import numpy as np
 
 from ranktape.analyze.histogram import measure
 from ranktape.storage.attempt import Attempt, Launch
-from ranktape.storage.backend import Backend, open_backend
+from ranktape.storage.backend import Backend
 from ranktape.storage.dtypes import dtype_name
 from ranktape.storage.progress import finish_iteration, open_iteration
 from ranktape.storage.record import RecordInfo
 from ranktape.storage.start import begin_attempt
+from ranktape.storage.urls import open_backend
 from ranktape.storage.writer import RankWriter
 
 Tensors = Iterable[tuple[np.ndarray[Any, Any], RecordInfo]]

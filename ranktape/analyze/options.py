@@ -14,7 +14,7 @@ import click
 
 from ranktape.analyze.table import Form, Table, write_table
 from ranktape.errors import NoRecordsError, UsageError
-from ranktape.storage.backend import parse_storage_options
+from ranktape.storage.urls import parse_storage_options
 
 if TYPE_CHECKING:
     from ranktape.storage import Records

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ranktape.errors import UsageError
-from ranktape.storage.backend import parse_storage_options
 from ranktape.storage.record import check_term
+from ranktape.storage.urls import parse_storage_options
 
 
 class Policy(enum.StrEnum):

@@ -7,7 +7,6 @@ never ended by a capture that fails inside.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable
 from types import TracebackType
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from ranktape.capture.budget import default_host_budget_nbytes
 from ranktape.capture.clock import OptimizerClock
 from ranktape.capture.console import Console
+from ranktape.capture.ending import find_problem, judge_from_outside
 from ranktape.capture.environment import describe_environment
 from ranktape.capture.model import ModelHooks
 from ranktape.capture.no_capture import NoCapture
@@ -29,11 +29,11 @@ from ranktape.capture.seed_environment import read_seed_environment
 from ranktape.capture.tracker import Tracker
 from ranktape.capture.writer_config import WriterConfig
 from ranktape.errors import CaptureError, RanktapeError, UsageError
-from ranktape.storage.backend import open_backend
 from ranktape.storage.layout import rank_iteration_path
 from ranktape.storage.names import Site, site_path
 from ranktape.storage.progress import read_verdict
 from ranktape.storage.status import Verdict
+from ranktape.storage.urls import open_backend
 
 if TYPE_CHECKING:
     import argparse
@@ -144,10 +144,12 @@ class Capture:
         """
         if Capture.current is not None:
             raise CaptureError("a capture is running in this process already: end it first, or record into it")
-        if not open_backend(self._url, storage_options=self.options.storage_options).is_shared:
+        # Opened once: the program may change its working directory before the end.
+        self._backend = open_backend(self._url, storage_options=self.options.storage_options)
+        if not self._backend.is_shared:
             raise UsageError(
-                f"{self._url} exists inside of one process only, and a writer of its own records: give a directory or "
-                f"a URL such as s3://bucket/run"
+                f"{self._backend.url} exists inside of one process only, and a writer of its own records: "
+                f"give a directory or a URL such as s3://bucket/run"
             )
         self._place = find_place()
         self._console = Console(rank=self._place.rank)
@@ -269,7 +271,7 @@ class Capture:
             microbatch=call.microbatch,
             call=call.index,
         )
-        return f"{self._url}/{rank_iteration_path(self._attempt, self.rank, self._iteration)}/{site_path(site)}"
+        return f"{self._backend.url}/{rank_iteration_path(self._attempt, self.rank, self._iteration)}/{site_path(site)}"
 
     def set_sample_ids(self, sample_ids: Iterable[int | str] | torch.Tensor | None) -> None:
         """Name the samples of the coming microbatches, in the order of the batch; None ends it.
@@ -395,7 +397,7 @@ class Capture:
                 iterations=self._schedule.iterations,
                 min_iterations=self.options.min_iterations,
                 budget_nbytes=self._process.ring.file.capacity,
-                url=self._url,
+                url=self._backend.url,
             )
 
     def _report_silence(self) -> None:
@@ -455,29 +457,16 @@ class Capture:
         """The writer's verdict on rank 0; elsewhere, and where there is none, what this rank knows."""
         if "verdict" in words:
             return Verdict(**words["verdict"])
-        problem = words.get("error") or words.get("problem")
-        if words.get("state") == "late":
-            problem = f"not everything was stored within {waited_seconds:g} s; the writer goes on"
-        elif words.get("state") not in {"closed", "failed"}:
-            problem = f"the writer process ended: {self._process.last_line()}"
+        problem = find_problem(words, waited_seconds=waited_seconds, last_line=self._process.last_line())
         if problem is not None and problem != self._told:
-            self._console.warn(str(problem), is_for_all_ranks=True)
-        stored = self._stored_verdict() if self._place.rank == 0 else None
-        if stored is not None:
-            missing = stored.missing if problem is None or stored.met else [*stored.missing, str(problem)]
-            return dataclasses.replace(stored, missing=missing)
-        return Verdict(
-            met=self._place.rank != 0 and problem is None,
-            required=self.options.min_iterations,
-            complete=[],
-            missing=[] if problem is None else [f"rank {self._place.rank}: {problem}"],
-            final=False,
-        )
+            self._console.warn(problem, is_for_all_ranks=True)
+        stored = self._stored_verdict() if self.rank == 0 else None
+        return judge_from_outside(stored, problem=problem, rank=self.rank, required=self.options.min_iterations)
 
     def _stored_verdict(self) -> Verdict | None:
         """What the store says, where the writer could not; None where it cannot be read either."""
         try:
-            judged = read_verdict(open_backend(self._url, storage_options=self.options.storage_options))
+            judged = read_verdict(self._backend)
         except RanktapeError as error:
             self._console.warn(str(error))
             return None

@@ -28,13 +28,13 @@ from ranktape.capture.ring import RingConsumer, Slot, SlotKind
 from ranktape.capture.writer_config import WriterConfig
 from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage.attempt import Launch
-from ranktape.storage.backend import open_backend
 from ranktape.storage.dtypes import numpy_dtype
 from ranktape.storage.layout import Mark
 from ranktape.storage.plan import Plan, read_plan
 from ranktape.storage.progress import open_iteration
 from ranktape.storage.record import RecordInfo
 from ranktape.storage.start import begin_attempt, join_attempt
+from ranktape.storage.urls import open_backend
 from ranktape.storage.writer import RankWriter
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import click
 
 from ranktape.analyze.table import Column, Kind, Table, write_table
 from ranktape.errors import CheckFoundError
-from ranktape.storage.backend import parse_storage_options
+from ranktape.storage.urls import parse_storage_options
 
 if TYPE_CHECKING:
     from ranktape.storage import IterationStatus, Run, Verdict

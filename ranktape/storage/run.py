@@ -12,7 +12,7 @@ import numpy as np
 from ranktape.errors import RunNotFoundError
 from ranktape.storage import layout
 from ranktape.storage.attempt import Attempt, complete_iterations, read_attempts, run_attributes
-from ranktape.storage.backend import Backend, open_backend
+from ranktape.storage.backend import Backend
 from ranktape.storage.catalogue import Catalogue, empty_catalogue
 from ranktape.storage.columns import Mask
 from ranktape.storage.documents import chunk_key
@@ -20,6 +20,7 @@ from ranktape.storage.filters import parse_filter
 from ranktape.storage.progress import read_verdict, split_checksum
 from ranktape.storage.records import Records, RunReader
 from ranktape.storage.status import IterationStatus, Verdict
+from ranktape.storage.urls import open_backend
 
 _NUM_THREADS = 16
 

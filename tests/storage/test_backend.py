@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from ranktape.errors import StorageError, UsageError
-from ranktape.storage.backend import Backend, open_backend, without_credentials
+from ranktape.storage.backend import Backend, without_credentials
+from ranktape.storage.urls import open_backend
 from tests.s3 import S3Server
 
 

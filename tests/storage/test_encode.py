@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ranktape.storage  # registers our data types with zarr
-from ranktape.storage.backend import open_backend
 from ranktape.storage.documents import chunk_key, encode_document
 from ranktape.storage.dtypes import DTYPES
 from ranktape.storage.encode import MIN_SAMPLE_NBYTES, checksum, dimension_names, encode_array
 from ranktape.storage.records import Record, RunReader
+from ranktape.storage.urls import open_backend
 from tests import strategies
 from tests.runs import describe
 
