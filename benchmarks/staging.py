@@ -42,14 +42,14 @@ def main() -> None:
     ring = RingProducer(RING_NBYTES, is_alive=lambda: True)
     consumer = RingConsumer(os.dup(ring.file.descriptor))
     recorder = Recorder(ring=ring, tracker=Tracker(), options=CaptureOptions(), on_failure=print)
-    recorder.begin(0, is_staged=True)
     warm = torch.zeros(RING_NBYTES // 4)
     for shape in SHAPES:
         tensor = torch.randn(shape)
-        call = Call(iteration=0, microbatch=0, index=0, compute_dtype="float32", batch_size=shape[0])
+        recorder.begin(0, is_staged=True)
         records, copies = [], []
         offset = 0
-        for _ in range(NUM_TENSORS):
+        for number in range(NUM_TENSORS):
+            call = Call(iteration=0, microbatch=0, index=number, compute_dtype="float32", batch_size=shape[0])
             records.append(thread_seconds(partial(recorder.record, SOURCE, ROLE, tensor, call=call)))
             while (slot := consumer.take()) is not None:
                 consumer.free(slot)
