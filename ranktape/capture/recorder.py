@@ -183,9 +183,8 @@ class Recorder:
     def end(self) -> dict[str, Any]:
         """The iteration ended: what the commit must say of the expected and the silent tensors."""
         self.tally = None
-        names = set(self._seen)
-        expected = names | set(self._refused) if self._expected is None else self._expected | names
-        silent = dict.fromkeys(sorted(expected - names), "its hook did not fire") | self._refused
+        expected = self._seen | (set(self._refused) if self._expected is None else self._expected)
+        silent = dict.fromkeys(sorted(expected - self._seen), "its hook did not fire") | self._refused
         self._expected = expected
         return {"expected": sorted(expected), "silent_sites": silent}
 
@@ -282,17 +281,23 @@ class Recorder:
         slot = self._ring.reserve(
             SlotKind.TENSOR, header, tensor.nbytes, timeout_seconds=self._options.block_timeout_seconds
         )
-        if tensor.is_cuda and tensor.numel():
-            if self._device is None:
-                self._device = DeviceStage(self._ring)
-            self._device.copy(tensor, slot)
-            return
         try:
+            if tensor.is_cuda and tensor.numel():
+                self._device_stage().copy(tensor, slot)  # publishes the slot when the copy has arrived
+                return
             if tensor.numel():
                 _copy(tensor, slot.payload)
-        finally:
-            # A slot that is never published would hold up all that come after it.
+        except BaseException:
+            # A slot that is never published would hold up all that come after it; the capture disables itself, so
+            # the iteration is not committed with what lies in this one.
             self._ring.publish(slot)
+            raise
+        self._ring.publish(slot)
+
+    def _device_stage(self) -> DeviceStage:
+        if self._device is None:
+            self._device = DeviceStage(self._ring)
+        return self._device
 
     def _distinct(self, taken: _Taken) -> _Taken:
         """The tensor under a call of its own: two backward passes over one graph bring each gradient twice."""

@@ -44,13 +44,6 @@ class Place:
     """Ranks on this host."""
     restart: int
     """Restart count of the worker group."""
-    max_restarts: int
-    """How often the worker group may be restarted."""
-
-    @property
-    def is_last_attempt(self) -> bool:
-        """Whether a failure now ends the launch."""
-        return self.restart >= self.max_restarts
 
 
 def find_place() -> Place:
@@ -63,7 +56,6 @@ def find_place() -> Place:
         world_size=environment["WORLD_SIZE"],
         num_local_ranks=environment["LOCAL_WORLD_SIZE"],
         restart=environment["TORCHELASTIC_RESTART_COUNT"],
-        max_restarts=environment["TORCHELASTIC_MAX_RESTARTS"],
     )
 
 
@@ -140,7 +132,6 @@ _ENVIRONMENT = {
     "WORLD_SIZE": "1",
     "LOCAL_WORLD_SIZE": "1",
     "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_MAX_RESTARTS": "0",
 }
 
 

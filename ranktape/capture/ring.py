@@ -193,7 +193,6 @@ class RingProducer:
         # Waiting for room must not keep another thread from publishing what it has filled: two locks.
         self._reserve_lock = threading.Lock()
         self._publish_lock = threading.Lock()
-        self.waited_seconds = 0.0
 
     @property
     def free_nbytes(self) -> int:
@@ -204,10 +203,6 @@ class RingProducer:
     def pending_nbytes(self) -> int:
         """Bytes that are published and that the writer has not freed."""
         return self.file.counter(_Counter.PUBLISHED) - self.file.counter(_Counter.FREED)
-
-    def fits(self, payload_nbytes: int) -> bool:
-        """Whether a payload of that size can ever lie in the ring."""
-        return payload_nbytes + _PAGE <= self.file.capacity
 
     def reserve(self, kind: SlotKind, header: bytes, payload_nbytes: int, *, timeout_seconds: float) -> Slot:
         """A slot to fill, waited for until there is room.
@@ -291,7 +286,6 @@ class RingProducer:
                     f"the writer freed no room for {nbytes} bytes within --block-timeout-seconds {timeout_seconds:g}: "
                     f"raise it or --host-budget-nbytes, or capture less"
                 )
-        self.waited_seconds += time.monotonic() - start
 
     def _append(self, kind: SlotKind, header: bytes, *, header_nbytes: int, payload_nbytes: int) -> Slot:
         offset = self._reserved % self.file.capacity
