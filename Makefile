@@ -1,6 +1,7 @@
 # Every target makes .venv from nothing when it is missing, and brings it up to date when it is stale.
 #   make demo   train a small GPT on 2 ranks, capture it into runs/demo, analyse it
-#   make test   what CI runs: ruff, mypy, every test
+#   make test   what CI runs: ruff, mypy, every test; those on Ceph's S3 gateway where `make ceph` has been said once
+#   make ceph   fetch Ceph's packages (66 MB of Debian's) into the user's cache; nothing is installed
 #   make lint   ruff and mypy alone
 #   make docs   write docs/commands.md again from the commands' own help
 #   make bench  the benchmarks
@@ -9,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test ceph lint docs bench clean
 
 # The first interpreter that works, is new enough and can make a virtual environment (a name on the PATH may be an empty shim).
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
@@ -28,7 +29,10 @@ demo: $(STAMP)
 	$(BIN)/ranktape demo --output runs/demo --overwrite
 
 test: lint
-	$(BIN)/python -m pytest --run-slow
+	$(BIN)/python -m pytest --run-slow $(TEST_OPTIONS)
+
+ceph:
+	tests/ceph_packages.sh
 
 lint: $(STAMP)
 	$(BIN)/ruff check
@@ -40,7 +44,7 @@ docs: $(STAMP)
 	mv docs/commands.md.new docs/commands.md
 
 bench: $(STAMP)
-	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	for script in benchmarks/*.py; do echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script"; done
 
 clean:
 	rm -rf $(VENV) runs dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -33,11 +33,18 @@ def public_names(
 
 
 if TYPE_CHECKING:
+    from ranktape.analyze.files.open import open_source as open_source
     from ranktape.capture import Capture as Capture
     from ranktape.errors import RanktapeError as RanktapeError
     from ranktape.storage import open_run as open_run
 else:
     __all__, __getattr__, __dir__ = public_names(
-        __name__, homes={"capture": ["Capture"], "errors": ["RanktapeError"], "storage": ["open_run"]}
+        __name__,
+        homes={
+            "analyze.files.open": ["open_source"],
+            "capture": ["Capture"],
+            "errors": ["RanktapeError"],
+            "storage": ["open_run"],
+        },
     )
     __all__ += ["__version__"]

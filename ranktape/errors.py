@@ -7,6 +7,11 @@ RanktapeError                 everything a user can cause or must know; never sh
   RunExistsError              a run is at the URL and neither resume nor overwrite was asked for
   RunFormatError              what is stored there is not a run of a schema we read
   StorageError                the store cannot be reached, read or written
+    UnreachableError          it does not answer, or answers that it cannot just now; trying again may help
+    NoSpaceError              it is full, or a quota is used up
+    AccessDeniedError         it refuses us: wrong credentials, a permission that is missing, a read-only mount
+    NoBucketError             the bucket or container of the URL is not there
+    ObjectTooLargeError       an object is larger than what it is read as may be
   DataError                   a record's bytes are missing or damaged
   NoRecordsError              a selection holds nothing
   CaptureError                capture cannot start or cannot go on
@@ -50,6 +55,31 @@ class RunFormatError(RanktapeError):
 
 class StorageError(RanktapeError):
     """The store cannot be reached, read or written."""
+
+    is_transient: ClassVar[bool] = False
+    """Whether the same request may succeed later with nothing changed."""
+
+
+class UnreachableError(StorageError):
+    """The store does not answer, or says that it cannot just now."""
+
+    is_transient: ClassVar[bool] = True
+
+
+class NoSpaceError(StorageError):
+    """The store is full, or a quota is used up."""
+
+
+class AccessDeniedError(StorageError):
+    """The store refuses us: credentials, permissions, or a read-only file system."""
+
+
+class NoBucketError(StorageError):
+    """The bucket or container that the URL names is not there."""
+
+
+class ObjectTooLargeError(StorageError):
+    """An object is larger than what it is read as may be."""
 
 
 class DataError(RanktapeError):

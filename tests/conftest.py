@@ -5,13 +5,15 @@ Opt-in flags name themselves in the reason of a skip; no test sees the settings 
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
 
-from tests.s3 import S3Server
+from tests.ceph import CephServer, CephUnavailableError
+from tests.s3 import MotoServer, S3Server
 
 OPT_IN = {
     "slow": "takes more than ten seconds",
@@ -32,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add one flag for each marker that is opt-in."""
     for marker, meaning in OPT_IN.items():
         parser.addoption(f"--run-{marker}", action="store_true", help=f"run the tests marked {marker}: {meaning}")
+    parser.addoption("--require-s3", action="store_true", help="fail, do not skip, where Ceph's packages are missing")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,7 +59,37 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    """An S3 server on loopback, started once."""
-    server = S3Server()
+    """An S3 server on loopback, started once: moto."""
+    server = MotoServer()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def ceph_server(request: pytest.FixtureRequest) -> Iterator[CephServer]:
+    """Ceph's S3 gateway on loopback, started once; for tests that leave it as it is."""
+    server = _start_ceph(request)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def new_ceph_server(request: pytest.FixtureRequest) -> Iterator[Callable[[], CephServer]]:
+    """Starts Ceph's S3 gateway for one test that stops it, hangs it or takes its rights away."""
+    with contextlib.ExitStack() as running:
+
+        def start() -> CephServer:
+            server = _start_ceph(request)
+            running.callback(server.stop)
+            return server
+
+        yield start
+
+
+def _start_ceph(request: pytest.FixtureRequest) -> CephServer:
+    try:
+        return CephServer()
+    except CephUnavailableError as error:
+        if request.config.getoption("--require-s3"):
+            pytest.fail(f"{error}; --require-s3 was given")
+        pytest.skip(str(error))

@@ -9,12 +9,13 @@ import numpy as np
 
 from ranktape.analyze.histogram import measure
 from ranktape.storage.attempt import Attempt, Launch
-from ranktape.storage.backend import Backend
+from ranktape.storage.backends.backend import Backend
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.commit import finish_iteration
 from ranktape.storage.dtypes import dtype_name
-from ranktape.storage.progress import finish_iteration, open_iteration
+from ranktape.storage.progress import open_iteration
 from ranktape.storage.record import RecordInfo
 from ranktape.storage.start import begin_attempt
-from ranktape.storage.urls import open_backend
 from ranktape.storage.writer import RankWriter
 
 Tensors = Iterable[tuple[np.ndarray[Any, Any], RecordInfo]]

@@ -31,8 +31,9 @@ FORMAT_HELP = "Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4
 def cli() -> None:
     """Ask a recorded run what its numbers do.
 
-    RUN is a URL or a path. Filters are the names of a record's fields; a value may be a text with * and ?, a
-    number, a range (0-3, 10:20:2) or alternatives (0,2,5), and an option may be repeated.
+    RUN is a URL or a path; a folder of .pt files that the tools before us wrote, or one such file, will do as well.
+    Filters are the names of a record's fields; a value may be a text with * and ?, a number, a range (0-3, 10:20:2)
+    or alternatives (0,2,5), and an option may be repeated.
     """
 
 

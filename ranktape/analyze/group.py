@@ -22,7 +22,10 @@ class Failure(click.ClickException):
 
     def __init__(self, error: RanktapeError) -> None:
         """Keep the text and the exit code of `error`."""
-        super().__init__(str(error))
+        from ranktape.storage.backends.failures import printable
+
+        # Names in it may be a stranger's.
+        super().__init__("\n".join(printable(line) for line in str(error).splitlines()))
         self.exit_code = error.exit_code  # type: ignore[misc]  # click reads it from the instance
 
 

@@ -210,6 +210,12 @@ def scan(array: AnyArray, *, limits: Limits, sample_dim: int | None = None) -> T
     return tallies if sample_dim is not None else dataclasses.replace(tallies, per_sample=None)
 
 
+def scan_histogram(histogram: Histogram, *, limits: Limits) -> Tallies:
+    """What `scan` counts in the array that the histogram was counted from; nothing is known of its samples."""
+    tallies = _scan_counts(histogram.counts.reshape(1, -1), dtype=histogram.dtype, limits=limits)
+    return dataclasses.replace(tallies, per_sample=None)
+
+
 def warm_up() -> None:
     """Compile, or load from the cache, every kernel that `measure` and `count_patterns` need."""
     for dtype in (np.float16, np.float32, np.float64, np.uint8):
@@ -269,9 +275,13 @@ def _extremes(values: NDArray[np.float64]) -> Extremes:
 
 
 def _scan_bytes(array: AnyArray, *, shape_OSI: tuple[int, int, int], limits: Limits) -> Tallies:
-    values_P = pattern_values(array.dtype)
-    counts_SP = np.zeros((shape_OSI[1], values_P.size), dtype=np.int64)
+    counts_SP = np.zeros((shape_OSI[1], pattern_values(array.dtype).size), dtype=np.int64)
     count(frozen(_contiguous(array).view(np.uint8), shape=shape_OSI), counts_SP)
+    return _scan_counts(counts_SP, dtype=array.dtype, limits=limits)
+
+
+def _scan_counts(counts_SP: NDArray[np.int64], *, dtype: np.dtype[Any], limits: Limits) -> Tallies:
+    values_P = pattern_values(dtype)
     magnitude_P, is_nan_P = np.abs(values_P), np.isnan(values_P)
     is_over_P = ~is_nan_P & (magnitude_P >= limits.overflow_start)
     is_nonzero_P = ~is_nan_P & (magnitude_P > 0)
@@ -287,7 +297,8 @@ def _scan_bytes(array: AnyArray, *, shape_OSI: tuple[int, int, int], limits: Lim
         )
     ).astype(np.int64)
     occurs_P = counts_SP.any(axis=0)
-    return _tallies(counts_SP @ kinds_PK, num_elements=array.size, extremes=_extremes(values_P[occurs_P]))
+    extremes = _extremes(values_P[occurs_P])
+    return _tallies(counts_SP @ kinds_PK, num_elements=int(counts_SP.sum()), extremes=extremes)
 
 
 def _scan_integers(array: AnyArray, *, shape_OSI: tuple[int, int, int]) -> Tallies:

@@ -14,9 +14,10 @@ import click
 
 from ranktape.analyze.table import Form, Table, write_table
 from ranktape.errors import NoRecordsError, UsageError
-from ranktape.storage.urls import parse_storage_options
+from ranktape.storage.backends.urls import parse_storage_options
 
 if TYPE_CHECKING:
+    from ranktape.analyze.files.open import Source
     from ranktape.storage import Records
 
 Command = Callable[..., Any]
@@ -41,6 +42,9 @@ FILTERS: dict[str, str] = {
 }
 """The fields that have an option of their own, with what its help says; `--where` knows all."""
 
+MAX_NAMED_FILES = 4
+"""Files left out that are named before the rest is counted."""
+
 MAX_NAMED_VALUES = 8
 """Values that the message for an empty selection names."""
 
@@ -50,29 +54,35 @@ class Selection:
     """Which records a command is about."""
 
     run: str
-    """URL or path."""
+    """URL or path of a run, of a folder of `.pt` files, or of one such file."""
     filters: Mapping[str, tuple[str, ...]]
     """For each field that was filtered the texts that were given; any of them may match."""
     where: str | None
     """An expression over fields."""
     storage_options: Mapping[str, Any] | None
     """For fsspec."""
+    skip_unreadable: bool = False
+    """Whether files of a folder that cannot be read are left out, and named."""
 
     def records(self) -> Records:
-        """The records; never none.
+        """The records of a run, of a folder of `.pt` files, or of one such file; never none.
 
         Raises:
+            DataError: a file cannot be read.
             NoRecordsError: nothing matches; the message says what would.
             UnknownFieldError: the expression names no field of a record.
             UsageError: a filter has a value that its field cannot have.
             RunNotFoundError: there is no run.
             StorageError: the store cannot be read.
         """
-        from ranktape.storage import open_run
+        from ranktape.analyze.files.open import open_source
+        from ranktape.storage.run import Run
 
-        run = open_run(self.run, storage_options=self.storage_options)
+        run = open_source(self.run, self.storage_options, skip_unreadable=self.skip_unreadable)
+        _say_what_is_left_out(run)
         if not run.iterations:
-            raise NoRecordsError(f"{run.url} has no complete iteration: see 'ranktape status {self.run}'")
+            what = "complete iteration" if isinstance(run, Run) else "file that can be read"
+            raise NoRecordsError(f"{run.url} has no {what}: see 'ranktape status {self.run}'")
         texts = {field: ",".join(values) for field, values in self.filters.items()}
         # These two are known before any catalogue is read.
         early = {field: texts.pop(field) for field in ("iteration", "attempt") if field in texts}
@@ -130,17 +140,23 @@ def selection_options(command: Command) -> Command:
     """Add the argument RUN and one option for each field; the command gets them as `selection`."""
 
     @functools.wraps(command)
-    def wrapped(*, run: str, where: str | None, storage_options: str | None, **values: Any) -> Any:
+    def wrapped(
+        *, run: str, where: str | None, storage_options: str | None, skip_unreadable: bool, **values: Any
+    ) -> Any:
         given = {field: tuple(values.pop(field)) for field in FILTERS}
         selection = Selection(
             run=run,
             filters={field: texts for field, texts in given.items() if texts},
             where=where,
             storage_options=parse_storage_options(storage_options) if storage_options is not None else None,
+            skip_unreadable=skip_unreadable,
         )
         return command(selection=selection, **values)
 
     decorated: Command = wrapped
+    decorated = click.option(
+        "--skip-unreadable", is_flag=True, help="Of a folder of .pt files: name and leave out what cannot be read."
+    )(decorated)
     decorated = click.option("--storage-options", metavar="JSON", help="JSON object for fsspec.")(decorated)
     decorated = click.option("--where", metavar="EXPR", help="As in \"overflow.ratio > 0 and phase == 'pre'\".")(
         decorated
@@ -216,6 +232,19 @@ def view_option(command: Command) -> Command:
         type=click.Choice(["compute", "seen"]),
         help="Values rounded to what the operation computed in, or as they were captured.",
     )(wrapped)
+
+
+def _say_what_is_left_out(run: Source) -> None:
+    """Name on stderr the files of a folder that no record is of."""
+    for names, why in (
+        ([name for name in getattr(run, "foreign", ()) if name.endswith(".pt")], "not under a name that we know"),
+        (list(getattr(run, "unreadable", {}).values()), "cannot be read"),
+    ):
+        if names:
+            shown = "; ".join(names[:MAX_NAMED_FILES])
+            rest = len(names) - MAX_NAMED_FILES
+            more = f"; and {rest} more" if rest > 0 else ""
+            click.echo(f"{len(names)} .pt files left out, {why}: {shown}{more}", err=True)
 
 
 def _flag(field: str) -> str:

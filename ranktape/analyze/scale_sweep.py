@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.formats import Format
+    from ranktape.analyze.histogram import Histogram
+    from ranktape.analyze.scaling import Sums
 
 MAX_SCALE_EXPONENT = 1000
 """Largest magnitude of an exponent that may be asked for."""
@@ -104,20 +106,52 @@ def sweep_array(array: NDArray[Any], *, target: Format, options: SweepOptions | 
     Raises:
         UsageError: records do not hold such a dtype; the format is fp64, which has no room for a scale.
     """
+    _check_target(target)
+    real = np.stack([array.real, array.imag]) if array.dtype.kind == "c" else array
+    if real.dtype.itemsize <= 2:  # noqa: PLR2004 - bytes that can be counted
+        return sweep_histogram(count_values(real), target=target, options=options)
+    found = _population_of_values(real)
+    floats = real if real.dtype.kind == "f" else real.astype(np.float64)
+    return _sweep(
+        found,
+        lambda exponents: sums_of_values(floats, largest=found.largest, exponents=exponents, target=target),
+        target=target,
+        options=options,
+    )
+
+
+def sweep_histogram(histogram: Histogram, *, target: Format, options: SweepOptions | None = None) -> ScaleSweep:
+    """What `sweep_array` finds for the array that the histogram was counted from.
+
+    Raises:
+        UsageError: the format is fp64, which has no room for a scale.
+    """
+    _check_target(target)
+    values, counts = histogram.pairs()
+    return _sweep(
+        _population_of_pairs(values, counts),
+        lambda exponents: sums_of_pairs(values, counts=counts, exponents=exponents, target=target),
+        target=target,
+        options=options,
+    )
+
+
+def _check_target(target: Format) -> None:
     if target.dtype == "float64":
         raise UsageError("format 'fp64' holds every captured value: give a narrower one, such as fp8_e4m3")
-    real = np.stack([array.real, array.imag]) if array.dtype.kind == "c" else array
-    pairs = count_values(real).pairs() if real.dtype.itemsize <= 2 else None  # noqa: PLR2004 - bytes that can be counted
-    found = _population_of_values(real) if pairs is None else _population_of_pairs(*pairs)
+
+
+def _sweep(
+    found: _Population,
+    sums_at: Callable[[NDArray[np.float64]], Sums],
+    *,
+    target: Format,
+    options: SweepOptions | None,
+) -> ScaleSweep:
     levels: tuple[Level, ...] = ()
     if found.largest:
         exponents = (options or SweepOptions()).exponents(largest=found.largest, smallest=found.smallest, target=target)
-        if pairs is not None:
-            sums = sums_of_pairs(pairs[0], counts=pairs[1], exponents=exponents, target=target)
-        else:
-            floats = real if real.dtype.kind == "f" else real.astype(np.float64)
-            sums = sums_of_values(floats, largest=found.largest, exponents=exponents, target=target)
-        levels = levels_of(sums, exponents=exponents.tolist())
+        levels = levels_of(sums_at(exponents), exponents=exponents.tolist())
     return ScaleSweep(
         target=target,
         num_elements=found.num_elements,

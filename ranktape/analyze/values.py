@@ -1,14 +1,22 @@
-"""Which numbers of a record are judged: those that were seen, or those that the operation computed with?"""
+"""Which numbers of a record are judged: those that were seen, or those that the operation computed with?
+
+Of a record whose histogram was kept, the numbers are known and their places are not: every question about single
+values has the same answer.
+"""
 
 from __future__ import annotations
 
 import enum
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ranktape.analyze.formats import BY_DTYPE
-from ranktape.storage.dtypes import numpy_dtype
+from ranktape.analyze.histogram import Histogram, pattern_values
+from ranktape.errors import DataError, UsageError
+from ranktape.storage.dtypes import dtype_row, numpy_dtype
+from ranktape.storage.record import Keep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,3 +62,46 @@ def read_values(record: Record, *, view: View) -> NDArray[Any]:
         return seen
     with np.errstate(over="ignore", invalid="ignore"):
         return seen.astype(numpy_dtype(dtype))
+
+
+def read_numbers(record: Record, *, view: View) -> NDArray[Any] | Histogram:
+    """The values of a record as `read_values` gives them, or how often each occurs where only that was kept.
+
+    Raises:
+        StorageError: the store cannot be read.
+        DataError: the record's bytes are missing or damaged.
+        UsageError: what was kept is rounded already, and is to be looked at as it was seen.
+    """
+    return read_histogram(record, view=view) if record.keep == Keep.HISTOGRAM else read_values(record, view=view)
+
+
+def read_histogram(record: Record, *, view: View) -> Histogram:
+    """How often each value of a record occurs, in the element type that `viewed_dtype` names.
+
+    Raises:
+        StorageError: the store cannot be read.
+        DataError: the record's bytes are missing or damaged.
+        UsageError: the values were kept; or what was kept is rounded already, and is to be looked at as it was seen.
+    """
+    counted = record.dtype if dtype_row(record.dtype).itemsize == _HALF_NBYTES else record.compute_dtype
+    wanted = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
+    counts = record.counts().astype(np.int64)
+    dtype = dtype_row(counted).numpy_dtype
+    if dtype.itemsize != _HALF_NBYTES or int(counts.sum()) != math.prod(record.shape):
+        raise DataError(f"the histogram of {record!r} is damaged: it counts other elements than the tensor had")
+    if wanted == counted:
+        return Histogram(dtype=dtype, counts=counts)
+    if wanted == record.dtype:
+        raise UsageError(
+            f"of {record!r} the histogram of its values in {counted} was kept, and no value as it was seen: "
+            f"leave out --as seen, or leave such records out with --where \"keep == 'values'\""
+        )
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = pattern_values(dtype).astype(dtype).astype(numpy_dtype(wanted))
+    folded = np.zeros(1 << 8 * rounded.itemsize, dtype=np.int64)
+    np.add.at(folded, rounded.view(f"u{rounded.itemsize}"), counts)
+    return Histogram(dtype=numpy_dtype(wanted), counts=folded)
+
+
+_HALF_NBYTES = 2
+"""Size of the elements whose histograms are kept."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ranktape.capture.options import CaptureOptions
     from ranktape.capture.recorder import Tally
 
 _MAX_NAMED = 5
@@ -23,22 +24,44 @@ class Console:
     """Lines on stderr."""
 
     def __init__(self, *, rank: int) -> None:
-        self._rank = rank
+        self.rank = rank
+        self._told: set[str] = set()
         self._num_drains = 0
         self._drain_is_shown = False
 
     def say(self, text: str) -> None:
         """One line, from rank 0."""
-        if self._rank == 0:
+        if self.rank == 0:
             sys.stderr.write(f"ranktape: {text}\n")
             sys.stderr.flush()
 
     def warn(self, text: str, *, is_for_all_ranks: bool = False) -> None:
         """One line of a warning; from every rank where each has its own."""
-        if is_for_all_ranks or self._rank == 0:
-            prefix = f"[rank {self._rank}] " if is_for_all_ranks else ""
+        if is_for_all_ranks or self.rank == 0:
+            prefix = f"[rank {self.rank}] " if is_for_all_ranks else ""
             sys.stderr.write(f"ranktape: warning: {prefix}{' '.join(text.split())}\n")
             sys.stderr.flush()
+
+    def pass_on(self, words: Mapping[str, Any]) -> None:
+        """What the writer of this rank has to say, each thing once."""
+        for name in ("notice", "problem"):
+            if words.get(name) is not None:
+                self.warn_once(str(words[name]))
+
+    def warn_once(self, text: str) -> None:
+        """A line of a warning of this rank, unless it was there before."""
+        if text not in self._told:
+            self._told.add(text)
+            self.warn(text, is_for_all_ranks=True)
+
+    def warn_of(self, options: CaptureOptions) -> None:
+        """Of settings that do not what they seem to do."""
+        keep_last, target = options.keep_last, options.target_iterations
+        if keep_last is not None and keep_last >= target:
+            self.warn(
+                f"--keep-last {keep_last} deletes nothing, as capture ends after {target} iterations: give a larger "
+                f"--max-iterations"
+            )
 
     def show_matched(
         self, tally: Tally, *, iterations: Sequence[int], min_iterations: int, budget_nbytes: int, url: str

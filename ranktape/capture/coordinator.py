@@ -8,6 +8,7 @@ no collective, and no rank waits for it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
@@ -16,14 +17,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ranktape.errors import RanktapeError, StorageError
-from ranktape.storage.attempt import is_attempt_there
+from ranktape.storage.attempt import complete_iterations, is_attempt_there, read_attempts
+from ranktape.storage.commit import finish_iteration
 from ranktape.storage.layout import Mark
 from ranktape.storage.plan import Plan, write_plan
-from ranktape.storage.progress import Progress, finish_iteration, read_progress, write_verdict
+from ranktape.storage.progress import Progress, read_progress, write_verdict
+from ranktape.storage.upkeep.retention import drop_iteration, finish_drops
 
 if TYPE_CHECKING:
     from ranktape.storage.attempt import Attempt
-    from ranktape.storage.backend import Backend
+    from ranktape.storage.backends.backend import Backend
     from ranktape.storage.status import Verdict
 
 NOTICE_SECONDS = 4.0
@@ -33,7 +36,7 @@ new plans about every second."""
 _POLL_SECONDS = 0.25
 
 _MAX_POLL_SECONDS = 5.0
-"""Looking costs three LISTs: while nothing changes, it is done less and less often."""
+"""Looking costs some LISTs: while nothing changes, it is done less and less often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,8 @@ class Goal:
     """Complete iterations at which capture stops, over all attempts."""
     finish_timeout_seconds: float
     """Longest wait for other ranks once this one has ended."""
+    keep_last: int | None = None
+    """How many complete iterations stay, over all attempts; None for all."""
 
 
 class Coordinator:
@@ -73,6 +78,10 @@ class Coordinator:
         self._thread = threading.Thread(target=self._watch, name="ranktape-coordinator", daemon=True)
         self._undecided = set(goal.planned)
         self._committed: set[int] = set()
+        self._refused: set[int] = set()
+        self._owes_plan = False
+        self._seen: Progress | None = None
+        self._earlier: list[tuple[Attempt, int]] | None = None
         self.complete: set[int] = set()
         self.problems: dict[str, str] = {}
 
@@ -100,9 +109,9 @@ class Coordinator:
                 if not is_attempt_there(self._backend, self._attempt):
                     break  # deleted or replaced: writing the verdict says so
                 all_closed = len(progress.closed) == size
-                num_complete = len(progress.complete | set(self._attempt.completed))
-                all_complete = progress.opened <= progress.complete and num_complete >= self._goal.target
-                if all_closed or all_complete:
+                had = progress.complete | progress.dropped
+                is_enough = len(had | set(self._attempt.completed)) >= self._goal.target
+                if all_closed or (progress.opened <= had and is_enough):
                     break
             if time.monotonic() > deadline:
                 break
@@ -113,45 +122,74 @@ class Coordinator:
         pause = _POLL_SECONDS
         seen = None
         while not self._stop.wait(pause):
-            if not self._committed - self.complete or self._plan.is_done:
+            is_news = bool(self._committed - self.complete - self._refused)
+            if self._plan.is_done or not (is_news or self._owes_plan):
                 pause = _POLL_SECONDS
                 continue
             progress = self._look()
             pause = _POLL_SECONDS if progress != seen else min(_MAX_POLL_SECONDS, 1.5 * pause)
             seen = progress
             if progress is not None:
-                try:
-                    self._decide(progress)
-                except StorageError as error:
-                    self.problems["plan"] = str(error)
+                self._owes_plan = not self._decided(progress)
+
+    def _decided(self, progress: Progress) -> bool:
+        """Whether what follows from the progress could be announced."""
+        try:
+            self._decide(progress)
+        except StorageError as error:
+            self.problems["plan"] = str(error)
+            return False
+        self.problems.pop("plan", None)
+        return True
 
     def _look(self) -> Progress | None:
         try:
-            progress = read_progress(self._backend, self._attempt)
-            for iteration in progress.ready():
-                self._finish_iteration(iteration)
+            # Only at what was not settled when we looked before.
+            progress = read_progress(self._backend, self._attempt, known=self._seen)
+            finished = {iteration for iteration in progress.ready() if self._finish_iteration(iteration)}
+            progress = dataclasses.replace(progress, complete=progress.complete | finished)
+            self._seen = progress
+            self._retain(progress)
         except StorageError as error:
             # The store may come back; the verdict, at the latest, reports that it did not.
             self.problems["coordinator"] = str(error)
             return None
+        self.problems.pop("coordinator", None)
         return progress
 
-    def _finish_iteration(self, iteration: int) -> None:
+    def _retain(self, progress: Progress) -> None:
+        """Remove the oldest complete iterations, as far as there are more than are to be kept."""
+        keep_last = self._goal.keep_last
+        if keep_last is None:
+            return
+        if self._earlier is None:
+            earlier = [one for one in read_attempts(self._backend) if one.number < self._attempt.number]
+            for attempt in earlier:
+                finish_drops(self._backend, attempt=attempt)
+            self._earlier = [(one, number) for one in earlier for number in complete_iterations(self._backend, one)]
+        kept = [*self._earlier, *((self._attempt, number) for number in sorted(progress.complete - progress.dropped))]
+        for attempt, iteration in kept[: max(0, len(kept) - keep_last)]:
+            drop_iteration(self._backend, attempt=attempt, iteration=iteration)
+            self._earlier = [item for item in self._earlier if item != (attempt, iteration)]
+
+    def _finish_iteration(self, iteration: int) -> bool:
         try:
             finish_iteration(self._backend, attempt=self._attempt, iteration=iteration)
         except StorageError:
             raise
         except RanktapeError as error:
             self.problems[f"iteration {iteration}"] = str(error)
+            return False
+        return True
 
     def _decide(self, progress: Progress) -> None:
-        self.complete |= progress.complete
-        refused = {
+        self.complete |= progress.complete | progress.dropped
+        self._refused |= {
             iteration
             for iteration, marks in progress.marks.items()
             if any(mark is not Mark.COMMITTED for mark in marks.values())
         }
-        self._undecided -= self.complete | refused
+        self._undecided -= self.complete | self._refused
         num_complete = len(self.complete | set(self._attempt.completed))
         if num_complete >= self._goal.target:
             self._announce(Plan(iterations=self._plan.iterations, is_done=True))

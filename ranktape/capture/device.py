@@ -20,7 +20,8 @@ import torch
 from ranktape.errors import CaptureError
 
 if TYPE_CHECKING:
-    from ranktape.capture.ring import RingProducer, Slot
+    from ranktape.capture.ring import RingProducer
+    from ranktape.capture.ring_file import Slot
 
 DEVICE_BUDGET_NBYTES = 256 << 20
 """Device memory that clones under way may take, on each device's process."""

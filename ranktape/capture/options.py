@@ -15,17 +15,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ranktape.errors import UsageError
+from ranktape.storage.backends.urls import parse_storage_options
+from ranktape.storage.documents import Compression
 from ranktape.storage.record import check_term
-from ranktape.storage.urls import parse_storage_options
 
 
 class Policy(enum.StrEnum):
-    """What happens when the next iteration does not fit into the host budget."""
+    """What happens when an iteration does not fit into the host budget, because the store is slow or does not answer.
+
+    Until the guaranteed minimum is stored it is always `block`.
+    """
 
     BLOCK = "block"
     """The training waits for the writer, at most `block_timeout_seconds`."""
     SKIP = "skip"
     """The whole iteration is skipped on every rank, and the run says so."""
+    HISTOGRAM = "histogram"
+    """While the training waits, large tensors are counted instead of stored, and their records say so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +79,7 @@ def _option(
     choices: tuple[str, ...] = (),
     least: float | None = None,
     flag: str | None = None,
+    is_secret: bool = False,
 ) -> Any:
     metadata = {
         "help": help,
@@ -82,7 +89,7 @@ def _option(
         "least": least,
         "flag": flag,
     }
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not is_secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +139,34 @@ class CaptureOptions:
     finish_timeout_seconds: float = _option(
         300.0, kind=float, least=0, help="Longest wait at the end for what is not stored yet."
     )
+    store_timeout_seconds: float = _option(
+        120.0,
+        kind=float,
+        least=0,
+        help="Longest time that a write is tried again while the store does not answer; then its iteration fails.",
+    )
+    compression: str = _option(
+        Compression.NONE.value,
+        choices=tuple(compression.value for compression in Compression),
+        help="How values are packed.",
+    )
+    keep_last: int | None = _option(
+        None,
+        kind=int,
+        least=1,
+        help="Delete all but the last N complete iterations, as --max-iterations of them come; all stay by default.",
+    )
+    ring_dir: str | None = _option(
+        None, help="Directory for the staged tensors, from which 'ranktape recover' stores them should all be killed."
+    )
+    spill_dir: str | None = _option(
+        None, help="Directory that takes an iteration when the store cannot, until 'ranktape push' brings it there."
+    )
     manual: bool = _option(default=False, kind=bool, help="Attach no hooks: record only what save_tensor is given.")
     resume: bool = _option(default=False, kind=bool, help="Continue the run that is at the URL, as a new attempt.")
     overwrite: bool = _option(default=False, kind=bool, help="Delete the run that is at the URL first.")
     storage_options: Mapping[str, Any] | None = _option(
-        None, help='JSON object for fsspec, such as \'{"endpoint_url": "http://host:9000"}\'.'
+        None, is_secret=True, help='JSON object for fsspec, such as \'{"endpoint_url": "http://host:9000"}\'.'
     )
 
     def __post_init__(self) -> None:
@@ -146,6 +176,11 @@ class CaptureOptions:
         if self.max_iterations is not None and self.max_iterations < self.min_iterations:
             raise UsageError(
                 f"--max-iterations {self.max_iterations} is below --min-iterations {self.min_iterations}: raise it"
+            )
+        if self.keep_last is not None and self.keep_last < self.min_iterations:
+            raise UsageError(
+                f"--keep-last {self.keep_last} is below --min-iterations {self.min_iterations}, which are guaranteed: "
+                f"raise it"
             )
         if self.quant_type is not None:
             check_term(self.quant_type, field="quant_type")

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import ranktape
 from ranktape import errors
-from ranktape.capture.ring import RingProducer, SlotKind
+from ranktape.capture.ring import RingProducer
+from ranktape.capture.ring_file import SlotKind
 from ranktape.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ MODULE = "ranktape.capture.writer"
 
 _OURS = ("RANKTAPE_", "TENSOR_SAVE", "TORCH", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "PYTORCH")
 """Beginnings of variables that steer capture or a rank, and that the writer must not inherit."""
+
+_FOR_THE_STORE = "RANKTAPE_STORAGE_"
+"""Beginning of variables that choose how a store is spoken to: the writer must choose as the trainer does."""
 
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -43,13 +47,13 @@ _LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
 class WriterProcess:
     """The writer of this rank, with the ring to it."""
 
-    def __init__(self, *, host_budget_nbytes: int) -> None:
-        """Make the ring; `start` starts the process.
+    def __init__(self, *, host_budget_nbytes: int, ring_path: Path | None = None) -> None:
+        """Make the ring, in memory where no path is given; `start` starts the process.
 
         Raises:
-            CaptureError: there is no memory for the ring.
+            CaptureError: there is no room for the ring.
         """
-        self.ring = RingProducer(host_budget_nbytes, is_alive=self.is_alive)
+        self.ring = RingProducer(host_budget_nbytes, is_alive=self.is_alive, path=ring_path)
         self._process: subprocess.Popen[bytes] | None = None
         # A file without a name keeps what a crashing writer says; a pipe would stop it once it is full.
         self._stderr = os.memfd_create("ranktape-writer-stderr") if hasattr(os, "memfd_create") else None
@@ -149,8 +153,13 @@ class WriterProcess:
                 on_progress(self.ring.pending_nbytes, str(words.get("state")))
             time.sleep(0.02)
 
-    def close(self) -> None:
-        """Let go of the process and of the pipes to it; a writer that still works goes on."""
+    def close(self, *, has_captured: bool = True) -> None:
+        """Let go of the process and of the pipes to it; a writer that still works goes on.
+
+        Where nothing was captured, what outlives the processes of the ring is removed.
+        """
+        if not has_captured and self.ring.path is not None:
+            self.ring.path.unlink(missing_ok=True)
         if self._process is not None:
             try:
                 self._process.wait(_EXIT_SECONDS if (self.ring.hear() or {}).get("state") in _LAST else 0)
@@ -163,7 +172,11 @@ class WriterProcess:
 
 def writer_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """What the writer inherits: no rank, no settings of a capture, one thread for each library."""
-    kept = {name: value for name, value in environment.items() if not name.startswith(_OURS)}
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_FOR_THE_STORE) or not name.startswith(_OURS)
+    }
     root = str(Path(ranktape.__file__).parents[1])
     installed = {*site.getsitepackages(), site.getusersitepackages()}
     if root not in installed and root not in kept.get("PYTHONPATH", "").split(os.pathsep):

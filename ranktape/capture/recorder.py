@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ranktape.capture.device import DeviceStage
-from ranktape.capture.ring import SlotKind
+from ranktape.capture.ring_file import SlotKind
 from ranktape.capture.tracker import Call, Tracker, dtype_name
 from ranktape.errors import CaptureError
 from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.names import Site
 from ranktape.storage.record import Operation
 
 if TYPE_CHECKING:
@@ -350,6 +351,22 @@ class Recorder:
         if given is not None:
             return given if given < len(shape) else None
         return next((dim for dim in range(min(2, len(shape) - 1)) if shape[dim] == batch_size), None)
+
+
+def site_of(source: Source, role: Role, *, call: Call, quant_type: str | None) -> Site:
+    """The place of a tensor in its iteration; what it was computed in is the call's where no other is given."""
+    return Site(
+        module=source.module,
+        layer_type=source.layer_type,
+        layer_idx=source.layer_idx,
+        operation=role.operation,
+        phase=role.phase,
+        component=source.component,
+        quant_type=quant_type or call.quant_type,
+        tensor_name=role.tensor_name,
+        microbatch=call.microbatch,
+        call=call.index,
+    )
 
 
 def _name(source: Source, role: Role) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ranktape.errors import UsageError
 
@@ -49,3 +50,18 @@ def read_seed_environment(environment: Mapping[str, str] = os.environ) -> SeedEn
         save_dir=environment.get("TENSOR_SAVE_DIR") or DEFAULT_SAVE_DIR,
         iteration=int(iteration),
     )
+
+
+def asked_for(arguments: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+    """Where a script's parsed arguments, or else these variables, ask to record, and the settings; None for nowhere.
+
+    Raises:
+        UsageError: a variable has a value that it cannot have.
+    """
+    seeds = read_seed_environment()
+    url = arguments["capture"]
+    if url is not None or not seeds.enabled:
+        return url, arguments
+    first = seeds.iteration if arguments.get("first_iteration") is None else arguments["first_iteration"]
+    start = first if arguments.get("start") is None else arguments["start"]
+    return seeds.save_dir, {**arguments, "first_iteration": first, "start": start}

@@ -15,34 +15,29 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from ranktape.capture.budget import default_host_budget_nbytes
 from ranktape.capture.clock import OptimizerClock
 from ranktape.capture.console import Console
-from ranktape.capture.ending import find_problem, judge_from_outside
-from ranktape.capture.environment import describe_environment
+from ranktape.capture.ending import judge_end
 from ranktape.capture.model import ModelHooks
 from ranktape.capture.no_capture import NoCapture
 from ranktape.capture.options import CaptureOptions, Policy
 from ranktape.capture.process import WriterProcess
-from ranktape.capture.recorder import Recorder, Role, Source, Tags
-from ranktape.capture.rendezvous import Place, Rendezvous, find_place
-from ranktape.capture.ring import SlotKind
+from ranktape.capture.recorder import Recorder, Role, Source, Tags, site_of
+from ranktape.capture.rendezvous import find_place
+from ranktape.capture.ring_file import SlotKind
 from ranktape.capture.schedule import Schedule
-from ranktape.capture.seed_environment import read_seed_environment
-from ranktape.capture.tracker import Tracker
-from ranktape.capture.writer_config import WriterConfig
-from ranktape.errors import CaptureError, RanktapeError, UsageError
+from ranktape.capture.seed_environment import asked_for
+from ranktape.capture.starting import ring_path, start_writer
+from ranktape.capture.tracker import Tracker, checked_sample_ids
+from ranktape.errors import CaptureError, UsageError
+from ranktape.storage.backends.urls import open_backend
 from ranktape.storage.layout import rank_iteration_path
-from ranktape.storage.names import Site, site_path
-from ranktape.storage.progress import read_verdict
+from ranktape.storage.names import site_path
 from ranktape.storage.status import Verdict
-from ranktape.storage.urls import open_backend
 
 if TYPE_CHECKING:
     import argparse
 
     import torch
     from torch import nn
-
-START_TIMEOUT_SECONDS = 120.0
-"""Longest wait for the writer to be ready: it loads and compiles its kernels."""
 
 ABORT_TIMEOUT_SECONDS = 10.0
 """Longest wait at the end of a training that failed: torchrun kills what lingers for 30 s."""
@@ -80,7 +75,6 @@ class Capture:
         self._model = model
         self._is_closing = False
         self._num_empty_steps = 0
-        self._told: str | None = None
         self._owner = os.getpid()
         self._tracker = Tracker()
         self._iteration = self.options.first_iteration
@@ -101,14 +95,7 @@ class Capture:
         Raises:
             UsageError: an option's value is not allowed.
         """
-        values = vars(args)
-        seeds = read_seed_environment()
-        url = args.capture
-        if url is None and seeds.enabled:
-            url = seeds.save_dir
-            first = seeds.iteration if values.get("first_iteration") is None else values["first_iteration"]
-            start = first if values.get("start") is None else values["start"]
-            values = {**values, "first_iteration": first, "start": start}
+        url, values = asked_for(vars(args))
         if url is None:
             return NoCapture()
         options = CaptureOptions.from_mapping(values)
@@ -153,10 +140,12 @@ class Capture:
             )
         self._place = find_place()
         self._console = Console(rank=self._place.rank)
-        budget = self.options.host_budget_nbytes or default_host_budget_nbytes(
-            num_local_ranks=self._place.num_local_ranks
-        )
-        self._process = WriterProcess(host_budget_nbytes=budget)
+        self._console.warn_of(self.options)
+        num_ranks = self._place.num_local_ranks
+        budget = self.options.host_budget_nbytes or default_host_budget_nbytes(num_local_ranks=num_ranks)
+        path = ring_path(self.options, rank=self._place.rank)
+        self._process = WriterProcess(host_budget_nbytes=budget, ring_path=path)
+        self._process.ring.on_long_wait = self._tell_of_wait
         self._recorder = Recorder(
             ring=self._process.ring, tracker=self._tracker, options=self.options, on_failure=self._disable
         )
@@ -168,7 +157,9 @@ class Capture:
         )
         if self._model is not None:
             self._hooks.add_root(self._model)
-        words = self._start_writer()
+        words, self._rendezvous = start_writer(
+            self._process, url=self._url, shown_url=self._backend.url, options=self.options, place=self._place
+        )
         self._attempt = str(words["attempt"])
         self._schedule = Schedule(words)
         self._clock = OptimizerClock(self._on_optimizer_step)
@@ -259,18 +250,7 @@ class Capture:
         self._recorder.record(source, role, tensor, call=call, tags=tags)
         if not self.is_recording:
             return None
-        site = Site(
-            module=source.module,
-            layer_type=source.layer_type,
-            layer_idx=source.layer_idx,
-            operation=role.operation,
-            phase=role.phase,
-            component=source.component,
-            quant_type=tags.quant_type or self.options.quant_type or call.quant_type,
-            tensor_name=role.tensor_name,
-            microbatch=call.microbatch,
-            call=call.index,
-        )
+        site = site_of(source, role, call=call, quant_type=tags.quant_type or self.options.quant_type)
         return f"{self._backend.url}/{rank_iteration_path(self._attempt, self.rank, self._iteration)}/{site_path(site)}"
 
     def set_sample_ids(self, sample_ids: Iterable[int | str] | torch.Tensor | None) -> None:
@@ -279,58 +259,7 @@ class Capture:
         Raises:
             UsageError: an identifier is neither a number nor text.
         """
-        if sample_ids is None:
-            self._tracker.sample_ids = None
-            return
-        # What a loader gives is often a tensor.
-        listed = sample_ids.tolist() if hasattr(sample_ids, "tolist") else list(sample_ids)
-        if wrong := [item for item in listed if not isinstance(item, int | str)]:
-            raise UsageError(f"sample id {wrong[0]!r} is a {type(wrong[0]).__name__}: give whole numbers or text")
-        self._tracker.sample_ids = tuple(listed)
-
-    def _start_writer(self) -> dict[str, Any]:
-        words: dict[str, Any] = {}
-        rendezvous: Rendezvous | None = None
-
-        def is_ready() -> bool:
-            words.update(self._process.poll_ready() or {})
-            return bool(words)
-
-        try:
-            rendezvous = Rendezvous(self._place, seconds=START_TIMEOUT_SECONDS)
-            self._process.start(self._writer_config(rendezvous.launch_id, self._place))
-            if not rendezvous.wait(is_ready, seconds=START_TIMEOUT_SECONDS):
-                raise CaptureError(f"the writer was not ready within {START_TIMEOUT_SECONDS:g} s: try again")
-        except BaseException as error:
-            if self._place.rank == 0 and rendezvous is not None:
-                rendezvous.report_failure(str(error))
-            self._process.finish(reason=str(error), timeout_seconds=0, on_progress=lambda *_: None)
-            self._process.close()
-            raise
-        self._rendezvous = rendezvous
-        return words
-
-    def _writer_config(self, launch_id: str, place: Place) -> WriterConfig:
-        options = self.options
-        public = {
-            name: getattr(options, name) for name in CaptureOptions.__dataclass_fields__ if name != "storage_options"
-        }
-        return WriterConfig(
-            url=self._url,
-            storage_options=dict(options.storage_options or {}),
-            rank=place.rank,
-            trainer_pid=self._owner,
-            launch={"launch_id": launch_id, "restart": place.restart, "world_size": place.world_size},
-            options=public,
-            environment=describe_environment(),
-            resume=options.resume,
-            overwrite=options.overwrite,
-            start=options.start,
-            every=options.every,
-            target=options.target_iterations,
-            join_timeout_seconds=START_TIMEOUT_SECONDS / 2,
-            finish_timeout_seconds=options.finish_timeout_seconds,
-        )
+        self._tracker.sample_ids = None if sample_ids is None else checked_sample_ids(sample_ids)
 
     def _on_optimizer_step(self) -> None:
         # Some libraries step an optimizer to initialise it: a step without a pass before it ends no iteration.
@@ -385,7 +314,7 @@ class Capture:
             return
         if tally.is_staged:
             self._num_recorded += 1
-            self._tell(SlotKind.END, {"iteration": tally.iteration, **summary})
+            self._tell(SlotKind.END, {"iteration": tally.iteration, "num_tensors": tally.num_tensors, **summary})
         if not self._is_surveyed:
             self._is_surveyed = True
             self._predicted_nbytes = tally.nbytes
@@ -420,10 +349,15 @@ class Capture:
         if not self._process.is_alive():
             self._disable("the writer process ended")
             return
-        problem = (self._process.ring.hear() or {}).get("problem")
-        if problem is not None and problem != self._told:
-            self._told = problem
-            self._console.warn(str(problem), is_for_all_ranks=True)
+        self._console.pass_on(self._process.ring.hear() or {})
+
+    def _tell_of_wait(self) -> None:
+        """A training that stands still must not do so in silence."""
+        self._console.pass_on(self._process.ring.hear() or {})
+        limit = f"{self.options.block_timeout_seconds:g} s"
+        self._console.warn_once(
+            f"the training waits for the writer, at most {limit} each time: the host budget is full"
+        )
 
     def _lacks_room(self) -> str | None:
         """Why the next iteration is skipped; None where it is taken."""
@@ -454,20 +388,13 @@ class Capture:
         self._console.warn(self._disabled, is_for_all_ranks=True)
 
     def _judge(self, words: dict[str, Any], *, waited_seconds: float) -> Verdict:
-        """The writer's verdict on rank 0; elsewhere, and where there is none, what this rank knows."""
-        if "verdict" in words:
-            return Verdict(**words["verdict"])
-        problem = find_problem(words, waited_seconds=waited_seconds, last_line=self._process.last_line())
-        if problem is not None and problem != self._told:
-            self._console.warn(problem, is_for_all_ranks=True)
-        stored = self._stored_verdict() if self.rank == 0 else None
-        return judge_from_outside(stored, problem=problem, rank=self.rank, required=self.options.min_iterations)
-
-    def _stored_verdict(self) -> Verdict | None:
-        """What the store says, where the writer could not; None where it cannot be read either."""
-        try:
-            judged = read_verdict(self._backend)
-        except RanktapeError as error:
-            self._console.warn(str(error))
-            return None
-        return None if judged is None else judged[0]
+        last_line = self._process.last_line()
+        return judge_end(
+            words,
+            waited_seconds=waited_seconds,
+            last_line=last_line,
+            backend=self._backend,
+            console=self._console,
+            ring=self._process.ring.path,
+            required=self.options.min_iterations,
+        )

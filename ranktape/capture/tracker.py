@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+
+from ranktape.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,3 +194,16 @@ def _compute_dtype(dtype: torch.dtype, device_type: str) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype in a record's words."""
     return str(dtype).removeprefix("torch.")
+
+
+def checked_sample_ids(sample_ids: Iterable[int | str] | torch.Tensor) -> tuple[int | str, ...]:
+    """The identifiers of samples as records carry them.
+
+    Raises:
+        UsageError: one is neither a number nor text.
+    """
+    # What a loader gives is often a tensor.
+    listed = sample_ids.tolist() if hasattr(sample_ids, "tolist") else list(sample_ids)
+    if wrong := [item for item in listed if not isinstance(item, int | str)]:
+        raise UsageError(f"sample id {wrong[0]!r} is a {type(wrong[0]).__name__}: give whole numbers or text")
+    return tuple(listed)

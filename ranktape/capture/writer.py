@@ -2,8 +2,8 @@
 
 `python -m ranktape.capture.writer`, one for each rank, started by the trainer in a session of its own. It
 loads neither torch nor zarr. It takes slots in order, measures, checksums and stores the tensors in a few
-threads, and commits an iteration when the trainer said that it ended and all of it is stored. It ends when
-the trainer has finished or died and everything that was staged is stored.
+threads (`storing.py`), and commits an iteration when the trainer said that it ended and all of it is stored
+(`committing.py`). It ends when the trainer has finished or died and everything that was staged is stored.
 """
 
 from __future__ import annotations
@@ -15,33 +15,32 @@ import select
 import sys
 import threading
 import time
-import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ranktape.analyze.histogram import measure, warm_up
+from ranktape.analyze.histogram import warm_up
+from ranktape.capture.committing import Committer
 from ranktape.capture.coordinator import Coordinator, Goal
-from ranktape.capture.ring import RingConsumer, Slot, SlotKind
+from ranktape.capture.options import Policy
+from ranktape.capture.patience import Patience
+from ranktape.capture.ring import RingConsumer
+from ranktape.capture.ring_file import Slot, SlotKind
+from ranktape.capture.storing import COUNT_FROM_NBYTES, HOLD_SECONDS, Staged, Storer, StoringOptions
 from ranktape.capture.writer_config import WriterConfig
 from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage.attempt import Launch
-from ranktape.storage.dtypes import numpy_dtype
+from ranktape.storage.backends.urls import open_backend
 from ranktape.storage.layout import Mark
 from ranktape.storage.plan import Plan, read_plan
 from ranktape.storage.progress import open_iteration
-from ranktape.storage.record import RecordInfo
+from ranktape.storage.stack import STACK_BELOW_NBYTES
 from ranktape.storage.start import begin_attempt, join_attempt
-from ranktape.storage.urls import open_backend
+from ranktape.storage.upkeep.spill import SpillingBackend
 from ranktape.storage.writer import RankWriter
 
 if TYPE_CHECKING:
-    from ranktape.storage.attempt import Attempt
-
-NUM_THREADS = 4
-"""Tensors in flight to the store."""
+    from ranktape.storage.backends.retry import RetryingBackend
 
 NICENESS = 19
 """Added to the process's niceness: the training comes first."""
@@ -49,13 +48,8 @@ NICENESS = 19
 _IDLE_SECONDS = 0.2
 _PLAN_POLL_SECONDS = 1.0
 
-
-@dataclass(slots=True)
-class _Iteration:
-    """An iteration that has begun and has not ended."""
-
-    futures: list[Future[None]] = field(default_factory=list)
-    """One for each tensor on its way to the store."""
+_OUTAGE_SECONDS = 3.0
+"""A store that has not answered for so long is spoken of."""
 
 
 def plan_iterations(*, start: int, every: int, count: int, completed: tuple[int, ...]) -> tuple[int, ...]:
@@ -77,15 +71,12 @@ class Writer:
         self._config = config
         self._ring = ring
         self._wake_read = wake_read
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ranktape-store")
-        # Commits flush the disk: while they do, the tensors of the next iteration are stored.
-        self._commits = ThreadPoolExecutor(1, thread_name_prefix="ranktape-commit")
-        self._iterations: dict[int, _Iteration] = {}
-        self._num_ended = 0
+        self._iterations: dict[int, Staged] = {}
         self._words: dict[str, Any] = {"state": "starting"}
         self._words_lock = threading.Lock()
         self._plan: Plan | None = None
         self._next_plan_poll = 0.0
+        self._is_out = False
         self._say()
 
     def run(self) -> int:
@@ -102,8 +93,8 @@ class Writer:
             self._say(state="failed", kind=type(error).__name__, error=str(error))
             return 1
         finally:
-            self._commits.shutdown(cancel_futures=True)
-            self._pool.shutdown(cancel_futures=True)
+            self._committer.stop()
+            self._storer.shutdown()
         return 0
 
     def _start(self) -> None:
@@ -111,7 +102,7 @@ class Writer:
         launch = Launch(**config.launch)
         self._backend = open_backend(config.url, storage_options=config.storage_options)
         if config.rank == 0:
-            self._attempt: Attempt = begin_attempt(
+            self._attempt = begin_attempt(
                 self._backend,
                 launch=launch,
                 options=config.options,
@@ -123,31 +114,83 @@ class Writer:
         else:
             warm_up()
             self._attempt = join_attempt(self._backend, launch=launch, timeout_seconds=config.join_timeout_seconds)
-        self._rank_writer = RankWriter(
-            self._backend, attempt=self._attempt, rank=config.rank, environment=config.environment
-        )
         planned = plan_iterations(
             start=config.start, every=config.every, count=config.target, completed=self._attempt.completed
         )
         self._plan = Plan(iterations=planned, is_done=not planned)
-        self._coordinator: Coordinator | None = None
-        if config.rank == 0:
-            goal = Goal(
-                planned=planned,
-                every=config.every,
-                target=config.target,
-                finish_timeout_seconds=config.finish_timeout_seconds,
-            )
-            self._coordinator = Coordinator(
-                self._backend, attempt=self._attempt, goal=goal, step=lambda: self._ring.step
-            )
-            self._coordinator.start()
+        self._coordinator = self._start_coordinator(planned) if config.rank == 0 else None
+        self._start_storing()
         self._say(
             state="ready",
             attempt=self._attempt.path,
             completed=list(self._attempt.completed),
             iterations=list(planned),
             is_done=self._plan.is_done,
+        )
+
+    def _start_coordinator(self, planned: tuple[int, ...]) -> Coordinator:
+        config = self._config
+        goal = Goal(
+            planned=planned,
+            every=config.every,
+            target=config.target,
+            finish_timeout_seconds=config.finish_timeout_seconds,
+            keep_last=config.keep_last,
+        )
+        coordinator = Coordinator(self._backend, attempt=self._attempt, goal=goal, step=lambda: self._ring.step)
+        coordinator.start()
+        return coordinator
+
+    def _start_storing(self) -> None:
+        config, policy = self._config, Policy(self._config.policy)
+        patience = Patience()
+        seconds = config.store_timeout_seconds
+        # Counts are worth waiting for longer than values, which hold up the training; `Storer` tells them apart.
+        longest = max(seconds, HOLD_SECONDS) if policy is Policy.HISTOGRAM else seconds
+        self._store = self._backend.with_deadline(timeout_seconds=longest, give_up=patience)
+        spill = self._open_spill(self._store)
+        self._target: RetryingBackend | SpillingBackend = spill or self._store
+        rank_writer = RankWriter(
+            self._target,
+            attempt=self._attempt,
+            rank=config.rank,
+            environment=config.environment,
+            compression=config.compression,
+            stack_below_nbytes=COUNT_FROM_NBYTES if policy is Policy.HISTOGRAM else STACK_BELOW_NBYTES,
+        )
+        self._rank_writer = rank_writer
+        self._storer = Storer(
+            rank_writer,
+            ring=self._ring,
+            patience=patience,
+            options=StoringOptions(
+                rank=config.rank,
+                attempt=self._attempt.number,
+                policy=policy,
+                store_timeout_seconds=seconds,
+                ring_is_kept=config.ring_path is not None,
+                has_spill=spill is not None,
+            ),
+            failing_since=lambda: self._store.failing_since,
+        )
+        self._committer = Committer(
+            rank_writer,
+            storer=self._storer,
+            ring=self._ring,
+            backend=self._backend,
+            spill=spill,
+            attempt=self._attempt,
+            rank=config.rank,
+            ring_is_kept=config.ring_path is not None,
+            say=self._say,
+            on_word=self._coordinator.note_commit if self._coordinator is not None else lambda _: None,
+        )
+
+    def _open_spill(self, store: RetryingBackend) -> SpillingBackend | None:
+        if self._config.spill_dir is None:
+            return None
+        return SpillingBackend(
+            store, directory=Path(self._config.spill_dir), attempt=self._attempt, rank=self._config.rank
         )
 
     def _serve(self) -> str:
@@ -163,74 +206,44 @@ class Writer:
                 return str((self._ring.hear() or {}).get("reason", "the training ended"))
             if is_orphan:
                 return "the training process died"
+            self._storer.relieve()
+            self._speak_of_outages()
             self._poll_plan()
 
     def _handle(self, slot: Slot) -> None:
         iteration = int(slot.header["iteration"])
         if slot.kind is SlotKind.TENSOR:
-            self._iterations[iteration].futures.append(self._pool.submit(self._store, slot))
-            return
-        self._ring.free(slot)
-        if slot.kind is SlotKind.BEGIN:
-            pending = self._iterations.setdefault(iteration, _Iteration())
-            if self._config.rank == 0:
-                pending.futures.append(self._pool.submit(self._open_iteration, iteration))
+            self._storer.submit(slot, self._iterations[iteration])
+        elif slot.kind is SlotKind.BEGIN:
+            self._begin(iteration)
+            self._ring.free(slot)
         elif slot.kind is SlotKind.END:
-            self._commits.submit(self._commit, iteration, self._iterations.pop(iteration), slot.header)
+            self._committer.commit(self._iterations.pop(iteration), slot)
         elif slot.kind is SlotKind.SKIP:
-            self._commits.submit(self._mark, iteration, Mark.SKIPPED, str(slot.header["reason"]))
-
-    def _store(self, slot: Slot) -> None:
-        try:
-            header = slot.header
-            array = np.frombuffer(slot.payload, dtype=numpy_dtype(header["dtype"])).reshape(header["shape"])
-            info = RecordInfo(
-                **{**header, "shape": tuple(header["shape"])},
-                rank=self._config.rank,
-                attempt=self._attempt.number,
-                nbytes=array.nbytes,
-                overflow=measure(array, sample_dim=header["sample_dim"]),
-                checksum="",
-            )
-            self._rank_writer.write(array, info=info)
-        finally:
+            self._committer.mark(iteration, Mark.SKIPPED, str(slot.header["reason"]))
             self._ring.free(slot)
 
-    def _open_iteration(self, iteration: int) -> None:
-        open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
+    def _begin(self, iteration: int) -> None:
+        config = self._config
+        num_stored = self._committer.num_committed + len(self._attempt.completed)
+        may_degrade = config.policy == Policy.HISTOGRAM and num_stored >= config.min_iterations
+        staged = self._storer.begin(iteration, may_degrade=may_degrade)
+        self._iterations[iteration] = staged
+        if config.rank == 0:
+            self._storer.run(staged, partial(open_iteration, self._target, attempt=self._attempt, iteration=iteration))
 
-    def _commit(self, iteration: int, pending: _Iteration, header: dict[str, Any]) -> None:
-        try:
-            for future in pending.futures:
-                future.result()
-            self._rank_writer.commit(iteration, expected=header["expected"], silent_sites=header["silent_sites"])
-        except RanktapeError as error:
-            self._mark(iteration, Mark.FAILED, str(error))
-        except Exception as error:  # noqa: BLE001  # a defect of ours must cost the iteration, not what comes after it
-            self._mark(iteration, Mark.FAILED, f"{type(error).__name__}: {error}")
-            traceback.print_exc()
-        else:
-            self._ended(iteration)
-
-    def _mark(self, iteration: int, mark: Mark, reason: str) -> None:
-        self._say(problem=f"iteration {iteration} is not stored by rank {self._config.rank}: {reason}")
-        try:
-            if self._config.rank == 0:
-                self._open_iteration(iteration)
-            self._rank_writer.mark(iteration, mark=mark, attributes={"reason": reason})
-        except StorageError as error:
-            self._say(problem=f"iteration {iteration}: {reason}; and that cannot be written either: {error}")
-        self._ended(iteration)
-
-    def _ended(self, iteration: int) -> None:
-        self._num_ended += 1
-        if self._coordinator is not None:
-            self._coordinator.note_commit(iteration)
+    def _speak_of_outages(self) -> None:
+        since = self._store.failing_since
+        is_out = since is not None and time.monotonic() - since > _OUTAGE_SECONDS
+        if is_out != self._is_out:
+            self._is_out = is_out
+            url = self._backend.url
+            self._say(notice=f"{url} does not answer: trying on" if is_out else f"{url} answers again")
 
     def _poll_plan(self) -> None:
         """Once everything planned has ended, learn whether that was enough."""
         plan = self._plan
-        if plan is None or plan.is_done or self._num_ended < len(plan.iterations):
+        if plan is None or plan.is_done or self._committer.num_ended < len(plan.iterations):
             return
         if time.monotonic() < self._next_plan_poll:
             return
@@ -238,7 +251,7 @@ class Writer:
         try:
             news = read_plan(self._backend, attempt=self._attempt)
         except StorageError as error:
-            self._say(problem=f"the plan of further iterations cannot be read: {error}")
+            self._say(notice=f"the plan of further iterations cannot be read: {error}")
             return
         if news is not None and news != plan:
             self._plan = news
@@ -246,18 +259,24 @@ class Writer:
             self._ring.announce()
 
     def _end(self, reason: str) -> None:
-        self._commits.shutdown()
+        self._storer.trainer_is_gone = True
+        self._storer.give_up_at = time.monotonic() + self._config.finish_timeout_seconds
         for iteration in sorted(self._iterations):
-            futures = self._iterations.pop(iteration).futures
-            for future in futures:
-                future.exception()
-            stored = sum(future.exception() is None for future in futures)
-            self._mark(iteration, Mark.FAILED, f"{reason} in the middle of the iteration (tensors stored: {stored})")
-        self._rank_writer.close(reason=reason)
+            staged = self._iterations.pop(iteration)
+            stored = self._storer.interrupt(staged)
+            self._committer.mark(
+                iteration, Mark.FAILED, f"{reason} in the middle of the iteration (tensors stored: {stored})"
+            )
+        self._committer.close()
+        with self._storer.closing():
+            self._rank_writer.close(reason=reason)
         if self._coordinator is not None:
             self._say(state="waiting")
             verdict = self._coordinator.finish()
             self._say(verdict=verdict.to_json())
+        if self._config.ring_path is not None and not self._committer.owes:
+            # Nothing is left in it that anybody could want.
+            Path(self._config.ring_path).unlink(missing_ok=True)
         self._say(state="closed")
 
     def _say(self, **changes: Any) -> None:

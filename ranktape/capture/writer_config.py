@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -12,7 +12,7 @@ class WriterConfig:
 
     url: str
     """Where the run is."""
-    storage_options: dict[str, Any]
+    storage_options: dict[str, Any] = field(repr=False)
     """For fsspec; may hold secrets, so this document passes through a pipe."""
     rank: int
     """Global rank."""
@@ -34,6 +34,20 @@ class WriterConfig:
     """Distance of captured iterations."""
     target: int
     """Complete iterations at which capture stops."""
+    min_iterations: int
+    """Complete iterations that are guaranteed."""
+    keep_last: int | None
+    """How many complete iterations stay; None for all."""
+    policy: str
+    """What happens when there is no room."""
+    compression: str
+    """How values are packed."""
+    store_timeout_seconds: float
+    """Longest time that a write is tried again."""
+    ring_path: str | None
+    """Where the ring lies, to be removed at the end; None for one in memory."""
+    spill_dir: str | None
+    """Where iterations go that the store does not take; None for nowhere."""
     join_timeout_seconds: float
     """Longest wait for rank 0's run to appear."""
     finish_timeout_seconds: float

@@ -13,6 +13,15 @@ from ranktape.analyze.group import RanktapeGroup
 COMMANDS = {
     "demo": "ranktape.launch.demo:command",
     "status": "ranktape.launch.status:command",
+    "watch": "ranktape.launch.watch:command",
+    "runs": "ranktape.launch.runs:command",
+    "check": "ranktape.launch.check:command",
+    "repair": "ranktape.launch.repair:command",
+    "recover": "ranktape.launch.recover:command",
+    "push": "ranktape.launch.push:command",
+    "cp": "ranktape.launch.cp:command",
+    "export": "ranktape.launch.export:command",
+    "import": "ranktape.launch.import_:command",
     "analyze": "ranktape.analyze.cli:cli",
 }
 """Where each command is."""

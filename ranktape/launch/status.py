@@ -12,7 +12,8 @@ import click
 
 from ranktape.analyze.table import Column, Kind, Table, write_table
 from ranktape.errors import CheckFoundError
-from ranktape.storage.urls import parse_storage_options
+from ranktape.launch.place import read_options, shown, storage_options_option
+from ranktape.storage.backends.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.storage import IterationStatus, Run, Verdict
@@ -37,18 +38,21 @@ MAX_NAMED = 4
 @click.argument("run", metavar="RUN")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
 @click.option("--require-minimum", is_flag=True, help="Exit with 3 unless the guaranteed minimum is stored complete.")
-@click.option("--storage-options", metavar="JSON", help="JSON object for fsspec.")
+@storage_options_option
 def command(run: str, *, as_json: bool, require_minimum: bool, storage_options: str | None) -> None:
     """Show how far each iteration of RUN is, and what is missing.
 
     RUN is a URL or a path. An iteration is complete (every rank has it), partial (a rank is missing and will
-    not come), skipped (a rank could not take it) or open.
+    not come), skipped (a rank could not take it), dropped (it was complete, and removed to keep the run small) or
+    open.
     """
     from ranktape.storage import open_run
+    from ranktape.storage.upkeep.runs import suggest_nearest
 
-    options = parse_storage_options(storage_options) if storage_options else None
-    opened = open_run(run, storage_options=options)
-    verdict = write_status(opened, url=run, as_json=as_json)
+    options = read_options(storage_options)
+    with suggest_nearest(run, storage_options=options):
+        opened = open_run(run, storage_options=options)
+    verdict = write_status(opened, url=shown(run), as_json=as_json)
     if require_minimum and (verdict is None or not verdict.met):
         raise CheckFoundError(verdict_line(verdict))
 
@@ -81,7 +85,7 @@ def status_table(statuses: Sequence[IterationStatus], *, verdict: Verdict | None
         for status in statuses
     )
     notes = (*silent_notes(statuses), verdict_line(verdict))
-    return Table(title=url, columns=COLUMNS, rows=rows, notes=notes)
+    return Table(title=printable(url), columns=COLUMNS, rows=rows, notes=notes)
 
 
 def status_document(statuses: Sequence[IterationStatus], *, verdict: Verdict | None, url: str) -> dict[str, Any]:
@@ -98,12 +102,13 @@ def verdict_line(verdict: Verdict | None) -> str:
     if verdict is None:
         return "minimum not known: no attempt of this run has said what it guarantees"
     so_far = "" if verdict.final else " (so far: the run is not closed)"
-    return verdict.message() + so_far
+    return printable(verdict.message()) + so_far
 
 
 def missing_text(status: IterationStatus) -> str:
-    """The ranks that have not committed, each with the reason; empty where all have."""
-    return _first(f"rank {rank}: {reason}" for rank, reason in status.missing.items())
+    """The ranks that have not committed, each with the reason, and what is wrong with the commit; mostly empty."""
+    words = [f"rank {rank}: {reason}" for rank, reason in status.missing.items()]
+    return _first([*words, status.problem] if status.problem else words)
 
 
 def silent_notes(statuses: Sequence[IterationStatus]) -> tuple[str, ...]:
@@ -113,7 +118,7 @@ def silent_notes(statuses: Sequence[IterationStatus]) -> tuple[str, ...]:
         for sites in status.silent_sites.values():
             for site, reason in sites.items():
                 places.setdefault(reason, {})[site] = None
-    return tuple(f"not recorded ({reason}): {_first(sites)}" for reason, sites in places.items())
+    return tuple(printable(f"not recorded ({reason}): {_first(sites)}") for reason, sites in places.items())
 
 
 def _first(words: Any) -> str:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage import layout
 from ranktape.storage.documents import SCHEMA_KEY, SCHEMA_VERSION, decode_document
+from ranktape.storage.groups import MAX_DOCUMENT_NBYTES, read_document, read_fields
+from ranktape.storage.validation import MAX_WORLD_SIZE, Fields
 
 if TYPE_CHECKING:
-    from ranktape.storage.backend import Backend
+    from ranktape.storage.backends.backend import Backend
+
+_NUM_THREADS = 16
+"""Requests in flight when many small documents are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,38 +61,46 @@ class Attempt:
 
 def read_attempts(backend: Backend) -> list[Attempt]:
     """The attempts of a run by their numbers, ascending; what has no document is passed over."""
-    attempts = (read_attempt(backend, name) for name in backend.list_names(""))
+    names = backend.list_names("")
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        attempts = list(pool.map(lambda name: read_attempt(backend, name), names))
     return sorted(
         (attempt for attempt in attempts if attempt is not None), key=lambda attempt: (attempt.number, attempt.path)
     )
 
 
 def read_attempt(backend: Backend, path: str) -> Attempt | None:
-    """An attempt as its document says; None where there is no document, and for names that are not of attempts."""
+    """An attempt as its document says; None where there is no document, and for names that are not of attempts.
+
+    Raises:
+        DataError: the document is not what was written.
+        RunFormatError: it says what no attempt does.
+        StorageError: the store cannot be read.
+    """
     number = layout.parse_attempt(path)
     if number is None:
         return None
-    key = layout.document_key(path)
-    data = backend.get(key)
-    if data is None:
+    fields = read_fields(backend, path)
+    if fields is None:
         return None
-    attributes = decode_document(data, place=f"{backend.url}/{key}").get("attributes", {})
-    try:
-        return Attempt(
-            number=number,
-            path=path,
-            launch=Launch(**attributes["launch"]),
-            min_iterations=int(attributes["min_iterations"]),
-            completed=tuple(attributes["completed"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunFormatError(f"the document {backend.url}/{key} is damaged: {error!r}") from error
+    launch = fields.inner("launch")
+    return Attempt(
+        number=number,
+        path=path,
+        launch=Launch(
+            launch_id=launch.text("launch_id"),
+            restart=launch.integer("restart"),
+            world_size=launch.integer("world_size", low=1, high=MAX_WORLD_SIZE),
+        ),
+        min_iterations=fields.integer("min_iterations"),
+        completed=fields.integers("completed"),
+    )
 
 
 def is_attempt_there(backend: Backend, attempt: Attempt) -> bool:
     """Whether the run still is the one in which the attempt began; it may have been deleted or replaced since."""
     # Not `exists`, which some file systems answer from a listing they remember.
-    return backend.get(layout.document_key(attempt.path)) is not None
+    return backend.get(layout.document_key(attempt.path), max_nbytes=MAX_DOCUMENT_NBYTES) is not None
 
 
 def check_attempt(backend: Backend, attempt: Attempt) -> None:
@@ -107,6 +121,16 @@ def lost_message(backend: Backend) -> str:
     )
 
 
+def read_run(backend: Backend) -> bytes | None:
+    """The document of a run; None where there is none.
+
+    Raises:
+        RunFormatError: it is larger than it can be.
+        StorageError: the store cannot be read.
+    """
+    return read_document(backend, "")
+
+
 def run_attributes(data: bytes | None, *, place: str) -> dict[str, Any]:
     """What the document of a run says.
 
@@ -116,11 +140,11 @@ def run_attributes(data: bytes | None, *, place: str) -> dict[str, Any]:
     """
     if data is None:
         raise RunNotFoundError(f"there is no run at {place}: check the URL")
-    attributes = decode_document(data, place=place).get("attributes", {})
+    attributes = decode_document(data, place=place, key=layout.document_key("")).get("attributes", {})
     version = attributes.get(SCHEMA_KEY)
     if version is None:
         raise RunFormatError(f"{place} holds a Zarr group, but no run: check the URL")
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
+    if Fields(attributes, place=place).integer(SCHEMA_KEY, low=1) > SCHEMA_VERSION:
         raise RunFormatError(
             f"the run at {place} has schema {version}, this version reads up to {SCHEMA_VERSION}: update ranktape"
         )
@@ -128,6 +152,22 @@ def run_attributes(data: bytes | None, *, place: str) -> dict[str, Any]:
 
 
 def complete_iterations(backend: Backend, attempt: Attempt) -> list[int]:
-    """The iterations that an attempt has stored complete, ascending; one LIST."""
-    found = (layout.parse_iteration(key) for key in backend.list_keys(layout.iterations_path(attempt.path)))
-    return sorted(iteration for iteration in found if iteration is not None)
+    """The iterations that an attempt has stored complete and not removed since, ascending; two LISTs."""
+    # In this order: what is removed in between is in the second list.
+    committed = committed_iterations(backend, attempt)
+    return sorted(committed - dropped_iterations(backend, attempt)) if committed else []
+
+
+def committed_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:
+    """The iterations of which there is a commit, be it a late one of an iteration that was removed. One LIST."""
+    return _iterations_below(backend, layout.iterations_path(attempt.path))
+
+
+def dropped_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:
+    """The iterations that were complete and have been removed; a late commit of one does not count. One LIST."""
+    return _iterations_below(backend, f"{attempt.path}/dropped")
+
+
+def _iterations_below(backend: Backend, path: str) -> frozenset[int]:
+    found = (layout.parse_iteration(key) for key in backend.list_keys(path))
+    return frozenset(iteration for iteration in found if iteration is not None)

@@ -1,27 +1,34 @@
 """Which records are in an iteration, as columns that can be filtered without parsing a document for each?
 
 The catalogue of an iteration is an npz archive: one array for each field, strings as codes into a table.
-Fields are read from the archive when a question first needs them. It is stored as an array of bytes, so
-that plain Zarr can read it too.
+Fields are read from the archive when a question first needs them. Every rank writes one of what it recorded; that
+of the iteration has the rows of all ranks. It is stored as an array of bytes (`blob.py`), so that plain Zarr can
+read it too.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import json
-import zipfile
+import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ranktape.errors import RunFormatError
-from ranktape.storage.columns import StringColumn
-from ranktape.storage.record import EXTREMES, TALLY_KINDS, Overflow, RecordInfo, Tally
+from ranktape.storage.archive import ARCHIVE_DAMAGE, ColumnArchive, pack_columns
+from ranktape.storage.encode import crc_of
+from ranktape.storage.layout import rank_iteration_path
+from ranktape.storage.record import EXTREMES, TALLY_KINDS, Keep, RecordInfo
+from ranktape.storage.selection.columns import StringColumn, narrowed, widened
+from ranktape.storage.validation import check_floats, check_integers, check_optional_integers
 
 if TYPE_CHECKING:
-    from ranktape.storage.columns import Column
+    from ranktape.storage.selection.columns import Column, ColumnSource
 
 INT_FIELDS = ("iteration", "rank", "attempt", "microbatch", "call", "layer_idx", "counter", "nbytes")
 OPTIONAL_INT_FIELDS = ("sample_dim", "batch_size")
@@ -36,6 +43,7 @@ STRING_FIELDS = (
     "dtype",
     "layout",
     "compute_dtype",
+    "keep",
 )
 JSON_FIELDS = ("shape", "sample_ids", "placement", "metadata")
 
@@ -44,119 +52,200 @@ JSON_FIELDS = ("shape", "sample_ids", "placement", "metadata")
 class Entry:
     """One record as a rank committed it."""
 
-    path: str
-    """The array's path below the run."""
+    site: str
+    """The tensor's path below its iteration."""
+    stack: str
+    """The name of the array that holds it with others, below its iteration; empty where it has one of its own."""
+    index: int
+    """Its place in that array; -1 where it has one of its own."""
     info: RecordInfo
     """What is known of it."""
 
 
-def _tally_count(kind: str) -> Callable[[Entry], int]:
-    return lambda entry: int(getattr(entry.info.overflow, kind).count)
+class RecordTable(Protocol):
+    """Records as columns: what a selection needs of the place that they come from."""
+
+    num_rows: int
+    """Records."""
+
+    def column(self, name: str) -> Column:
+        """The values of a column of `COLUMNS`, one for each record, in any type that holds them."""
+        ...
+
+    def group_of(self, row: int) -> str:
+        """The path, below the run, of the group that a record is in."""
+        ...
 
 
-def _extreme(name: str) -> Callable[[Entry], float]:
-    def value(entry: Entry) -> float:
-        extreme = getattr(entry.info.overflow, name)
-        return float("nan") if extreme is None else float(extreme)
-
-    return value
+@functools.lru_cache(maxsize=1 << 14)
+def _json_of_tuple(value: tuple[int, ...]) -> str:
+    return _json(list(value))
 
 
-def _field(name: str) -> Callable[[Entry], Any]:
-    return lambda entry: getattr(entry.info, name)
+def _json(value: Any) -> str:
+    return "null" if value is None else json.dumps(value, separators=(",", ":"))
 
 
-def _optional(name: str) -> Callable[[Entry], float]:
-    def value(entry: Entry) -> float:
-        number = getattr(entry.info, name)
-        return float("nan") if number is None else float(number)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """Where a column's values come from."""
 
-    return value
-
-
-def _json(name: str) -> Callable[[Entry], str]:
-    return lambda entry: json.dumps(getattr(entry.info, name), separators=(",", ":"))
-
-
-def _numel(entry: Entry) -> int:
-    count = 1
-    for extent in entry.info.shape:
-        count *= extent
-    return count
+    path: str
+    """Dotted path of the attribute of an `Entry`."""
+    dtype: Any = None
+    """Of the column; None for text."""
+    convert: Callable[[Any], Any] | None = None
+    """From the attribute to what is stored."""
 
 
-_NUMBERS: dict[str, tuple[Any, Callable[[Entry], Any]]] = {
-    **{name: (np.int64, _field(name)) for name in INT_FIELDS},
-    **{name: (np.float64, _optional(name)) for name in OPTIONAL_INT_FIELDS},
-    "numel": (np.int64, _numel),
-    "timestamp": (np.float64, _field("timestamp")),
-    "checksum": (np.uint32, lambda entry: int(entry.info.checksum.partition(":")[2], 16)),
-    **{f"overflow.{kind}.count": (np.int64, _tally_count(kind)) for kind in TALLY_KINDS},
-    **{f"overflow.{name}": (np.float64, _extreme(name)) for name in EXTREMES},
+_NUMBERS: dict[str, _Source] = {
+    **{name: _Source(path=f"info.{name}", dtype=np.int64) for name in INT_FIELDS},
+    # None becomes NaN.
+    **{name: _Source(path=f"info.{name}", dtype=np.float64) for name in OPTIONAL_INT_FIELDS},
+    "numel": _Source(path="info.shape", dtype=np.int64, convert=math.prod),
+    "index": _Source(path="index", dtype=np.int64),
+    "timestamp": _Source(path="info.timestamp", dtype=np.float64),
+    "checksum": _Source(path="info.checksum", dtype=np.uint32, convert=crc_of),
+    **{f"overflow.{kind}.count": _Source(path=f"info.overflow.{kind}.count", dtype=np.int64) for kind in TALLY_KINDS},
+    **{f"overflow.{name}": _Source(path=f"info.overflow.{name}", dtype=np.float64) for name in EXTREMES},
 }
-"""Columns of numbers as stored: the dtype and how an entry gives its value."""
+"""Columns of numbers."""
 
-_STRINGS: dict[str, Callable[[Entry], str]] = {
-    **{name: _field(name) for name in STRING_FIELDS},
-    **{name: _json(name) for name in JSON_FIELDS},
-    "overflow.per_sample": lambda entry: json.dumps(entry.info.overflow.per_sample, separators=(",", ":")),
-    "path": lambda entry: entry.path,
+_STRINGS: dict[str, _Source] = {
+    **{name: _Source(path=f"info.{name}") for name in STRING_FIELDS},
+    **{name: _Source(path=f"info.{name}", convert=_json) for name in JSON_FIELDS},
+    "shape": _Source(path="info.shape", convert=_json_of_tuple),
+    "overflow.per_sample": _Source(path="info.overflow.per_sample", convert=_json),
+    "site": _Source(path="site"),
+    "stack": _Source(path="stack"),
 }
-"""Columns of strings as stored: how an entry gives its value."""
+"""Columns of strings."""
+
+_SOURCES = {**_NUMBERS, **_STRINGS}
+
+_values = operator.attrgetter(*(source.path for source in _SOURCES.values()))
+"""All of an entry's values at once: asking for one after the other takes far longer."""
 
 _DERIVED = (*(f"overflow.{kind}.ratio" for kind in TALLY_KINDS), "overflow.total", "overflow.ratio")
 
 COLUMNS = (*_NUMBERS, *_STRINGS, *_DERIVED)
 """The names that filters may use."""
 
-_CODES = "codes:"
-_TABLE = "table:"
+_LATER = {"keep": Keep.VALUES.value, "stack": "", "index": "", "site": ""}
+"""Columns that runs of schema 1 do not have, with their value for text."""
+
+_LOW = {"layer_idx": -1, "index": -1}
+"""The lowest value of a column of whole numbers, where it is not 0."""
 
 
 def encode_catalogue(entries: Sequence[Entry]) -> bytes:
     """The npz archive that holds the entries as columns, in their order."""
-    arrays: dict[str, np.ndarray[Any, Any]] = {
-        name: np.array([value(entry) for entry in entries], dtype=dtype) for name, (dtype, value) in _NUMBERS.items()
-    }
-    for name, text in _STRINGS.items():
-        codes: dict[str, int] = {}
-        arrays[_CODES + name] = np.array(
-            [codes.setdefault(text(entry), len(codes)) for entry in entries], dtype=np.uint32
-        )
-        arrays[_TABLE + name] = np.frombuffer(json.dumps(list(codes)).encode(), dtype=np.uint8)
-    archive = io.BytesIO()
-    np.savez_compressed(archive, allow_pickle=False, **arrays)
-    return archive.getvalue()
+    columns: dict[str, Column] = {}
+    values_of = dict(zip(_SOURCES, zip(*map(_values, entries), strict=True), strict=False))
+    for name, source in _SOURCES.items():
+        values = values_of.get(name, ())
+        if source.convert is not None:
+            values = tuple(map(source.convert, values))
+        columns[name] = _encode_text(values) if source.dtype is None else np.array(values, dtype=source.dtype)
+    return pack_columns(columns.items())
+
+
+def _encode_text(values: Sequence[str]) -> StringColumn:
+    codes: dict[str, int] = {}
+    rows = [codes.setdefault(str(value), len(codes)) for value in values]
+    return StringColumn(codes=np.array(rows, dtype=np.uint32), table=list(codes))
+
+
+def merge_catalogues(sources: Sequence[ColumnSource]) -> bytes:
+    """The npz archive that holds the rows of all sources, one after the other; no record is parsed for it."""
+    return pack_columns((name, concatenate(source(name) for source in sources)) for name in _SOURCES)
 
 
 class Catalogue:
     """The records of one iteration as columns; a column is unpacked when it is first asked for."""
 
-    def __init__(self, data: bytes, *, place: str) -> None:
+    def __init__(self, file: IO[bytes], *, place: str, attempt: str) -> None:
+        """Read what columns there are.
+
+        Args:
+            file: The archive.
+            place: Where it lies, for messages.
+            attempt: The path of the attempt that the iteration belongs to.
+
+        Raises:
+            RunFormatError: it is not a catalogue.
+            StorageError: the store cannot be read.
+        """
         self._place = place
+        self._attempt = attempt
         self._columns: dict[str, Column] = {}
         try:
-            self._archive = np.load(io.BytesIO(data), allow_pickle=False)
-            self.num_rows = len(self._archive["iteration"])
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise RunFormatError(f"the catalogue {place} is damaged: {error}: see 'ranktape status'") from error
+            self._archive = ColumnArchive(file)
+            # The column that every catalogue has: how long it is all others are.
+            self._columns["iteration"] = iterations = self._checked("iteration")
+            self.num_rows = len(iterations)
+            self._archive.expect_rows(self.num_rows)
+        except ARCHIVE_DAMAGE as error:
+            raise RunFormatError(f"the catalogue {place} is damaged: {error}: see 'ranktape check'") from error
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, place: str, attempt: str) -> Catalogue:
+        """The catalogue in an archive that is at hand."""
+        return cls(io.BytesIO(data), place=place, attempt=attempt)
 
     def column(self, name: str) -> Column:
-        """The values of a column of `COLUMNS`, one for each record."""
+        """The values of a column of `COLUMNS`, one for each record, in the types that they are stored in.
+
+        These are as small as the values allow (`columns.widened` gives those to compute with).
+
+        Raises:
+            RunFormatError: it is missing or damaged.
+            StorageError: the store cannot be read.
+        """
         if name not in self._columns:
-            self._columns[name] = self._load(name)
+            self._columns[name] = self.load(name)
         return self._columns[name]
 
+    def load(self, name: str) -> Column:
+        """As `column`, without remembering it: for who needs each column once."""
+        return self._derive(name) if name in _DERIVED else self._load(name)
+
+    def group_of(self, row: int) -> str:
+        """The path, below the run, of the group that a record is in."""
+        rank, iteration = self.column("rank"), self.column("iteration")
+        assert not isinstance(rank, StringColumn)
+        assert not isinstance(iteration, StringColumn)
+        return rank_iteration_path(self._attempt, int(rank[row]), int(iteration[row]))
+
     def _load(self, name: str) -> Column:
-        if name in _DERIVED:
-            return self._derive(name)
         try:
-            if name in _STRINGS:
-                table = json.loads(self._archive[_TABLE + name].tobytes())
-                return StringColumn(codes=self._archive[_CODES + name], table=table)
-            return self._archive[name]  # type: ignore[no-any-return]
-        except (KeyError, ValueError, zipfile.BadZipFile) as error:
-            raise RunFormatError(f"column {name} of the catalogue {self._place} is damaged: {error}") from error
+            if name in _LATER and name not in self._archive:
+                return self._fill(name)
+            return self._archive.text(name) if name in _STRINGS else self._checked(name)
+        except ARCHIVE_DAMAGE as error:
+            message = f"column {name} of the catalogue {self._place} is damaged: {error}: see 'ranktape check'"
+            raise RunFormatError(message) from error
+
+    def _checked(self, name: str) -> np.ndarray[Any, Any]:
+        """A column of numbers, each of which can be what the column says."""
+        column = self._archive.numbers(name)
+        if name in OPTIONAL_INT_FIELDS:
+            check_optional_integers(column)
+        elif _NUMBERS[name].dtype is np.float64:
+            check_floats(column)
+        else:
+            check_integers(column, low=_LOW.get(name, 0), high=np.iinfo(_NUMBERS[name].dtype).max)
+        return column
+
+    def _fill(self, name: str) -> Column:
+        """A column that runs of schema 1 do not have: each tensor has an array of its own there, and all values."""
+        if name == "index":
+            return np.full(self.num_rows, -1, dtype=np.int64)
+        if name == "site":
+            paths = self._archive.text("path")
+            # attempt, rank and iteration come before it
+            return StringColumn(codes=paths.codes, table=[str(path).split("/", 3)[-1] for path in paths.table])
+        return StringColumn(codes=np.zeros(self.num_rows, dtype=np.uint32), table=[_LATER[name]])
 
     def _derive(self, name: str) -> Column:
         total = name in {"overflow.total", "overflow.ratio"}
@@ -166,60 +255,28 @@ class Catalogue:
         return np.asarray(counts) if name == "overflow.total" else ratios
 
     def _numbers(self, name: str) -> np.ndarray[Any, Any]:
-        column = self.column(name)
+        column = widened(self.column(name))
         assert not isinstance(column, StringColumn), name
         return column
 
 
 def empty_catalogue() -> Catalogue:
     """No records, and yet every column of `COLUMNS` in its type."""
-    return Catalogue(encode_catalogue([]), place="of no iteration")
+    return Catalogue.from_bytes(encode_catalogue([]), place="of no iteration", attempt="")
 
 
 def concatenate(columns: Iterable[Column]) -> Column:
     """The rows of several columns of one name, one after the other; strings share one table."""
-    texts: list[StringColumn] = []
+    # What was read of a column is let go before the next one is: the texts of many ranks are alike.
+    codes: dict[str | None, int] = {}
+    texts: list[np.ndarray[Any, Any]] = []
     numbers: list[np.ndarray[Any, Any]] = []
     for column in columns:
         if isinstance(column, StringColumn):
-            texts.append(column)
+            renumber = np.array([codes.setdefault(text, len(codes)) for text in column.table], dtype=np.uint32)
+            texts.append(renumber[column.codes] if len(column) else column.codes)
         else:
             numbers.append(column)
-    if not texts:
-        return np.concatenate(numbers) if numbers else np.empty(0, dtype=np.int64)
-    codes: dict[str | None, int] = {}
-    rows = []
-    for text_column in texts:
-        renumber = np.array([codes.setdefault(text, len(codes)) for text in text_column.table], dtype=np.uint32)
-        rows.append(renumber[text_column.codes] if len(text_column) else text_column.codes)
-    return StringColumn(codes=np.concatenate(rows), table=list(codes))
-
-
-def record_info(value: Callable[[str], Any]) -> RecordInfo:
-    """The identity of the record for which `value` gives each column's value."""
-    numel = value("numel")
-
-    def tally(kind: str) -> Tally:
-        count = int(value(f"overflow.{kind}.count"))
-        return Tally(count=count, ratio=count / numel if numel else 0.0)
-
-    def optional(name: str) -> float | None:
-        number = float(value(name))
-        return None if np.isnan(number) else number
-
-    parts: dict[str, Any] = {name: optional(f"overflow.{name}") for name in EXTREMES}
-    parts |= {kind: tally(kind) for kind in TALLY_KINDS}
-    numbers: dict[str, Any] = {name: int(value(name)) for name in INT_FIELDS}
-    for name in OPTIONAL_INT_FIELDS:
-        number = optional(name)
-        numbers[name] = None if number is None else int(number)
-    documents = {name: json.loads(value(name)) for name in JSON_FIELDS}
-    documents["shape"] = tuple(documents["shape"])
-    return RecordInfo(
-        **numbers,
-        **{name: value(name) for name in STRING_FIELDS},
-        **documents,
-        overflow=Overflow(**parts, per_sample=json.loads(value("overflow.per_sample"))),
-        timestamp=float(value("timestamp")),
-        checksum=f"crc32c:{int(value('checksum')):08x}",
-    )
+    if texts:
+        return narrowed(StringColumn(codes=np.concatenate(texts), table=list(codes)))
+    return np.concatenate(numbers) if numbers else np.empty(0, dtype=np.int64)

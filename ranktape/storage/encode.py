@@ -1,56 +1,109 @@
-"""How does a tensor become the document and the object of a Zarr array?
+"""How do tensors become the document and the object of a Zarr array?
 
-One tensor is one object. Where the tensor has samples, the object is a shard whose inner chunks are single
-samples, so that one sample is one read; it is written by hand as the specification of `sharding_indexed`
-says: the chunks, then their offsets and sizes, then a checksum of those.
+A large tensor is one object. Where it has samples, the object is a shard whose inner chunks are single
+samples, so that one sample is one read. Small tensors of one dtype and shape share an array, whose one shard has
+a tensor in each inner chunk. Shards are written by hand as the specification of `sharding_indexed` says: the
+chunks, then their offsets and sizes, then a checksum of those.
 """
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import numpy as np
 
-from ranktape.storage.documents import array_document
+from ranktape.errors import DataError, UsageError
+from ranktape.storage.crc import combine
+from ranktape.storage.documents import Compression, array_document
 from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.record import Keep
 
 if TYPE_CHECKING:
-    from ranktape.storage.backend import Buffer
+    from ranktape.storage.backends.backend import Buffer
+    from ranktape.storage.dtypes import DtypeRow
     from ranktape.storage.record import RecordInfo
 
 MIN_SAMPLE_NBYTES = 1024
 """Samples smaller than this share one chunk: an entry of the shard's index is 16 bytes, a request costs more."""
 
+MAX_PACKED_NBYTES = 1 << 30
+"""Tensors larger than this are not compressed: readers unpack no more, whoever wrote it."""
+
+_COMBINED_NBYTES = 1 << 18
+"""Of samples smaller than this, reading the bytes again takes less time than combining checksums."""
+
+INDEX_ENTRY_NBYTES = 16
+CRC_NBYTES = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedArray:
-    """A tensor ready to be written."""
+    """An array ready to be written."""
 
     document: dict[str, Any]
-    """The array's `zarr.json`."""
+    """Its `zarr.json`, without the checksum."""
     parts: list[Buffer] | None
-    """What the array's object holds, to be joined; None for an empty tensor, which has no object."""
+    """What its object holds, to be joined; None for an empty tensor, which has no object."""
 
 
 def checksum(array: np.ndarray[Any, Any]) -> str:
     """The CRC-32C of the values' little-endian bytes in C order, as records carry it."""
-    return f"crc32c:{_crc(np.ascontiguousarray(array)):08x}"
+    return f"crc32c:{_crc(_raw(array)):08x}"
 
 
-def encode_array(array: np.ndarray[Any, Any], *, info: RecordInfo) -> EncodedArray:
-    """The document and the object of a tensor whose identity is `info`.
+def checksums(array: np.ndarray[Any, Any], *, info: RecordInfo) -> tuple[str, list[int] | None]:
+    """The checksum of the values; and those of its samples, where they were needed for it."""
+    axis = _samples_apart(array, info=info)
+    if axis != 0 or not array.flags.c_contiguous or array.nbytes // len(array) < _COMBINED_NBYTES:
+        return checksum(array), None
+    crcs = [_crc(raw) for raw in _samples(array, sample_dim=0)]
+    return f"crc32c:{combine(crcs, part_nbytes=array.nbytes // len(array)):08x}", crcs
 
-    No bytes are copied, but those of samples that do not lie together.
+
+def stored_dtype(info: RecordInfo) -> DtypeRow:
+    """The dtype of the array that holds a record: its own, or that of counts."""
+    if info.keep == Keep.HISTOGRAM:
+        return DTYPES["uint64" if info.nbytes == np.dtype(np.uint64).itemsize * NUM_CODES else "uint32"]
+    return DTYPES[info.dtype]
+
+
+def stored_shape(info: RecordInfo) -> tuple[int, ...]:
+    """The shape of what is stored of a record: its own, or that of counts."""
+    return (NUM_CODES,) if info.keep == Keep.HISTOGRAM else info.shape
+
+
+NUM_CODES = 1 << 16
+"""Bit patterns of a 16-bit value: the length of a histogram."""
+
+
+def encode_array(
+    array: np.ndarray[Any, Any],
+    *,
+    info: RecordInfo,
+    compression: Compression = Compression.NONE,
+    sample_crcs: Sequence[int] | None = None,
+) -> EncodedArray:
+    """The document and the object of a tensor whose identity, with its checksum, is `info`.
+
+    No bytes are copied, but those of samples that do not lie together. `sample_crcs` are what `checksums` gave.
     """
-    row = DTYPES[info.dtype]
-    by_sample = _samples_apart(array, sample_dim=info.sample_dim)
+    by_sample = _samples_apart(array, info=info)
     inner_chunk = None
     if by_sample is not None:
         inner_chunk = [1 if dim == by_sample else extent for dim, extent in enumerate(array.shape)]
+    packing = compression if array.nbytes <= MAX_PACKED_NBYTES else Compression.NONE
+    raws = [] if by_sample is None else list(_samples(array, sample_dim=by_sample))
+    samples = list(zip(raws, sample_crcs or map(_crc, raws), strict=True))
+    attributes = info.to_json()
+    if samples:
+        # One sample is read without the others: what it must be is said where nobody can exchange it.
+        attributes["sample_checksums"] = [f"crc32c:{crc:08x}" for _, crc in samples]
+    row = stored_dtype(info)
     document = array_document(
         shape=array.shape,
         data_type=row.zarr_name,
@@ -58,47 +111,146 @@ def encode_array(array: np.ndarray[Any, Any], *, info: RecordInfo) -> EncodedArr
         itemsize=row.itemsize,
         inner_chunk=inner_chunk,
         dimension_names=dimension_names(info),
-        attributes=info.to_json(),
+        attributes=attributes,
+        compression=packing,
     )
     if array.size == 0:
         return EncodedArray(document=document, parts=None)
-    chunks = _samples(array, sample_dim=by_sample) if by_sample is not None else iter([np.ascontiguousarray(array)])
-    parts: list[Buffer] = []
-    index: list[int] = []
-    offset = 0
-    for chunk in chunks:
-        raw = chunk.reshape(-1).view(np.uint8)
-        parts += [raw, struct.pack("<I", _crc(raw))]
-        index += [offset, raw.nbytes + 4]
-        offset += raw.nbytes + 4
-    if by_sample is not None:
-        entries = struct.pack(f"<{len(index)}Q", *index)
-        parts += [entries, struct.pack("<I", google_crc32c.value(entries))]
-    return EncodedArray(document=document, parts=parts)
+    if samples:
+        return EncodedArray(document=document, parts=_shard(samples, packing=packing))
+    raw = _raw(array)
+    return EncodedArray(document=document, parts=_chunk(raw, crc_of(info.checksum), packing=packing))
+
+
+def encode_stack(
+    arrays: Sequence[np.ndarray[Any, Any]], *, infos: Sequence[RecordInfo], compression: Compression = Compression.NONE
+) -> EncodedArray:
+    """The document and the object of tensors of one dtype, shape and layout, none of them empty.
+
+    `infos` are their identities with their checksums. What all of them share is in the attribute `common`, what
+    tells them apart in `captures`, in their order.
+    """
+    first = infos[0]
+    row = stored_dtype(first)
+    shape = (len(arrays), *arrays[0].shape)
+    common, captures = shared_fields([info.to_json() for info in infos])
+    document = array_document(
+        shape=shape,
+        data_type=row.zarr_name,
+        fill_value=row.fill_value,
+        itemsize=row.itemsize,
+        inner_chunk=[1, *shape[1:]],
+        dimension_names=[f"capture_{len(arrays)}", *dimension_names(first)],
+        attributes={"common": common, "captures": captures},
+        compression=compression,
+    )
+    chunks = ((_raw(array), crc_of(info.checksum)) for array, info in zip(arrays, infos, strict=True))
+    return EncodedArray(document=document, parts=_shard(chunks, packing=compression))
+
+
+def shared_fields(documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What all documents with the same keys share, and for each what it has of its own."""
+    first = documents[0]
+    common = {
+        name: value
+        for name, value in first.items()
+        if all(document[name] == value for document in documents)
+        and (name not in _FREE_FIELDS or value is None or _are_same([document[name] for document in documents]))
+    }
+    own = [name for name in first if name not in common]
+    return common, [{name: document[name] for name in own} for document in documents]
+
+
+_FREE_FIELDS = frozenset({"metadata", "placement", "sample_ids"})
+"""Fields that may hold anything that JSON can."""
+
+
+def _are_same(values: Sequence[Any]) -> bool:
+    # 1, 1.0 and True are equal, and not the same in JSON.
+    return len({json.dumps(value) for value in values}) == 1
 
 
 def dimension_names(info: RecordInfo) -> list[str]:
-    """Names of the dimensions, such as `B_4`: the letter of the layout, or the dimension, and the extent.
+    """Names of the stored dimensions, such as `B_4`: the letter of the layout, or the dimension, and the extent.
 
     xarray reads the arrays of a group as one dataset, where a name has one extent; the extent is in the
     name, so that tensors of different shapes may stand side by side.
     """
+    if info.keep == Keep.HISTOGRAM:
+        return [f"code_{NUM_CODES}"]
     letters = info.layout if len(info.layout) == len(info.shape) else ""
     labels = letters or [f"dim{dim}" for dim in range(len(info.shape))]
     return [f"{label}_{extent}" for label, extent in zip(labels, info.shape, strict=True)]
 
 
-def _crc(array: np.ndarray[Any, Any]) -> int:
-    return int(google_crc32c.value(array.reshape(-1).view(np.uint8)))
+def check_form(array: np.ndarray[Any, Any], *, info: RecordInfo) -> None:
+    """That an array is what its identity says, and that this can be written; a reader could not read it else.
+
+    Raises:
+        DataError: it is another one.
+        UsageError: what is said of it has no form in JSON.
+    """
+    shape, dtype = stored_shape(info), stored_dtype(info).numpy_dtype
+    if array.shape != shape or array.dtype != dtype or array.nbytes != info.nbytes:
+        raise DataError(
+            f"an array of {array.dtype}{list(array.shape)}, {array.nbytes} bytes, is not the tensor that it is said "
+            f"to be: {dtype}{list(shape)}, {info.nbytes} bytes"
+        )
+    free = [value for value in (info.metadata, info.placement, info.sample_ids) if value is not None]
+    if not free:
+        return
+    try:
+        json.dumps(free, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"what is said of a tensor has no form in JSON ({error}): give text and finite numbers"
+        ) from error
 
 
-def _samples_apart(array: np.ndarray[Any, Any], *, sample_dim: int | None) -> int | None:
-    if sample_dim is None or array.size == 0 or array.shape[sample_dim] == 1:
+def crc_of(text: str) -> int:
+    """The number in a checksum as records carry it."""
+    return int(text.partition(":")[2], 16)
+
+
+def _shard(chunks: Iterable[tuple[np.ndarray[Any, Any], int]], *, packing: Compression) -> list[Buffer]:
+    parts: list[Buffer] = []
+    index: list[int] = []
+    offset = 0
+    for raw, crc in chunks:
+        chunk = _chunk(raw, crc, packing=packing)
+        nbytes = sum(len(part) for part in chunk)
+        parts += chunk
+        index += [offset, nbytes]
+        offset += nbytes
+    entries = struct.pack(f"<{len(index)}Q", *index)
+    return [*parts, entries, struct.pack("<I", google_crc32c.value(entries))]
+
+
+def _chunk(raw: np.ndarray[Any, Any], crc: int, *, packing: Compression) -> list[Buffer]:
+    """The bytes of one chunk; `crc` is the checksum of the values."""
+    if packing is Compression.NONE:
+        return [raw, struct.pack("<I", crc)]
+    from numcodecs import zstd
+
+    packed = zstd.compress(raw, 1)
+    return [packed, struct.pack("<I", google_crc32c.value(packed))]
+
+
+def _raw(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _crc(raw: np.ndarray[Any, Any]) -> int:
+    return int(google_crc32c.value(raw))
+
+
+def _samples_apart(array: np.ndarray[Any, Any], *, info: RecordInfo) -> int | None:
+    dim = info.sample_dim
+    if dim is None or info.keep != Keep.VALUES or array.size == 0 or array.shape[dim] == 1:
         return None
-    sample_nbytes = array.nbytes // array.shape[sample_dim]
-    return sample_dim if sample_nbytes >= MIN_SAMPLE_NBYTES else None
+    return dim if array.nbytes // array.shape[dim] >= MIN_SAMPLE_NBYTES else None
 
 
 def _samples(array: np.ndarray[Any, Any], *, sample_dim: int) -> Iterator[np.ndarray[Any, Any]]:
     for sample in np.moveaxis(array, sample_dim, 0):
-        yield np.ascontiguousarray(sample)
+        yield _raw(sample)

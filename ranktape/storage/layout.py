@@ -4,11 +4,14 @@ zarr.json                                                   the run
 attempt_000-1f3a9c2e/zarr.json                              one start of the worker group
 <attempt>/rank_00003/zarr.json                              one process of it
 <attempt>/rank_00003/iter_00001234/zarr.json                rank commit, written last
-<attempt>/rank_00003/iter_00001234/<site>/zarr.json         one captured tensor
+<attempt>/rank_00003/iter_00001234/<site>/zarr.json         one large tensor
+<attempt>/rank_00003/iter_00001234/stack_float32_64_0/zarr.json  small tensors of one dtype and shape
+<attempt>/rank_00003/iter_00001234/catalogue/zarr.json      what was recorded, as columns
 <attempt>/commits/iter_00001234/zarr.json                   the iteration was begun
 <attempt>/commits/iter_00001234/rank_00003.committed/zarr.json   markers: one LIST tells all states
-<attempt>/iterations/iter_00001234/zarr.json                iteration commit, written last
+<attempt>/iterations/iter_00001234/zarr.json                iteration commit, written last: its catalogue
 <attempt>/closed/rank_00003/zarr.json                       the rank will commit nothing more
+<attempt>/dropped/iter_00001234/zarr.json                   the iteration was complete, and was removed (--keep-last)
 <attempt>/plan/zarr.json                                    further iterations, when the first ones were not enough
 <attempt>/verdict/zarr.json                                 whether the guaranteed minimum is there
 
@@ -21,18 +24,27 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 DOCUMENT = "zarr.json"
 """The document of every group and array."""
 
-ATTEMPT_GROUPS = ("commits", "iterations", "closed")
+CATALOGUE = "catalogue"
+"""The name of a rank's catalogue; the names of tensors have commas, and those of stacks begin with `stack_`."""
+
+_MAX_NAME_LENGTH = 200
+
+ATTEMPT_GROUPS = ("commits", "iterations", "closed", "dropped")
 """The groups below an attempt, beside those of its ranks."""
 
-_MARKER = re.compile(r"iter_(\d+)/rank_(\d+)\.([a-z]+)/zarr\.json")
-_ITERATION = re.compile(r"iter_(\d+)/zarr\.json")
-_CLOSED = re.compile(r"rank_(\d+)/zarr\.json")
-_ATTEMPT = re.compile(r"attempt_(\d+)(-[0-9a-f]+)?")
+# Numbers are spelled as below, so that one thing has one key, and fit into 64 bits.
+_STEP = r"([0-9]{8}|[1-9][0-9]{8,17})"
+_RANK = r"([0-9]{5}|[1-9][0-9]{5,8})"
+_MARKER = re.compile(rf"iter_{_STEP}/rank_{_RANK}\.([a-z]+)/zarr\.json")
+_ITERATION = re.compile(rf"iter_{_STEP}/zarr\.json")
+_CLOSED = re.compile(rf"rank_{_RANK}/zarr\.json")
+_ATTEMPT = re.compile(r"attempt_([0-9]{3}|[1-9][0-9]{3,8})(-[0-9a-f]+)?")
 
 
 class Mark(enum.StrEnum):
@@ -73,6 +85,19 @@ def rank_iteration_path(attempt: str, rank: int, iteration: int) -> str:
     return f"{rank_path(attempt, rank)}/iter_{iteration:08d}"
 
 
+def catalogue_path(attempt: str, rank: int, iteration: int) -> str:
+    """The array that holds the catalogue of one iteration on one rank."""
+    return f"{rank_iteration_path(attempt, rank, iteration)}/{CATALOGUE}"
+
+
+def stack_name(number: int, *, dtype: str, shape: Sequence[int], layout: str) -> str | None:
+    """The name of an array of small tensors, below their iteration; None where it would be too long for a name."""
+    extents = "x".join(str(extent) for extent in shape) or "scalar"
+    letters = f"_{layout}" if layout.isascii() and layout.isalnum() else ""
+    name = f"stack_{dtype}_{extents}{letters}_{number}"
+    return name if len(name) <= _MAX_NAME_LENGTH else None
+
+
 def commits_path(attempt: str) -> str:
     """The group of all markers."""
     return f"{attempt}/commits"
@@ -101,6 +126,11 @@ def iteration_path(attempt: str, iteration: int) -> str:
 def closed_path(attempt: str, rank: int) -> str:
     """The group that says that a rank will commit nothing more."""
     return f"{attempt}/closed/rank_{rank:05d}"
+
+
+def dropped_path(attempt: str, iteration: int) -> str:
+    """The group that says that a complete iteration was removed on purpose."""
+    return f"{attempt}/dropped/iter_{iteration:08d}"
 
 
 def plan_path(attempt: str) -> str:
@@ -133,7 +163,7 @@ def parse_marker(key: str) -> Marker | None:
 
 
 def parse_iteration(key: str) -> int | None:
-    """The iteration whose document is at a key below `commits_path` or `iterations_path`; None for other keys."""
+    """The iteration whose group's document is at a key such as `iter_00000003/zarr.json`; None for other keys."""
     match = _ITERATION.fullmatch(key)
     return int(match[1]) if match else None
 

@@ -10,10 +10,15 @@ Zarr accept, that cannot leave its folder, and that gives the string back.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
 from ranktape.errors import RunFormatError, UsageError
+
+if TYPE_CHECKING:
+    from ranktape.storage.record import RecordInfo
 
 MAX_PATH_LENGTH = 700
 """Characters in a site's path: object stores end keys at 1,024 bytes, and the run's own prefix comes first."""
@@ -21,8 +26,11 @@ MAX_PATH_LENGTH = 700
 _SEGMENT_LENGTH = 200
 """Characters in one segment of a path: file systems end names at 255 bytes."""
 
-_CONTINUED = "/+"
-"""Between two segments of a long path; encoding leaves no `+` in a field."""
+_CONTINUED = "+/"
+"""Between two segments of a long path. Encoding leaves no `+` in a field: what one of them ends is no whole name."""
+
+_CONTINUED_BEFORE = "/+"
+"""The same in runs of schema 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +58,22 @@ class Site:
     call: int
     """How many times the site had fired before within the microbatch."""
 
+    @classmethod
+    def of(cls, info: RecordInfo) -> Site:
+        """The site of a record."""
+        return cls(
+            module=info.module,
+            layer_type=info.layer_type,
+            layer_idx=info.layer_idx,
+            operation=info.operation,
+            phase=info.phase,
+            component=info.component,
+            quant_type=info.quant_type,
+            tensor_name=info.tensor_name,
+            microbatch=info.microbatch,
+            call=info.call,
+        )
+
 
 def site_path(site: Site) -> str:
     """The path of a site below its iteration's group; `parse_site_path` gives the site back.
@@ -59,22 +83,9 @@ def site_path(site: Site) -> str:
     Raises:
         UsageError: the path would be longer than an object store's keys allow.
     """
-    fields = (
-        _encode(site.module),
-        _encode(site.layer_type),
-        f"L{site.layer_idx}",
-        _encode(site.operation),
-        _encode(site.phase),
-        _encode(site.component),
-        _encode(site.quant_type),
-        _encode(site.tensor_name),
-        f"m{site.microbatch}",
-        f"c{site.call}",
-    )
-    name = ",".join(fields)
-    # Zarr reserves names that begin with two underscores; names that begin with a dot are hidden or special.
-    if name[0] in "_.":
-        name = f"%{ord(name[0]):02X}{name[1:]}"
+    words = (site.operation, site.phase, site.component, site.quant_type, site.tensor_name)
+    begin = _begin_name(site.module, site.layer_type, site.layer_idx, *words)
+    name = f"{begin},m{site.microbatch},c{site.call}"
     if len(name) > MAX_PATH_LENGTH:
         raise UsageError(
             f"the name of module {site.module[:40]!r}... takes {len(name)} characters in the store, "
@@ -89,7 +100,7 @@ def parse_site_path(path: str) -> Site:
     Raises:
         RunFormatError: the path is not one of a site.
     """
-    fields = [_decode(field) for field in path.replace(_CONTINUED, "").split(",")]
+    fields = [_decode(field) for field in path.replace(_CONTINUED, "").replace(_CONTINUED_BEFORE, "").split(",")]
     try:
         module, layer_type, layer, operation, phase, component, quant_type, tensor_name, microbatch, call = fields
         if (layer[0], microbatch[0], call[0]) != ("L", "m", "c"):
@@ -108,6 +119,14 @@ def parse_site_path(path: str) -> Site:
         )
     except (ValueError, IndexError) as error:
         raise RunFormatError(f"{path!r} is not the path of a captured tensor: it needs ten fields") from error
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _begin_name(module: str, layer_type: str, layer_idx: int, *words: str) -> str:
+    """The fields that are the same in every iteration: encoding them takes longer than all else."""
+    name = ",".join([_encode(module), _encode(layer_type), f"L{layer_idx}", *map(_encode, words)])
+    # Zarr reserves names that begin with two underscores; names that begin with a dot are hidden or special.
+    return f"%{ord(name[0]):02X}{name[1:]}" if name[0] in "_." else name
 
 
 def _encode(text: str) -> str:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from ranktape.storage import layout
 from ranktape.storage.attempt import check_attempt
-from ranktape.storage.documents import decode_document, encode_document, group_document
+from ranktape.storage.groups import read_fields, write_group
 
 if TYPE_CHECKING:
     from ranktape.storage.attempt import Attempt
-    from ranktape.storage.backend import Backend
+    from ranktape.storage.backends.backend import Backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,16 @@ def write_plan(backend: Backend, *, attempt: Attempt, plan: Plan) -> None:
     """
     check_attempt(backend, attempt)
     attributes = {"iterations": list(plan.iterations), "is_done": plan.is_done}
-    backend.put(layout.document_key(layout.plan_path(attempt.path)), [encode_document(group_document(attributes))])
+    write_group(backend, layout.plan_path(attempt.path), attributes)
 
 
 def read_plan(backend: Backend, *, attempt: Attempt) -> Plan | None:
-    """The plan that was announced last; None where none was."""
-    key = layout.document_key(layout.plan_path(attempt.path))
-    data = backend.get(key)
-    if data is None:
-        return None
-    attributes = decode_document(data, place=f"{backend.url}/{key}")["attributes"]
-    return Plan(iterations=tuple(attributes["iterations"]), is_done=attributes["is_done"])
+    """The plan that was announced last; None where none was.
+
+    Raises:
+        DataError: its document is not what was written.
+        RunFormatError: it says what no plan does.
+        StorageError: the store cannot be read.
+    """
+    fields = read_fields(backend, layout.plan_path(attempt.path))
+    return None if fields is None else Plan(iterations=fields.integers("iterations"), is_done=fields.flag("is_done"))

@@ -7,34 +7,55 @@ markers tells the state of every iteration on every rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
-import google_crc32c
-
-from ranktape.errors import DataError, RunNotFoundError
+from ranktape.errors import DataError, RunFormatError, RunNotFoundError
 from ranktape.storage import layout
 from ranktape.storage.attempt import (
     check_attempt,
-    complete_iterations,
+    committed_iterations,
+    dropped_iterations,
     is_attempt_there,
     lost_message,
     read_attempts,
 )
-from ranktape.storage.catalogue import Entry, encode_catalogue
-from ranktape.storage.documents import array_document, chunk_key, decode_document, encode_document, group_document
+from ranktape.storage.groups import MAX_COMMIT_NBYTES, read_fields, write_group
 from ranktape.storage.layout import Mark
-from ranktape.storage.record import RecordInfo
 from ranktape.storage.status import IterationState, IterationStatus, Verdict, judge
+from ranktape.storage.validation import Fields
 
 if TYPE_CHECKING:
     from ranktape.storage.attempt import Attempt
-    from ranktape.storage.backend import Backend
+    from ranktape.storage.backends.backend import Backend
 
 _NUM_THREADS = 16
 """Requests in flight when many small documents are read."""
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Summary:
+    """What the document of an iteration commit says of it."""
+
+    num_records: int = 0
+    nbytes: int = 0
+    silent_sites: dict[int, dict[str, str]] = field(default_factory=dict)
+
+
+_NO_SUMMARY = _Summary()
+
+
+def _summary(fields: Fields) -> _Summary:
+    return _Summary(
+        num_records=fields.integer("num_records", default=0),
+        nbytes=fields.integer("nbytes", default=0),
+        silent_sites=fields.texts_by_rank("silent_sites", default={}),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +72,8 @@ class Progress:
     """Iterations with an iteration commit."""
     closed: frozenset[int]
     """Ranks that will commit nothing more."""
+    dropped: frozenset[int] = frozenset()
+    """Iterations that were complete and have been removed."""
 
     def committed_ranks(self, iteration: int) -> list[int]:
         """The ranks that have committed an iteration, ascending."""
@@ -59,32 +82,63 @@ class Progress:
     def ready(self) -> list[int]:
         """The iterations that all ranks have committed and that have no iteration commit, ascending."""
         size = self.attempt.launch.world_size
+        settled = self.complete | self.dropped
         return sorted(
             iteration
             for iteration in self.marks
-            if iteration not in self.complete and len(self.committed_ranks(iteration)) == size
+            if iteration not in settled and len(self.committed_ranks(iteration)) == size
         )
 
 
-def read_progress(backend: Backend, attempt: Attempt) -> Progress:
-    """How far an attempt is; three LISTs, no document is read."""
+def read_progress(backend: Backend, attempt: Attempt, *, known: Progress | None = None) -> Progress:
+    """How far an attempt is; some LISTs, no document is read.
+
+    What was seen before (`known`) is not looked at again where it is settled: only the markers of iterations are
+    that some rank has not had its word on.
+    """
+    opened, marks = _read_marks(backend, attempt, known=known)
+    closed = (layout.parse_closed(key) for key in backend.list_keys(f"{attempt.path}/closed"))
+    # In this order: what is removed in between is in the second list.
+    committed = committed_iterations(backend, attempt)
+    dropped = dropped_iterations(backend, attempt)
+    return Progress(
+        attempt=attempt,
+        opened=frozenset(opened),
+        marks=marks,
+        complete=committed - dropped,
+        closed=frozenset(rank for rank in closed if rank is not None),
+        dropped=dropped,
+    )
+
+
+def _read_marks(
+    backend: Backend, attempt: Attempt, *, known: Progress | None
+) -> tuple[set[int], dict[int, dict[int, Mark]]]:
+    top = layout.commits_path(attempt.path)
     opened: set[int] = set()
     marks: dict[int, dict[int, Mark]] = {}
-    for key in backend.list_keys(layout.commits_path(attempt.path)):
+    if known is None:
+        keys = backend.list_keys(top)
+    else:
+        size = attempt.launch.world_size
+        marks = {iteration: words for iteration, words in known.marks.items() if len(words) == size}
+        opened = set(marks)
+        # A name is an iteration's group; what is below it is looked at where it is not settled.
+        names = [f"{name}/{layout.DOCUMENT}" for name in backend.list_names(top)]
+        unsettled = [name for name in names if layout.parse_iteration(name) not in {None, *marks}]
+        keys = [
+            f"{folder}/{key}"
+            for folder in (name.partition("/")[0] for name in unsettled)
+            for key in backend.list_keys(f"{top}/{folder}")
+        ]
+    for key in keys:
         marker = layout.parse_marker(key)
         iteration = layout.parse_iteration(key) if marker is None else marker.iteration
         if iteration is not None:
             opened.add(iteration)
         if marker is not None:
             marks.setdefault(marker.iteration, {})[marker.rank] = marker.mark
-    closed = (layout.parse_closed(key) for key in backend.list_keys(f"{attempt.path}/closed"))
-    return Progress(
-        attempt=attempt,
-        opened=frozenset(opened),
-        marks=marks,
-        complete=frozenset(complete_iterations(backend, attempt)),
-        closed=frozenset(rank for rank in closed if rank is not None),
-    )
+    return opened, marks
 
 
 def open_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
@@ -94,91 +148,12 @@ def open_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> Non
         StorageError: the run was deleted or replaced, or cannot be written.
     """
     check_attempt(backend, attempt)
-    key = layout.document_key(layout.opened_path(attempt.path, iteration))
-    backend.put(key, [encode_document(group_document({"opened": time.time()}))])
-
-
-def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
-    """Write the iteration commit: the merged catalogue of all ranks, then the document that makes it count.
-
-    Two writers of one commit write the same bytes, and the second leaves the first one's document.
-
-    Raises:
-        DataError: a rank left its marker, but its commit is not there or does not say what it should.
-        StorageError: the run was deleted or replaced, or cannot be read or written.
-    """
-    check_attempt(backend, attempt)
-    ranks = range(attempt.launch.world_size)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        commits = list(pool.map(lambda rank: read_commit(backend, attempt.path, rank, iteration), ranks))
-    entries = [entry for commit in commits for entry in commit.entries]
-    catalogue = encode_catalogue(entries)
-    path = layout.iteration_path(attempt.path, iteration)
-    # The catalogue lies in the array's only chunk, after which the array's own checksum stands.
-    document = array_document(
-        shape=[len(catalogue)],
-        data_type="uint8",
-        fill_value=0,
-        itemsize=1,
-        inner_chunk=None,
-        dimension_names=[f"byte_{len(catalogue)}"],
-        attributes={
-            "complete": True,
-            "iteration": iteration,
-            "attempt": attempt.number,
-            "expected_ranks": list(ranks),
-            "num_records": len(entries),
-            "nbytes": sum(entry.info.nbytes for entry in entries),
-            "silent_sites": {
-                str(rank): commit.silent_sites for rank, commit in enumerate(commits) if commit.silent_sites
-            },
-            "committed": time.time(),
-        },
-    )
-    backend.put(f"{path}/{chunk_key(1)}", with_checksum(catalogue))
-    backend.flush()
-    check_attempt(backend, attempt)
-    backend.create(layout.document_key(path), encode_document(document))
-    backend.flush()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankCommit:
-    """What one rank committed of one iteration."""
-
-    entries: list[Entry]
-    """Its records."""
-    silent_sites: dict[str, str]
-    """The tensors that were expected and not recorded, each with the reason."""
-
-
-def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> RankCommit:
-    """One rank's commit of an iteration; `attempt` is the attempt's path.
-
-    Raises:
-        DataError: there is no commit, or it does not hold as many records as it says.
-    """
-    path = layout.rank_iteration_path(attempt, rank, iteration)
-    place = f"{backend.url}/{path}"
-    data = backend.get(layout.document_key(path))
-    if data is None:
-        raise DataError(f"rank {rank} marked iteration {iteration} as committed, but {place} has no document")
-    document = decode_document(data, place=place)
-    members = document.get("consolidated_metadata", {}).get("metadata", {})
-    entries = [
-        Entry(path=f"{path}/{name}", info=RecordInfo.from_json(member["attributes"]))
-        for name, member in members.items()
-        if member["node_type"] == "array"
-    ]
-    stated = document["attributes"].get("num_records")
-    if stated != len(entries):
-        raise DataError(f"{place} says {stated} records and holds {len(entries)}: the commit is damaged")
-    return RankCommit(entries=entries, silent_sites=document["attributes"].get("silent_sites", {}))
+    write_group(backend, layout.opened_path(attempt.path, iteration), {"opened": time.time()})
 
 
 def read_statuses(backend: Backend, progress: Progress, *, final: bool) -> list[IterationStatus]:
     """Every iteration that was begun in an attempt, ascending; `final` says that nothing more will come."""
-    iterations = sorted(progress.opened | progress.complete)
+    iterations = sorted(progress.opened | progress.complete | progress.dropped)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         return list(pool.map(lambda iteration: _status(backend, progress, iteration, final=final), iterations))
 
@@ -190,8 +165,10 @@ def read_verdict(backend: Backend) -> tuple[Verdict, list[IterationStatus]] | No
         return None
     last = attempts[-1]
     # Read first: a rank's last words come before it.
-    closing = _verdict_attributes(backend, last)
-    final = closing is not None
+    problems, damage = _told(
+        backend, layout.verdict_path(last.path), lambda fields: fields.texts("problems", default={}), default=None
+    )
+    final = problems is not None or bool(damage)
     progresses = [read_progress(backend, attempt) for attempt in attempts]
     statuses = [
         status
@@ -204,7 +181,7 @@ def read_verdict(backend: Backend) -> tuple[Verdict, list[IterationStatus]] | No
         required=last.min_iterations,
         final=final,
         notes=_closing_notes(backend, progresses[-1]) if final else {},
-        problems=(closing or {}).get("problems", {}),
+        problems={**(problems or {}), **({"the verdict": damage} if damage else {})},
     )
     return verdict, statuses
 
@@ -223,35 +200,16 @@ def write_verdict(backend: Backend, *, attempt: Attempt, problems: Mapping[str, 
     """
     if not is_attempt_there(backend, attempt):
         raise RunNotFoundError(lost_message(backend))
-    key = layout.document_key(layout.verdict_path(attempt.path))
+    path = layout.verdict_path(attempt.path)
     closing = {"problems": dict(problems or {}), "written": time.time()}
-    backend.put(key, [encode_document(group_document(closing))])
+    write_group(backend, path, closing)
     judged = read_verdict(backend)
     if judged is None or not is_attempt_there(backend, attempt):
         raise RunNotFoundError(lost_message(backend))
     verdict = judged[0]
-    backend.put(key, [encode_document(group_document({**verdict.to_json(), **closing}))])
+    write_group(backend, path, {**verdict.to_json(), **closing})
     backend.flush()
     return verdict
-
-
-def with_checksum(data: bytes) -> list[bytes]:
-    """The bytes and, as the codec `crc32c` has it, their CRC-32C behind them."""
-    return [data, google_crc32c.value(data).to_bytes(4, "little")]
-
-
-def split_checksum(data: bytes | None, *, place: str) -> bytes:
-    """The bytes that `with_checksum` protected.
-
-    Raises:
-        DataError: they are missing or not what was written.
-    """
-    if data is None:
-        raise DataError(f"{place} is committed, but missing: the run is damaged")
-    content, stored = data[:-4], data[-4:]
-    if google_crc32c.value(content).to_bytes(4, "little") != stored:
-        raise DataError(f"{place} is not what was written: its checksum differs")
-    return content
 
 
 def _status(backend: Backend, progress: Progress, iteration: int, *, final: bool) -> IterationStatus:
@@ -260,10 +218,12 @@ def _status(backend: Backend, progress: Progress, iteration: int, *, final: bool
     marks = progress.marks.get(iteration, {})
     committed = progress.committed_ranks(iteration)
     is_complete = iteration in progress.complete
-    missing = {
-        rank: _reason(backend, progress, iteration, rank, final=final) for rank in expected if rank not in committed
-    }
-    if is_complete:
+    # Of an iteration that was removed on purpose nothing is missing.
+    absent = [] if iteration in progress.dropped else [rank for rank in expected if rank not in committed]
+    missing = {rank: _reason(backend, progress, iteration, rank, final=final) for rank in absent}
+    if iteration in progress.dropped:
+        state = IterationState.DROPPED
+    elif is_complete:
         state = IterationState.COMPLETE
     elif Mark.SKIPPED in marks.values():
         state = IterationState.SKIPPED
@@ -271,8 +231,11 @@ def _status(backend: Backend, progress: Progress, iteration: int, *, final: bool
         state = IterationState.PARTIAL
     else:
         state = IterationState.OPEN
-    summary = _attributes(backend, layout.iteration_path(attempt.path, iteration)) if is_complete else {}
-    silent = {int(rank): sites for rank, sites in summary.get("silent_sites", {}).items()}
+    summary, damage = (
+        _told(backend, layout.iteration_path(attempt.path, iteration), _summary, default=_NO_SUMMARY)
+        if is_complete
+        else (_NO_SUMMARY, "")
+    )
     return IterationStatus(
         iteration=iteration,
         attempt=attempt.number,
@@ -280,9 +243,10 @@ def _status(backend: Backend, progress: Progress, iteration: int, *, final: bool
         expected_ranks=expected,
         committed_ranks=committed,
         missing=missing,
-        silent_sites=silent,
-        num_records=int(summary.get("num_records", 0)),
-        nbytes=int(summary.get("nbytes", 0)),
+        silent_sites=summary.silent_sites,
+        num_records=summary.num_records,
+        nbytes=summary.nbytes,
+        problem=damage,
     )
 
 
@@ -290,31 +254,29 @@ def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, 
     path = progress.attempt.path
     mark = progress.marks.get(iteration, {}).get(rank)
     if mark is not None:
-        attributes = _attributes(backend, layout.marker_path(path, iteration, rank, mark))
-        return str(attributes.get("reason", mark))
+        marker = layout.marker_path(path, iteration, rank, mark)
+        reason, damage = _told(backend, marker, lambda fields: fields.text("reason", default=mark.value), default="")
+        return f"{mark}, and {damage}" if damage else reason
     if rank in progress.closed:
-        attributes = _attributes(backend, layout.closed_path(path, rank))
-        return f"ended before it ({attributes.get('reason', 'no reason was left')})"
+        return f"ended before it ({_last_words(backend, path, rank) or 'no reason was left'})"
     return "never reported (its host may be lost)" if final else "has not committed yet"
 
 
 def _closing_notes(backend: Backend, progress: Progress) -> dict[int, str]:
     """The last words of the first rank that closed; the others' are in the iterations that they did not commit."""
-    path = progress.attempt.path
-    return {
-        rank: str(_attributes(backend, layout.closed_path(path, rank)).get("reason", ""))
-        for rank in sorted(progress.closed)[:1]
-    }
+    return {rank: _last_words(backend, progress.attempt.path, rank) for rank in sorted(progress.closed)[:1]}
 
 
-def _verdict_attributes(backend: Backend, attempt: Attempt) -> dict[str, Any] | None:
-    """What the document that closes an attempt says; None for one that is not closed."""
-    key = layout.document_key(layout.verdict_path(attempt.path))
-    data = backend.get(key)
-    return None if data is None else dict(decode_document(data, place=f"{backend.url}/{key}").get("attributes", {}))
+def _last_words(backend: Backend, attempt: str, rank: int) -> str:
+    path = layout.closed_path(attempt, rank)
+    reason, damage = _told(backend, path, lambda fields: fields.text("reason", default=""), default="")
+    return damage or reason
 
 
-def _attributes(backend: Backend, path: str) -> dict[str, Any]:
-    key = layout.document_key(path)
-    data = backend.get(key)
-    return {} if data is None else dict(decode_document(data, place=f"{backend.url}/{key}").get("attributes", {}))
+def _told(backend: Backend, path: str, take: Callable[[Fields], _T], *, default: _T) -> tuple[_T, str]:
+    """What the document at a path says, and what is wrong with it: the rest of a run is told of without it."""
+    try:
+        fields = read_fields(backend, path, max_nbytes=MAX_COMMIT_NBYTES)
+        return (default if fields is None else take(fields)), ""
+    except (DataError, RunFormatError) as error:
+        return default, f"its document is damaged: {error}"

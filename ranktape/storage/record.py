@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,16 @@ class Operation(enum.StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+
+
+class Keep(enum.StrEnum):
+    """What is kept of a tensor."""
+
+    VALUES = "values"
+    """All of its values."""
+    HISTOGRAM = "histogram"
+    """How often each of the 65,536 bit patterns of a 16-bit value occurs in it; 32- and 64-bit values are rounded to
+    the compute dtype first."""
 
 
 def check_term(value: str, *, field: str) -> str:
@@ -95,8 +106,7 @@ class Overflow:
         """A dictionary for JSON; infinities become the strings that JSON lacks."""
         document: dict[str, Any] = {
             kind: {"count": tally.count, "ratio": tally.ratio}
-            for kind in TALLY_KINDS
-            for tally in (getattr(self, kind),)
+            for kind, tally in zip(TALLY_KINDS, _tallies(self), strict=True)
         }
         document["total"] = self.total
         document["ratio"] = self.ratio
@@ -116,6 +126,8 @@ class Overflow:
 
 TALLY_KINDS = ("upper", "lower", "underflow", "nan", "inf", "zero")
 """The kinds of elements that `Overflow` counts."""
+
+_tallies = operator.attrgetter(*TALLY_KINDS)
 
 EXTREMES = ("minimum", "maximum", "absmax")
 """The extreme values that `Overflow` holds."""
@@ -176,21 +188,31 @@ class RecordInfo:
     timestamp: float
     """When it was recorded, in seconds since the epoch."""
     nbytes: int
-    """Size of the values, in bytes."""
+    """Size of what is kept, in bytes."""
     checksum: str
-    """CRC-32C of the raw little-endian bytes in C order: `crc32c:` and eight hexadecimal digits."""
+    """CRC-32C of its raw little-endian bytes in C order: `crc32c:` and eight hexadecimal digits."""
+    keep: str = Keep.VALUES.value
+    """What is kept: `values`, or their `histogram`."""
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary for JSON and for Zarr attributes, field by field."""
-        document = {field: getattr(self, field) for field in FIELDS}
+        document = dict(zip(FIELDS, _fields(self), strict=True))
         document["shape"] = list(self.shape)
         document["overflow"] = self.overflow.to_json()
         return document
 
+    def with_checksum(self, checksum: str) -> RecordInfo:
+        """The same with another checksum; `dataclasses.replace` takes longer than a small tensor's share of a write."""
+        clone = object.__new__(RecordInfo)
+        for field, value in zip(FIELDS, _fields(self), strict=True):
+            object.__setattr__(clone, field, value)
+        object.__setattr__(clone, "checksum", checksum)
+        return clone
+
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RecordInfo:
         """Rebuild what `to_json` wrote; unknown keys of later versions are ignored."""
-        values = {field: document[field] for field in FIELDS}
+        values = {field: document[field] for field in FIELDS if field in document or field not in _LATER_FIELDS}
         values["shape"] = tuple(document["shape"])
         values["overflow"] = Overflow.from_json(document["overflow"])
         return cls(**values)
@@ -198,3 +220,8 @@ class RecordInfo:
 
 FIELDS = tuple(field.name for field in dataclasses.fields(RecordInfo))
 """The names of a record's fields, in the order of `RecordInfo`."""
+
+_fields = operator.attrgetter(*FIELDS)
+
+_LATER_FIELDS = frozenset({"keep"})
+"""Fields that runs of schema 1 do not have."""

@@ -2,46 +2,71 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
-from ranktape.errors import DataError, UsageError
-from ranktape.storage.catalogue import COLUMNS, concatenate, record_info
-from ranktape.storage.columns import StringColumn
-from ranktape.storage.documents import chunk_key
-from ranktape.storage.encode import checksum
-from ranktape.storage.filters import check_fields, filter_from_text, parse_filter, parse_where
+from ranktape.errors import UsageError
+from ranktape.storage.catalogue import COLUMNS, concatenate
+from ranktape.storage.record import Keep
+from ranktape.storage.rows import read_rows
+from ranktape.storage.selection.columns import StringColumn, widened
+from ranktape.storage.selection.filters import check_fields, filter_from_text, parse_filter, parse_where
 
 if TYPE_CHECKING:
     import torch
+    import xarray
     import zarr
 
-    from ranktape.storage.backend import Backend
-    from ranktape.storage.catalogue import Catalogue
-    from ranktape.storage.columns import Column
+    from ranktape.storage.catalogue import RecordTable
     from ranktape.storage.record import Overflow, RecordInfo
+    from ranktape.storage.selection.columns import Column
 
 
-class RunReader:
-    """What the records of a run share: its backend and, once a value is read, its Zarr store."""
+_NUM_THREADS = 16
+"""Catalogues in which a column is looked up at once."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self._store: Any = None
+_ROWS_AT_ONCE = 1024
+"""Records that are taken from the columns together, where one after the other is asked for."""
+
+
+class RecordReader(Protocol):
+    """Where the values of records come from: a run, or a folder of files."""
+
+    url: str
+    """What it is called in messages."""
+
+    def read(self, record: Record, *, sample: int | None) -> np.ndarray[Any, Any]:
+        """What is kept of a record; with `sample` of one sample, without the dimension of samples."""
+        ...
 
     def open_array(self, path: str) -> zarr.Array[Any]:
-        """The Zarr array at a path below the run; no value is read."""
-        import zarr
+        """The Zarr array at a path."""
+        ...
 
-        if self._store is None:
-            self._store = self.backend.zarr_store()
-        try:
-            return zarr.open_array(self._store, path=path, mode="r", zarr_format=3)
-        except (FileNotFoundError, KeyError) as error:
-            raise DataError(f"{self.backend.url}/{path} is committed, but its document is missing") from error
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """Where the values of a record lie."""
+
+    group: str
+    """Path of the group of its rank's iteration, below the run."""
+    site: str
+    """Path of the tensor below it, which is also its name."""
+    stack: str
+    """The array below the group that holds it with others; empty where it has one of its own."""
+    index: int
+    """Its place in that array; -1 where it has one of its own."""
+
+    @property
+    def array_path(self) -> str:
+        """Path, below the run, of the array that holds the values."""
+        return f"{self.group}/{self.stack or self.site}"
 
 
 class Record:
@@ -74,12 +99,13 @@ class Record:
     timestamp: float
     nbytes: int
     checksum: str
+    keep: str
 
-    def __init__(self, info: RecordInfo, *, path: str, reader: RunReader) -> None:
+    def __init__(self, info: RecordInfo, *, location: Location, reader: RecordReader) -> None:
         self.info = info
         """The identity, as one value."""
-        self.path = path
-        """Of the array, below the run."""
+        self.location = location
+        """Where the values lie."""
         self._reader = reader
 
     def __getattr__(self, name: str) -> Any:
@@ -94,38 +120,43 @@ class Record:
         return f"<Record {what} {place} {info.dtype}{list(info.shape)}>"
 
     @property
+    def path(self) -> str:
+        """The record's name below the run; the path of its array, where it has one of its own."""
+        return f"{self.location.group}/{self.location.site}"
+
+    @property
     def array(self) -> zarr.Array[Any]:
-        """The Zarr array; nothing is read yet.
+        """The Zarr array that holds the values: its own, or one of many records, where it is at `location.index`.
 
         What is read through it is not compared with the record's checksum, and zarr gives zeros for an
         object that was lost: `read` tells.
         """
-        return self._reader.open_array(self.path)
+        return self._reader.open_array(self.location.array_path)
 
     def read(self, sample: int | None = None) -> np.ndarray[Any, Any]:
         """The values as numpy array of the captured dtype (from ml_dtypes where numpy has none).
 
-        With `sample` those of one sample, without the dimension of samples: one request where samples are
+        With `sample` those of one sample, without the dimension of samples: two small requests where samples are
         of 1 kB and more. NaN payloads, infinities and signed zeros are those captured.
 
         Raises:
             DataError: bytes are missing, or are not those captured.
-            UsageError: there is no such sample, or the tensor has no samples.
+            UsageError: there is no such sample, the tensor has no samples, or only its histogram was kept.
         """
-        place: Any = ... if sample is None else self._sample_index(sample)
-        try:
-            values = np.asarray(self.array[place])
-        except (ValueError, OSError) as error:
-            raise DataError(f"{self!r} in {self._reader.backend.url}/{self.path} is damaged: {error}") from error
-        if sample is None:
-            if checksum(values) != self.info.checksum:
-                raise DataError(
-                    f"{self!r} in {self._reader.backend.url}/{self.path} is not what was captured: "
-                    f"its checksum is {checksum(values)}, {self.info.checksum} was recorded"
-                )
-        elif values.size and not values.view(_BITS[values.dtype.itemsize]).any():
-            self._check_presence()
-        return values
+        if self.keep != Keep.VALUES:
+            raise UsageError(f"of {self!r} the {self.keep} was kept, not the values: use counts()")
+        return self._reader.read(self, sample=None if sample is None else self._checked_sample(sample))
+
+    def counts(self) -> np.ndarray[Any, Any]:
+        """How often each bit pattern of a 16-bit value occurs, where the histogram was kept: 65,536 integers.
+
+        Raises:
+            DataError: bytes are missing, or are not those written.
+            UsageError: the values were kept.
+        """
+        if self.keep != Keep.HISTOGRAM:
+            raise UsageError(f"of {self!r} the {self.keep} were kept, not the histogram: use read()")
+        return self._reader.read(self, sample=None)
 
     def tensor(self) -> torch.Tensor:
         """The values as a torch tensor of the captured dtype, on the CPU.
@@ -145,7 +176,7 @@ class Record:
         raw = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
         return raw.view(dtype).reshape(self.info.shape)
 
-    def _sample_index(self, sample: int) -> tuple[Any, ...]:
+    def _checked_sample(self, sample: int) -> int:
         dim = self.info.sample_dim
         if dim is None:
             raise UsageError(f"{self!r} has no dimension of samples: read it as a whole")
@@ -153,25 +184,18 @@ class Record:
         index = operator.index(sample)
         if not 0 <= index < count:
             raise UsageError(f"sample {sample} is not in {self!r}: it has samples 0 to {count - 1}")
-        return (slice(None),) * dim + (index,)
-
-    def _check_presence(self) -> None:
-        key = f"{self.path}/{chunk_key(len(self.info.shape))}"
-        if not self._reader.backend.exists(key):
-            raise DataError(f"the values of {self!r} are lost: {self._reader.backend.url}/{key} is missing")
-
-
-_BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)} | {16: np.dtype("u8")}
+        return index
 
 
 class Records(Sequence[Record]):
-    """A selection of records, in the order of iteration, rank and path; a lazy, immutable sequence."""
+    """A selection of records, in the order of iteration, rank and recording; a lazy, immutable sequence."""
 
-    def __init__(self, reader: RunReader, catalogues: Sequence[Catalogue], rows: np.ndarray[Any, Any]) -> None:
+    def __init__(self, reader: RecordReader, catalogues: Sequence[RecordTable], rows: np.ndarray[Any, Any]) -> None:
         self._reader = reader
         self._catalogues = catalogues
         self._rows = rows
         self._columns: dict[str, Column] = {}
+        self._starts = np.cumsum([0, *(catalogue.num_rows for catalogue in catalogues)])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -188,15 +212,27 @@ class Records(Sequence[Record]):
         position = operator.index(index)
         if not -len(self) <= position < len(self):
             raise IndexError(f"record {index} is not in a selection of {len(self)} records")
-        row = int(self._rows[position])
-        info = record_info(lambda name: _value(self._all(name), row))
-        return Record(info, path=str(_value(self._all("path"), row)), reader=self._reader)
+        position %= len(self)
+        return next(self._read(self._rows[position : position + 1]))
 
     def __iter__(self) -> Iterator[Record]:
-        return (self[position] for position in range(len(self)))
+        for start in range(0, len(self), _ROWS_AT_ONCE):
+            yield from self._read(self._rows[start : start + _ROWS_AT_ONCE])
+
+    def _read(self, rows: np.ndarray[Any, Any]) -> Iterator[Record]:
+        # Of each catalogue its own columns: those of all are many times as large.
+        numbers = np.searchsorted(self._starts, rows, side="right") - 1
+        firsts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
+        for first, last in itertools.pairwise(firsts):
+            number = int(numbers[first])
+            catalogue, places = self._catalogues[number], rows[first:last] - self._starts[number]
+            for place, row in zip(places.tolist(), read_rows(catalogue, places, place=self._reader.url), strict=True):
+                group = catalogue.group_of(place)
+                location = Location(group=group, site=row.site, stack=row.stack, index=row.index)
+                yield Record(row.info, location=location, reader=self._reader)
 
     def __repr__(self) -> str:
-        return f"<Records: {len(self)} in {self._reader.backend.url}>"
+        return f"<Records: {len(self)} in {self._reader.url}>"
 
     def select(self, **filters: Any) -> Records:
         """The records whose fields have the values asked for.
@@ -240,7 +276,7 @@ class Records(Sequence[Record]):
             UnknownFieldError: records have no such field.
         """
         check_fields([name], known=COLUMNS)
-        column = _rows_of(self._all(name), self._rows)
+        column = self._source(self._rows)(name)
         if isinstance(column, StringColumn):
             return np.array(column.table, dtype=object)[column.codes] if len(column) else np.empty(0, dtype=object)
         return column
@@ -268,6 +304,18 @@ class Records(Sequence[Record]):
             )
         ]
 
+    def stack(self) -> xarray.DataArray:
+        """The records as one array: over the fields in which they differ, then over the tensors' own dimensions.
+
+        Values are read by dask when they are computed with, one record at a time.
+
+        Raises:
+            UsageError: dask or xarray is not installed, the records are not of one form, or one is missing.
+        """
+        from ranktape.storage.xarray_stack import stack_records
+
+        return stack_records(self)
+
     def _take(self, rows: np.ndarray[Any, Any]) -> Records:
         taken = Records(self._reader, self._catalogues, rows)
         # The columns are those of all catalogues: selections of one run share them.
@@ -276,11 +324,14 @@ class Records(Sequence[Record]):
 
     def _all(self, name: str) -> Column:
         if name not in self._columns:
-            self._columns[name] = concatenate(catalogue.column(name) for catalogue in self._catalogues)
+            # Each catalogue may have to be asked for it in the store.
+            with ThreadPoolExecutor(_NUM_THREADS) as pool:
+                columns = pool.map(lambda catalogue: catalogue.column(name), self._catalogues)
+                self._columns[name] = concatenate(columns)
         return self._columns[name]
 
     def _source(self, rows: np.ndarray[Any, Any]) -> Callable[[str], Column]:
-        return lambda name: _rows_of(self._all(name), rows)
+        return lambda name: widened(_rows_of(self._all(name), rows))
 
 
 def _rows_of(column: Column, rows: np.ndarray[Any, Any]) -> Column:
@@ -288,9 +339,3 @@ def _rows_of(column: Column, rows: np.ndarray[Any, Any]) -> Column:
         return StringColumn(codes=column.codes[rows], table=column.table)
     taken: np.ndarray[Any, Any] = column[rows]
     return taken
-
-
-def _value(column: Column, row: int) -> Any:
-    if isinstance(column, StringColumn):
-        return column.table[column.codes[row]]
-    return column[row].item()

@@ -11,22 +11,23 @@ import numpy as np
 
 from ranktape.errors import RunNotFoundError
 from ranktape.storage import layout
-from ranktape.storage.attempt import Attempt, complete_iterations, read_attempts, run_attributes
-from ranktape.storage.backend import Backend
+from ranktape.storage.attempt import Attempt, complete_iterations, read_attempts, read_run, run_attributes
+from ranktape.storage.backends.backend import Backend
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.blob import open_blob
 from ranktape.storage.catalogue import Catalogue, empty_catalogue
-from ranktape.storage.columns import Mask
-from ranktape.storage.documents import chunk_key
-from ranktape.storage.filters import parse_filter
-from ranktape.storage.progress import read_verdict, split_checksum
-from ranktape.storage.records import Records, RunReader
+from ranktape.storage.progress import read_verdict
+from ranktape.storage.reader import RunReader
+from ranktape.storage.records import Records
+from ranktape.storage.selection.columns import Mask
+from ranktape.storage.selection.filters import parse_filter
 from ranktape.storage.status import IterationStatus, Verdict
-from ranktape.storage.urls import open_backend
 
 _NUM_THREADS = 16
 
 
 class Run:
-    """A recorded training; shows complete iterations only. What is committed later is seen by opening it again."""
+    """A recorded training; shows complete iterations only. `refresh` shows what was committed since."""
 
     def __init__(self, backend: Backend) -> None:
         """Read the run's document and the names of its commits.
@@ -38,13 +39,11 @@ class Run:
         """
         self._reader = RunReader(backend)
         self._backend = backend
-        self.attributes = run_attributes(backend.get(layout.document_key("")), place=backend.url)
+        self.attributes = run_attributes(read_run(backend), place=backend.url)
         """What the run's document says: schema, options, environment, launch."""
         self._attempts_of: dict[int, list[Attempt]] = {}
-        for attempt in read_attempts(backend):
-            for iteration in complete_iterations(backend, attempt):
-                self._attempts_of.setdefault(iteration, []).append(attempt)
         self._catalogues: dict[tuple[int, str], Catalogue] = {}
+        self.refresh()
 
     def __repr__(self) -> str:
         return f"<Run {self.url}: {len(self.iterations)} complete iterations>"
@@ -58,6 +57,25 @@ class Run:
     def iterations(self) -> list[int]:
         """The iterations that are stored complete, ascending."""
         return sorted(self._attempts_of)
+
+    def refresh(self) -> list[int]:
+        """Look again which iterations are complete; those that were not when it was looked last, ascending.
+
+        Selections that were made before stay what they are. An iteration that was removed since is not shown any
+        more.
+
+        Raises:
+            StorageError: the store cannot be read.
+        """
+        known = set(self._attempts_of)
+        attempts = read_attempts(self._backend)
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            complete = list(pool.map(lambda attempt: complete_iterations(self._backend, attempt), attempts))
+        self._attempts_of = {}
+        for attempt, iterations in zip(attempts, complete, strict=True):
+            for iteration in iterations:
+                self._attempts_of.setdefault(iteration, []).append(attempt)
+        return sorted(set(self._attempts_of) - known)
 
     def status(self) -> list[IterationStatus]:
         """Every iteration that was begun, in every attempt: how far it is, what is missing and why."""
@@ -102,9 +120,9 @@ class Run:
     def _catalogue(self, place: tuple[int, str]) -> Catalogue:
         if place not in self._catalogues:
             iteration, attempt = place
-            key = f"{layout.iteration_path(attempt, iteration)}/{chunk_key(1)}"
-            data = split_checksum(self._backend.get(key), place=f"{self.url}/{key}")
-            self._catalogues[place] = Catalogue(data, place=f"{self.url}/{key}")
+            path = layout.iteration_path(attempt, iteration)
+            blob = open_blob(self._backend, path)
+            self._catalogues[place] = Catalogue(blob, place=f"{self.url}/{path}", attempt=attempt)
         return self._catalogues[place]
 
 

@@ -17,6 +17,7 @@ when we write it, as is everything that could leave the folder.
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -176,6 +177,7 @@ def seed_seconds(seed: SeedName) -> float:
     return datetime.strptime(seed.timestamp, _TIMESTAMP).replace(tzinfo=UTC).timestamp()
 
 
+@functools.lru_cache(maxsize=4096)  # a folder has many names of one second
 def _is_time(timestamp: str) -> bool:
     try:
         return datetime.strptime(timestamp, _TIMESTAMP).replace(tzinfo=UTC).strftime(_TIMESTAMP) == timestamp

@@ -7,6 +7,7 @@ its own node.
 
 from __future__ import annotations
 
+import random
 import secrets
 import time
 from collections.abc import Mapping
@@ -19,15 +20,19 @@ from ranktape.storage.attempt import (
     Launch,
     complete_iterations,
     read_attempts,
+    read_run,
     run_attributes,
 )
+from ranktape.storage.commit import finish_iteration
 from ranktape.storage.documents import SCHEMA_KEY, SCHEMA_VERSION, encode_document, group_document
-from ranktape.storage.progress import finish_iteration, read_progress
+from ranktape.storage.groups import write_group
+from ranktape.storage.progress import read_progress
 
 if TYPE_CHECKING:
-    from ranktape.storage.backend import Backend
+    from ranktape.storage.backends.backend import Backend
 
-_POLL_SECONDS = 0.1
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 2.0
 
 
 def begin_attempt(
@@ -49,7 +54,38 @@ def begin_attempt(
         RunExistsError: another launch's run, or something that is not a run, is at the URL.
         StorageError: the store cannot be read or written.
     """
-    data = backend.get(layout.document_key(""))
+    _make_or_continue_run(
+        backend, launch=launch, options=options, environment=environment, resume=resume, overwrite=overwrite
+    )
+    earlier = read_attempts(backend)
+    for one in earlier:
+        _finish_leftovers(backend, one)
+    completed = sorted({iteration for one in earlier for iteration in complete_iterations(backend, one)})
+    number = earlier[-1].number + 1 if earlier else 0
+    attempt = Attempt(
+        number=number,
+        path=layout.attempt_path(number, token=secrets.token_hex(4)),
+        launch=launch,
+        min_iterations=int(options["min_iterations"]),
+        completed=tuple(completed),
+    )
+    for group in layout.ATTEMPT_GROUPS:
+        write_group(backend, f"{attempt.path}/{group}", {})
+    attributes = {**attempt.to_json(), "options": dict(options), "started": time.time()}
+    write_group(backend, attempt.path, attributes)
+    return attempt
+
+
+def _make_or_continue_run(
+    backend: Backend,
+    *,
+    launch: Launch,
+    options: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    resume: bool,
+    overwrite: bool,
+) -> None:
+    data = read_run(backend)
     if data is None and (found := _foreign_names(backend)):
         raise RunExistsError(f"{backend.url} is not empty and holds no run (there is {found[0]!r}): choose another URL")
     if data is not None and overwrite:
@@ -65,31 +101,14 @@ def begin_attempt(
             "options": dict(options),
             "environment": dict(environment),
         }
-        if not backend.create(layout.document_key(""), encode_document(group_document(attributes))):
+        key = layout.document_key("")
+        if not backend.create(key, encode_document(group_document(attributes), key=key)):
             raise RunExistsError(f"another launch made a run at {backend.url} just now: choose another URL")
     elif run_attributes(data, place=backend.url).get("launch_id") != launch.launch_id and not resume:
         raise RunExistsError(
             f"there is a run at {backend.url} already: add --resume to continue it, --overwrite to delete it, "
             f"or choose another URL"
         )
-    earlier = read_attempts(backend)
-    for one in earlier:
-        _finish_leftovers(backend, one)
-    completed = sorted({iteration for one in earlier for iteration in complete_iterations(backend, one)})
-    number = earlier[-1].number + 1 if earlier else 0
-    attempt = Attempt(
-        number=number,
-        path=layout.attempt_path(number, token=secrets.token_hex(4)),
-        launch=launch,
-        min_iterations=int(options["min_iterations"]),
-        completed=tuple(completed),
-    )
-    path = attempt.path
-    for group in layout.ATTEMPT_GROUPS:
-        backend.put(layout.document_key(f"{path}/{group}"), [encode_document(group_document({}))])
-    attributes = {**attempt.to_json(), "options": dict(options), "started": time.time()}
-    backend.put(layout.document_key(path), [encode_document(group_document(attributes))])
-    return attempt
 
 
 def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) -> Attempt:
@@ -100,6 +119,7 @@ def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) ->
         StorageError: the store cannot be read.
     """
     deadline = time.monotonic() + timeout_seconds
+    pause = _FIRST_PAUSE_SECONDS
     while True:
         for attempt in reversed(read_attempts(backend)):
             if attempt.launch == launch:
@@ -109,7 +129,9 @@ def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) ->
                 f"this rank does not see in {backend.url} the run that rank 0 began {timeout_seconds:g} s ago: "
                 f"give a URL that all nodes share"
             )
-        time.sleep(_POLL_SECONDS)
+        # A thousand ranks look; by chance, so that they do not all look at once.
+        time.sleep(random.uniform(pause / 2, pause))  # noqa: S311  # no secret
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 def _foreign_names(backend: Backend) -> list[str]:

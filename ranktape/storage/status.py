@@ -17,6 +17,8 @@ class IterationState(enum.StrEnum):
     """Some rank did not commit it, and will not."""
     SKIPPED = "skipped"
     """Some rank could not take it; readers hide it."""
+    DROPPED = "dropped"
+    """It was complete, and removed to keep the run small (`--keep-last`)."""
     OPEN = "open"
     """Ranks may still commit it."""
 
@@ -43,6 +45,8 @@ class IterationStatus:
     """Records in the iteration commit; 0 before it."""
     nbytes: int
     """Bytes of their values."""
+    problem: str = ""
+    """What is wrong with the document of its commit; empty where nothing is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +103,7 @@ def judge(
     complete = sorted({status.iteration for status in statuses if status.state is IterationState.COMPLETE})
     missing = []
     for status in statuses:
-        if status.iteration in complete:
+        if status.iteration in complete or status.state is IterationState.DROPPED:
             continue
         ranks = "; ".join(f"rank {rank}: {reason}" for rank, reason in list(status.missing.items())[:_MAX_NAMED])
         rest = len(status.missing) - _MAX_NAMED

@@ -20,7 +20,12 @@ from ranktape.analyze.identity import IDENTITY
 from ranktape.analyze.options import FILTERS
 from tests.analyze.runs import model_tensors, store
 
-SELECTION = {f"--{field.replace('_', '-')}" for field in FILTERS} | {"--where", "--storage-options", "--help"}
+SELECTION = {f"--{field.replace('_', '-')}" for field in FILTERS} | {
+    "--where",
+    "--storage-options",
+    "--skip-unreadable",
+    "--help",
+}
 OUTPUT = {"--json", "--csv", "--wide", "--sort", "--limit", "--output"}
 OPTIONS = {
     "ls": SELECTION | OUTPUT | {"--by"},

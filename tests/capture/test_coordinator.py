@@ -5,26 +5,43 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
 
 from ranktape.capture.coordinator import Coordinator, Goal
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.layout import Mark
 from ranktape.storage.plan import read_plan
 from ranktape.storage.progress import open_iteration
-from tests.runs import start
+from ranktape.storage.upkeep.retention import drop_iteration
+from tests.runs import describe, start
 
 
 class Watched:
     """A run of two ranks with a coordinator, and a training step that the test sets."""
 
-    def __init__(self, url: Path, *, planned: tuple[int, ...], target: int, timeout_seconds: float = 0.5) -> None:
+    def __init__(
+        self,
+        url: Path,
+        *,
+        planned: tuple[int, ...],
+        target: int,
+        timeout_seconds: float = 0.5,
+        keep_last: int | None = None,
+        **options: Any,
+    ) -> None:
         self.url = url
-        self.backend, self.attempt, self.writers = start(str(url), world_size=2, min_iterations=target)
+        required = target if keep_last is None else 1
+        self.backend, self.attempt, self.writers = start(str(url), world_size=2, min_iterations=required, **options)
         self.step = 0
         self.coordinator = Coordinator(
             self.backend,
             attempt=self.attempt,
-            goal=Goal(planned=planned, every=5, target=target, finish_timeout_seconds=timeout_seconds),
+            goal=Goal(
+                planned=planned, every=5, target=target, finish_timeout_seconds=timeout_seconds, keep_last=keep_last
+            ),
             step=lambda: self.step,
         )
         self.coordinator.start()
@@ -34,6 +51,8 @@ class Watched:
         open_iteration(self.backend, attempt=self.attempt, iteration=iteration)
         for writer, mark in zip(self.writers, marks, strict=True):
             if mark is Mark.COMMITTED:
+                array = np.full((4, 4), iteration, dtype=np.float32)
+                writer.write(array, info=describe(array, iteration=iteration, rank=self.writers.index(writer)))
                 writer.commit(iteration, expected=[], silent_sites={})
             else:
                 writer.mark(iteration, mark=mark, attributes={"reason": f"it was {mark}"})
@@ -121,3 +140,65 @@ def test_the_last_commit_may_come_after_the_training(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "run", planned=(0,), target=1, timeout_seconds=30)
     watched.end(0)
     assert watched.coordinator.finish().met
+
+
+def test_only_the_last_complete_iterations_are_kept(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(0, 5, 10, 15), target=4, keep_last=2)
+    for iteration in (0, 5):
+        watched.end(iteration)
+    eventually(lambda: open_run(watched.url).iterations == [0, 5])
+    watched.end(10)
+    eventually(lambda: open_run(watched.url).iterations == [5, 10])
+    watched.end(15)
+    watched.close()
+    verdict = watched.coordinator.finish()
+    assert (verdict.met, verdict.complete, verdict.missing) == (True, [10, 15], [])
+    run = open_run(watched.url)
+    assert [(status.iteration, status.state) for status in run.status()] == [
+        (0, IterationState.DROPPED),
+        (5, IterationState.DROPPED),
+        (10, IterationState.COMPLETE),
+        (15, IterationState.COMPLETE),
+    ]
+    assert {record.iteration for record in run.select()} == {10, 15}
+    assert not [path for path in watched.url.rglob("iter_00000005/*") if path.is_file() and "dropped" not in path.parts]
+
+
+def test_iterations_of_earlier_attempts_are_dropped_first(tmp_path: Path) -> None:
+    first = Watched(tmp_path / "run", planned=(0, 5), target=2)
+    for iteration in (0, 5):
+        first.end(iteration)
+    first.close()
+    assert first.coordinator.finish().complete == [0, 5]
+    second = Watched(tmp_path / "run", planned=(10, 15), target=4, keep_last=2, resume=True, launch_id="second")
+    second.end(10)
+    eventually(lambda: open_run(second.url).iterations == [5, 10])
+    second.close()
+    assert second.coordinator.finish().complete == [5, 10]
+
+
+def test_a_removal_that_was_interrupted_is_never_taken_for_an_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path / "run", planned=(0,), target=1)
+    watched.end(0)
+    eventually(lambda: open_run(watched.url).iterations == [0])
+    backend = watched.backend
+    with monkeypatch.context() as patch:
+
+        def fail(_prefix: str) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(backend, "delete", fail)
+        with pytest.raises(KeyboardInterrupt):
+            drop_iteration(backend, attempt=watched.attempt, iteration=0)
+    assert open_run(watched.url).iterations == []
+    watched.close()
+    watched.coordinator.finish()  # it does not make the commit anew
+    assert open_run(watched.url).iterations == []
+    resumed = Watched(tmp_path / "run", planned=(5,), target=2, keep_last=1, resume=True, launch_id="second")
+    resumed.end(5)
+    resumed.close()
+    assert resumed.coordinator.finish().complete == [5]
+    left = [path for path in watched.url.rglob("iter_00000000/**/*") if path.is_file()]
+    assert [path.parts[-3:-1] for path in left] == [("dropped", "iter_00000000")]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from ranktape.capture.ring import RingConsumer, RingProducer, SlotKind, _Counter
+from ranktape.capture.ring import RingConsumer, RingProducer
+from ranktape.capture.ring_file import Counter, SlotKind, lock_ring, new_ring_path
 from ranktape.errors import CaptureError
 
 
@@ -81,6 +83,51 @@ def test_waiting_for_room_is_bounded() -> None:
         producer.reserve(SlotKind.TENSOR, b"{}", 3000, timeout_seconds=0.05)
 
 
+def test_a_long_wait_is_told_once_and_the_writer_knows_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ranktape.capture.ring.LONG_WAIT_SECONDS", 0.02)
+    producer, consumer = make(1 << 12)
+    told: list[bool] = []
+    producer.on_long_wait = lambda: told.append(consumer.is_waited_for)
+    put(producer, 0, bytes(3000))
+    with pytest.raises(CaptureError):
+        producer.reserve(SlotKind.TENSOR, b"{}", 3000, timeout_seconds=0.2)
+    assert told == [True]
+    assert not consumer.is_waited_for
+
+
+def test_a_ring_in_a_directory_has_its_room_and_its_lock(tmp_path: Path) -> None:
+    path = new_ring_path(tmp_path / "rings", rank=3)
+    producer = RingProducer(1 << 20, is_alive=lambda: True, path=path)
+    assert path.stat().st_blocks * 512 >= 1 << 20
+    assert lock_ring(path) is None
+    put(producer, 0, b"abc")
+    producer.close()
+    descriptor = lock_ring(path)
+    assert descriptor is not None
+    consumer = RingConsumer(descriptor)
+    slot = consumer.take()
+    assert slot is not None
+    assert bytes(slot.payload) == b"abc"
+    del slot
+    consumer.file.close()
+
+
+def test_a_directory_without_room_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CaptureError, match="give another --ring-dir"):
+        RingProducer(1 << 20, is_alive=lambda: True, path=tmp_path / "file" / "x.ring")
+
+
+@pytest.mark.parametrize("place", [0, 4, 8, 16])
+def test_damage_is_named(place: int) -> None:
+    producer, consumer = make(1 << 16)
+    put(producer, 0, b"abc")
+    slots = producer.file.slots(0, 64)
+    slots[place : place + 4] = b"\xff\xff\xff\x7f"
+    with pytest.raises(CaptureError, match="the ring is damaged at byte 0"):
+        consumer.take()
+
+
 def test_waiting_ends_when_the_writer_is_gone() -> None:
     producer = RingProducer(1 << 12, is_alive=lambda: False)
     put(producer, 0, bytes(3000))
@@ -106,7 +153,7 @@ def test_waking_never_blocks() -> None:
     producer, consumer = make(1 << 22)
     for index in range(70_000 // 100):
         for _ in range(100):
-            producer.file.set_counter(_Counter.ASLEEP, 1)
+            producer.file.set_counter(Counter.ASLEEP, 1)
             producer._wake()
         put(producer, index, b"")
     assert consumer.take() is not None

@@ -16,8 +16,10 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from ranktape.capture import Capture, CaptureOptions, add_arguments
+from ranktape.capture.recover import find_rings, recover_ring
 from ranktape.errors import CaptureError, RunExistsError, StorageError, UsageError
 from ranktape.storage import IterationState, open_run
+from ranktape.storage.backends.urls import open_backend
 from tests.capture.models import NUM_TENSORS, Net, Training, train
 
 
@@ -273,7 +275,9 @@ def test_one_capture_at_a_time(tmp_path: Path) -> None:
         ({"start": -1}, "--start-at -1 is not allowed: give 0 or more"),
         ({"every": 0}, "--every 0 is not allowed: give 1 or more"),
         ({"min_iterations": 3, "max_iterations": 2}, "--max-iterations 2 is below --min-iterations 3"),
-        ({"policy": "drop"}, "--policy drop is not allowed: give one of block, skip"),
+        ({"policy": "drop"}, "--policy drop is not allowed: give one of block, skip, histogram"),
+        ({"compression": "gzip"}, "--compression gzip is not allowed: give one of none, zstd"),
+        ({"min_iterations": 3, "keep_last": 2}, "--keep-last 2 is below --min-iterations 3, which are guaranteed"),
         ({"layer_types": ("conv",)}, "--layer-type conv is not allowed: give one of linear, attention"),
         ({"quant_type": ""}, "quant_type='' is not allowed"),
         ({"resume": True, "overwrite": True}, "exclude each other"),
@@ -318,6 +322,34 @@ def test_a_killed_writer_does_not_end_the_training(tmp_path: Path, capfd: pytest
     verdict = capture.close()
     assert not verdict.met
     assert "the writer process ended" in capfd.readouterr().err
+    for record in open_run(tmp_path / "run").select():
+        record.read()
+
+
+def test_what_a_killed_writer_left_in_a_directory_is_recovered(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rings = tmp_path / "rings"
+    with Capture(tmp_path / "run", min_iterations=2, ring_dir=str(rings)) as capture:
+        os.kill(writer_pid(capture), signal.SIGSTOP)
+        steps(Net(), 2)
+        os.kill(writer_pid(capture), signal.SIGKILL)
+    assert not capture.close().met
+    assert f"'ranktape recover {rings}' stores it" in capfd.readouterr().err
+    [ring] = find_rings(rings)
+    report = recover_ring(ring, open_run=open_backend, trusts_other_boots=False)
+    assert (report.committed, report.finished, report.failed) == ([0, 1], [0, 1], {})
+    run = open_run(tmp_path / "run")
+    assert run.verdict().met
+    assert len(run.select()) == 2 * NUM_TENSORS
+    for record in run.select():
+        record.read()
+
+
+def test_settings_that_do_nothing_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Capture(tmp_path / "run", keep_last=3, compression="zstd"):
+        steps(Net(), 1)
+    assert "--keep-last 3 deletes nothing, as capture ends after 1 iterations" in capfd.readouterr().err
     for record in open_run(tmp_path / "run").select():
         record.read()
 

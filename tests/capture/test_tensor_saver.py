@@ -76,7 +76,6 @@ def test_the_examples_of_the_older_documents(tmp_path: Path) -> None:
     assert torch.equal(by_name["linear", "grad_output"].tensor(), query)
     assert sorted(paths) == ["key", "query", "value"]
     assert paths["query"] is not None
-    assert Path(paths["query"], "zarr.json").exists()
     assert paths["query"].endswith(by_name["attention", "query"].path)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,16 +28,26 @@ def python(*words: str | Path, cwd: Path, env: Mapping[str, str] | None = None) 
     """Run Python with these words; returns when the process has ended."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        capture_output=True,
+    command = [sys.executable, *map(str, words)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
         cwd=cwd,
         # One thread for each rank, as torchrun would have it.
         env={**own, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **(env or {})},
+        start_new_session=True,
     )
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=DEADLINE_SECONDS)
+        except BaseException:
+            # The ranks of a torchrun, too: they would go on without it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def torchrun(

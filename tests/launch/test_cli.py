@@ -23,11 +23,29 @@ OPTIONS = {
     "demo": {
         "output", "num_ranks", "steps", "text", "dtype", "micro_batches", "start", "every", "min_iterations",
         "max_iterations", "quant_type", "modules", "layer_types", "sample_dim", "policy", "host_budget_nbytes",
-        "block_timeout_seconds", "finish_timeout_seconds", "resume", "overwrite", "storage_options",
+        "block_timeout_seconds", "finish_timeout_seconds", "store_timeout_seconds", "compression", "keep_last",
+        "ring_dir", "spill_dir", "resume", "overwrite", "storage_options",
     },
     "status": {"run", "as_json", "require_minimum", "storage_options"},
+    "watch": {"run", "until_complete", "min_records", "timeout", "interval", "storage_options"},
+    "runs": {"url", "depth", "as_json", "storage_options"},
+    "check": {"run", "deep", "as_json", "storage_options"},
+    "repair": {"run", "dry_run", "min_age", "as_json", "storage_options"},
+    "recover": {"directory", "trust_other_boots", "as_json", "storage_options"},
+    "push": {"directory", "url", "keep", "as_json", "storage_options"},
+    "cp": {"run", "url", "no_verify", "as_json", "storage_options", "target_storage_options"},
+    "export": {
+        "run", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx", "operation",
+        "phase", "component", "quant_type", "tensor_name", "dtype", "compute_dtype", "batch_size", "where",
+        "storage_options", "skip_unreadable", "folder", "form", "per_sample", "overwrite",
+    },
+    "import": {"folder", "run", "skip_unreadable", "overwrite", "storage_options"},
 }  # fmt: skip
 """The parameters of our own commands: users' scripts rely on them, so that a change is made here too."""
+
+
+def test_every_command_of_ours_is_frozen() -> None:
+    assert {*OPTIONS, "analyze"} == set(COMMANDS)
 
 
 def test_the_version_is_the_packages() -> None:

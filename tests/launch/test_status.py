@@ -95,6 +95,28 @@ def test_many_missing_ranks_are_counted_in_text_and_all_named_in_json() -> None:
     assert len(status_document([many], verdict=None, url="x")["iterations"][0]["missing"]) == 10
 
 
+def test_what_a_stranger_wrote_does_not_command_the_terminal() -> None:
+    evil = "\x1b]0;owned\x07\n"
+    status = IterationStatus(
+        iteration=0,
+        attempt=0,
+        state=IterationState.PARTIAL,
+        expected_ranks=[0],
+        committed_ranks=[],
+        missing={0: evil},
+        silent_sites={0: {f"a{evil}": f"b{evil}"}},
+        num_records=0,
+        nbytes=0,
+    )
+    verdict = Verdict(met=False, required=1, complete=[], missing=[evil], final=True)
+    text = status_table([status], verdict=verdict, url=f"runs/{evil}").to_text()
+    assert "owned" in text
+    assert all(line.isprintable() for line in text.splitlines())
+    assert r"not recorded (b\x1b]0;owned\x07\n): a\x1b]0;owned\x07\n" in text
+    assert verdict_line(verdict).isprintable()
+    assert status_document([status], verdict=verdict, url="x")["iterations"][0]["missing"] == {0: evil}
+
+
 @pytest.mark.parametrize(
     ("words", "exit_code", "match"),
     [

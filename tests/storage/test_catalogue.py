@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ranktape.errors import RunFormatError
-from ranktape.storage.catalogue import COLUMNS, Catalogue, Entry, concatenate, encode_catalogue, record_info
-from ranktape.storage.columns import StringColumn
+from ranktape.storage.catalogue import (
+    COLUMNS,
+    Catalogue,
+    Entry,
+    concatenate,
+    encode_catalogue,
+    merge_catalogues,
+)
 from ranktape.storage.record import FIELDS, RecordInfo
+from ranktape.storage.rows import Row, read_rows
+from ranktape.storage.selection.columns import StringColumn
 from tests.strategies import record_infos
 
 
@@ -23,12 +29,13 @@ def value(catalogue: Catalogue, name: str, *, row: int) -> object:
 
 @given(st.lists(record_infos(), max_size=5))
 def test_every_record_comes_back(infos: list[RecordInfo]) -> None:
-    entries = [Entry(path=f"p/{index}", info=info) for index, info in enumerate(infos)]
-    catalogue = Catalogue(encode_catalogue(entries), place="test")
+    entries = [Entry(site=f"s{index}", stack="x", index=index, info=info) for index, info in enumerate(infos)]
+    catalogue = Catalogue.from_bytes(encode_catalogue(entries), place="test", attempt="a")
     assert catalogue.num_rows == len(infos)
+    rows = list(read_rows(catalogue, np.arange(len(infos)), place="test"))
     for row, info in enumerate(infos):
-        assert record_info(partial(value, catalogue, row=row)) == info
-        assert value(catalogue, "path", row=row) == f"p/{row}"
+        assert rows[row] == Row(info=info, site=f"s{row}", stack="x", index=row)
+        assert catalogue.group_of(row) == f"a/rank_{info.rank:05d}/iter_{info.iteration:08d}"
 
 
 @given(record_infos())
@@ -46,9 +53,15 @@ def test_every_field_of_a_record_is_a_column() -> None:
 @given(st.lists(record_infos(), min_size=1, max_size=4), st.integers(0, 4))
 def test_catalogues_can_be_joined(infos: list[RecordInfo], cut: int) -> None:
     parts = [
-        Catalogue(encode_catalogue([Entry(path="p", info=info) for info in part]), place="test")
+        Catalogue.from_bytes(
+            encode_catalogue([Entry(site="p", stack="", index=-1, info=info) for info in part]),
+            place="test",
+            attempt="a",
+        )
         for part in (infos[:cut], infos[cut:])
     ]
+    merged = Catalogue.from_bytes(merge_catalogues([part.column for part in parts]), place="test", attempt="a")
+    assert [row.info for row in read_rows(merged, np.arange(len(infos)), place="test")] == infos
     for name in ("module", "rank", "overflow.ratio"):
         joined = concatenate(part.column(name) for part in parts)
         rows = [value(part, name, row=row) for part in parts for row in range(part.num_rows)]
@@ -59,16 +72,16 @@ def test_catalogues_can_be_joined(infos: list[RecordInfo], cut: int) -> None:
 
 
 def test_an_empty_catalogue_has_every_column() -> None:
-    catalogue = Catalogue(encode_catalogue([]), place="test")
+    catalogue = Catalogue.from_bytes(encode_catalogue([]), place="test", attempt="a")
     assert [len(catalogue.column(name)) for name in COLUMNS] == [0] * len(COLUMNS)
 
 
 def test_damage_is_named() -> None:
     data = encode_catalogue([])
     with pytest.raises(RunFormatError, match="the catalogue x is damaged"):
-        Catalogue(data[: len(data) // 2], place="x")
+        Catalogue.from_bytes(data[: len(data) // 2], place="x", attempt="a")
     with pytest.raises(RunFormatError, match="the catalogue x is damaged"):
-        Catalogue(b"", place="x")
+        Catalogue.from_bytes(b"", place="x", attempt="a")
 
 
 @given(record_infos())

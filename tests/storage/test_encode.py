@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import google_crc32c
 import numpy as np
@@ -16,11 +16,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ranktape.storage  # registers our data types with zarr
-from ranktape.storage.documents import chunk_key, encode_document
+from ranktape.errors import DataError
+from ranktape.storage import decode
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.crc import combine
+from ranktape.storage.documents import Compression, chunk_key, encode_document
 from ranktape.storage.dtypes import DTYPES
-from ranktape.storage.encode import MIN_SAMPLE_NBYTES, checksum, dimension_names, encode_array
-from ranktape.storage.records import Record, RunReader
-from ranktape.storage.urls import open_backend
+from ranktape.storage.encode import (
+    MIN_SAMPLE_NBYTES,
+    checksum,
+    checksums,
+    dimension_names,
+    encode_array,
+    encode_stack,
+)
+from ranktape.storage.reader import RunReader
+from ranktape.storage.record import RecordInfo
+from ranktape.storage.records import Location, Record
 from tests import strategies
 from tests.runs import describe
 
@@ -29,22 +41,45 @@ tensorstore = pytest.importorskip("tensorstore")
 assert ranktape.storage.register is not None
 
 
-def store(folder: Path, array: np.ndarray[Any, Any], **fields: Any) -> Record:
+def store(
+    folder: Path, array: np.ndarray[Any, Any], compression: Compression = Compression.NONE, **fields: Any
+) -> Record:
     """Write one array as a rank would, and give the record to read it by."""
     backend = open_backend(folder)
     info = dataclasses.replace(describe(array, **fields), checksum=checksum(array))
-    encoded = encode_array(array, info=info)
-    backend.put("x/zarr.json", [encode_document(encoded.document)])
+    encoded = encode_array(array, info=info, compression=compression)
+    backend.put("g/x/zarr.json", [encode_document(encoded.document, key="g/x/zarr.json")])
     if encoded.parts is not None:
-        backend.put(f"x/{chunk_key(array.ndim)}", encoded.parts)
-    return Record(info, path="x", reader=RunReader(backend))
+        backend.put(f"g/x/{chunk_key(array.ndim)}", encoded.parts)
+    return Record(info, location=Location(group="g", site="x", stack="", index=-1), reader=RunReader(backend))
+
+
+def store_stack(
+    folder: Path, arrays: list[np.ndarray[Any, Any]], compression: Compression = Compression.NONE, **fields: Any
+) -> list[Record]:
+    """Write equal arrays as a rank would, and give the records to read them by."""
+    backend = open_backend(folder)
+    infos = [
+        dataclasses.replace(describe(array, call=call, **fields), checksum=checksum(array))
+        for call, array in enumerate(arrays)
+    ]
+    encoded = encode_stack(arrays, infos=infos, compression=compression)
+    backend.put("g/x/zarr.json", [encode_document(encoded.document, key="g/x/zarr.json")])
+    assert encoded.parts is not None
+    backend.put(f"g/x/{chunk_key(arrays[0].ndim + 1)}", encoded.parts)
+    reader = RunReader(backend)
+    return [
+        Record(info, location=Location(group="g", site=f"s{index}", stack="x", index=index), reader=reader)
+        for index, info in enumerate(infos)
+    ]
 
 
 @given(data=st.data())
 def test_every_dtype_and_shape_comes_back(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     array = data.draw(strategies.arrays())
     sample_dim = None if array.ndim == 0 else data.draw(st.one_of(st.none(), st.integers(0, array.ndim - 1)))
-    record = store(tmp_path_factory.mktemp("run"), array, sample_dim=sample_dim)
+    compression = data.draw(st.sampled_from(Compression))
+    record = store(tmp_path_factory.mktemp("run"), array, compression, sample_dim=sample_dim)
     values = record.read()
     assert values.dtype == array.dtype
     assert values.shape == array.shape
@@ -52,6 +87,48 @@ def test_every_dtype_and_shape_comes_back(data: st.DataObject, tmp_path_factory:
     if sample_dim is not None and array.shape[sample_dim]:
         index = data.draw(st.integers(0, array.shape[sample_dim] - 1))
         assert strategies.raw_bytes(record.read(sample=index)) == strategies.raw_bytes(array.take(index, sample_dim))
+
+
+@given(data=st.data())
+def test_every_dtype_and_shape_comes_back_from_a_stack(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    array = data.draw(strategies.arrays().filter(lambda drawn: drawn.size > 0))
+    others = [np.roll(array, 1), np.flip(array)]
+    folder = tmp_path_factory.mktemp("run")
+    records = store_stack(folder, [array, *others], data.draw(st.sampled_from(Compression)))
+    for record, expected in zip(records, [array, *others], strict=True):
+        values = record.read()
+        assert values.dtype == array.dtype
+        assert values.shape == array.shape
+        assert strategies.raw_bytes(values) == strategies.raw_bytes(expected)
+        # The slow twin: zarr reads the whole stack.
+        twin = np.asarray(record.array[record.location.index])
+        assert strategies.raw_bytes(twin) == strategies.raw_bytes(expected)
+
+
+def test_a_stack_names_every_tensor_in_it(tmp_path: Path) -> None:
+    arrays = [np.full((2, 3), value, np.float32) for value in (1, 2, 3)]
+    records = store_stack(tmp_path, arrays, sample_dim=0, layout="BT")
+    attributes: Any = dict(records[0].array.attrs)
+    assert attributes["common"]["module"] == "layers.0.query"
+    assert [capture["call"] for capture in attributes["captures"]] == [0, 1, 2]
+    rebuilt = [RecordInfo.from_json({**attributes["common"], **capture}) for capture in attributes["captures"]]
+    assert rebuilt == [record.info for record in records]
+    assert records[1].read(sample=1).tolist() == [2, 2, 2]
+    document = json.loads((tmp_path / "g" / "x" / "zarr.json").read_text())
+    assert document["dimension_names"] == ["capture_3", "B_2", "T_3"]
+
+
+@pytest.mark.parametrize("compression", list(Compression))
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "float8_e4m3fn"])
+def test_tensorstore_reads_stacks(tmp_path: Path, name: str, compression: Compression) -> None:
+    raw = np.random.default_rng(0).integers(0, 256, (5, 3, 8 * DTYPES[name].itemsize), dtype=np.uint8)
+    array = raw.view(DTYPES[name].numpy_dtype)
+    store_stack(tmp_path, list(array), compression)
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / "g" / "x")}}
+    read = tensorstore.open(spec).result().read().result()
+    assert strategies.raw_bytes(read) == array.tobytes()
 
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if name not in strategies.WITHOUT_TORCH])
@@ -75,7 +152,7 @@ def test_tensorstore_reads_the_same_bits(tmp_path: Path, name: str, sample_dim: 
     raw = np.random.default_rng(0).integers(0, 256, (3, 4, 2048 * DTYPES[name].itemsize), dtype=np.uint8)
     array = raw.view(DTYPES[name].numpy_dtype)
     store(tmp_path, array, sample_dim=sample_dim)
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / "x")}}
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / "g" / "x")}}
     read = tensorstore.open(spec).result().read().result()
     assert strategies.raw_bytes(read) == array.tobytes()
 
@@ -83,9 +160,23 @@ def test_tensorstore_reads_the_same_bits(tmp_path: Path, name: str, sample_dim: 
 def test_plain_zarr_reads_the_same_bits(tmp_path: Path) -> None:
     array = np.arange(4096, dtype=np.uint16).view(DTYPES["bfloat16"].numpy_dtype).reshape(4, 1024)
     store(tmp_path, array, sample_dim=0)
-    read = zarr.open_array(tmp_path / "x", mode="r")
+    read = zarr.open_array(tmp_path / "g" / "x", mode="r")
     assert strategies.raw_bytes(np.asarray(read[...])) == array.tobytes()
     assert read.attrs["tensor_name"] == "input"
+
+
+@pytest.mark.parametrize("sample_dim", [None, 0])
+def test_large_objects_are_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample_dim: int | None
+) -> None:
+    monkeypatch.setattr(decode, "_PIECE_NBYTES", 1000)
+    array = np.random.default_rng(0).standard_normal((4, 1024))
+    record = store(tmp_path, array, sample_dim=sample_dim)
+    assert record.read().tobytes() == array.tobytes()
+    path = tmp_path / "g" / "x" / "c.0.0"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(DataError, match="bytes instead of"):
+        record.read()
 
 
 def test_small_samples_share_a_chunk(tmp_path: Path) -> None:
@@ -95,19 +186,19 @@ def test_small_samples_share_a_chunk(tmp_path: Path) -> None:
 
 def test_an_empty_tensor_has_no_object(tmp_path: Path) -> None:
     record = store(tmp_path, np.zeros((0, 7), dtype=np.float32))
-    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["zarr.json"]
+    assert sorted(path.name for path in (tmp_path / "g" / "x").iterdir()) == ["zarr.json"]
     assert record.read().shape == (0, 7)
 
 
 def test_a_zero_tensor_is_written(tmp_path: Path) -> None:
     store(tmp_path, np.zeros((2, 3), dtype=np.float32))
-    assert (tmp_path / "x" / "c.0.0").stat().st_size == 24 + 4
+    assert (tmp_path / "g" / "x" / "c.0.0").stat().st_size == 24 + 4
 
 
 def test_documents_are_plain_json(tmp_path: Path) -> None:
     array = np.array([np.inf, -np.inf, np.nan], dtype=np.float32)
     store(tmp_path, array)
-    document = json.loads((tmp_path / "x" / "zarr.json").read_text(), parse_constant=pytest.fail)
+    document = json.loads((tmp_path / "g" / "x" / "zarr.json").read_text(), parse_constant=pytest.fail)
     assert document["attributes"]["overflow"]["maximum"] == "inf"
 
 
@@ -116,6 +207,32 @@ def test_the_checksum_is_of_the_raw_bytes() -> None:
     assert checksum(array) == f"crc32c:{google_crc32c.value(array.tobytes()):08x}"
     assert checksum(array.T) == f"crc32c:{google_crc32c.value(array.T.tobytes()):08x}"
     assert checksum(np.zeros(0)) == "crc32c:00000000"
+
+
+@given(st.lists(st.integers(0, 255), min_size=1, max_size=60), st.integers(1, 12))
+def test_checksums_combine(values: list[int], count: int) -> None:
+    part = bytes(values)
+    parts = [bytes(value ^ index for value in part) for index in range(count)]
+    expected = google_crc32c.value(b"".join(parts))
+    assert combine([google_crc32c.value(one) for one in parts], part_nbytes=len(part)) == expected
+
+
+@pytest.mark.parametrize("shape", [(3, 1 << 18), (1, 1 << 18), (2, 7)])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_the_checksum_of_samples_gives_that_of_the_whole(shape: tuple[int, int], order: Literal["C", "F"]) -> None:
+    array = np.array(np.random.default_rng(0).integers(0, 99, shape, dtype=np.int16), order=order)
+    whole, _ = checksums(array, info=describe(array, sample_dim=0))
+    assert whole == checksum(array)
+
+
+def test_one_sample_cannot_stand_for_another(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).standard_normal((4, 1024))
+    record = store(tmp_path, array, sample_dim=0)
+    store(tmp_path / "other", np.flip(array, 0), sample_dim=0)
+    (tmp_path / "g/x/c.0.0").write_bytes((tmp_path / "other/g/x/c.0.0").read_bytes())
+    for sample in (None, 0):
+        with pytest.raises(DataError, match="is not what was captured"):
+            record.read(sample=sample)
 
 
 @given(strategies.record_infos())

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.errors import UnknownFieldError, UsageError
-from ranktape.storage.columns import Column, StringColumn
-from ranktape.storage.filters import check_fields, filter_from_text, parse_filter, parse_where
+from ranktape.storage.selection.columns import Column, StringColumn
+from ranktape.storage.selection.filters import check_fields, filter_from_text, parse_filter, parse_where
 from tests.strategies import terms
 
 Row = dict[str, Any]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ranktape.storage import layout
 from ranktape.storage.layout import Mark, Marker
 
@@ -29,6 +31,33 @@ def test_keys_grow_beyond_their_padding() -> None:
     key = layout.document_key(layout.marker_path(ATTEMPT, 10**9, 10**6, Mark.COMMITTED))
     below = key.removeprefix(layout.commits_path(ATTEMPT) + "/")
     assert layout.parse_marker(below) == Marker(iteration=10**9, rank=10**6, mark=Mark.COMMITTED)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "00000\u0663\u0661\u0662",
+        "\uff11" * 8,
+        "7",
+        "000000007",
+        "99999999999999999999",
+        "-0000007",
+        "1_000_000",
+        "0000 007",
+    ],
+)
+def test_numbers_are_spelled_in_one_way_and_fit_64_bits(step: str) -> None:
+    assert layout.parse_iteration("iter_00000007/zarr.json") == 7
+    assert layout.parse_iteration(f"iter_{step}/zarr.json") is None
+    assert layout.parse_marker(f"iter_{step}/rank_00003.committed/zarr.json") is None
+    assert layout.parse_marker(f"iter_00000007/rank_{step}.committed/zarr.json") is None
+    assert layout.parse_closed(f"rank_{step}/zarr.json") is None
+    assert layout.parse_attempt(f"attempt_{step}-0f") is None
+
+
+def test_the_greatest_numbers_come_back() -> None:
+    assert layout.parse_iteration(f"iter_{10**18 - 1}/zarr.json") == 10**18 - 1
+    assert layout.parse_closed(f"rank_{10**9 - 1}/zarr.json") == 10**9 - 1
 
 
 def test_other_keys_are_passed_over() -> None:

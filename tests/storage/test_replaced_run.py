@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import threading
 import time
@@ -13,10 +14,12 @@ import pytest
 from ranktape.errors import CaptureError, DataError, RunNotFoundError, StorageError
 from ranktape.storage import open_run
 from ranktape.storage.attempt import Attempt
-from ranktape.storage.backend import Backend
+from ranktape.storage.backends.backend import Backend
+from ranktape.storage.commit import finish_iteration
 from ranktape.storage.layout import Mark
 from ranktape.storage.plan import Plan, read_plan, write_plan
-from ranktape.storage.progress import finish_iteration, open_iteration, read_progress, write_verdict
+from ranktape.storage.progress import open_iteration, read_progress, write_verdict
+from ranktape.storage.stack import STACK_BELOW_NBYTES
 from ranktape.storage.writer import RankWriter
 from tests.runs import describe, start, write_run
 
@@ -51,11 +54,13 @@ def test_late_writers_change_nothing_of_the_run_in_their_place(tmp_path: Path, h
     writers[0].commit(0, expected=["a"], silent_sites={})
     writers[1].write(NEW, info=describe(NEW, rank=1))
     time.sleep(1.1)  # tensors are written without a look for so long
+    large = np.ones(STACK_BELOW_NBYTES, np.uint8)
     with pytest.raises(StorageError, match=GONE):
-        old_writers[1].write(OLD, info=describe(OLD, rank=1))
-    for writer in old_writers:
+        old_writers[1].write(large, info=describe(large, rank=1))
+    old_writers[1].write(OLD, info=describe(OLD, rank=1))
+    for iteration, writer in ((1, old_writers[0]), (0, old_writers[1])):
         with pytest.raises(StorageError, match=GONE):
-            writer.commit(0, expected=[], silent_sites={})
+            writer.commit(iteration, expected=[], silent_sites={})
         with pytest.raises(StorageError, match=GONE):
             writer.mark(0, mark=Mark.FAILED, attributes={"reason": "late"})
         with pytest.raises(StorageError, match=GONE):
@@ -104,11 +109,13 @@ def test_a_run_is_overwritten_while_it_is_still_being_written(tmp_path: Path) ->
     url = str(tmp_path / "run")
     old_backend, old_attempt, [old_writer] = start(url, launch_id="old")
     errors: list[str] = []
+    large = np.ones(STACK_BELOW_NBYTES, np.uint8)
+    info = describe(large)
 
     def drain() -> None:
         try:
-            for call in range(100_000):
-                old_writer.write(OLD, info=describe(OLD, call=call))
+            for call in range(2_000):
+                old_writer.write(large, info=dataclasses.replace(info, call=call))
         except StorageError as error:
             errors.append(str(error))
 

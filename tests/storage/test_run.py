@@ -23,10 +23,16 @@ from ranktape.errors import (
     UnknownFieldError,
     UsageError,
 )
-from ranktape.storage import IterationState, open_run
+from ranktape.storage import IterationState, blob, open_run
 from ranktape.storage.attempt import Launch
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.catalogue import COLUMNS, concatenate
+from ranktape.storage.commit import finish_iteration, read_commit, read_whole_commit
+from ranktape.storage.documents import encode_document
 from ranktape.storage.layout import Mark
-from ranktape.storage.progress import finish_iteration, open_iteration, read_progress, write_verdict
+from ranktape.storage.progress import open_iteration, read_progress, write_verdict
+from ranktape.storage.reader import RunReader
+from ranktape.storage.selection.columns import StringColumn
 from ranktape.storage.start import join_attempt
 from tests.runs import describe, start, write_run
 
@@ -76,12 +82,14 @@ def test_a_complete_run_reads_back(url: str) -> None:
         assert record.read(sample=3).tobytes() == expected[3].tobytes()
         assert record.tensor().dtype is torch.bfloat16
         assert record.tensor().view(torch.uint16).numpy().tobytes() == expected.tobytes()
-        assert record.array.shape == (4, 8, 64)
+        assert record.array.shape == (3, 4, 8, 64)
+        assert np.asarray(record.array[record.location.index]).tobytes() == expected.tobytes()
 
 
 def test_selecting_opens_no_array(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = open_run(url)
     monkeypatch.setattr(zarr, "open_array", lambda *_, **__: pytest.fail("an array was opened"))
+    monkeypatch.setattr(RunReader, "read", lambda *_, **__: pytest.fail("values were read"))
     assert len(run.select(layer_type="attention", rank=[0, 1])) == 4
 
 
@@ -167,14 +175,14 @@ def test_plain_zarr_walks_the_whole_run(url: str) -> None:
         warnings.simplefilter("error")
         members = list(zarr.open_group(url, mode="r", use_consolidated=False).members(max_depth=None))
     arrays = [path for path, node in members if isinstance(node, zarr.Array)]
-    assert len(arrays) == 12 + 2  # the tensors, and the catalogues of two iterations
+    # Two iterations on two ranks, each with one stack and its catalogue; and the catalogues of both iterations.
+    assert len(arrays) == 2 * 2 * 2 + 2
 
 
 def test_xarray_opens_an_iteration_of_a_rank(url: str) -> None:
     xarray = pytest.importorskip("xarray")
     dataset = xarray.open_zarr(f"{attempt_folder(url)}/rank_00001/iter_00000010", consolidated=True)
-    assert len(dataset.data_vars) == 3
-    assert set(dataset.sizes.values()) == {4, 8, 64}
+    assert dict(dataset["stack_bfloat16_4x8x64_0"].sizes) == {"capture_3": 3, "dim0_4": 4, "dim1_8": 8, "dim2_64": 64}
 
 
 def test_an_uncommitted_rank_hides_the_iteration(tmp_path: Path) -> None:
@@ -290,7 +298,7 @@ def test_what_is_no_run_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "zarr.json").write_text(
         '{"zarr_format": 3, "node_type": "group", "attributes": {"ranktape_schema": 99}}'
     )
-    with pytest.raises(RunFormatError, match="schema 99, this version reads up to 1: update"):
+    with pytest.raises(RunFormatError, match="schema 99, this version reads up to 2: update"):
         open_run(tmp_path)
 
 
@@ -307,7 +315,7 @@ def test_a_rank_that_sees_another_store_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damaged_values_are_found_and_named(url: str, damage: str) -> None:
     record = open_run(url).select()[0]
-    path = Path(url) / record.path / "c.0.0.0"
+    path = Path(url) / record.location.array_path / "c.0.0.0.0"
     data = bytearray(path.read_bytes())
     if damage == "flip":
         data[10] ^= 1
@@ -325,8 +333,19 @@ def test_damaged_values_are_found_and_named(url: str, damage: str) -> None:
 
 def test_damaged_documents_are_found_and_named(url: str) -> None:
     record = open_run(url).select()[0]
-    (Path(url) / record.path / "zarr.json").unlink()
-    with pytest.raises(DataError, match="its document is missing"):
+    document = Path(url) / record.location.array_path / "zarr.json"
+    text = document.read_bytes()
+    document.write_bytes(text.replace(b'"rank":0', b'"rank":1'))
+    with pytest.raises(DataError, match="its checksum differs"):
+        record.read()
+    # A stranger can make a right checksum of a wrong document.
+    hostile = json.loads(text.replace(b'"name":"regular"', b'"name":"hostile"'))
+    del hostile["attributes"]["ranktape_checksum"]
+    document.write_bytes(encode_document(hostile, key=f"{record.location.array_path}/zarr.json"))
+    with pytest.raises(DataError, match="other chunks or codecs"):
+        record.read()
+    document.unlink()
+    with pytest.raises(DataError, match="is committed, but missing"):
         record.read()
     catalogue = attempt_folder(url) / "iterations/iter_00000010/c.0"
     catalogue.write_bytes(catalogue.read_bytes()[:-1])
@@ -340,11 +359,19 @@ def test_a_commit_that_lost_a_record_is_not_finished(tmp_path: Path) -> None:
     for array, info in tensors(rank=0):
         writer.write(array, info=info)
     writer.commit(0, expected=[], silent_sites={})
-    path = tmp_path / "run" / attempt.path / "rank_00000/iter_00000000/zarr.json"
+    key = f"{attempt.path}/rank_00000/iter_00000000/zarr.json"
+    path = tmp_path / "run" / key
     document = json.loads(path.read_text())
-    document["consolidated_metadata"]["metadata"].popitem()
-    path.write_text(json.dumps(document))
+    members = document.pop("consolidated_metadata")["metadata"]
+    [stack] = [member for name, member in members.items() if name.startswith("stack_")]
+    stack["attributes"]["captures"].pop()
+    encoded = {name: json.dumps(member).encode() for name, member in members.items()}
+    del document["attributes"]["ranktape_checksum"]
+    path.write_bytes(encode_document(document, key=key, members=encoded))
     with pytest.raises(DataError, match="says 3 records and holds 2"):
+        read_whole_commit(backend, attempt.path, 0, 0)
+    path.unlink()
+    with pytest.raises(DataError, match="marked iteration 0 as committed, but"):
         finish_iteration(backend, attempt=attempt, iteration=0)
 
 
@@ -356,6 +383,68 @@ def test_nan_everywhere_empty_and_scalar_records(tmp_path: Path) -> None:
     assert [record.overflow.nan.count for record in records] == [6, 0, 0]
     assert [record.overflow.absmax for record in records] == [None, None, 2.5]
     assert [math.prod(record.read().shape) for record in records] == [6, 0, 1]
+
+
+def test_the_catalogue_of_a_commit_says_what_its_documents_say(url: str) -> None:
+    run = open_run(url)
+    attempt = attempt_folder(url).name
+    backend = open_backend(url)
+    for rank in (0, 1):
+        fast, slow = read_commit(backend, attempt, rank, 10), read_whole_commit(backend, attempt, rank, 10)
+        assert (fast.nbytes, fast.silent_sites, fast.checksum) == (slow.nbytes, slow.silent_sites, slow.checksum)
+        for name in COLUMNS:
+            one, other = (concatenate([commit.catalogue.column(name)]) for commit in (fast, slow))
+            if isinstance(one, StringColumn):
+                assert isinstance(other, StringColumn)
+                assert [one.table[code] for code in one.codes] == [other.table[code] for code in other.codes]
+            else:
+                np.testing.assert_array_equal(one, other)
+    assert len(run.select(iteration=10)) == 6
+
+
+def test_a_large_catalogue_is_read_by_columns(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = [record.info for record in open_run(url).select()]
+    monkeypatch.setattr(blob, "WHOLE_NBYTES", 0)
+    assert [record.info for record in open_run(url).select()] == whole
+    catalogue = attempt_folder(url) / "iterations/iter_00000010/c.0"
+    data = catalogue.read_bytes()
+    for damaged in (data[:200], data[:300] + bytes(200) + data[500:]):
+        catalogue.write_bytes(damaged)
+        with pytest.raises(RunFormatError, match="damaged"):
+            list(open_run(url).select(layer_idx=1, layer_type="linear", overflow__nan__count=0))
+
+
+def test_a_live_run_is_refreshed(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    backend, attempt, [writer] = start(url)
+    run = open_run(url)
+    assert (run.iterations, run.refresh()) == ([], [])
+    for iteration in (3, 4):
+        for array, info in tensors(rank=0, iteration=iteration):
+            writer.write(array, info=info)
+        writer.commit(iteration, expected=[], silent_sites={})
+        finish_iteration(backend, attempt=attempt, iteration=iteration)
+    before = run.select()
+    assert run.refresh() == [3, 4]
+    assert (len(before), len(run.select()), run.refresh()) == (0, 6, [])
+
+
+def test_looking_again_sees_what_looking_anew_sees(tmp_path: Path) -> None:
+    backend, attempt, writers = start(str(tmp_path / "run"), world_size=2)
+    known = read_progress(backend, attempt)
+    for iteration in range(6):
+        open_iteration(backend, attempt=attempt, iteration=iteration)
+        for writer in writers[: 1 + iteration % 2]:
+            if iteration == 3:
+                writer.mark(iteration, mark=Mark.SKIPPED, attributes={"reason": "no room"})
+            else:
+                writer.commit(iteration, expected=[], silent_sites={})
+        known = read_progress(backend, attempt, known=known)
+        assert known == read_progress(backend, attempt)
+        for ready in known.ready():
+            finish_iteration(backend, attempt=attempt, iteration=ready)
+    writers[0].close(reason="done")
+    assert read_progress(backend, attempt, known=known) == read_progress(backend, attempt)
 
 
 def test_long_names_are_nested_groups(tmp_path: Path) -> None:

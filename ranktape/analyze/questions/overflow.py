@@ -20,10 +20,10 @@ import ml_dtypes
 import numpy as np
 
 from ranktape.analyze.formats import parse_format
-from ranktape.analyze.histogram import Limits, own_limits, scan
+from ranktape.analyze.histogram import Histogram, Limits, own_limits, scan, scan_histogram
 from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.analyze.values import View, read_values, viewed_dtype
+from ranktape.analyze.values import View, read_numbers, viewed_dtype
 from ranktape.storage.dtypes import dtype_row, numpy_dtype
 
 if TYPE_CHECKING:
@@ -118,7 +118,11 @@ class _Counter:
 
     def _count(self, record: Record) -> dict[str, float]:
         dtype = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=self.view)
-        tallies = scan(read_values(record, view=self.view), limits=self._limits(dtype))
+        numbers, limits = read_numbers(record, view=self.view), self._limits(dtype)
+        if isinstance(numbers, Histogram):
+            tallies = scan_histogram(numbers, limits=limits)
+        else:
+            tallies = scan(numbers, limits=limits)
         self.on_record()
         extremes = {name: getattr(tallies, name) for name in EXTREMES}
         return {

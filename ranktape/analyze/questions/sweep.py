@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.formats import parse_format
+from ranktape.analyze.histogram import Histogram
 from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
-from ranktape.analyze.scale_sweep import sweep_array
+from ranktape.analyze.scale_sweep import sweep_array, sweep_histogram
 from ranktape.analyze.scaling import scale_of
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.analyze.values import View, read_values
+from ranktape.analyze.values import View, read_numbers
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,9 +48,11 @@ def sweep(
         raise UsageError("--levels and --by exclude each other: give one")
 
     def answer(record: Record) -> ScaleSweep:
-        found = sweep_array(read_values(record, view=view), target=target, options=options)
+        numbers = read_numbers(record, view=view)
         on_record()
-        return found
+        if isinstance(numbers, Histogram):
+            return sweep_histogram(numbers, target=target, options=options)
+        return sweep_array(numbers, target=target, options=options)
 
     answers = [
         _Answer(key=key, records=members, sweeps=[answer(record) for record in members])

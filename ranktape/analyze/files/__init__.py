@@ -1,0 +1,23 @@
+"""Which tensors are in the `.pt` files of the tools before us, and how do they become a run, and a run become them?"""
+
+from typing import TYPE_CHECKING
+
+from ranktape import public_names
+
+if TYPE_CHECKING:
+    from ranktape.analyze.files.export import ExportForm as ExportForm
+    from ranktape.analyze.files.export import export_records as export_records
+    from ranktape.analyze.files.folder import Folder as Folder
+    from ranktape.analyze.files.into_run import import_folder as import_folder
+    from ranktape.analyze.files.open import open_folder as open_folder
+    from ranktape.analyze.files.open import open_source as open_source
+else:
+    __all__, __getattr__, __dir__ = public_names(
+        __name__,
+        homes={
+            "export": ["ExportForm", "export_records"],
+            "folder": ["Folder"],
+            "into_run": ["import_folder"],
+            "open": ["open_folder", "open_source"],
+        },
+    )

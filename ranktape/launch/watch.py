@@ -1,0 +1,262 @@
+"""How does one see a run coming in, on a terminal or from a script?"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import click
+
+from ranktape.analyze.table import nbytes_text
+from ranktape.errors import CheckFoundError, RunNotFoundError
+from ranktape.launch.place import count_text, open_backend_of, read_options, shown, storage_options_option
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.upkeep.watch import RankWatch, Snapshot, Watcher
+
+RESTART_SECONDS = 30.0
+"""A run that is closed without its minimum may be taken up again by a restarted worker group for so long."""
+
+_RATE_LOOKS = 10
+"""Looks over which a rate is taken."""
+
+_MAX_ROWS = 40
+"""Ranks that a terminal shows; the ones that are furthest behind."""
+
+
+@click.command(name="watch")
+@click.argument("run", metavar="RUN")
+@click.option("--until-complete", is_flag=True, help="Watch until the guaranteed minimum is stored complete.")
+@click.option(
+    "--min-records", type=click.IntRange(min=1), help="Watch until so many records are in complete iterations."
+)
+@click.option("--timeout", type=click.FloatRange(min=0), help="Seconds to watch at most; also waits for RUN to appear.")
+@click.option(
+    "--interval", type=click.FloatRange(min=0.05), default=2.0, show_default=True, help="Seconds between looks."
+)
+@storage_options_option
+def command(
+    run: str,
+    *,
+    until_complete: bool,
+    min_records: int | None,
+    timeout: float | None,
+    interval: float,
+    storage_options: str | None,
+) -> None:
+    """Show live which ranks of RUN have committed what.
+
+    Without a condition it ends when the run is closed. With one it exits with 0 as soon as all conditions hold, and
+    with 3 when the time is up or the run is closed without them. A table that moves on a terminal, a line for each
+    change in a pipe.
+    """
+    goal = Goal(until_complete=until_complete, min_records=min_records)
+    with open_backend_of(run, read_options(storage_options)) as backend, _screen(shown(run)) as show:
+        watch(backend, goal=goal, timeout_seconds=timeout, interval_seconds=interval, show=show)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What a run is watched for."""
+
+    until_complete: bool = False
+    """The guaranteed minimum is stored complete."""
+    min_records: int | None = None
+    """So many records are in complete iterations."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether anything is; otherwise a run is watched until it is closed."""
+        return self.until_complete or self.min_records is not None
+
+    def missing(self, snapshot: Snapshot) -> list[str]:
+        """What does not hold yet, in words."""
+        found = []
+        if self.until_complete and not snapshot.is_met:
+            found.append(f"{len(snapshot.complete)} of {snapshot.required} guaranteed iterations are complete")
+        if self.min_records is not None and snapshot.num_records < self.min_records:
+            found.append(f"{snapshot.num_records} of {self.min_records} records are in complete iterations")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What is shown after one look."""
+
+    snapshot: Snapshot
+    """The run now."""
+    rates: dict[int, float] = field(default_factory=dict)
+    """Bytes per second of each rank, lately."""
+    rate: float = 0.0
+    """Bytes per second of all ranks, lately."""
+
+
+def watch(
+    backend: Backend,
+    *,
+    goal: Goal,
+    timeout_seconds: float | None,
+    interval_seconds: float,
+    show: Callable[[View], object],
+    restart_seconds: float = RESTART_SECONDS,
+) -> None:
+    """Look at a run until its goal is reached, or without a goal until it is closed.
+
+    Raises:
+        CheckFoundError: the time is up, or the run is closed and what was waited for is not there.
+        RunNotFoundError: there is no run, and no time was given in which it may appear.
+        RanktapeError: the store cannot be read.
+    """
+    from ranktape.storage.upkeep.watch import Watcher
+
+    watcher = Watcher(backend)
+    started = time.monotonic()
+    deadline = None if timeout_seconds is None else started + timeout_seconds
+    looks: deque[Snapshot] = deque(maxlen=_RATE_LOOKS)
+    closed_since: float | None = None
+    while True:
+        snapshot = _look(watcher, may_appear=deadline is not None and not looks)
+        now = time.monotonic()
+        if snapshot is not None:
+            looks.append(snapshot)
+            show(_view(looks))
+            missing = goal.missing(snapshot)
+            if goal.is_given and not missing:
+                return
+            closed_since = (closed_since or now) if snapshot.is_closed else None
+            if closed_since is not None and not goal.is_given:
+                return
+            if closed_since is not None and now - closed_since >= restart_seconds:
+                raise CheckFoundError(f"the run at {backend.url} is closed, and {' and '.join(missing)}")
+        if deadline is not None and now >= deadline:
+            state = "no attempt has begun" if snapshot is None else " and ".join(goal.missing(snapshot))
+            raise CheckFoundError(f"after {timeout_seconds:g} s {state or 'the run is not closed'} ({backend.url})")
+        left = interval_seconds if deadline is None else min(interval_seconds, deadline - now)
+        time.sleep(max(0.0, left))
+
+
+def lines(view: View, *, before: Snapshot | None) -> list[str]:
+    """What a pipe is told: a line for each change since the look before; none where nothing changed."""
+    now = view.snapshot
+    told = []
+    if before is None or before.attempt != now.attempt:
+        world, required = count_text(len(now.ranks), "rank"), count_text(now.required, "iteration")
+        told.append(f"attempt {now.attempt}: {world}, {required} guaranteed")
+    same_attempt = before is not None and before.attempt == now.attempt
+    waiting_before = before.waiting if before is not None and same_attempt else {}
+    for iteration, ranks in now.waiting.items():
+        if waiting_before.get(iteration) != ranks:
+            told.append(f"iteration {iteration}: committed by {_ranks_text(ranks)} ({len(ranks)} of {len(now.ranks)})")
+    new = [iteration for iteration in now.complete if before is None or iteration not in before.complete]
+    told += [f"iteration {iteration}: complete" for iteration in new]
+    if told or (before is not None and before.is_closed != now.is_closed):
+        told.append(_summary(view))
+    return told
+
+
+def _look(watcher: Watcher, *, may_appear: bool) -> Snapshot | None:
+    try:
+        return watcher.look()
+    except RunNotFoundError:
+        if not may_appear:
+            raise
+        return None
+
+
+def _view(looks: Sequence[Snapshot]) -> View:
+    first, last = looks[0], looks[-1]
+    seconds = last.seconds - first.seconds
+    if seconds <= 0 or first.attempt != last.attempt:
+        return View(snapshot=last)
+    before = {rank.rank: rank.nbytes for rank in first.ranks}
+    rates = {rank.rank: (rank.nbytes - before.get(rank.rank, 0)) / seconds for rank in last.ranks}
+    return View(snapshot=last, rates=rates, rate=(last.nbytes - first.nbytes) / seconds)
+
+
+def _summary(view: View) -> str:
+    now = view.snapshot
+    rate = f", {nbytes_text(round(view.rate))}/s" if view.rate > 0 else ""
+    closed = "; closed" if now.is_closed else ""
+    return (
+        f"{len(now.complete)} of {now.required} guaranteed iterations complete; {now.num_records} records, "
+        f"{nbytes_text(now.nbytes)}{rate}{closed}"
+    )
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks as ranges: 0-2, 5."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    if not spans:
+        return "no rank"
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
+
+
+@contextlib.contextmanager
+def _screen(title: str) -> Iterator[Callable[[View], object]]:
+    """Where a view is shown: a table that moves, or lines."""
+    if not sys.stdout.isatty():
+        before: list[Snapshot] = []
+
+        def write(view: View) -> None:
+            for line in lines(view, before=before[-1] if before else None):
+                sys.stdout.write(line + "\n")
+            # Whoever reads the pipe waits for it.
+            sys.stdout.flush()
+            before[:] = [view.snapshot]
+
+        yield write
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(console=Console(file=sys.stdout), auto_refresh=False) as live:
+        yield lambda view: live.update(_moving_table(view, title=title), refresh=True)
+
+
+def _moving_table(view: View, *, title: str) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("rank", "committed", "last", "records", "size", "rate", "state"):
+        table.add_column(head, justify="left" if head == "state" else "right")
+    ranks = sorted(view.snapshot.ranks, key=lambda rank: (len(rank.iterations), rank.rank))[:_MAX_ROWS]
+    for rank in sorted(ranks, key=lambda rank: rank.rank):
+        table.add_row(*_cells(rank, rate=view.rates.get(rank.rank, 0.0)))
+    waiting = ", ".join(
+        f"{iteration} ({len(committed)} of {len(view.snapshot.ranks)} ranks)"
+        for iteration, committed in view.snapshot.waiting.items()
+    )
+    rest = len(view.snapshot.ranks) - len(ranks)
+    notes = [Text(f"and {rest} more ranks, which are further on", style="dim")] if rest else []
+    if waiting:
+        notes.append(Text(f"not complete: {waiting}", style="dim"))
+    return Group(Text(title, style="italic"), table, *notes, Text(_summary(view)))
+
+
+def _cells(rank: RankWatch, *, rate: float) -> tuple[str, ...]:
+    lost = f"{count_text(rank.num_lost, 'iteration')} lost" if rank.num_lost else ""
+    return (
+        str(rank.rank),
+        str(len(rank.iterations)),
+        str(rank.iterations[-1]) if rank.iterations else "-",
+        str(rank.num_records),
+        nbytes_text(rank.nbytes),
+        f"{nbytes_text(round(rate))}/s" if rate > 0 else "-",
+        ", ".join(filter(None, ("closed" if rank.is_closed else "", lost))),
+    )

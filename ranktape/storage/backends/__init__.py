@@ -1,0 +1,1 @@
+"""Where can a run lie, and what is asked of such a place?"""

@@ -1,0 +1,262 @@
+"""What does the error of a file system or of a client mean, and which words of it may be shown?
+
+Clients say the same thing in many ways: errno, a class, an HTTP status, a code in an XML document. They also repeat
+what they were given: keys, tokens, signed queries. `StoreFailures` knows both.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from ranktape.errors import AccessDeniedError, NoBucketError, NoSpaceError, StorageError, UnreachableError
+
+Result = TypeVar("Result")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_PASSING = {
+    getattr(errno, name)
+    for name in (
+        # A file or a directory that another client replaced, a disk or a server that is away for a moment: what NFS
+        # and Lustre answer while they recover.
+        *("ESTALE", "EIO", "ENOTCONN", "ESHUTDOWN", "EREMOTEIO", "ENOLCK"),
+        *("ETIMEDOUT", "ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "EHOSTUNREACH", "EHOSTDOWN", "ENETUNREACH"),
+        *("ENETDOWN", "EPIPE", "EAGAIN", "EBUSY", "EINTR"),
+    )
+}
+
+_FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "NoSpace", "507"}
+_PASSING_CODES = {
+    *("SlowDown", "RequestTimeout", "ServiceUnavailable", "InternalError", "Throttling", "ThrottlingException"),
+    *("TooManyRequests", "RequestLimitExceeded", "BandwidthLimitExceeded", "OperationAborted"),
+    # A request that waited too long in a queue of ours is signed again when it is tried again.
+    *("RequestTimeTooSkewed", "ConditionalRequestConflict"),
+}
+_NO_BUCKET_CODES = {"NoSuchBucket", "ContainerNotFound"}
+
+_REFUSED_CODES = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
+
+_REFUSED_CLASSES = {
+    *("PermissionError", "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"),
+    *("NoAuthTokenError", "UnauthorizedSSOTokenError", "TokenRetrievalError"),
+    *("PermissionDeniedError", "UnauthenticatedError"),  # obstore's
+}
+_PASSING_CLASSES = {
+    *("TimeoutError", "ConnectionError", "gaierror", "FSTimeoutError", "IncompleteRead", "ClientError"),
+    *("EndpointConnectionError", "ConnectionClosedError", "ReadTimeoutError", "ConnectTimeoutError"),
+    *("HTTPClientError", "ResponseParserError", "ResponseStreamingError", "IncompleteReadError"),
+}
+_LASTING_CLASSES = {"SSLError", "SSLCertVerificationError", "ProxyConnectionError", "ClientConnectorCertificateError"}
+
+_HTTP_ERROR = 400
+_HTTP_REFUSED = {401, 403}
+_HTTP_PASSING = {408, 409, 425, 429}
+_HTTP_FULL = 507
+_HTTP_SERVER_ERROR = 500
+_HTTP_NOT_IMPLEMENTED = 501
+
+_STATUS = re.compile(r"Server returned (?:non-2xx status code|error response|status code): (\d{3})")
+_XML_CODE = re.compile(r"<Code>(\w+)</Code>")
+_XML_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+_TRANSPORT = re.compile(r"HTTP error: |error sending request|error decoding response body|operation timed out")
+
+_OBSTORE_PREAMBLE = re.compile(
+    r"(Generic \w+ error: )?(Error performing list request: )?Error performing \w+ \S+ in \S+ - "
+)
+
+_MAX_DETAIL = 300
+"""Characters of a client's own words; some clients repeat whole documents."""
+
+_SECRET_NAME = re.compile(r"key|secret|token|passw|sas|credential|connection_string|signature|auth", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(r"(AWS|AZURE|GOOGLE|GCP|GCS|FSSPEC)_.*(SECRET|TOKEN|PASSW|KEY|SAS|CONNECTION_STRING).*")
+_SHORT_SECRET = 8
+"""Shorter values are taken out only where they stand as a word: else a key `a` would take all letters a away."""
+
+_SIGNED = [
+    (re.compile(r"(://)[^/@\s'\"]*@"), r"\1***@"),
+    (re.compile(r"\?[^\s'\"<>]*=[^\s'\"<>)]*"), "?***"),
+    (
+        re.compile(
+            r"<(AWSAccessKeyId|StringToSign|SignatureProvided|StringToSignBytes|CanonicalRequest\w*)>.*?</\1>",
+            re.DOTALL,
+        ),
+        r"<\1>***</\1>",
+    ),
+    (
+        re.compile(r"(?i)\b(signature|credential|x-amz-[\w-]*token|sig)\s*[=:]\s*[^\s,;&'\"<>]+"),
+        r"\1=***",
+    ),
+    (re.compile(r"(?i)\b(authorization)['\"]?\s*[=:]\s*['\"]?(?:\w+ )?[^\s,;&'\"<>]+"), r"\1=***"),
+]
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what a terminal would take as commands; a run may come from a stranger."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
+class Redactor:
+    """Takes secrets out of text: those of the storage options and of the environment, and what looks like one."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        values = {value for value in _secret_values(storage_options, is_secret=False) if value}
+        values |= {value for name, value in os.environ.items() if value and _SECRET_VARIABLE.search(name)}
+        userinfo = url.partition("://")[2].partition("/")[0].rpartition("@")[0]
+        values |= {part for part in (userinfo, *userinfo.split(":")) if part}
+        # The longest first: one secret may be a part of another.
+        patterns = [_pattern(value) for value in sorted(values, key=len, reverse=True)]
+        self._values = re.compile("|".join(patterns)) if patterns else None
+
+    def __call__(self, text: str) -> str:
+        """The text with `***` for each secret."""
+        for pattern, replacement in _SIGNED:
+            text = pattern.sub(replacement, text)
+        return self._values.sub("***", text) if self._values else text
+
+
+def _secret_values(value: Any, *, is_secret: bool) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _secret_values(inner, is_secret=is_secret or bool(_SECRET_NAME.search(str(name))))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _secret_values(inner, is_secret=is_secret)
+    elif is_secret and isinstance(value, str | bytes):
+        yield value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _pattern(value: str) -> str:
+    escaped = re.escape(value)
+    return escaped if len(value) >= _SHORT_SECRET else rf"(?<!\w){escaped}(?!\w)"
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it came from, the latest first."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+class StoreFailures:
+    """Translates what goes wrong in a store into our errors, without its secrets."""
+
+    def __init__(self, url: str, *, redact: Redactor) -> None:
+        self._url = url
+        self._redact = redact
+
+    def call(self, verb: str, key: str, work: Callable[[], Result]) -> Result:
+        """What `work` returns.
+
+        Raises:
+            StorageError: it failed; the kind says why.
+        """
+        try:
+            return work()
+        except StorageError:
+            raise
+        except BaseException as error:  # each client raises classes of its own, botocore's are no OSError
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # obstore's last word
+                raise
+            failure = self.translated(error, verb=verb, key=key)
+            cause = error if self._is_clean(error) else None
+        # Raised out here, a cause that repeats a secret is not even the context of what the user is shown.
+        raise failure from cause
+
+    def translated(self, error: BaseException, *, verb: str, key: str) -> StorageError:
+        """The error to raise for one of a client."""
+        kind, way_out = _kind(error)
+        detail = self._redact(" ".join(_words(error).split()))
+        if len(detail) > _MAX_DETAIL:
+            detail = detail[:_MAX_DETAIL] + "..."
+        status, code = answer_of(error)
+        if answer := " ".join(part for part in (str(status or ""), code) if part and part not in detail):
+            detail += f" ({answer})"
+        place = f"{self._url}/{key}" if key else self._url
+        return kind(printable(f"cannot {verb} {place}: {detail}: {way_out}"))
+
+    def _is_clean(self, error: BaseException) -> bool:
+        texts = (text for link in chain(error) for text in (str(link), repr(link.args)))
+        return all(self._redact(text) == text for text in texts)
+
+
+def _words(error: BaseException) -> str:
+    # obstore writes how it is made inside below its message, and repeats the whole answer.
+    text = f"{type(error).__name__}: {str(error).partition('Debug source:')[0]}"
+    if (found := _XML_MESSAGE.search(text)) is not None:
+        text = text.partition("<")[0] + found[1]
+    text = _OBSTORE_PREAMBLE.sub("", text)
+    return text.removesuffix(": None").strip().rstrip(":")
+
+
+def _kind(error: BaseException) -> tuple[type[StorageError], str]:
+    """The class of our error, and the way out."""
+    status, code = answer_of(error)
+    numbers = {link.errno for link in chain(error) if isinstance(link, OSError) and link.errno}
+    if numbers & _FULL or code in _FULL_CODES or status == _HTTP_FULL:
+        return NoSpaceError, "free space or raise the quota, or choose another URL"
+    if status is not None or code:
+        return _kind_of_answer(status or 0, code)
+    classes = {kind.__name__ for link in chain(error) for kind in type(link).__mro__}
+    if classes & _REFUSED_CLASSES or numbers & _REFUSED:
+        return AccessDeniedError, "give credentials that may do this, mend the permissions, or choose another URL"
+    text = str(error)
+    if classes & _LASTING_CLASSES or "certificate" in text:
+        return StorageError, "the server is not who it should be: check the endpoint and the certificates"
+    if numbers & _PASSING or classes & _PASSING_CLASSES or _TRANSPORT.search(text):
+        return UnreachableError, "check the URL and that the server answers, then try again"
+    return StorageError, "check the URL, the storage options and that nothing else lies in the way"
+
+
+def _kind_of_answer(status: int, code: str) -> tuple[type[StorageError], str]:
+    """As `_kind`, for what an HTTP server said; 0 where the status is not known."""
+    is_server_error = status >= _HTTP_SERVER_ERROR and status != _HTTP_NOT_IMPLEMENTED
+    if code in _NO_BUCKET_CODES:
+        return NoBucketError, "create the bucket, or check the URL and the endpoint"
+    if code in _PASSING_CODES or is_server_error or status in _HTTP_PASSING:
+        return UnreachableError, _try_again(status)
+    if status in _HTTP_REFUSED or code in _REFUSED_CODES:
+        return AccessDeniedError, (
+            "the credentials are wrong or lack the permission: check key and secret, their policy and the endpoint"
+        )
+    return StorageError, "check the URL, the endpoint and the storage options"
+
+
+def _try_again(status: int) -> str:
+    return f"the server answered {status or 'so'} and may be overloaded or out of order: try again later"
+
+
+def answer_of(error: BaseException) -> tuple[int | None, str]:
+    """The HTTP status and the server's code, where an error or what it came from carries them or tells them."""
+    for link in chain(error):
+        if (told := _STATUS.search(str(link))) is not None:
+            named = _XML_CODE.search(str(link))
+            return int(told[1]), named[1] if named else ""
+        response = getattr(link, "response", None)
+        if isinstance(response, dict) and "Error" in response:
+            code = str(response["Error"].get("Code", ""))
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return status or (int(code) if code.isdigit() else None), code
+        for name in ("status", "status_code", "code"):
+            if isinstance(status := getattr(link, name, None), int) and status >= _HTTP_ERROR:
+                return status, ""
+    return None, ""
+
+
+def local_error(error: OSError, *, verb: str, place: str) -> StorageError:
+    """The error to raise for one of the operating system."""
+    kind, _ = _kind(error)
+    way_out = {
+        UnreachableError: "check the disk or the file server, then try again, or choose another URL",
+        NoSpaceError: "free space or raise the quota, or choose another URL",
+        AccessDeniedError: "mend the permissions of the directory, or choose another URL",
+    }.get(kind, "move aside what is in the way, or choose another URL")
+    return kind(printable(f"cannot {verb} {place}: {error.strerror or error}: {way_out}"))

@@ -1,0 +1,179 @@
+"""What did each rank commit of an iteration, and how does it become the iteration's own commit?"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ranktape.errors import DataError
+from ranktape.storage import layout
+from ranktape.storage.attempt import check_attempt
+from ranktape.storage.blob import blob_document, blob_key, blob_parts, open_blob
+from ranktape.storage.catalogue import Catalogue, Entry, encode_catalogue, merge_catalogues
+from ranktape.storage.documents import decode_document, document_checksum, encode_document
+from ranktape.storage.groups import MAX_COMMIT_NBYTES, read_attributes, read_document
+from ranktape.storage.layout import Mark
+from ranktape.storage.names import Site, site_path
+from ranktape.storage.record import RecordInfo
+from ranktape.storage.validation import Fields, check_info, check_key
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ranktape.storage.attempt import Attempt
+    from ranktape.storage.backends.backend import Backend
+
+_NUM_THREADS = 16
+"""Requests in flight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCommit:
+    """What one rank committed of one iteration."""
+
+    catalogue: Catalogue
+    """Its records."""
+    nbytes: int
+    """Bytes of what is kept of them."""
+    silent_sites: dict[str, str]
+    """The tensors that were expected and not recorded, each with the reason."""
+    checksum: str | None
+    """Of the commit's document; None in runs of schema 1."""
+
+
+def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
+    """Write the iteration commit: the merged catalogue of all ranks, then the document that makes it count.
+
+    Two writers of one commit write the same bytes, and the second leaves the first one's document. An iteration that
+    was removed stays removed.
+
+    Raises:
+        DataError: a rank left its marker, but its commit is not there or does not say what it should.
+        StorageError: the run was deleted or replaced, or cannot be read or written.
+    """
+    check_attempt(backend, attempt)
+    if _is_dropped(backend, attempt, iteration):
+        return
+    ranks = range(attempt.launch.world_size)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        commits = list(pool.map(lambda rank: read_commit(backend, attempt.path, rank, iteration), ranks))
+    data = merge_catalogues([commit.catalogue.load for commit in commits])
+    attributes = {
+        "complete": True,
+        "iteration": iteration,
+        "attempt": attempt.number,
+        "expected_ranks": list(ranks),
+        "num_records": sum(commit.catalogue.num_rows for commit in commits),
+        "nbytes": sum(commit.nbytes for commit in commits),
+        "silent_sites": {str(rank): commit.silent_sites for rank, commit in enumerate(commits) if commit.silent_sites},
+        "commits": [commit.checksum for commit in commits],
+        "committed": time.time(),
+    }
+    path = layout.iteration_path(attempt.path, iteration)
+    backend.put(blob_key(path), blob_parts(data))
+    backend.flush()
+    check_attempt(backend, attempt)
+    key = layout.document_key(path)
+    backend.create(key, encode_document(blob_document(data, attributes=attributes), key=key))
+    # Who removes it says so first and deletes the commit then: it was made before that, or is known for removed now.
+    if _is_dropped(backend, attempt, iteration):
+        backend.delete(path)
+    backend.flush()
+
+
+def _is_dropped(backend: Backend, attempt: Attempt, iteration: int) -> bool:
+    # Not `exists`, which some file systems answer from a listing they remember.
+    return read_document(backend, layout.dropped_path(attempt.path, iteration)) is not None
+
+
+def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> RankCommit:
+    """One rank's commit of an iteration, from its marker and its catalogue; `attempt` is the attempt's path.
+
+    Raises:
+        DataError: there is no commit, or it does not hold as many records as it says.
+        RunFormatError: its marker or its catalogue says what none does.
+        StorageError: the store cannot be read.
+    """
+    group = layout.rank_iteration_path(attempt, rank, iteration)
+    path = layout.marker_path(attempt, iteration, rank, Mark.COMMITTED)
+    marker = read_attributes(backend, path, max_nbytes=MAX_COMMIT_NBYTES) or {}
+    fields = Fields(marker, place=f"{backend.url}/{layout.document_key(path)}")
+    if "commit" not in marker:
+        # Of schema 1, or lost: the commit's document says the same.
+        return read_whole_commit(backend, attempt, rank, iteration)
+    if backend.size(layout.document_key(group)) is None:
+        raise DataError(_lost_message(backend, group, rank=rank, iteration=iteration))
+    path = layout.catalogue_path(attempt, rank, iteration)
+    place = f"{backend.url}/{path}"
+    catalogue = Catalogue(open_blob(backend, path), place=place, attempt=attempt)
+    num_records = fields.integer("num_records")
+    if catalogue.num_rows != num_records:
+        raise DataError(
+            f"{place} has {catalogue.num_rows} records, the rank's marker says {num_records}: "
+            f"the commit is damaged; see 'ranktape check'"
+        )
+    return RankCommit(
+        catalogue=catalogue,
+        nbytes=fields.integer("nbytes"),
+        silent_sites=fields.texts("silent_sites"),
+        checksum=fields.text("commit"),
+    )
+
+
+def read_whole_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> RankCommit:
+    """The same, from the documents of all arrays in the commit: slower, and of every schema.
+
+    Raises:
+        DataError: there is no commit, or it does not hold as many records as it says.
+        StorageError: the store cannot be read.
+    """
+    group = layout.rank_iteration_path(attempt, rank, iteration)
+    key = layout.document_key(group)
+    place = f"{backend.url}/{key}"
+    data = read_document(backend, group, max_nbytes=MAX_COMMIT_NBYTES)
+    if data is None:
+        raise DataError(_lost_message(backend, group, rank=rank, iteration=iteration))
+    document = decode_document(data, place=place, key=key)
+    fields = Fields(document.get("attributes", {}), place=place)
+    try:
+        members = document.get("consolidated_metadata", {}).get("metadata", {})
+        entries = [entry for name, member in members.items() for entry in entries_of(name, member)]
+        entries.sort(key=lambda entry: (entry.info.counter, entry.site))
+        for entry in entries:
+            check_info(entry.info)
+            check_key(entry.stack or entry.site)
+        packed = encode_catalogue(entries)
+        nbytes = sum(entry.info.nbytes for entry in entries)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise DataError(f"{place} is damaged: {error!r}: see 'ranktape check'") from error
+    num_records = fields.integer("num_records")
+    if num_records != len(entries):
+        raise DataError(f"{place} says {num_records} records and holds {len(entries)}: the commit is damaged")
+    return RankCommit(
+        catalogue=Catalogue.from_bytes(packed, place=place, attempt=attempt),
+        nbytes=nbytes,
+        silent_sites=fields.texts("silent_sites", default={}),
+        checksum=document_checksum(data),
+    )
+
+
+def entries_of(name: str, member: Mapping[str, Any]) -> list[Entry]:
+    """The records that an array of a commit holds."""
+    if member["node_type"] != "array" or name == layout.CATALOGUE:
+        return []
+    attributes = member["attributes"]
+    if "captures" not in attributes:
+        return [Entry(site=name, stack="", index=-1, info=RecordInfo.from_json(attributes))]
+    common = attributes["common"]
+    infos = [RecordInfo.from_json({**common, **capture}) for capture in attributes["captures"]]
+    return [Entry(site=_site_of(info), stack=name, index=index, info=info) for index, info in enumerate(infos)]
+
+
+def _site_of(info: RecordInfo) -> str:
+    return site_path(Site.of(info))
+
+
+def _lost_message(backend: Backend, group: str, *, rank: int, iteration: int) -> str:
+    return f"rank {rank} marked iteration {iteration} as committed, but {backend.url}/{group} has no document"

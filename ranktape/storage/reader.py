@@ -1,0 +1,156 @@
+"""How are the values of a run's records read, each compared with what was captured?"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from typing import TYPE_CHECKING, Any
+
+from ranktape.errors import DataError, RunFormatError
+from ranktape.storage.decode import StoredArray, fetch_object, open_stored, read_stored
+from ranktape.storage.encode import checksum, stored_dtype, stored_shape
+from ranktape.storage.layout import document_key, dropped_path
+
+if TYPE_CHECKING:
+    import numpy as np
+    import zarr
+
+    from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.records import Record
+
+_NUM_DOCUMENTS = 1024
+"""Documents of arrays that are remembered: many records share one."""
+
+
+_RECENT_NBYTES = 64 << 20
+"""Memory for objects that hold many records, one of which after the other is read."""
+
+_NUM_SEEN = 4096
+
+
+class RecentObjects:
+    """Objects of a backend; one of which a second part is asked for is fetched as a whole, and kept for a while."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.url = backend.url
+        self._backend = backend
+        self._held: dict[str, bytes] = {}
+        self._seen: dict[str, None] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
+        """The bytes of an object."""
+        return self._backend.get(key, max_nbytes=max_nbytes)
+
+    def size(self, key: str) -> int | None:
+        """How many there are."""
+        return self._backend.size(key)
+
+    def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
+        """Some of them."""
+        data = self._whole(key, is_new=start < 0)
+        if data is None:
+            return self._backend.get_range(key, start, nbytes)
+        first = max(0, len(data) + start) if start < 0 else start
+        return data[first : first + nbytes]
+
+    def _whole(self, key: str, *, is_new: bool) -> bytes | None:
+        """The object, where it is held; a record begins with the end of its object, where the index is."""
+        with self._lock:
+            if key in self._held:
+                self._held[key] = self._held.pop(key)
+                return self._held[key]
+            if not is_new or key not in self._seen:
+                self._seen[key] = None
+                while len(self._seen) > _NUM_SEEN:
+                    self._seen.pop(next(iter(self._seen)))
+                return None
+        size = self._backend.size(key)
+        data = None if size is None or size > _RECENT_NBYTES // 2 else fetch_object(self._backend, key, size)
+        if data is not None:
+            with self._lock:
+                self._held[key] = data
+                while sum(map(len, self._held.values())) > _RECENT_NBYTES:
+                    self._held.pop(next(iter(self._held)))
+        return data
+
+
+class RunReader:
+    """What the records of a run share: its backend, the documents of arrays, and a Zarr store once it is asked for."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.url = backend.url
+        self._store: Any = None
+        self._stored = functools.lru_cache(_NUM_DOCUMENTS)(self._open)
+        self._objects = RecentObjects(backend)
+
+    def __reduce__(self) -> tuple[type[RunReader], tuple[Backend]]:
+        return RunReader, (self.backend,)
+
+    def read(self, record: Record, *, sample: int | None) -> np.ndarray[Any, Any]:
+        """What is kept of a record; with `sample` of one sample, without the dimension of samples.
+
+        Raises:
+            DataError: bytes are missing, or are not those captured.
+            StorageError: the store cannot be read.
+        """
+        info, location = record.info, record.location
+        expected, is_sample = info.checksum, False
+        try:
+            stored = self._stored(location.array_path)
+            self._compare(stored, record)
+            if location.stack:
+                values = read_stored(self._objects, stored, index=location.index)
+            elif sample is not None and info.sample_dim == stored.cut_axis:
+                is_sample = True
+                values = read_stored(self.backend, stored, index=sample, axis=stored.cut_axis or 0)
+                # Runs of schema 1 do not say what a sample must be.
+                expected = stored.sample_checksums[sample] if stored.sample_checksums else checksum(values)
+            else:
+                values = read_stored(self.backend, stored)
+        except (DataError, RunFormatError) as error:
+            if self._is_dropped(record):
+                message = f"iteration {info.iteration} was removed from {self.url} (--keep-last): refresh the run"
+                raise DataError(message) from error
+            raise DataError(f"{record!r} is damaged: {error}") from error
+        if checksum(values) != expected:
+            raise DataError(
+                f"{record!r} in {self.url}/{location.array_path} is not what was captured: "
+                f"its checksum is {checksum(values)}, {expected} was recorded; see 'ranktape check'"
+            )
+        return values if sample is None or is_sample else values.take(sample, axis=info.sample_dim)
+
+    def open_array(self, path: str) -> zarr.Array[Any]:
+        """The Zarr array at a path below the run; no value is read."""
+        import zarr
+
+        if self._store is None:
+            self._store = self.backend.zarr_store()
+        try:
+            return zarr.open_array(self._store, path=path, mode="r", zarr_format=3)
+        except (FileNotFoundError, KeyError) as error:
+            raise DataError(f"{self.url}/{path} is committed, but its document is missing") from error
+
+    def _open(self, path: str) -> StoredArray:
+        # What the document of a stack says of each record is in the catalogue, too, and would fill the memory.
+        return dataclasses.replace(open_stored(self.backend, path), attributes={})
+
+    def _is_dropped(self, record: Record) -> bool:
+        attempt = record.location.group.partition("/")[0]
+        return self.backend.exists(document_key(dropped_path(attempt, record.info.iteration)))
+
+    def _compare(self, stored: StoredArray, record: Record) -> None:
+        """That an array is the one that the catalogue names, before it is read: both say the same of the record."""
+        info, location = record.info, record.location
+        shape = stored.shape[1:] if location.stack else stored.shape
+        dtype = stored_dtype(info)
+        is_there = not location.stack or (stored.cut_axis == 0 and 0 <= location.index < stored.shape[0])
+        samples = stored.sample_checksums
+        is_there &= samples is None or len(samples) == stored.num_chunks
+        if shape != stored_shape(info) or stored.row.zarr_name != dtype.zarr_name or not is_there:
+            raise DataError(
+                f"{self.url}/{stored.path} has {stored.row.name}{list(stored.shape)}, the catalogue says "
+                f"{dtype.name}{list(stored_shape(info))}: the commit is damaged; see 'ranktape check'"
+            )

@@ -1,0 +1,1 @@
+"""Which rows of a catalogue does a filter or an expression mean?"""

@@ -1,0 +1,291 @@
+"""Which rows of a column hold what is asked for?
+
+A column is an array with one element for each row: numbers, where NaN stands for a missing value, or text. Text
+comes as codes into a table, so that a question is asked once for each different text and not once for each row,
+or as an array of strings, where None stands for a missing value.
+
+Missing values are equal to nothing, neither below nor above anything, and different from everything.
+"""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+import math
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from ranktape.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StringColumn:
+    """A column of text, each different text written once."""
+
+    codes: np.ndarray[Any, Any]
+    """For each row the index of its text in `table`."""
+    table: Sequence[str | None]
+    """The texts; None where the value is missing."""
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.codes)
+
+
+Column: TypeAlias = np.ndarray[Any, Any] | StringColumn
+"""One value for each row."""
+
+Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+"""For each row whether it is meant."""
+
+Number: TypeAlias = int | float
+
+
+_WIDE = 8
+"""Bytes of an integer that any step fits into."""
+
+
+_WIDE_DTYPES: dict[str, type[np.generic]] = {"i": np.int64, "f": np.float64}
+"""By the kind of a dtype."""
+
+
+_SIGNED = (np.int8, np.int16, np.int32, np.int64)
+
+
+class ColumnSource(Protocol):
+    """Gives the column of a name; `Catalogue.column` is one."""
+
+    def __call__(self, name: str, /) -> Column:
+        """The column, with one element for each row."""
+        ...
+
+
+class Comparison(enum.Enum):
+    """How two values are compared, as it is written."""
+
+    EQUAL = "=="
+    DIFFERENT = "!="
+    BELOW = "<"
+    AT_MOST = "<="
+    ABOVE = ">"
+    AT_LEAST = ">="
+
+
+_OPERATORS: dict[Comparison, Callable[[Any, Any], Any]] = {
+    Comparison.EQUAL: operator.eq,
+    Comparison.DIFFERENT: operator.ne,
+    Comparison.BELOW: operator.lt,
+    Comparison.AT_MOST: operator.le,
+    Comparison.ABOVE: operator.gt,
+    Comparison.AT_LEAST: operator.ge,
+}
+
+_SWAPPED = {
+    Comparison.EQUAL: Comparison.EQUAL,
+    Comparison.DIFFERENT: Comparison.DIFFERENT,
+    Comparison.BELOW: Comparison.ABOVE,
+    Comparison.AT_MOST: Comparison.AT_LEAST,
+    Comparison.ABOVE: Comparison.BELOW,
+    Comparison.AT_LEAST: Comparison.AT_MOST,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Numbers from one to another, both included; every so manieth one where there is a step."""
+
+    first: Number | None = None
+    """The lowest; None for no lower limit."""
+    last: Number | None = None
+    """The highest; None for no upper limit."""
+    step: int = 1
+    """Only `first`, `first` + `step`, ... are meant; counted from 0 where there is no `first`; 1 means everything
+    in between, fractions too."""
+
+
+def swapped(comparison: Comparison) -> Comparison:
+    """The comparison that says the same when its two sides change places."""
+    return _SWAPPED[comparison]
+
+
+def narrowed(column: Column) -> Column:
+    """The same values in the fewest bytes: most integers are small, and most floats were 16-bit values.
+
+    Unsigned integers, NaN and infinities stay what they are.
+    """
+    if isinstance(column, StringColumn):
+        return StringColumn(codes=column.codes.astype(_code_dtype(len(column.table)), copy=False), table=column.table)
+    if column.dtype.kind == "i" and len(column):
+        low, high = int(column.min()), int(column.max())
+        fitting = (dtype for dtype in _SIGNED if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max)
+        return column.astype(next(fitting), copy=False)
+    if column.dtype == np.float64:
+        with np.errstate(over="ignore"):
+            small = column.astype(np.float32)
+        return small if np.array_equal(small, column, equal_nan=True) else column
+    return column
+
+
+def widened(column: Column) -> Column:
+    """The same values in the types that are computed with: 64 bits for signed integers and floats."""
+    if isinstance(column, StringColumn) or column.dtype.kind not in _WIDE_DTYPES:
+        return column
+    return column.astype(_WIDE_DTYPES[column.dtype.kind], copy=False)
+
+
+def _code_dtype(num_texts: int) -> np.dtype[Any]:
+    return np.min_scalar_type(max(0, num_texts - 1))
+
+
+def is_text(column: Column) -> bool:
+    """Whether the column holds text; otherwise it holds numbers."""
+    return isinstance(column, StringColumn) or column.dtype.kind in "OUT"
+
+
+def encode(column: Column) -> StringColumn:
+    """The column of text as codes; missing ones keep a code of their own."""
+    if isinstance(column, StringColumn):
+        return column
+    codes: dict[Any, int] = {}
+    rows = [codes.setdefault(text, len(codes)) for text in column.tolist()]
+    return StringColumn(codes=np.array(rows, dtype=np.int64), table=list(codes))
+
+
+def matching(column: StringColumn, predicate: Callable[[str], bool]) -> Mask:
+    """The rows whose text the predicate accepts; it is asked once for each text, and never for a missing one."""
+    accepted = np.array([text is not None and predicate(text) for text in column.table], dtype=np.bool_)
+    return _as_mask(accepted[column.codes])
+
+
+def missing(column: Column) -> Mask:
+    """The rows without a value."""
+    if is_text(column):
+        text = encode(column)
+        return _as_mask(np.array([entry is None for entry in text.table], dtype=np.bool_)[text.codes])
+    assert not isinstance(column, StringColumn)
+    return np.isnan(column) if column.dtype.kind == "f" else np.zeros(len(column), dtype=np.bool_)
+
+
+def compare(column: Column, comparison: Comparison, value: str | Number, *, name: str) -> Mask:
+    """The rows whose value compares so with one value.
+
+    NaN and missing rows are different from everything, and nothing else. Texts are ordered by code point.
+
+    Raises:
+        UsageError: text against a number.
+    """
+    holds = _OPERATORS[comparison]
+    if is_text(column):
+        if not isinstance(value, str):
+            raise UsageError(f"{name} holds text and {value!r} is a number: put it in quotes, {name} == '{value}'")
+        text = encode(column)
+        found = matching(text, lambda entry: bool(holds(entry, value)))
+        return found | missing(text) if comparison is Comparison.DIFFERENT else found
+    if isinstance(value, str):
+        raise UsageError(f"{name} holds numbers and {value!r} is text: leave out the quotes, or name another field")
+    assert not isinstance(column, StringColumn)
+    return _as_mask(holds(column, _fit(value, column)))
+
+
+def compare_columns(left: Column, comparison: Comparison, right: Column, *, names: tuple[str, str]) -> Mask:
+    """The rows in which the value of one column compares so with that of another; missing ones as in `compare`.
+
+    Raises:
+        UsageError: one column holds text, the other numbers.
+    """
+    holds = _OPERATORS[comparison]
+    if is_text(left) != is_text(right):
+        kinds = {True: "text", False: "numbers"}
+        raise UsageError(
+            f"{names[0]} holds {kinds[is_text(left)]} and {names[1]} holds {kinds[is_text(right)]}: "
+            "compare fields of one kind"
+        )
+    if not is_text(left):
+        return _as_mask(holds(left, right))
+    texts = (encode(left), encode(right))
+    order = {
+        text: place for place, text in enumerate(sorted({t for side in texts for t in side.table if t is not None}))
+    }
+    places = [
+        np.array([order.get(t, -1) if t is not None else -1 for t in side.table], dtype=np.int64) for side in texts
+    ]
+    places_left, places_right = (place[side.codes] for place, side in zip(places, texts, strict=True))
+    unknown = (places_left < 0) | (places_right < 0)
+    found = _as_mask(holds(places_left, places_right))
+    return _as_mask(found | unknown if comparison is Comparison.DIFFERENT else found & ~unknown)
+
+
+def one_of(column: Column, values: Sequence[str | Number | None], *, name: str) -> Mask:
+    """The rows that hold one of the values; None stands for the missing ones.
+
+    Raises:
+        UsageError: text for a column of numbers, or the other way round.
+    """
+    found = missing(column) if None in values else np.zeros(len(column), dtype=np.bool_)
+    texts = {value for value in values if isinstance(value, str)}
+    numbers = [value for value in values if value is not None and not isinstance(value, str)]
+    if is_text(column):
+        if numbers:
+            raise UsageError(f"{name} holds text and {numbers[0]!r} is a number: put it in quotes")
+        return found | matching(encode(column), texts.__contains__)
+    if texts:
+        raise UsageError(f"{name} holds numbers and {min(texts)!r} is text: leave out the quotes")
+    assert not isinstance(column, StringColumn)
+    if column.dtype.kind == "b":
+        return found | np.isin(column.astype(np.int8), np.array(numbers, dtype=np.float64))
+    fitting = [_fit(number, column) for number in numbers]
+    if column.dtype.kind in "iu":
+        # In the column's own type, or numpy would compare large integers as rounded floats.
+        limits = np.iinfo(column.dtype)
+        fitting = [n for n in fitting if isinstance(n, int) and limits.min <= n <= limits.max]
+    return found | np.isin(column, np.array(fitting, dtype=column.dtype))
+
+
+def within(column: Column, span: Span, *, name: str) -> Mask:
+    """The rows whose number lies in the span; never the missing ones.
+
+    Raises:
+        UsageError: the column holds text.
+    """
+    if is_text(column):
+        raise UsageError(f"{name} holds text: a range of numbers cannot select from it")
+    assert not isinstance(column, StringColumn)
+    found: Any = ~missing(column)
+    if span.first is not None:
+        found &= column >= _fit(span.first, column)
+    if span.last is not None:
+        found &= column <= _fit(span.last, column)
+    if span.step != 1:
+        # Remainders of both, as the difference could leave the column's type.
+        wide = column.astype(np.int64) if column.dtype.kind in "biu" and column.dtype.itemsize < _WIDE else column
+        found &= np.mod(wide, wide.dtype.type(span.step)) == (span.first or 0) % span.step
+    return _as_mask(found)
+
+
+def glob(pattern: str) -> Callable[[str], bool]:
+    """Whether a text matches the pattern: `*` any text, `?` one character, `[...]` one of these.
+
+    Dots and slashes are characters as any other, case counts, and the pattern itself always matches, so that a
+    name with brackets can be written as it is.
+    """
+    matches = re.compile(fnmatch.translate(pattern)).match
+    return lambda text: text == pattern or matches(text) is not None
+
+
+def _fit(value: Number, column: np.ndarray[Any, Any]) -> Number:
+    """The value as numpy compares it with the column without rounding either."""
+    if column.dtype.kind in "iu":
+        return int(value) if isinstance(value, float) and math.isfinite(value) and value.is_integer() else value
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def _as_mask(found: Any) -> Mask:
+    return np.asarray(found, dtype=np.bool_)

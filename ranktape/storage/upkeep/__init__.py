@@ -1,0 +1,1 @@
+"""Is a run whole, and how is it kept, mended, moved, found and watched?"""

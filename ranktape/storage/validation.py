@@ -1,0 +1,216 @@
+"""Is what somebody's document or catalogue says of the kind that it must be?
+
+Whoever writes a run can write its checksums too, so that they say nothing about sense. Everything that is read is
+compared with what it may be before it is counted with, allocated by or used as an index.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from ranktape.errors import RunFormatError
+from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.record import TALLY_KINDS, Keep, Operation
+
+if TYPE_CHECKING:
+    from ranktape.storage.record import RecordInfo
+
+MAX_INTEGER = 2**63 - 1
+"""Of any number in a document or a catalogue."""
+
+MAX_WORLD_SIZE = 10**6
+"""Ranks of an attempt."""
+
+MAX_DIMENSIONS = 64
+"""Of a tensor: numpy and torch have no more."""
+
+_SHOWN = 60
+"""Characters of a wrong value that are shown."""
+
+_OPERATIONS = frozenset(operation.value for operation in Operation)
+_KEEPS = frozenset(keep.value for keep in Keep)
+_REQUIRED = object()
+_RANK = re.compile("[0-9]{1,7}")
+
+
+class Fields:
+    """The attributes of a document, each taken as what it must be.
+
+    Every method raises `RunFormatError`, which names the document and the field, for a value of another kind and
+    for one that is missing where no default is given.
+    """
+
+    def __init__(self, values: Any, *, place: str) -> None:
+        self._place = place
+        if not isinstance(values, Mapping):
+            self._refuse("attributes", values, "a dictionary")
+        self._values = values
+
+    def integer(self, name: str, *, low: int = 0, high: int = MAX_INTEGER, default: Any = _REQUIRED) -> int:
+        """A whole number between two."""
+        value = self._get(name, default)
+        if type(value) is not int or not low <= value <= high:
+            self._refuse(name, value, f"a whole number from {low} to {high}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        value = self._get(name, _REQUIRED)
+        if type(value) is not bool:
+            self._refuse(name, value, "true or false")
+        return value
+
+    def text(self, name: str, *, default: Any = _REQUIRED) -> str:
+        """A text."""
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            self._refuse(name, value, "a text")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Whole numbers that are not negative."""
+        value = self._get(name, _REQUIRED)
+        if not isinstance(value, list) or not all(type(one) is int and 0 <= one <= MAX_INTEGER for one in value):
+            self._refuse(name, value, "a list of whole numbers")
+        return tuple(value)
+
+    def texts(self, name: str, *, default: Any = _REQUIRED) -> dict[str, str]:
+        """A dictionary of texts."""
+        value = self._get(name, default)
+        if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+            self._refuse(name, value, "a dictionary of texts")
+        return dict(value)
+
+    def inner(self, name: str) -> Fields:
+        """What is in a dictionary."""
+        return Fields(self._get(name, _REQUIRED), place=f"{self._place}, {name}")
+
+    def texts_by_rank(self, name: str, *, default: Any = _REQUIRED) -> dict[int, dict[str, str]]:
+        """A dictionary of texts for each of some ranks."""
+        value = self._get(name, default)
+        if not isinstance(value, dict) or not all(map(_RANK.fullmatch, value)):
+            self._refuse(name, value, "a dictionary of ranks")
+        below = Fields(value, place=f"{self._place}, {name}")
+        return {int(rank): below.texts(rank) for rank in value}
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self._values.get(name, default)
+        if value is _REQUIRED:
+            raise RunFormatError(f"{self._place} is damaged: it has no {name}; see 'ranktape check'")
+        return value
+
+    def _refuse(self, name: str, value: Any, expected: str) -> NoReturn:
+        try:
+            shown = repr(value)[:_SHOWN]
+        except (ValueError, RecursionError):
+            # Python writes no number of thousands of digits, and nothing that is nested as deep as it can be read.
+            shown = f"a {type(value).__name__}"
+        raise RunFormatError(f"{self._place} is damaged: its {name} is {shown}, not {expected}; see 'ranktape check'")
+
+
+def check_integers(values: np.ndarray[Any, Any], *, low: int, high: int = MAX_INTEGER) -> None:
+    """Make sure that an array holds whole numbers between two.
+
+    Raises:
+        ValueError: it does not; its dtype or the number is in the text.
+    """
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"{values.dtype} instead of whole numbers")
+    if len(values) and not low <= int(values.min()) <= int(values.max()) <= high:
+        raise ValueError(f"numbers from {values.min()} to {values.max()}, allowed are {low} to {high}")
+
+
+def check_optional_integers(values: np.ndarray[Any, Any]) -> None:
+    """Make sure that an array holds whole numbers that are not negative, or NaN where one is missing.
+
+    Raises:
+        ValueError: it does not.
+    """
+    check_floats(values)
+    # As the widest: in 16 bits there is no number to compare with.
+    present = values[~np.isnan(values)].astype(np.float64)
+    if not ((present >= 0) & (present < 2.0**53) & (present == np.floor(present))).all():
+        raise ValueError("numbers that are not whole, or negative, or too large")
+
+
+def check_floats(values: np.ndarray[Any, Any]) -> None:
+    """Make sure that an array holds floats.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if values.dtype.kind != "f":
+        raise ValueError(f"{values.dtype} instead of floats")
+
+
+def check_key(path: str) -> str:
+    """A path below a run's group as it may stand in a key: names are written in ASCII, and none leads upwards.
+
+    Raises:
+        ValueError: it may not.
+    """
+    if not (path.isascii() and path.isprintable()) or not {"", ".", ".."}.isdisjoint(path.split("/")):
+        raise ValueError(f"the path {path!r:.{_SHOWN}}")
+    return path
+
+
+def check_info(info: RecordInfo) -> None:
+    """Make sure that the fields of a record are of their kinds and fit together.
+
+    Raises:
+        ValueError: one is not, or does not.
+    """
+    row = DTYPES.get(info.dtype)
+    if row is None:
+        raise ValueError(f"dtype {info.dtype!r:.{_SHOWN}}")
+    if info.operation not in _OPERATIONS or info.keep not in _KEEPS:
+        raise ValueError(f"operation {info.operation!r:.{_SHOWN}}, keep {info.keep!r:.{_SHOWN}}")
+    for name in ("iteration", "rank", "attempt", "microbatch", "call", "counter", "nbytes"):
+        value = getattr(info, name)
+        if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+            raise ValueError(f"{name} {value!r:.{_SHOWN}}")
+    shape = info.shape
+    if len(shape) > MAX_DIMENSIONS or not all(type(extent) is int and 0 <= extent <= MAX_INTEGER for extent in shape):
+        raise ValueError(f"shape {str(shape)[:_SHOWN]}")
+    # Also of a tensor without elements: numpy counts its other extents.
+    if math.prod(max(1, extent) for extent in shape) * row.itemsize > MAX_INTEGER:
+        raise ValueError(f"shape {str(shape)[:_SHOWN]}, which no memory holds")
+    dim = info.sample_dim
+    if dim is not None and (type(dim) is not int or not 0 <= dim < len(shape)):
+        raise ValueError(f"sample_dim {dim!r:.{_SHOWN}} of {len(shape)} dimensions")
+    _check_documents(info)
+
+
+def _check_documents(info: RecordInfo) -> None:
+    if info.sample_ids is not None:
+        check_sample_ids(info.sample_ids)
+    documents: tuple[Any, ...] = (info.placement, info.metadata)
+    if not all(isinstance(document, dict | None) for document in documents):
+        raise ValueError("placement or metadata is no dictionary")
+    counts = info.overflow.per_sample
+    if counts is None:
+        return
+    by_kind: Any = counts
+    is_known = isinstance(by_kind, dict) and set(by_kind) == set(TALLY_KINDS)
+    if not is_known or not all(_are_counts(values) for values in by_kind.values()):
+        raise ValueError("the counts of single samples are no lists of whole numbers")
+
+
+def check_sample_ids(ids: Any) -> list[int | str]:
+    """Identifiers of samples: whole numbers and texts.
+
+    Raises:
+        ValueError: something else.
+    """
+    if not isinstance(ids, list) or not all(type(one) is int or isinstance(one, str) for one in ids):
+        raise ValueError("sample_ids are no list of numbers and texts")
+    return ids
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_INTEGER for value in values)

@@ -1,0 +1,467 @@
+"""Are the values of a `.pt` file those that torch reads, and is a file of bad faith refused without being run?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import struct
+import time
+import tracemalloc
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ranktape.analyze.files.payload import _fill, read_header, read_plain, read_values
+from ranktape.analyze.files.pickles import MAX_NBYTES
+from ranktape.errors import DataError, StorageError
+from tests.analyze.pt_files import archive, number, save, tensor_pickle, text
+
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "int8", "int16", "int32", "int64", "bool"),
+    *("uint8", "uint16", "uint32", "uint64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+NOT_READ_BY_TORCH = {name for name in DTYPES if name.startswith(("float8", "uint")) and name != "uint8"}
+"""In the older form torch writes them and does not read them back with `weights_only`."""
+
+LEGACY = pytest.mark.parametrize("legacy", [False, True], ids=["archive", "legacy"])
+MEBIBYTE = 1 << 20
+
+
+def random_bits(dtype: str, *shape: int) -> torch.Tensor:
+    """Every pattern may occur, NaN of every kind among them."""
+    kind = getattr(torch, dtype)
+    if dtype == "bool":
+        return torch.randint(0, 2, shape).bool()
+    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * kind.itemsize), dtype=torch.uint8)
+    return raw.view(kind)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """Its bytes in C order."""
+    plain = tensor.detach().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+@LEGACY
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_are_those_that_torch_reads(tmp_path: Path, dtype: str, legacy: bool) -> None:  # noqa: FBT001
+    base = random_bits(dtype, 4, 6)
+    layouts = [base, base.t(), base[1:3, ::2], base[2, 3], base[:0], base[None, :, None], base.unfold(0, 2, 2)]
+    for tensor in layouts:
+        for payload in (tensor, [tensor], {"tensor": tensor, "metadata": {"rank": 3}}):
+            path = save(tmp_path / "x.pt", payload, legacy=legacy)
+            header = read_header(path)
+            values = read_values(path, header)
+            assert (header.dtype, header.shape, values.shape) == (dtype, tuple(tensor.shape), tuple(tensor.shape))
+            assert np.ascontiguousarray(values).tobytes() == raw(tensor)
+            if not (legacy and dtype in NOT_READ_BY_TORCH):
+                loaded = torch.load(path, weights_only=True)
+                found = loaded["tensor"] if isinstance(loaded, dict) else loaded
+                theirs = found[0] if isinstance(loaded, list) else found
+                assert (tuple(theirs.shape), raw(theirs)) == (header.shape, raw(tensor))
+
+
+@LEGACY
+def test_a_parameter_is_its_tensor(tmp_path: Path, legacy: bool) -> None:  # noqa: FBT001
+    parameter = torch.nn.Parameter(torch.randn(3, 2))
+    path = save(tmp_path / "x.pt", {"tensor": parameter}, legacy=legacy)
+    assert read_values(path, read_header(path)).tobytes() == raw(parameter)
+
+
+@LEGACY
+def test_what_the_file_says_comes_as_json(tmp_path: Path, legacy: bool) -> None:  # noqa: FBT001
+    said: dict[Any, Any] = {"a": [1, 2.5, None, True], "nan": float("nan"), "inf": -float("inf"), 3: "three"}
+    said |= {"dtype": torch.bfloat16, "shape": torch.Size([2, 3]), "device": torch.device("cpu"), "set": {1}}
+    said |= {"nested": {"tensor": torch.zeros(2, 3)}, "big": 2**70, "text": "层\n"}
+    header = read_header(save(tmp_path / "x.pt", {"tensor": torch.zeros(1), "metadata": said}, legacy=legacy))
+    assert header.metadata == {
+        "a": [1, 2.5, None, True],
+        "nan": "nan",
+        "inf": "-inf",
+        "3": "three",
+        "dtype": "torch.bfloat16",
+        "shape": [2, 3],
+        "device": "cpu",
+        "set": [1],
+        "nested": {"tensor": "tensor float32[2, 3]"},
+        "big": 2**70,
+        "text": "层\n",
+    }
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("form", ["archive", "legacy", "pickle", "metadata", "plain"])
+def test_a_pickle_that_executes_is_not_run(tmp_path: Path, form: str) -> None:
+    marker, path = tmp_path / "executed", tmp_path / "x.pt"
+    evil: Any = Evil(marker)
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(evil))
+    else:
+        payload = {"tensor": torch.zeros(2), "metadata": {"x": evil}} if form == "metadata" else evil
+        save(path, payload, legacy=form == "legacy")
+    with pytest.raises(DataError, match=r"x\.pt"):
+        read_plain(path) if form == "plain" else read_header(path)
+    assert not marker.exists()
+
+
+def other_kind(kind: str) -> torch.Tensor:
+    """A tensor that is no dense one of our dtypes."""
+    if kind == "quantised":
+        with warnings.catch_warnings(action="ignore"):  # torch wants to drop them
+            return torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)
+    if kind == "half complex":
+        with warnings.catch_warnings(action="ignore"):  # torch's is experimental
+            return torch.zeros(2, dtype=torch.complex32)
+    if kind == "sparse":
+        return torch.eye(3).to_sparse()
+    return torch.zeros(2, dtype=torch.complex64).conj() if kind == "conjugated" else torch.empty(3, device="meta")
+
+
+@pytest.mark.parametrize("kind", ["quantised", "half complex", "sparse", "conjugated", "meta"])
+@LEGACY
+def test_tensors_of_other_kinds_are_refused(tmp_path: Path, kind: str, legacy: bool) -> None:  # noqa: FBT001
+    with warnings.catch_warnings(action="ignore"):  # of torch's, about such tensors
+        path = save(tmp_path / "x.pt", {"tensor": other_kind(kind)}, legacy=legacy)
+    with pytest.raises(DataError, match="is not read: its pickle holds"):
+        read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        ({"hidden": torch.zeros(1), "mask": 3}, "a dictionary of hidden, mask, without a tensor"),
+        ({"tensor": [1, 2]}, "without a tensor"),
+        ([torch.zeros(1), torch.zeros(1)], "2 values"),
+        ([], "0 values"),
+        ("text", "a str"),
+        (None, "a NoneType"),
+        ({}, "a dictionary of nothing"),
+    ],
+)
+def test_what_is_no_single_tensor_is_named(tmp_path: Path, payload: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        read_header(save(tmp_path / "x.pt", payload))
+
+
+HUGE = 10**15
+DECLARED = {
+    "more than the storage": tensor_pickle(shape=(HUGE,), strides=(1,), num_elements=4),
+    "a storage larger than the file": tensor_pickle(shape=(HUGE,), strides=(1,), num_elements=HUGE),
+    "one element many times": tensor_pickle(shape=(HUGE, HUGE), strides=(0, 0), num_elements=4),
+    "an offset beyond the storage": tensor_pickle(shape=(2,), strides=(1,), num_elements=4, offset=3),
+    "a stride beyond the storage": tensor_pickle(shape=(2, 2), strides=(3, 1), num_elements=4),
+    "numbers that wrap around": tensor_pickle(shape=(2,), strides=(2**64,), num_elements=4),
+    "a negative stride": tensor_pickle(shape=(2,), strides=(-1,), num_elements=4),
+    "a negative shape": tensor_pickle(shape=(-1,), strides=(1,), num_elements=4),
+    "an empty giant": tensor_pickle(shape=(0, 2**62, 2**62), strides=(1, 1, 1), num_elements=4),
+    "a thousand dimensions": tensor_pickle(shape=(1,) * 1000, strides=(1,) * 1000, num_elements=4),
+    "unequal lengths": tensor_pickle(shape=(2, 2), strides=(1,), num_elements=4),
+    "another storage type": tensor_pickle(shape=(4,), strides=(1,), num_elements=4, storage="DoubleStorage"),
+    "no storage type": tensor_pickle(shape=(4,), strides=(1,), num_elements=4, storage="float32"),
+}
+
+
+@pytest.mark.parametrize("what", DECLARED)
+def test_what_is_declared_and_not_there_is_refused_before_memory_is_taken(tmp_path: Path, what: str) -> None:
+    path = archive(tmp_path / "x.pt", DECLARED[what], data__0=bytes(16), byteorder=b"little")
+    with measured_memory(), pytest.raises(DataError, match=r"x\.pt"):
+        read_header(path)
+
+
+class measured_memory:  # noqa: N801 - a context
+    """Fails if more than some MiB are allocated inside."""
+
+    def __enter__(self) -> None:
+        tracemalloc.start()
+
+    def __exit__(self, *_: object) -> None:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 64 * MEBIBYTE
+
+
+CYCLE = b"\x80\x02}q\x00(" + text("metadata") + b"h\x00" + text("tensor") + b"h\x00u."
+DOUBLED = b"\x80\x02]q\x00" + b"".join(b"](h\x00h\x00eq\x00" for _ in range(80))
+BOMBS = {
+    "a call for an array": b"\x80\x02c__builtin__\nbytearray\n" + number(2**40) + b"\x85R.",
+    "a text that is not there": b"\x80\x02X\xff\xff\xff\xff.",
+    "a name without an end": b"\x80\x02c" + b"a" * 100_000,
+    "nothing": b"",
+    "no end": b"\x80\x02}",
+    "an empty stack": b"\x80\x02.",
+    "a mark too few": b"\x80\x02t.",
+    "deep": b"\x80\x02" + b"(" * 20_000 + b"t" * 20_000 + b".",
+    "a number of digits": b"\x80\x02L" + b"9" * 100_000 + b"L\n.",
+    "another protocol": pickle.dumps({"a": [1]}, protocol=5),
+    "long": b"\x80\x02" + b"N0" * (MAX_NBYTES // 2 + 10) + b"N.",
+}
+
+
+@pytest.mark.parametrize("what", BOMBS)
+@LEGACY
+def test_a_pickle_that_would_not_end_well_is_refused(tmp_path: Path, what: str, legacy: bool) -> None:  # noqa: FBT001
+    path = tmp_path / "x.pt"
+    if legacy:
+        torch.save(0, path, _use_new_zipfile_serialization=False)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: whole.index(b"\x80\x02K\x00.")] + BOMBS[what])
+    else:
+        archive(path, BOMBS[what])
+    with measured_memory(), pytest.raises(DataError, match=r"x\.pt"):
+        read_plain(path)
+
+
+@pytest.mark.parametrize(
+    "said", [b"\x80\x02]q\x00h\x00a.", DOUBLED + b"."], ids=["a list within itself", "lists of the same lists"]
+)
+def test_words_without_end_are_refused(tmp_path: Path, said: bytes) -> None:
+    path = archive(tmp_path / "x.pt", said)
+    with measured_memory(), pytest.raises(DataError, match=r"larger than|refers to itself"):
+        read_plain(path)
+
+
+LONG_TEXT = b"X" + struct.pack("<I", MEBIBYTE) + b"x" * MEBIBYTE
+LONG_NUMBER = b"\x8a\xff" + b"\x11" * 255
+LONG_LIST = b"](" + b"N" * MEBIBYTE + b"e"
+TENSOR = tensor_pickle(shape=(4,), strides=(1,), num_elements=4)[2:-1]
+LONG_SHAPE = tensor_pickle(shape=(2**62,) * 32, strides=(1,) * 32, num_elements=4)[2:-1]
+REPEATED = {
+    "a long text": LONG_TEXT + b"q\x01" + b"h\x01" * 50_000,
+    "a long key": b"}" + LONG_TEXT + b"q\x01Ns" + b"}h\x01Ns" * 50_000,
+    "a long number": LONG_NUMBER + b"q\x01" + b"h\x01" * 90_000,
+    "a tensor": LONG_SHAPE + b"q\x01" + b"h\x01" * 90_000,
+}
+
+
+@pytest.mark.parametrize("what", REPEATED)
+def test_what_is_named_many_times_is_not_written_out(tmp_path: Path, what: str) -> None:
+    said = b"](" + REPEATED[what] + b"e"
+    with measured_memory(), pytest.raises(DataError, match=r"is longer than 1048576 characters"):
+        json.dumps(read_plain(archive(tmp_path / "x.pt", b"\x80\x02" + said + b".")))
+    beside = b"\x80\x02}(" + text("tensor") + TENSOR + text("metadata") + said + b"u."
+    path = archive(tmp_path / "x.pt", beside, data__0=bytes(16))
+    with measured_memory(), pytest.raises(DataError, match=r"is longer than 16777216 characters"):
+        json.dumps(read_header(path).metadata)
+
+
+NESTED = b"]q\x00" + b"h\x00\x86q\x00" * 24
+CALLS = {
+    "a storage of an endless name": (TENSOR.replace(text("0"), NESTED), "a storage of a form"),
+    "a device of an endless name": (b"ctorch\ndevice\n" + NESTED + b"\x85R", "a device of another name"),
+    "sizes of a million": (
+        b"](" + LONG_LIST + b"\x85q\x01ctorch\nSize\nq\x02" + b"h\x02h\x01R" * 20 + b"e",
+        "a size of 1048576 dimensions",
+    ),
+    "calls with a million arguments": (
+        b"](("
+        + b"N" * MEBIBYTE
+        + b"tq\x01ctorch._utils\n_rebuild_parameter\nq\x02"
+        + b"h\x02h\x01R" * 20
+        + b"e",
+        "a call with other arguments",
+    ),
+    "storages of a million words": (
+        b"]((" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x04"
+        + b"N" * MEBIBYTE + b"tq\x01" + b"h\x01Q" * 20 + b"e",
+        "a call with other arguments",
+    ),
+    "a set of a text": (b"cbuiltins\nset\n" + text("abc") + b"\x85R", "a set of something that is no list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_a_call_takes_no_longer_than_its_pickle(tmp_path: Path, what: str) -> None:
+    said, reason = CALLS[what]
+    path = archive(tmp_path / "x.pt", b"\x80\x02" + said + b".")
+    with pytest.raises(DataError, match=reason):
+        read_plain(path)
+
+
+def test_sets_of_one_list_take_the_memory_of_one(tmp_path: Path) -> None:
+    said = b"](" + LONG_LIST + b"\x85q\x01cbuiltins\nset\nq\x02" + b"h\x02h\x01R" * 20 + b"e"
+    path = archive(tmp_path / "x.pt", b"\x80\x02" + said + b".")
+    with measured_memory(), pytest.raises(DataError, match="is larger than 100000 values"):
+        read_plain(path)
+
+
+def test_storages_of_the_older_form_are_named_by_words(tmp_path: Path) -> None:
+    torch.save(torch.zeros(2), tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "x.pt").read_bytes()
+    keys = whole.rindex(b"\x80\x02")
+    (tmp_path / "x.pt").write_bytes(whole[:keys] + b"\x80\x02]" + NESTED + b"a." + whole[keys:])
+    with measured_memory(), pytest.raises(DataError, match="does not hold the storages"):
+        read_header(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("count", [32, 4000])
+def test_extents_of_hundreds_of_digits_are_not_multiplied(tmp_path: Path, count: int) -> None:
+    largest = b"\x8a\xfe" + b"\xff" * 253 + b"\x7f"
+    shape = b"(" + largest + b"q\x02" + b"h\x02" * (count - 1) + b"t"
+    strides = b"(" + b"K\x00" * count + b"t"
+    pickled = tensor_pickle(shape=(), strides=(), num_elements=4).replace(b"(t(t\x89", shape + strides + b"\x89")
+    path = archive(tmp_path / "x.pt", pickled, data__0=bytes(16))
+    started = time.monotonic()
+    with pytest.raises(DataError, match="its pickle holds a tensor of") as caught:
+        read_header(path)
+    assert time.monotonic() - started < 5
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_dictionary_within_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="without a tensor"):
+        read_header(archive(tmp_path / "x.pt", CYCLE))
+
+
+def test_a_compressed_archive_is_not_unpacked(tmp_path: Path) -> None:
+    pickle_text = tensor_pickle(shape=(1 << 26,), strides=(1,), num_elements=1 << 26)
+    path = archive(tmp_path / "x.pt", pickle_text, compress=True, data__0=bytes(1 << 28))
+    assert path.stat().st_size < MEBIBYTE
+    with measured_memory(), pytest.raises(DataError, match="is compressed, as torch never writes it"):
+        read_header(path)
+
+
+@LEGACY
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path, legacy: bool) -> None:  # noqa: FBT001
+    payload = {"tensor": torch.randn(4, 8), "metadata": {"rank": 1}}
+    whole = save(tmp_path / "x.pt", payload, legacy=legacy).read_bytes()
+    path = tmp_path / "cut.pt"
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError, match=r"cut\.pt"):
+            read_header(path)
+
+
+@LEGACY
+def test_a_file_with_any_bit_flipped_gives_the_truth_or_an_error(tmp_path: Path, legacy: bool) -> None:  # noqa: FBT001
+    tensor = torch.randn(4, 8)
+    whole = save(tmp_path / "x.pt", {"tensor": tensor, "metadata": {"rank": 1}}, legacy=legacy).read_bytes()
+    path, rng = tmp_path / "flipped.pt", random.Random(0)  # noqa: S311 - the same flips every time
+    found = 0
+    for _ in range(800):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            header = read_header(path)
+            values = read_values(path, header)
+        except DataError:
+            found += 1
+            continue
+        # The older form has no checksum: there, damaged values are read as they stand.
+        assert legacy or header.dtype != "float32" or header.shape != (4, 8) or values.tobytes() == raw(tensor)
+    assert found > 100
+
+
+def test_damaged_values_in_an_archive_are_found(tmp_path: Path) -> None:
+    tensor = torch.randn(64)
+    path = save(tmp_path / "x.pt", tensor)
+    header = read_header(path)
+    whole = bytearray(path.read_bytes())
+    whole[header.position + 17] ^= 4
+    path.write_bytes(whole)
+    with pytest.raises(DataError, match=r"the values in .* are damaged"):
+        read_values(path, header)
+
+
+def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
+    path = save(tmp_path / "x.pt", torch.randn(1000), legacy=True)
+    header = read_header(path)
+    os.truncate(path, 500)
+    with pytest.raises(DataError, match="shorter than when it was listed"):
+        read_values(path, header)
+
+
+@LEGACY
+def test_values_stay_what_they_were_whatever_becomes_of_the_file(tmp_path: Path, legacy: bool) -> None:  # noqa: FBT001
+    tensor = torch.randn(1 << 16)
+    path = save(tmp_path / "x.pt", tensor, legacy=legacy)
+    values = read_values(path, read_header(path))
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert values.tobytes() == raw(tensor)
+    # Were they mapped still, this process would be killed when it looks at them.
+    os.truncate(path, 100)
+    assert values.tobytes() == raw(tensor)
+    assert not values.flags.writeable
+
+
+def test_a_file_that_ends_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    path.write_bytes(bytes(100))
+    with path.open("rb") as file, pytest.raises(DataError, match="shorter than when it was listed"):
+        _fill(file.fileno(), memoryview(bytearray(50)), position=60, path=path)
+
+
+@LEGACY
+def test_a_part_of_a_large_storage_takes_the_memory_of_the_part(tmp_path: Path, legacy: bool) -> None:  # noqa: FBT001
+    whole = torch.arange(5 << 22, dtype=torch.int32)  # 80 MiB
+    part = whole.view(5, -1)[1:3, 1_000_000:1_000_050:7]
+    path = save(tmp_path / "x.pt", part, legacy=legacy)
+    header = read_header(path)
+    with measured_memory():
+        values = read_values(path, header)
+    assert np.array_equal(values, part.numpy())
+    for place in (header.extent.position + 5, header.extent.position + header.extent.nbytes - 5):
+        with path.open("r+b") as file:
+            file.seek(place)
+            (byte,) = file.read(1)
+            for changed in (byte ^ 1, byte):
+                file.seek(place)
+                file.write(bytes([changed]))
+                file.flush()
+                # The older form has no checksum.
+                is_found = changed != byte and not legacy
+                with pytest.raises(DataError, match="are damaged") if is_found else contextlib.nullcontext():
+                    assert np.array_equal(read_values(path, header), part.numpy())
+
+
+def test_archives_of_other_things_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "x.pt"
+    with zipfile.ZipFile(other, "w") as file:
+        file.writestr("word/document.xml", "<x/>")
+    with pytest.raises(DataError, match=r"not one of torch\.save"):
+        read_header(other)
+    pickle_text = tensor_pickle(shape=(4,), strides=(1,), num_elements=4)
+    with pytest.raises(DataError, match="byte order b'big'"):
+        read_header(archive(other, pickle_text, data__0=bytes(16), byteorder=b"big"))
+    with pytest.raises(DataError, match=r"holds the name __torch__\.Linear"):
+        read_header(archive(other, b"\x80\x02c__torch__\nLinear\n)\x81."))
+
+
+@pytest.mark.parametrize(("said", "expected"), [(b"Nr\xff\xff\xff\x7f.", None), (b"}]K\x01s.", {})])
+def test_what_only_looks_dangerous_takes_no_memory(tmp_path: Path, said: bytes, expected: Any) -> None:
+    path = archive(tmp_path / "x.pt", b"\x80\x02" + said)
+    with measured_memory():
+        assert read_plain(path) == expected
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(DataError, match="is not a file"):
+        read_header(tmp_path / "pipe.pt")
+    with pytest.raises(StorageError, match="No such file"):
+        read_header(tmp_path / "missing.pt")
+    (tmp_path / "empty.pt").touch()
+    with pytest.raises(DataError, match="is empty"):
+        read_header(tmp_path / "empty.pt")
+    (tmp_path / "noise.pt").write_bytes(random.Random(1).randbytes(5000))  # noqa: S311
+    with pytest.raises(DataError, match=r"was not written by torch\.save"):
+        read_header(tmp_path / "noise.pt")

@@ -1,0 +1,108 @@
+"""What is a training without torch: something that stages tensors for a real writer process?"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ranktape.capture.options import CaptureOptions
+from ranktape.capture.process import WriterProcess
+from ranktape.capture.rendezvous import Place
+from ranktape.capture.ring_file import SlotKind
+from ranktape.capture.starting import ring_path, start_writer
+from ranktape.storage.dtypes import dtype_name
+
+SMALL = (8, 16)
+LARGE = (512, 1024)
+"""Of float32: 2 MiB."""
+
+
+class LightTrainer:
+    """Stages iterations, with the ring and the writer process that a training has."""
+
+    def __init__(self, url: Path | str, *, budget_nbytes: int = 16 << 20, **options: Any) -> None:
+        values = {"min_iterations": 1, "max_iterations": 100, "block_timeout_seconds": 60.0, **options}
+        self.url = str(url)
+        self.options = CaptureOptions(**values)
+        self.process = WriterProcess(host_budget_nbytes=budget_nbytes, ring_path=ring_path(self.options, rank=0))
+        place = Place(rank=0, world_size=1, num_local_ranks=1, restart=0)
+        self.words, _ = start_writer(self.process, url=str(url), shown_url=str(url), options=self.options, place=place)
+        self.num_staged = 0
+
+    def stage(self, iteration: int, arrays: dict[str, np.ndarray[Any, Any]], *, ends: bool = True) -> None:
+        """One iteration: tensors by the names of their modules."""
+        seconds = self.options.block_timeout_seconds
+        self.process.ring.set_step(iteration)
+        self.process.put(SlotKind.BEGIN, {"iteration": iteration}, timeout_seconds=seconds)
+        for module, array in arrays.items():
+            header = json.dumps(header_of(array, iteration=iteration, module=module, counter=self.num_staged)).encode()
+            slot = self.process.ring.reserve(SlotKind.TENSOR, header, array.nbytes, timeout_seconds=seconds)
+            slot.payload[:] = array.tobytes()
+            self.process.ring.publish(slot)
+            self.num_staged += 1
+        if ends:
+            end = {
+                "iteration": iteration,
+                "num_tensors": len(arrays),
+                "expected": sorted(arrays),
+                "silent_sites": {},
+            }
+            self.process.put(SlotKind.END, end, timeout_seconds=seconds)
+
+    def hear(self) -> dict[str, Any]:
+        """What the writer said last."""
+        return self.process.ring.hear() or {}
+
+    def close(self, *, timeout_seconds: float = 60.0) -> dict[str, Any]:
+        """End the capture; the writer's last words."""
+        words = self.process.finish(
+            reason="the training ended", timeout_seconds=timeout_seconds, on_progress=lambda *_: None
+        )
+        self.process.close()
+        return words
+
+    def abandon(self) -> None:
+        """Let go of the ring and of the writer, as a trainer that is killed does."""
+        assert self.process._process is not None
+        self.process._process.kill()
+        self.process._process.wait()
+        self.process.close()
+
+
+def header_of(array: np.ndarray[Any, Any], *, iteration: int, module: str, counter: int) -> dict[str, Any]:
+    """What a recorder says of a tensor."""
+    return {
+        "module": module,
+        "layer_type": "linear",
+        "layer_idx": 0,
+        "component": "linear",
+        "operation": "forward",
+        "phase": "pre",
+        "tensor_name": "input",
+        "quant_type": "bf16",
+        "dtype": dtype_name(array.dtype),
+        "shape": list(array.shape),
+        "layout": "",
+        "compute_dtype": "bfloat16",
+        "sample_dim": None,
+        "batch_size": None,
+        "placement": None,
+        "iteration": iteration,
+        "microbatch": 0,
+        "call": 0,
+        "counter": counter,
+        "timestamp": time.time(),
+        "sample_ids": None,
+        "metadata": None,
+    }
+
+
+def tensors(seed: int, *, num_small: int = 8, num_large: int = 2) -> dict[str, np.ndarray[Any, Any]]:
+    """Tensors of two sizes, by module; each iteration of a test has its own."""
+    generator = np.random.default_rng(seed)
+    small = {f"small.{index}": generator.standard_normal(SMALL, dtype=np.float32) for index in range(num_small)}
+    return small | {f"large.{index}": generator.standard_normal(LARGE, dtype=np.float32) for index in range(num_large)}

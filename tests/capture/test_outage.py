@@ -1,0 +1,173 @@
+"""Does a capture into an object store survive that the network fails, and say what it did not survive?
+
+A real writer process, a real client, and a gate between it and the server.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ranktape.launch.push import command
+from ranktape.storage import IterationState, open_run
+from tests.capture.gate import Gate
+from tests.capture.light import LightTrainer, tensors
+from tests.s3 import S3Server
+
+pytestmark = pytest.mark.s3
+
+
+@pytest.fixture
+def gate(s3_server: S3Server) -> Iterator[Gate]:
+    """A gate before the server."""
+    one = Gate(s3_server.storage_options["endpoint_url"])
+    yield one
+    one.close()
+
+
+@pytest.fixture(params=["fsspec", "obstore"])
+def client(request: pytest.FixtureRequest) -> str:
+    """The client that the writer speaks through."""
+    if request.param == "obstore":
+        pytest.importorskip("obstore")
+    return str(request.param)
+
+
+@pytest.fixture
+def begin(gate: Gate, s3_server: S3Server, client: str) -> Callable[..., LightTrainer]:
+    """Starts a capture through the gate."""
+
+    def make(**options: Any) -> LightTrainer:
+        storage_options = {**s3_server.storage_options, "endpoint_url": gate.endpoint_url, "client": client}
+        return LightTrainer(s3_server.new_url(), storage_options=storage_options, **options)
+
+    return make
+
+
+def wait_for(trainer: LightTrainer, s3_server: S3Server, *iterations: int) -> None:
+    """Until iterations are complete."""
+    deadline = time.monotonic() + 60
+    while not set(iterations) <= set(stored(trainer, s3_server).iterations):
+        assert time.monotonic() < deadline, trainer.hear()
+        time.sleep(0.1)
+
+
+def stored(trainer: LightTrainer, s3_server: S3Server) -> Any:
+    """The run, read past the gate."""
+    return open_run(trainer.url, storage_options=s3_server.storage_options)
+
+
+def check(trainer: LightTrainer, s3_server: S3Server, iteration: int) -> None:
+    """That an iteration has every value."""
+    expected = tensors(iteration)
+    records = stored(trainer, s3_server).select(iteration=iteration)
+    assert sorted(records.column("module")) == sorted(expected)
+    for record in records:
+        assert record.read().tobytes() == expected[record.module].tobytes()
+
+
+@pytest.mark.parametrize("way", ["is_refusing", "is_hanging"])
+def test_what_lasts_some_seconds_loses_nothing(
+    begin: Callable[..., LightTrainer], gate: Gate, s3_server: S3Server, way: str
+) -> None:
+    trainer = begin(max_iterations=3)
+    trainer.stage(0, tensors(0))
+    threading.Timer(0.05, lambda: setattr(gate, way, True)).start()
+    threading.Timer(3.0, lambda: setattr(gate, way, False)).start()
+    trainer.stage(1, tensors(1))
+    time.sleep(0.5)
+    trainer.stage(2, tensors(2))
+    words = trainer.close()
+    assert words["state"] == "closed"
+    assert words["verdict"]["complete"] == [0, 1, 2], words
+    for iteration in range(3):
+        check(trainer, s3_server, iteration)
+
+
+@pytest.mark.slow
+def test_thirty_seconds_lose_nothing_though_the_ring_is_small(
+    begin: Callable[..., LightTrainer], gate: Gate, s3_server: S3Server
+) -> None:
+    trainer = begin(max_iterations=6, budget_nbytes=8 << 20, block_timeout_seconds=120.0)
+    gate.is_hanging = True
+    threading.Timer(30.0, lambda: setattr(gate, "is_hanging", False)).start()
+    for iteration in range(6):
+        trainer.stage(iteration, tensors(iteration))
+    words = trainer.close(timeout_seconds=120)
+    assert words["verdict"]["complete"] == list(range(6)), words
+    for iteration in range(6):
+        check(trainer, s3_server, iteration)
+
+
+def test_what_lasts_longer_costs_the_iteration_that_met_it_and_is_told(
+    begin: Callable[..., LightTrainer], gate: Gate, s3_server: S3Server
+) -> None:
+    trainer = begin(max_iterations=9, store_timeout_seconds=2.0)
+    trainer.stage(0, tensors(0))
+    wait_for(trainer, s3_server, 0)
+    gate.is_refusing = True
+    trainer.stage(1, tensors(1))
+    deadline = time.monotonic() + 60
+    while "iteration 1" not in trainer.hear().get("problem", ""):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    gate.is_refusing = False
+    trainer.stage(2, tensors(2))
+    wait_for(trainer, s3_server, 0, 2)
+    trainer.close()
+    for iteration in (0, 2):
+        check(trainer, s3_server, iteration)
+    statuses = {status.iteration: status for status in stored(trainer, s3_server).status()}
+    assert statuses[1].state is IterationState.PARTIAL
+    assert "tried" in statuses[1].missing[0]
+
+
+def test_with_histograms_the_training_goes_on_at_its_pace(
+    begin: Callable[..., LightTrainer], gate: Gate, s3_server: S3Server
+) -> None:
+    trainer = begin(max_iterations=4, policy="histogram", budget_nbytes=8 << 20)
+    trainer.stage(0, tensors(0))
+    wait_for(trainer, s3_server, 0)
+    gate.is_refusing = True
+    began = time.monotonic()
+    for iteration in (1, 2, 3):
+        trainer.stage(iteration, tensors(iteration, num_large=6))
+    assert time.monotonic() - began < 20
+    gate.is_refusing = False
+    words = trainer.close()
+    assert words["verdict"]["complete"] == [0, 1, 2, 3], words
+    assert "are kept as histograms" in words["notice"]
+    records = stored(trainer, s3_server).select(iteration=3)
+    assert len(records) == 14
+    assert set(records.column("keep")) == {"values", "histogram"}
+
+
+def test_what_spilled_is_named_by_the_verdict_and_pushed(
+    begin: Callable[..., LightTrainer], gate: Gate, s3_server: S3Server, tmp_path: Path
+) -> None:
+    trainer = begin(min_iterations=2, max_iterations=2, store_timeout_seconds=2.0, spill_dir=str(tmp_path / "spill"))
+    trainer.stage(0, tensors(0))
+    wait_for(trainer, s3_server, 0)
+    gate.is_refusing = True
+    trainer.stage(1, tensors(1))
+    deadline = time.monotonic() + 60
+    while "waits in" not in trainer.hear().get("problem", ""):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    gate.is_refusing = False
+    words = trainer.close()
+    assert not words["verdict"]["met"]
+    assert f"{tmp_path / 'spill'} for 'ranktape push'" in words["verdict"]["missing"][0]
+    arguments = [str(tmp_path / "spill"), "--storage-options", json.dumps(s3_server.storage_options)]
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert "complete with all ranks: iterations 1" in result.stdout
+    assert stored(trainer, s3_server).verdict().met
+    for iteration in (0, 1):
+        check(trainer, s3_server, iteration)

@@ -1,0 +1,360 @@
+"""Does what is staged survive a store that is away for a while, and is everything that does not named?
+
+The store is a directory that refuses while the test says so; the rest is what a writer process has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ranktape.analyze.histogram import count_values
+from ranktape.capture import storing
+from ranktape.capture.committing import Committer
+from ranktape.capture.options import Policy
+from ranktape.capture.patience import Patience
+from ranktape.capture.ring import RingConsumer, RingProducer
+from ranktape.capture.ring_file import Counter, SlotKind
+from ranktape.capture.storing import Staged, Storer, StoringOptions
+from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
+from ranktape.storage import IterationState, Records, open_run
+from ranktape.storage.attempt import Attempt, Launch
+from ranktape.storage.backends.backend import Buffer
+from ranktape.storage.backends.local import LocalBackend
+from ranktape.storage.backends.retry import RetryingBackend
+from ranktape.storage.dtypes import numpy_dtype
+from ranktape.storage.start import begin_attempt
+from ranktape.storage.upkeep.spill import SpillingBackend
+from ranktape.storage.writer import RankWriter
+from tests.capture.light import header_of, tensors
+
+
+class Moody(LocalBackend):
+    """A directory that takes nothing while it has an error to give."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.error: type[StorageError] | None = None
+        self.slowness_seconds = 0.0
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+        self._refuse()
+        time.sleep(self.slowness_seconds)
+        super().put(key, parts)
+
+    def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
+        self._refuse()
+        return super().get(key, max_nbytes=max_nbytes)
+
+    def _refuse(self) -> None:
+        if self.error is not None:
+            raise self.error("the store is in a bad mood")
+
+
+class Bench:
+    """A rank's share of a run, with the threads of a writer process and a ring that the test fills."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        policy: Policy = Policy.BLOCK,
+        store_timeout_seconds: float = 30.0,
+        spill_dir: Path | None = None,
+        budget_nbytes: int = 64 << 20,
+    ) -> None:
+        self.url = path / "run"
+        self.store = Moody(str(self.url))
+        backend = RetryingBackend(self.store, timeout_seconds=0.5)
+        self.attempt: Attempt = begin_attempt(
+            backend,
+            launch=Launch(launch_id="launch", restart=0, world_size=1),
+            options={"min_iterations": 1},
+            environment={},
+            resume=False,
+            overwrite=False,
+        )
+        self.producer = RingProducer(budget_nbytes, is_alive=lambda: True)
+        self.ring = RingConsumer(os.dup(self.producer.file.descriptor))
+        patience = Patience()
+        longest = 900.0 if policy is Policy.HISTOGRAM else store_timeout_seconds
+        self.view = backend.with_deadline(timeout_seconds=longest, give_up=patience)
+        self.spill = spill_dir and SpillingBackend(self.view, directory=spill_dir, attempt=self.attempt, rank=0)
+        self.rank_writer = RankWriter(self.spill or self.view, attempt=self.attempt, rank=0, environment={})
+        self.storer = Storer(
+            self.rank_writer,
+            ring=self.ring,
+            patience=patience,
+            options=StoringOptions(
+                rank=0,
+                attempt=0,
+                policy=policy,
+                store_timeout_seconds=store_timeout_seconds,
+                ring_is_kept=False,
+                has_spill=spill_dir is not None,
+            ),
+            failing_since=lambda: self.view.failing_since,
+        )
+        self.words: dict[str, Any] = {}
+        self.committer = Committer(
+            self.rank_writer,
+            storer=self.storer,
+            ring=self.ring,
+            backend=backend,
+            spill=self.spill or None,
+            attempt=self.attempt,
+            rank=0,
+            ring_is_kept=False,
+            say=self._say,
+            on_word=lambda _: None,
+        )
+        self._staged: dict[int, Staged] = {}
+
+    def put(self, iteration: int, arrays: dict[str, np.ndarray[Any, Any]], *, may_degrade: bool = False) -> None:
+        """Stage an iteration, and have the threads take it."""
+        staged = self.storer.begin(iteration, may_degrade=may_degrade)
+        for counter, (module, array) in enumerate(arrays.items()):
+            header = json.dumps(header_of(array, iteration=iteration, module=module, counter=counter)).encode()
+            slot = self.producer.reserve(SlotKind.TENSOR, header, array.nbytes, timeout_seconds=10)
+            slot.payload[:] = array.tobytes()
+            self.producer.publish(slot)
+            taken = self.ring.take()
+            assert taken is not None
+            self.storer.submit(taken, staged)
+        end = {"iteration": iteration, "num_tensors": len(arrays), "expected": sorted(arrays), "silent_sites": {}}
+        self.producer.put(SlotKind.END, end, timeout_seconds=1)
+        taken = self.ring.take()
+        assert taken is not None
+        self.committer.commit(staged, taken)
+
+    def close(self) -> None:
+        """Wait for everything, and end the rank."""
+        self.committer.close()
+        self.storer.shutdown()
+        if self.store.error is None:
+            self.rank_writer.close(reason="done")
+        assert self.producer.pending_nbytes == 0, "a slot was never freed"
+
+    def wait_for(self, holds: Callable[[], bool]) -> None:
+        """Until something holds."""
+        deadline = time.monotonic() + 20
+        while not holds():
+            assert time.monotonic() < deadline, self.words
+            time.sleep(0.01)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While the training waits for room."""
+        self.producer.file.set_counter(Counter.WAITING, 1)
+        yield
+        self.producer.file.set_counter(Counter.WAITING, 0)
+
+    def records(self, iteration: int) -> Records:
+        """What is committed of an iteration; its commit is made first."""
+        from ranktape.storage.commit import finish_iteration
+
+        finish_iteration(self.store, attempt=self.attempt, iteration=iteration)
+        return open_run(self.url).select(iteration=iteration)
+
+    def check(self, iteration: int, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """That an iteration has every value."""
+        records = self.records(iteration)
+        assert sorted(records.column("module")) == sorted(arrays)
+        for record in records:
+            assert record.read().tobytes() == arrays[record.module].tobytes()
+
+    def _say(self, **changes: Any) -> None:
+        self.words |= changes
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    """Makes a bench, whose threads end with the test, however that ends."""
+    benches: list[Bench] = []
+
+    def one(**options: Any) -> Bench:
+        benches.append(Bench(tmp_path, **options))
+        return benches[-1]
+
+    yield one
+    for bench in benches:
+        bench.store.error = None
+        bench.storer.give_up_at = 0.0
+        bench.committer.stop()
+        bench.storer.shutdown()
+
+
+def after(seconds: float, work: Callable[[], None]) -> threading.Timer:
+    """Do something later."""
+    timer = threading.Timer(seconds, work)
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_an_outage_that_ends_in_time_loses_nothing(make: Callable[..., Bench], policy: Policy) -> None:
+    bench = make(policy=policy)
+    bench.store.error = UnreachableError
+    bench.put(0, tensors(0))
+    bench.put(1, tensors(1))
+
+    def mend() -> None:
+        bench.store.error = None
+
+    after(1.0, mend)
+    bench.close()
+    assert bench.words == {}
+    for iteration in (0, 1):
+        bench.check(iteration, tensors(iteration))
+
+
+@pytest.mark.parametrize("error", [UnreachableError, NoSpaceError, AccessDeniedError])
+def test_what_lasts_fails_its_iteration_by_name_and_no_other(
+    make: Callable[..., Bench], error: type[StorageError]
+) -> None:
+    bench = make(store_timeout_seconds=0.5)
+    bench.put(0, tensors(0))
+    bench.wait_for(lambda: bench.committer.num_committed == 1)
+    bench.store.error = error
+    began = time.monotonic()
+    bench.put(1, tensors(1, num_small=40, num_large=8))
+    bench.wait_for(lambda: bench.committer.num_ended == 2)
+    assert time.monotonic() - began < 5
+    assert bench.producer.pending_nbytes == 0
+    bench.wait_for(lambda: bench.committer.owes)
+    bench.store.error = None
+    bench.put(2, tensors(2))
+    bench.close()
+    bench.wait_for(lambda: not bench.committer.owes)
+    for iteration in (0, 2):
+        bench.check(iteration, tensors(iteration))
+    statuses = {status.iteration: status for status in open_run(bench.url).status()}
+    assert statuses[1].state is IterationState.PARTIAL
+    assert "the store is in a bad mood" in statuses[1].missing[0]
+    leftovers = list((bench.url / bench.attempt.path / "rank_00000").glob("iter_00000001/**/*.json"))
+    assert error is not NoSpaceError or not leftovers, "what failed for lack of space still takes it"
+
+
+def test_a_commit_whose_marker_was_refused_counts_all_the_same(make: Callable[..., Bench]) -> None:
+    bench = make(store_timeout_seconds=0.3)
+    put = bench.store.put
+
+    def refuse_markers(key: str, parts: Sequence[Buffer]) -> None:
+        if "/commits/" in key and bench.store.error is not None:
+            raise bench.store.error("no marker now")
+        put(key, parts)
+
+    bench.store.put = refuse_markers  # type: ignore[method-assign]
+    bench.store._refuse = lambda: None  # type: ignore[method-assign]
+    bench.store.error = UnreachableError
+    bench.put(0, tensors(0))
+    bench.wait_for(lambda: bench.committer.owes)
+    bench.store.error = None
+    bench.close()
+    bench.check(0, tensors(0))
+
+
+def test_while_the_training_waits_large_tensors_are_counted(make: Callable[..., Bench]) -> None:
+    bench = make(policy=Policy.HISTOGRAM)
+    arrays = tensors(0)
+    arrays["half"] = arrays["large.0"].astype(numpy_dtype("bfloat16")).repeat(2)
+    with bench.waiting():
+        bench.put(0, arrays, may_degrade=False)
+        bench.wait_for(lambda: bench.committer.num_ended == 1)
+        bench.put(1, arrays, may_degrade=True)
+        bench.wait_for(lambda: bench.committer.num_ended == 2)
+    bench.close()
+    assert "iteration 1: 3 of 11 tensors are kept as histograms" in bench.words["notice"]
+    bench.check(0, arrays)
+    records = {record.module: record for record in bench.records(1)}
+    assert sorted(records) == sorted(arrays)
+    for module, record in records.items():
+        if module.startswith("small"):
+            assert record.keep == "values"
+            assert record.read().tobytes() == arrays[module].tobytes()
+            continue
+        assert record.keep == "histogram"
+        assert record.shape == arrays[module].shape
+        assert record.dtype == arrays[module].dtype.name
+        rounded = arrays[module].astype(numpy_dtype("bfloat16"))
+        assert np.array_equal(record.counts(), count_values(rounded).counts)
+        assert record.overflow.absmax == float(np.abs(arrays[module].astype(np.float64)).max())
+
+
+def test_in_an_outage_the_training_does_not_wait_for_values(make: Callable[..., Bench]) -> None:
+    bench = make(policy=Policy.HISTOGRAM, budget_nbytes=8 << 20)
+    bench.store.error = UnreachableError
+    arrays = tensors(0, num_large=6)
+    began = time.monotonic()
+    # Twelve large tensors pass through a ring that holds three of them.
+    for iteration in (0, 1):
+        bench.put(iteration, arrays, may_degrade=True)
+    assert time.monotonic() - began < 15
+    bench.store.error = None
+    bench.close()
+    for iteration in (0, 1):
+        records = bench.records(iteration)
+        assert len(records) == len(arrays)
+        assert "histogram" in records.column("keep")
+
+
+def test_counts_that_wait_are_bounded_and_the_oldest_iteration_pays(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storing, "HELD_NBYTES", 1 << 20)  # four histograms
+    bench = make(policy=Policy.HISTOGRAM)
+    bench.store.error = UnreachableError
+    arrays = tensors(0, num_small=0, num_large=3)
+    with bench.waiting():
+        for iteration in range(4):
+            bench.put(iteration, arrays, may_degrade=True)
+        bench.wait_for(lambda: bench.committer.num_ended == 3)
+        bench.wait_for(lambda: bench.ring.used_nbytes == 0)
+        bench.store.error = None
+    bench.close()
+    statuses = {status.iteration: status for status in open_run(bench.url).status()}
+    for iteration in range(3):
+        assert "takes more than 1048576 bytes of memory" in statuses[iteration].missing[0]
+    assert len(bench.records(3)) == 3
+
+
+def test_small_tensors_do_not_keep_the_ring(make: Callable[..., Bench]) -> None:
+    bench = make(budget_nbytes=1 << 20)
+    array = np.ones(1000, dtype=np.float32)
+    is_over = threading.Event()
+
+    def relieve() -> None:
+        while not is_over.wait(0.01):
+            bench.storer.relieve()
+
+    thread = threading.Thread(target=relieve)
+    thread.start()
+    bench.put(0, {f"m{index}": array for index in range(600)})
+    is_over.set()
+    thread.join()
+    bench.close()
+    assert len(bench.records(0)) == 600
+    # How many there are depends on who is faster; an object for each tensor would be 600.
+    assert 1 <= len(list(bench.url.rglob("stack_*"))) < 100
+
+
+def test_tensors_that_never_came_out_of_the_ring_fail_the_iteration(make: Callable[..., Bench]) -> None:
+    bench = make()
+    staged = bench.storer.begin(0, may_degrade=False)
+    bench.producer.put(
+        SlotKind.END, {"iteration": 0, "num_tensors": 2, "expected": [], "silent_sites": {}}, timeout_seconds=1
+    )
+    taken = bench.ring.take()
+    assert taken is not None
+    bench.committer.commit(staged, taken)
+    bench.close()
+    assert "0 of the 2 tensors came out of the ring" in open_run(bench.url).status()[0].missing[0]

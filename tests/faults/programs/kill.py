@@ -1,0 +1,235 @@
+"""Kills recording processes at random moments, again and again, and prints what is wrong afterwards.
+
+kill.py {storage,ring,ring-dir} URL --trials N --seed N [--storage-options JSON]
+
+storage: ranks that write straight into the store; ring: trainers with their writers; ring-dir: the same, with rings
+that outlive them and are recovered afterwards. A line of JSON for each trial. Every process is forked from this one,
+which holds no thread and no connection: a trial costs what it does, not what it imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ranktape.analyze.histogram import warm_up
+from ranktape.capture.recover import RingReport, find_rings, recover_ring
+from ranktape.errors import RanktapeError
+from ranktape.storage.attempt import Launch
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.commit import finish_iteration
+from ranktape.storage.progress import open_iteration, read_progress, write_verdict
+from ranktape.storage.start import begin_attempt, join_attempt
+from ranktape.storage.writer import RankWriter
+from tests.faults import light_trainer
+from tests.faults.judge import problems
+from tests.faults.truth import ITERATIONS, NUM_RANKS, tensors
+
+PATIENCE_SECONDS = 60.0
+"""After which a process that should have ended hangs."""
+
+_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a trial records, and what it promises there."""
+
+    url: str
+    storage_options: dict[str, Any]
+    folder: Path
+    """On this machine, for the rings and for what is promised."""
+
+    @property
+    def ledger(self) -> Path:
+        """A line for each rank and iteration that must survive from then on."""
+        return self.folder / "ledger"
+
+    @property
+    def rings(self) -> Path:
+        """Where rings are that outlive their processes."""
+        return self.folder / "rings"
+
+    def promise(self, rank: int, iteration: int) -> None:
+        with self.ledger.open("a") as ledger:
+            ledger.write(f"{rank} {iteration}\n")
+
+    def promised(self) -> set[tuple[int, int]]:
+        lines = self.ledger.read_text().splitlines() if self.ledger.exists() else []
+        return {(int(rank), int(iteration)) for rank, iteration in (line.split() for line in lines)}
+
+
+def record(place: Place, rank: int) -> None:
+    """One rank, straight into the store."""
+    backend = open_backend(place.url, storage_options=place.storage_options)
+    launch = Launch(launch_id="launch", restart=0, world_size=NUM_RANKS)
+    options = {"min_iterations": len(ITERATIONS)}
+    if rank == 0:
+        attempt = begin_attempt(backend, launch=launch, options=options, environment={}, resume=False, overwrite=False)
+    else:
+        attempt = join_attempt(backend, launch=launch, timeout_seconds=2)
+    writer = RankWriter(backend, attempt=attempt, rank=rank, environment={})
+    for iteration in ITERATIONS:
+        if rank == 0:
+            open_iteration(backend, attempt=attempt, iteration=iteration)
+        for array, info in tensors(iteration, rank):
+            writer.write(array, info=info)
+        writer.commit(iteration, expected=[], silent_sites={})
+        place.promise(rank, iteration)
+        if rank == 0:
+            for ready in read_progress(backend, attempt).ready():
+                finish_iteration(backend, attempt=attempt, iteration=ready)
+    writer.close(reason="done")
+    if rank == 0:
+        write_verdict(backend, attempt=attempt, problems={})
+
+
+def trial(level: str, place: Place, *, delay: float | None, draw: random.Random) -> dict[str, Any]:
+    """Record, kill after a while (or not at all), wait for those that live, and judge."""
+    started = time.monotonic()
+    groups: list[dict[str, int]] = []
+    for rank in range(NUM_RANKS):
+        if level == "storage":
+            groups.append({"rank": fork(lambda rank=rank: record(place, rank))})  # type: ignore[misc]
+        else:
+            ring_dir = place.rings if level == "ring-dir" else None
+            started_rank = light_trainer.start(
+                place.url, place.storage_options, rank, ring_dir=ring_dir, fork=fork, promise=place.promise
+            )
+            groups.append(started_rank)
+    killed: list[str] = []
+    if delay is not None:
+        time.sleep(delay)
+        living = [(rank, name) for rank, group in enumerate(groups) for name in group]
+        # Mostly one; sometimes everything at once, as when a node dies.
+        for rank, name in draw.sample(living, draw.choice([1, 1, 1, 2, len(living)])):
+            killed.append(f"{name} of rank {rank}")
+            os.kill(groups[rank][name], signal.SIGKILL)
+    hung = wait([pid for group in groups for pid in group.values()])
+    seconds = time.monotonic() - started
+    promised = place.promised()
+    if level == "ring":
+        # What lay in a ring went with its writer.
+        promised = {(rank, iteration) for rank, iteration in promised if f"writer of rank {rank}" not in killed}
+
+    def judge() -> list[str]:
+        remaining = [report.remains for report in recover(place) if report.remains is not None]
+        return [*remaining, *problems(place.url, promised=promised, storage_options=place.storage_options)]
+
+    found = in_child(judge)
+    return {
+        "url": place.url,
+        "killed": killed,
+        "delay": delay,
+        "seconds": seconds,
+        "promised": len(promised),
+        "problems": [*found, *(f"process {pid} hung" for pid in hung)],
+    }
+
+
+def recover(place: Place) -> list[RingReport]:
+    """Store what is in rings that outlived their processes."""
+    return [
+        recover_ring(
+            path,
+            open_run=lambda url: open_backend(url, storage_options=place.storage_options),
+            trusts_other_boots=False,
+        )
+        for path in find_rings(place.rings)
+    ]
+
+
+def fork(work: Callable[[], object]) -> int:
+    """A child that does it; mistakes that we report are no surprise in a process whose peers are killed."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except (RanktapeError, SystemExit) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    except BaseException:  # noqa: BLE001  # nothing may return into the copy of the parent
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def in_child(work: Callable[[], list[str]]) -> list[str]:
+    """What it returns, worked out by a child: this process must stay without threads."""
+    read_end, write_end = os.pipe()
+
+    def report() -> None:
+        with os.fdopen(write_end, "w") as out:
+            try:
+                json.dump(work(), out)
+            except Exception:  # noqa: BLE001  # a judge that fails is a finding
+                json.dump([traceback.format_exc()], out)
+
+    pid = fork(report)
+    os.close(write_end)
+    with os.fdopen(read_end) as answer:
+        text = answer.read()
+    os.waitpid(pid, 0)
+    return list(json.loads(text or '["the judge died"]'))
+
+
+def wait(pids: list[int]) -> list[int]:
+    """Wait for all of them; those that had to be ended."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    hung = []
+    for pid in pids:
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                hung.append(pid)
+                break
+            time.sleep(0.002)
+    return hung
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("level", choices=["storage", "ring", "ring-dir"])
+    parser.add_argument("url")
+    parser.add_argument("--trials", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--storage-options", type=json.loads, default={})
+    args = parser.parse_args()
+    # Children of a killed process become ours: they are waited for like our own.
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    warm_up()
+    draw = random.Random(args.seed)  # noqa: S311  # moments, no secrets; drawn alike in each run
+    with tempfile.TemporaryDirectory() as folder:
+        undisturbed = 0.0
+        for number in range(-1, args.trials):
+            place = Place(
+                url=f"{args.url}/{args.seed}-{number}",
+                storage_options=args.storage_options,
+                folder=Path(folder) / str(number),
+            )
+            place.rings.mkdir(parents=True)
+            delay = None if number < 0 else draw.uniform(0.0, undisturbed)
+            outcome = trial(args.level, place, delay=delay, draw=draw)
+            undisturbed = undisturbed or outcome["seconds"]
+            sys.stdout.write(f"{json.dumps(outcome)}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Does a recording name a disk that is full or has become read-only, and keep what it had stored?
+
+On a file system of 20 MB that the test mounts itself, where it may.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ranktape.storage.status import IterationState
+from tests.capture.light import LightTrainer
+from tests.faults.recording import check_whole, stage, status_of, wait_for_commit, wait_for_problem
+
+PROMPT_SECONDS = 10.0
+BALLAST_NBYTES = 7 << 20
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty file system of 20 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a file system of its own takes root's rights: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_costs_the_iteration_that_does_not_fit(disk: Path) -> None:
+    ballast = disk / "ballast"
+    ballast.write_bytes(bytes(BALLAST_NBYTES))
+    url = str(disk / "run")
+    trainer = LightTrainer(url, budget_nbytes=64 << 20)
+    stage(trainer, 0)
+    wait_for_commit(url, 0)
+    began = time.monotonic()
+    stage(trainer, 1)
+    stage(trainer, 2)
+    problem = wait_for_problem(trainer, about="iteration 2 ")
+    assert time.monotonic() - began < PROMPT_SECONDS
+    assert url in problem
+    ballast.unlink()
+    stage(trainer, 3)
+    trainer.close()
+    status = status_of(url, 2)
+    assert status.state is not IterationState.COMPLETE
+    assert "full" in status.missing[0] or "space" in status.missing[0], status
+    assert 0 in complete_of(url)
+    assert 3 in complete_of(url)
+    check_whole(url, complete_of(url))
+
+
+def complete_of(url: str) -> list[int]:
+    from ranktape.storage import open_run
+
+    return open_run(url).iterations
+
+
+def test_a_disk_that_became_read_only_is_named_at_once(disk: Path) -> None:
+    url = str(disk / "run")
+    trainer = LightTrainer(url)
+    stage(trainer, 0)
+    wait_for_commit(url, 0)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    began = time.monotonic()
+    stage(trainer, 1)
+    problem = wait_for_problem(trainer, about="iteration 1")
+    assert time.monotonic() - began < PROMPT_SECONDS
+    assert "read-only" in problem.lower()
+    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    stage(trainer, 2)
+    trainer.close()
+    check_whole(url, [0, 2])

@@ -1,0 +1,331 @@
+"""Does a check find whatever is wrong with a run, say precisely what it is, and keep quiet where nothing is?"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranktape.errors import DataError, RunFormatError, RunNotFoundError
+from ranktape.storage import open_run
+from ranktape.storage.backends.backend import Backend
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.documents import encode_document, group_document
+from ranktape.storage.layout import Mark
+from ranktape.storage.plan import Plan, write_plan
+from ranktape.storage.progress import open_iteration, write_verdict
+from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.upkeep.finding import Finding, FindingKind, Severity
+from tests.runs import start
+from tests.storage.whole_run import LONG_NAME, record, tensors, whole_run
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is whole and closed; tests copy it or put back what they change."""
+    path = tmp_path_factory.mktemp("check") / "run"
+    whole_run(str(path))
+    return path
+
+
+def errors(path: Path, *, deep: bool = True) -> list[Finding]:
+    """What a check says is wrong."""
+    return check_run(open_backend(path), deep=deep).errors
+
+
+def keys_of(path: Path, pattern: str) -> list[str]:
+    """Objects of a run by a pattern below it."""
+    found = sorted(str(one.relative_to(path)) for one in path.glob(pattern) if one.is_file())
+    assert found, pattern
+    return found
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_whole_run_has_no_findings(sound: Path, *, deep: bool) -> None:
+    report = check_run(open_backend(sound), deep=deep)
+    assert report.findings == ()
+    assert (report.deep, len(report.ages), report.num_iterations) == (deep, 1, 2)
+    assert report.num_records == 2 * 2 * 6
+    files = [one for one in sound.glob("attempt*/**/*") if one.is_file()]
+    assert (report.num_objects, report.nbytes) == (len(files), sum(one.stat().st_size for one in files))
+
+
+def damages(old: bytes, chance: random.Random) -> Iterator[tuple[str, bytes | None]]:
+    """Ways to damage an object."""
+    yield "deleted", None
+    yield "cut", old[: chance.randrange(len(old))]
+    yield "longer", old + b"\0"
+    for _ in range(2):
+        place = chance.randrange(len(old))
+        yield f"bit {place}", old[:place] + bytes([old[place] ^ (1 << chance.randrange(8))]) + old[place + 1 :]
+
+
+def test_every_damage_to_every_kind_of_object_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    whole_run(str(path), iterations=(0,))
+    chance = random.Random(7)  # noqa: S311 - the same damages in every run
+    names = keys_of(path, "**/*")
+    kinds = {re.sub(r"rank_\d+", "rank", name): name for name in names}
+    unseen = []
+    for key in kinds.values():
+        file = path / key
+        old = file.read_bytes()
+        others = [(path / name).read_bytes() for name in names if Path(name).name == file.name]
+        swapped = chance.choice([data for data in others if data != old] or [b"elsewhere"])
+        for how, data in [*damages(old, chance), ("of another place", swapped)]:
+            if data is None:
+                file.unlink()
+            else:
+                file.write_bytes(data)
+            # The last words of ranks and of the coordinator may be missing in a sound run: there is a note.
+            may_be_missing = how == "deleted" and ("closed/rank" in key or "verdict" in key)
+            if not any(one.is_error or may_be_missing for one in check_run(open_backend(path), deep=True).findings):
+                unseen.append((key, how))
+        file.write_bytes(old)
+    assert unseen == []
+    assert errors(path) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind", "record"),
+    [
+        ("attempt*/rank_00001/iter_00000010/large*/c.0.0", FindingKind.DAMAGED, "large,"),
+        ("attempt*/rank_00001/iter_00000010/stack*/c.0.0.0", FindingKind.DAMAGED, "layers.0,"),
+        ("attempt*/rank_00001/iter_00000010/catalogue/c.0", FindingKind.DAMAGED, ""),
+        ("attempt*/iterations/iter_00000010/c.0", FindingKind.DAMAGED, ""),
+    ],
+)
+def test_a_finding_names_the_place_and_the_tensor(
+    sound: Path, tmp_path: Path, pattern: str, kind: FindingKind, record: str
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(sound, path)
+    (key,) = keys_of(path, pattern)
+    data = bytearray((path / key).read_bytes())
+    data[8] ^= 1
+    (path / key).write_bytes(data)
+    (found, *more) = errors(path)
+    assert (found.kind, found.severity, found.key) == (kind, Severity.ERROR, key)
+    assert (found.attempt, found.iteration) == (0, 10)
+    assert found.record.startswith(record)
+    assert bool(found.record) == bool(record)
+    assert more == []
+    # Without --deep the values are not read.
+    assert bool(errors(path, deep=False)) == (not record)
+    text = found.text()
+    assert text.startswith(f"error: {kind} (attempt 0, iteration 10")
+    assert text.endswith(f"[{key}]")
+
+
+def test_damage_to_some_tensors_of_a_stack_names_those(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(sound, path)
+    (key,) = keys_of(path, "attempt*/rank_00000/iter_00000000/stack*/c.0.0.0")
+    data = bytearray((path / key).read_bytes())
+    for chunk in (0, 2):
+        data[chunk * 68] ^= 1
+    (path / key).write_bytes(data)
+    assert [one.record.partition(",")[0] for one in errors(path)] == ["layers.0", "layers.2"]
+
+
+def test_a_lost_object_is_an_error_without_reading_any(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(sound, path)
+    (key,) = keys_of(path, f"attempt*/rank_00000/iter_00000000/{LONG_NAME[:20]}*/**/c.0")
+    (path / key).unlink()
+    (found,) = errors(path, deep=False)
+    assert (found.kind, found.key, found.rank, found.iteration) == (FindingKind.MISSING, key, 0, 0)
+    assert found.record.startswith(LONG_NAME[:20])
+
+
+def test_documents_below_a_lost_run_document_are_still_looked_at(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(sound, path)
+    (path / "zarr.json").unlink()
+    (found,) = errors(path)
+    assert (found.kind, found.key) == (FindingKind.MISSING, "zarr.json")
+    shutil.rmtree(path)
+    with pytest.raises(RunNotFoundError, match="there is no run at"):
+        check_run(open_backend(path))
+
+
+def test_a_run_of_a_later_schema_is_not_judged(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(sound, path)
+    document = group_document({"ranktape_schema": 99})
+    (path / "zarr.json").write_bytes(encode_document(document, key="zarr.json"))
+    with pytest.raises(RunFormatError, match="schema 99"):
+        check_run(open_backend(path))
+
+
+def test_an_attempt_whose_document_is_lost_is_an_error_only_where_something_was_committed(
+    sound: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(sound, path)
+    (name,) = [one.name for one in path.glob("attempt*")]
+    (path / name / "zarr.json").unlink()
+    (found,) = errors(path)
+    assert (found.key, found.mend) == (f"{name}/zarr.json", None)
+    assert "8 commits" not in found.message
+    assert "6 commits" in found.message
+    shutil.rmtree(path / name)
+    (path / "attempt_004-ab" / "commits").mkdir(parents=True)
+    (path / "attempt_004-ab" / "commits" / "zarr.json").write_bytes(b"{}")
+    report = check_run(open_backend(path))
+    assert report.errors == []
+    assert [(one.kind, one.key) for one in report.notes] == [(FindingKind.DEBRIS, "attempt_004-ab/")]
+
+
+def test_what_is_not_ours_is_a_note(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(sound, path)
+    (name,) = [one.name for one in path.glob("attempt*")]
+    strange = [
+        "notes.txt",
+        f"{name}/README",
+        f"{name}/commits/iter_00000000/rank_00000.gone/zarr.json",
+        f"{name}/commits/iter_0/zarr.json",
+        f"{name}/rank_7/zarr.json",
+        f"{name}/rank_00000/notes",
+        f"{name}/iterations/iter_00000000/c.1",
+        f"{name}/closed/rank_9/zarr.json",
+        f"{name}/dropped/iter_9/zarr.json",
+        f"{name}/other/zarr.json",
+    ]
+    for key in strange:
+        (path / key).parent.mkdir(parents=True, exist_ok=True)
+        (path / key).write_bytes(b"?")
+    report = check_run(open_backend(path))
+    assert report.errors == []
+    assert {one.key for one in report.notes} == set(strange)
+    assert {one.kind for one in report.notes} == {FindingKind.FOREIGN}
+
+
+def test_an_object_that_the_commit_does_not_name_is_debris(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(sound, path)
+    (name,) = [one.name for one in path.glob("attempt*")]
+    key = f"{name}/rank_00000/iter_00000000/stack_float32_9_4/c.0.0"
+    (path / key).parent.mkdir()
+    (path / key).write_bytes(b"values of a commit that was given up")
+    report = check_run(open_backend(path))
+    assert report.errors == []
+    assert [(one.kind, one.key) for one in report.notes] == [(FindingKind.DEBRIS, key)]
+
+
+def test_a_run_that_is_being_recorded_has_notes_and_no_errors(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    backend, attempt, writers = whole_run(url, close=False)
+    open_iteration(backend, attempt=attempt, iteration=20)
+    for array, info in tensors(20, 0):
+        writers[0].write(array, info=info)
+    writers[0].flush_stacks()
+    report = check_run(backend, deep=True)
+    assert report.errors == []
+    assert [one.kind for one in report.notes] == [FindingKind.UNFINISHED] * 3
+    assert "of an iteration that the rank has not committed" in report.notes[0].message
+    assert "not complete: ranks 0, 1 have not committed it" in report.notes[1].message
+    assert "no verdict closes the attempt" in report.notes[2].message
+
+
+class Trailing:
+    """A backend whose listing of an attempt stopped before the youngest objects were there."""
+
+    def __init__(self, backend: Backend, *, hidden: Callable[[str], bool]) -> None:
+        self._backend = backend
+        self._hidden = hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def list_objects(self, prefix: str) -> list[Any]:
+        """All but what is hidden."""
+        return [info for info in self._backend.list_objects(prefix) if not self._hidden(info.key)]
+
+
+def test_a_listing_that_missed_what_came_while_it_was_made_is_no_error(tmp_path: Path) -> None:
+    backend, _, _ = whole_run(str(tmp_path / "run"), close=False)
+    trailing: Any = Trailing(backend, hidden=lambda key: "rank_00001/iter_00000010" in key or "stack" in key)
+    assert check_run(trailing, deep=True).errors == []
+
+
+def test_what_a_lost_coordinator_left_can_be_finished_and_is_no_error(tmp_path: Path) -> None:
+    backend, attempt, writers = whole_run(str(tmp_path / "run"), close=False)
+    record(backend, attempt, writers, iteration=20, finish=False)
+    report = check_run(backend)
+    assert report.errors == []
+    assert [one.mend for one in report.notes] == ["write the iteration commit", None]
+    for writer in writers:
+        writer.close(reason="end")
+
+
+def test_a_verdict_that_does_not_fit_is_found(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(sound, path)
+    (name,) = [one.name for one in path.glob("attempt*")]
+    key = f"{name}/verdict/zarr.json"
+    attributes = json.loads((path / key).read_bytes())["attributes"]
+    attributes.pop("ranktape_checksum")
+    for change, kind, is_error in [
+        ({"complete": [0, 10, 20]}, FindingKind.MISSING, True),
+        ({"complete": [0]}, FindingKind.STALE, False),
+        ({"required": 2}, FindingKind.STALE, True),
+        ({"met": False}, FindingKind.STALE, True),
+    ]:
+        (path / key).write_bytes(encode_document(group_document(attributes | change), key=key))
+        (found,) = check_run(open_backend(path)).findings
+        assert (found.kind, found.is_error, found.key) == (kind, is_error, key)
+    (path / key).write_bytes(encode_document(group_document({"problems": {}}), key=key))
+    (found,) = check_run(open_backend(path)).findings
+    assert (found.kind, found.is_error) == (FindingKind.UNFINISHED, False)
+
+
+def test_a_plan_that_says_too_early_that_all_is_done_is_a_note(tmp_path: Path) -> None:
+    backend, attempt, _ = whole_run(str(tmp_path / "run"), iterations=(0,), close=False, min_iterations=2)
+    write_plan(backend, attempt=attempt, plan=Plan(iterations=(0, 10), is_done=False))
+    assert [one.kind for one in check_run(backend).findings] == [FindingKind.UNFINISHED]
+    write_plan(backend, attempt=attempt, plan=Plan(iterations=(0, 10), is_done=True))
+    stale, _ = check_run(backend).findings
+    assert (stale.kind, stale.message) == (FindingKind.STALE, "the plan says enough is complete, 1 are")
+
+
+def test_a_verdict_may_count_what_an_earlier_attempt_completed(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    whole_run(url, iterations=(0,), close=False)
+    backend, attempt, writers = start(url, restart=1, world_size=2)
+    record(backend, attempt, writers[:1], iteration=0, finish=False)
+    write_verdict(backend, attempt=attempt)
+    report = check_run(backend)
+    assert report.errors == []
+    assert "not complete: rank 1 has not committed it" in {one.message for one in report.notes}
+    (document,) = (tmp_path / "run").glob("attempt_000*/iterations/iter_00000000/zarr.json")
+    document.unlink()
+    assert [one.attempt for one in check_run(backend).errors] == [1]
+
+
+def test_a_rank_that_skipped_or_failed_is_told(tmp_path: Path) -> None:
+    backend, attempt, writers = whole_run(str(tmp_path / "run"), close=False)
+    open_iteration(backend, attempt=attempt, iteration=20)
+    writers[0].mark(20, mark=Mark.SKIPPED, attributes={"reason": "no room"})
+    notes = check_run(backend).notes
+    assert notes[0].message == "not complete: ranks 0, 1 have not committed it (1 skipped or failed)"
+
+
+def test_what_a_check_damned_cannot_be_read(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(sound, path)
+    (key,) = keys_of(path, "attempt*/rank_00001/iter_00000010/large*/c.0.0")
+    os.truncate(path / key, 1000)
+    (found,) = errors(path)
+    assert found.kind is FindingKind.SIZE
+    (damaged,) = [one for one in open_run(path).select(module="large", rank=1, iteration=10)]  # noqa: C416 - one only
+    with pytest.raises(DataError, match="large"):
+        damaged.read()

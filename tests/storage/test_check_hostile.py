@@ -1,0 +1,106 @@
+"""Does a check bear what strangers write, and what an object store shows?"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.documents import encode_document
+from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.upkeep.finding import FindingKind, Mend
+from ranktape.storage.upkeep.repair import repair_run
+from tests.s3 import S3Server
+from tests.storage.whole_run import tensors, whole_run
+
+
+def keys_of(path: Path, pattern: str) -> list[str]:
+    """Objects of a run by a pattern below it."""
+    found = sorted(str(one.relative_to(path)) for one in path.glob(pattern) if one.is_file())
+    assert found, pattern
+    return found
+
+
+JUNK: list[Any] = [None, True, -1, 2**70, 1e308, "", "x", "../..", [], {}, [[]], {"a": 1}]
+
+
+def branches(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every value in a document."""
+    if path:
+        yield path
+    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield from branches(value, (*path, name))
+
+
+def test_documents_of_a_stranger_are_findings_and_never_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    whole_run(str(path), iterations=(0,))
+    chance = random.Random(3)  # noqa: S311 - the same documents in every run
+    documents = keys_of(path, "attempt*/**/zarr.json")
+    backend = open_backend(path)
+    for _ in range(80):
+        key = chance.choice(documents)
+        old = (path / key).read_bytes()
+        document = json.loads(old)
+        document["attributes"].pop("ranktape_checksum")
+        *way, last = chance.choice(list(branches(document)))
+        place = document
+        for name in way:
+            place = place[name]
+        place[last] = chance.choice(JUNK)
+        if not isinstance(document.get("attributes"), dict):
+            continue
+        # With a checksum that is right: whoever writes it can compute one.
+        (path / key).write_bytes(encode_document(document, key=key))
+        check_run(backend, deep=True)
+        repair_run(backend, dry_run=True)
+        (path / key).write_bytes(old)
+    assert check_run(backend).findings == ()
+
+
+def test_a_shape_that_no_object_can_have_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    whole_run(str(path), iterations=(0,))
+    (key,) = keys_of(path, "attempt*/rank_00000/iter_00000000/zarr.json")
+    document = json.loads((path / key).read_bytes())
+    document["attributes"].pop("ranktape_checksum")
+    for name, member in document["consolidated_metadata"]["metadata"].items():
+        if name.startswith("large"):
+            member["shape"] = member["attributes"]["shape"] = [2, 1 << 50]
+            member["chunk_grid"]["configuration"]["chunk_shape"] = [2, 1 << 50]
+            member["codecs"][0]["configuration"]["chunk_shape"] = [1, 1 << 50]
+            member["dimension_names"] = ["dim0_2", f"dim1_{1 << 50}"]
+    (path / key).write_bytes(encode_document(document, key=key))
+    kinds = {one.kind for one in check_run(open_backend(path), deep=True).errors if one.record.startswith("large")}
+    assert kinds == {FindingKind.SIZE, FindingKind.MISMATCH}
+
+
+@pytest.mark.s3
+def test_a_run_in_an_object_store_is_checked_and_repaired(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tests.runs.open_backend", lambda url: open_backend(url, storage_options=s3_server.storage_options)
+    )
+    url = s3_server.new_url()
+    backend, attempt, writers = whole_run(url, close=False)
+    assert check_run(backend, deep=True).errors == []
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    client = s3_server.client()
+    upload = f"{prefix}/{attempt.path}/rank_00000/iter_00000020/stack/c.0"
+    client.create_multipart_upload(Bucket=bucket, Key=upload)
+    for array, info in tensors(20, 0):
+        writers[0].write(array, info=info)
+    writers[0].flush_stacks()
+    client.delete_object(Bucket=bucket, Key=f"{prefix}/{attempt.path}/iterations/iter_00000010/zarr.json")
+    mends = {one.mend for one in check_run(backend).findings} - {None}
+    assert mends == {Mend.REMOVE_DEBRIS, Mend.REMOVE_OBJECTS, Mend.FINISH_ITERATION}
+    assert repair_run(backend).done == ()
+    assert {one.mend for one in repair_run(backend, min_age_seconds=0).done} == mends
+    assert client.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", []) == []
+    assert [one.message for one in check_run(backend, deep=True).findings] == [
+        "no verdict closes the attempt: it is being recorded, or its processes were lost"
+    ]

@@ -1,0 +1,83 @@
+"""Does a check notice that ranks which hold the same tensor recorded different values?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ranktape.storage.commit import finish_iteration
+from ranktape.storage.progress import open_iteration
+from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.upkeep.check_columns import replica_key
+from ranktape.storage.upkeep.finding import FindingKind, Severity
+from tests.runs import describe, start
+
+
+def placed(rank: int, *, value: float, placements: list[str], **fields: Any) -> tuple[np.ndarray[Any, Any], Any]:
+    """A tensor of a mesh of two ranks."""
+    array = np.full((8, 8), value, np.float32)
+    placement = {"mesh": [0, 1], "coordinates": [rank], "placements": placements, "global_shape": [8, 8]}
+    return array, describe(array, rank=rank, placement=placement, **fields)
+
+
+@pytest.mark.parametrize(
+    ("values", "placements", "is_error"),
+    [((1.0, 1.0), ["replicate"], False), ((1.0, 2.0), ["replicate"], True), ((1.0, 2.0), ["shard(0)"], False)],
+)
+def test_replicas_must_agree(
+    tmp_path: Path, values: tuple[float, float], placements: list[str], *, is_error: bool
+) -> None:
+    backend, attempt, writers = start(str(tmp_path / "run"), world_size=2)
+    open_iteration(backend, attempt=attempt, iteration=0)
+    for rank, writer in enumerate(writers):
+        array, info = placed(rank, value=values[rank], placements=placements)
+        writer.write(array, info=info)
+        writer.commit(0, expected=[], silent_sites={})
+    finish_iteration(backend, attempt=attempt, iteration=0)
+    found = [one for one in check_run(backend).findings if one.kind is FindingKind.REPLICAS]
+    assert [one.is_error for one in found] == [True] * is_error
+    if found:
+        assert found[0].message == "replicas on ranks 0, 1 hold different values"
+        assert found[0].record.startswith("layers.0.query,")
+
+
+def test_weights_that_differ_between_ranks_are_a_note(tmp_path: Path) -> None:
+    backend, attempt, writers = start(str(tmp_path / "run"), world_size=2)
+    open_iteration(backend, attempt=attempt, iteration=0)
+    for rank, writer in enumerate(writers):
+        for name in ("weight", "input"):
+            array = np.full(8, rank, np.float32)
+            writer.write(array, info=describe(array, rank=rank, tensor_name=name))
+        writer.commit(0, expected=[], silent_sites={})
+    finish_iteration(backend, attempt=attempt, iteration=0)
+    (found,) = [one for one in check_run(backend).findings if one.kind is FindingKind.REPLICAS]
+    assert found.severity is Severity.NOTE
+    assert found.message.startswith("1 weights differ between ranks")
+
+
+@pytest.mark.parametrize(
+    ("placement", "has_copies"),
+    [
+        ({"placements": ["replicate"], "coordinates": [1]}, True),
+        ({"placements": ["Replicate()", "Shard(dim=0)"], "coordinates": [1, 0]}, True),
+        ({"placements": ["shard(0)"], "coordinates": [1]}, False),
+        ({"placements": ["partial(sum)", "replicate"], "coordinates": [1, 0]}, False),
+        ({"placements": ["replicate"], "coordinates": [1], "partial": True}, False),
+        ({"placements": ["replicate"], "coordinates": []}, False),
+        (None, False),
+        ({}, False),
+    ],
+)
+def test_which_placements_have_copies(placement: Any, *, has_copies: bool) -> None:
+    key = replica_key(json.dumps(placement))
+    assert (key is not None) == has_copies
+    if has_copies:
+        moved = {**placement, "coordinates": [7, *placement["coordinates"][1:]]}
+        assert replica_key(json.dumps(moved)) == key
+    if has_copies and len(placement["coordinates"]) > 1:
+        elsewhere = {**placement, "coordinates": [1, 5]}
+        assert replica_key(json.dumps(elsewhere)) != key

@@ -1,0 +1,287 @@
+"""Is a copy the run, whole or not at all, whatever interrupts it and wherever it goes?"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranktape.errors import DataError, RunExistsError, RunNotFoundError, StorageError, UsageError
+from ranktape.storage import open_run
+from ranktape.storage.backends.backend import Backend
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.progress import open_iteration
+from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.upkeep.copy import Budget, Stage, copy_run, list_run
+from ranktape.storage.upkeep.retention import drop_iteration
+from tests.s3 import S3Server
+from tests.storage.whole_run import record, tensors, whole_run
+
+
+def contents(backend: Backend) -> dict[str, bytes | None]:
+    """Every object of a run."""
+    return {key: backend.get(key) for key in backend.list_keys("")}
+
+
+class Wrapped:
+    """A backend in which one verb does something else."""
+
+    def __init__(self, backend: Backend, **verbs: Callable[..., Any]) -> None:
+        self._backend = backend
+        self._verbs = verbs
+
+    def __getattr__(self, name: str) -> Any:
+        return self._verbs.get(name) or getattr(self._backend, name)
+
+
+def failing_after(backend: Backend, num_puts: int) -> Any:
+    """A store that is lost after some writes."""
+    lock = threading.Lock()
+    left = [num_puts]
+
+    def put(key: str, parts: Any) -> None:
+        with lock:
+            left[0] -= 1
+            if left[0] < 0:
+                raise StorageError("the store was lost")
+        backend.put(key, parts)
+
+    return Wrapped(backend, put=put)
+
+
+def test_a_copy_is_the_run_byte_by_byte(tmp_path: Path) -> None:
+    source, _, _ = whole_run(str(tmp_path / "run"))
+    target = open_backend(tmp_path / "copy")
+    seen: list[tuple[int, int]] = []
+    report = copy_run(source, target, on_progress=lambda done, total: seen.append((done, total)))
+    assert contents(target) == contents(source)
+    assert check_run(target, deep=True).findings == ()
+    assert (report.num_copied, report.num_present, report.left_out) == (len(contents(source)), 0, [])
+    assert seen == [(done, report.num_copied) for done in range(1, report.num_copied + 1)]
+    again = copy_run(source, target)
+    assert (again.num_copied, again.num_present) == (0, report.num_copied)
+    assert again.nbytes_present == report.nbytes_copied
+
+
+@pytest.mark.s3
+def test_a_run_goes_to_an_object_store_and_back(tmp_path: Path, s3_server: S3Server) -> None:
+    source, _, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
+    url = s3_server.new_url()
+    remote = open_backend(url, storage_options=s3_server.storage_options)
+    copy_run(source, remote)
+    back = open_backend(tmp_path / "back")
+    copy_run(remote, back)
+    assert contents(back) == contents(source)
+    assert open_run(url, storage_options=s3_server.storage_options).iterations == [0]
+
+
+def test_an_interrupted_copy_is_no_run_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    source, _, _ = whole_run(str(tmp_path / "run"))
+    target = open_backend(tmp_path / "copy")
+    num_objects = len(contents(source))
+    with pytest.raises(StorageError, match="the store was lost"):
+        copy_run(source, failing_after(target, num_objects - 1))
+    with pytest.raises(RunNotFoundError):
+        open_run(tmp_path / "copy")
+    report = copy_run(source, target)
+    assert (report.num_copied, report.num_present) == (1, num_objects - 1)
+    assert contents(target) == contents(source)
+
+
+@pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
+def test_what_is_committed_in_an_interrupted_copy_is_whole(tmp_path: Path, part: float) -> None:
+    source, _, _ = whole_run(str(tmp_path / "run"))
+    target = open_backend(tmp_path / "copy")
+    with pytest.raises(StorageError):
+        copy_run(source, failing_after(target, int(part * len(contents(source)))))
+    document = source.get("zarr.json")
+    assert document is not None
+    target.put("zarr.json", [document])
+    for name in target.list_names(""):
+        data = source.get(f"{name}/zarr.json")
+        if data is not None:
+            target.put(f"{name}/zarr.json", [data])
+    # The documents that come last are forced here: only groups and ranks may lack theirs.
+    found = check_run(target, deep=True).errors
+    assert {one.message for one in found} <= {"the group's document is missing", "the rank's document is missing"}
+
+
+def test_the_order_is_that_of_writing(tmp_path: Path) -> None:
+    source, attempt, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
+    items, left_out = list_run(source)
+    assert left_out == []
+    stages = {item.key.removeprefix(f"{attempt.path}/"): item.stage for item in items}
+    assert stages["zarr.json"] is Stage.RUN
+    assert {item.stage for item in items if item.key == f"{attempt.path}/zarr.json"} == {Stage.ATTEMPTS}
+    assert stages["rank_00000/iter_00000000/zarr.json"] is Stage.RANK_COMMITS
+    assert stages["rank_00000/zarr.json"] is Stage.VALUES
+    assert stages["commits/iter_00000000/rank_00001.committed/zarr.json"] is Stage.MARKERS
+    assert stages["iterations/iter_00000000/zarr.json"] is Stage.ITERATION_COMMITS
+    assert stages["iterations/iter_00000000/c.0"] is Stage.VALUES
+    assert stages["verdict/zarr.json"] is stages["closed/rank_00000/zarr.json"] is Stage.CLOSING
+
+
+def test_a_run_that_is_recorded_is_copied_as_far_as_it_is_committed(tmp_path: Path) -> None:
+    source, attempt, writers = whole_run(str(tmp_path / "run"), close=False)
+    open_iteration(source, attempt=attempt, iteration=20)
+    for array, info in tensors(20, 0):
+        writers[0].write(array, info=info)
+    writers[0].flush_stacks()
+    target = open_backend(tmp_path / "copy")
+    report = copy_run(source, target)
+    assert report.left_out
+    assert all("rank_00000/iter_00000020/" in key for key in report.left_out)
+    assert check_run(target, deep=True).errors == []
+    assert open_run(tmp_path / "copy").iterations == [0, 10]
+    record(source, attempt, writers[1:], iteration=30, finish=False)
+    writers[0].commit(20, expected=[], silent_sites={})
+    assert copy_run(source, target).left_out == []
+    assert check_run(target, deep=True).errors == []
+
+
+def test_what_is_committed_while_the_source_is_listed_is_not_copied_without_its_parts(tmp_path: Path) -> None:
+    source, attempt, writers = whole_run(str(tmp_path / "run"), close=False)
+
+    def list_objects(prefix: str) -> list[Any]:
+        found = source.list_objects(prefix)
+        record(source, attempt, writers, iteration=20)
+        # A listing is not of one moment: these came after the values of their iteration had been passed by.
+        late = [
+            info for info in source.list_objects(prefix) if info.key.startswith(("commits", "iterations", "verdict"))
+        ]
+        return sorted({info.key: info for info in [*found, *late]}.values(), key=lambda info: info.key)
+
+    target = open_backend(tmp_path / "copy")
+    moving: Any = Wrapped(source, list_objects=list_objects)
+    copy_run(moving, target)
+    assert open_run(tmp_path / "copy").iterations == [0, 10]
+    assert check_run(target, deep=True).errors == []
+    copy_run(source, target)
+    assert open_run(tmp_path / "copy").iterations == [0, 10, 20]
+
+
+def test_an_iteration_that_is_removed_meanwhile_is_left_out_whole(tmp_path: Path) -> None:
+    source, attempt, _ = whole_run(str(tmp_path / "run"), close=False)
+
+    def get(key: str, **limits: Any) -> bytes | None:
+        return None if "rank_00001/iter_00000000/large" in key else source.get(key, **limits)
+
+    target = open_backend(tmp_path / "copy")
+    moving: Any = Wrapped(source, get=get)
+    report = copy_run(moving, target)
+    assert f"{attempt.path}/iterations/iter_00000000/zarr.json" in report.left_out
+    assert open_run(tmp_path / "copy").iterations == [10]
+
+
+def test_a_store_that_changes_what_is_written_is_found(tmp_path: Path) -> None:
+    source, _, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
+    target = open_backend(tmp_path / "copy")
+
+    def put(key: str, parts: Any) -> None:
+        data = b"".join(bytes(part) for part in parts)
+        target.put(key, [data[:-1] + bytes([data[-1] ^ 1])])
+
+    changing: Any = Wrapped(target, put=put)
+    with pytest.raises(DataError, match="does not read back as it was written"):
+        copy_run(source, changing)
+
+
+def test_values_of_an_earlier_copy_are_compared_unless_told_otherwise(tmp_path: Path) -> None:
+    source, _, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
+    target = open_backend(tmp_path / "copy")
+    copy_run(source, target)
+    (values,) = (tmp_path / "copy").glob("attempt*/rank_00000/iter_00000000/large*/c.0.0")
+    data = values.read_bytes()
+    values.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert copy_run(source, target, verify=False).num_copied == 0
+    assert copy_run(source, target).num_copied == 1
+    assert values.read_bytes() == data
+
+
+def test_what_is_no_part_of_the_run_stays_where_it_is(tmp_path: Path) -> None:
+    source, _, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
+    source.put("notes.txt", [b"mine"])
+    source.put("attempt_009-ab/commits/zarr.json", [b"{}"])
+    target = open_backend(tmp_path / "copy")
+    assert copy_run(source, target).left_out == ["attempt_009-ab", "notes.txt"]
+    assert open_run(tmp_path / "copy").iterations == [0]
+
+
+@pytest.mark.parametrize("name", ["../../out", "a//b", "./a", "a\\..\\b", "a\0b"])
+def test_a_name_that_would_leave_its_folder_is_not_copied(tmp_path: Path, name: str) -> None:
+    source, attempt, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
+    (one, *_) = source.list_objects(attempt.path)
+
+    def list_objects(prefix: str) -> list[Any]:
+        return [*source.list_objects(prefix), dataclasses.replace(one, key=name)]
+
+    hostile: Any = Wrapped(source, list_objects=list_objects)
+    target = open_backend(tmp_path / "copy")
+    assert copy_run(hostile, target).left_out == [f"{attempt.path}/{name}"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_run_at_the_target_is_refused(tmp_path: Path) -> None:
+    source, _, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
+    other, _, _ = whole_run(str(tmp_path / "other"), iterations=(0,), launch_id="other")
+    before = contents(other)
+    with pytest.raises(RunExistsError, match="another run, or something else, is at"):
+        copy_run(source, other)
+    assert contents(other) == before
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("mine")
+    with pytest.raises(RunExistsError, match=r"is not empty .*'thesis\.tex'"):
+        copy_run(source, open_backend(tmp_path / "full"))
+    with pytest.raises(UsageError, match="or lies in"):
+        copy_run(source, open_backend(tmp_path / "run" / "copy"))
+    with pytest.raises(UsageError, match="or lies in"):
+        copy_run(source, open_backend(tmp_path / "run"))
+    with pytest.raises(RunNotFoundError):
+        copy_run(open_backend(tmp_path / "nothing"), open_backend(tmp_path / "copy"))
+
+
+def test_memory_is_bounded_and_what_is_larger_goes_alone() -> None:
+    budget = Budget(10)
+    inside: list[int] = []
+    most: list[int] = []
+    lock = threading.Lock()
+
+    def work(nbytes: int) -> None:
+        with budget.taken(nbytes):
+            with lock:
+                inside.append(nbytes)
+                most.append(sum(inside))
+                assert sum(inside) <= 10 or inside == [25]
+            with lock:
+                inside.remove(nbytes)
+
+    threads = [threading.Thread(target=work, args=(nbytes,)) for nbytes in (4, 25, 6, 3, 10, 25, 1) * 5]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(most) == 35
+    assert max(most) == 25
+
+
+def test_a_copy_keeps_what_is_removed_at_the_source_later(tmp_path: Path) -> None:
+    source, attempt, writers = whole_run(str(tmp_path / "run"), close=False)
+    target = open_backend(tmp_path / "copy")
+    copy_run(source, target)
+    drop_iteration(source, attempt=attempt, iteration=0)
+    record(source, attempt, writers, iteration=20)
+    drop_iteration(source, attempt=attempt, iteration=10)
+    report = copy_run(source, target)
+    assert report.left_out == [f"{attempt.path}/dropped/iter_{step:08d}/zarr.json" for step in (0, 10)]
+    assert check_run(target, deep=True).errors == []
+    assert open_run(tmp_path / "copy").iterations == [0, 10, 20]
+    other = open_backend(tmp_path / "other")
+    assert copy_run(source, other).left_out == []
+    assert {key for key in other.list_keys(f"{attempt.path}/dropped") if "iter" in key} == {
+        "iter_00000000/zarr.json",
+        "iter_00000010/zarr.json",
+    }

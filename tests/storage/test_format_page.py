@@ -1,0 +1,237 @@
+"""Does docs/format.md say enough to read a run? Here is a reader that was written from it, without ranktape."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import struct
+import zipfile
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import google_crc32c
+import numpy as np
+import pytest
+from numcodecs import zstd  # for the one thing that Python's standard library cannot do before 3.14
+
+from ranktape.storage.catalogue import COLUMNS
+from ranktape.storage.names import Site
+from ranktape.storage.run import open_run
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+SIZES = {"bool": 1, "bfloat16": 2, "complex64": 8, "complex128": 16}
+STAMP = re.compile(rb'"ranktape_checksum": ?"crc32c:([0-9a-f]{8})"')
+
+
+@dataclass
+class PlainRecord:
+    """A record as the page describes it."""
+
+    columns: dict[str, Any]
+    attributes: dict[str, Any]
+    values: bytes
+
+
+class PlainRun:
+    """A run, read with json, struct, zipfile and CRC-32C."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.schema = self.document("")["attributes"]["ranktape_schema"]
+        assert self.schema in {1, 2}
+
+    def document(self, path: str) -> dict[str, Any]:
+        """A document, compared with its checksum."""
+        key = f"{path}/zarr.json" if path else "zarr.json"
+        data = (self.folder / key).read_bytes()
+        match = STAMP.search(data)
+        if match is not None:
+            blank = data[: match.start(1)] + b"00000000" + data[match.end(1) :]
+            assert int(match[1], 16) == google_crc32c.value(f"{key}\n".encode() + blank), key
+        return dict(json.loads(data))
+
+    def complete(self) -> dict[int, str]:
+        """The complete iterations, each with the latest attempt that has it."""
+        found: dict[int, str] = {}
+        names = [path.name for path in self.folder.iterdir() if (path / "zarr.json").exists()]
+        matches = [match for match in map(re.compile(r"attempt_(\d+)(-[0-9a-f]+)?").fullmatch, names) if match]
+        for match in sorted(matches, key=lambda match: (int(match[1]), match[0])):
+            for commit in (self.folder / match[0] / "iterations").glob("iter_*/zarr.json"):
+                found[int(commit.parent.name[5:])] = match[0]
+        return found
+
+    def records(self, attempt: str, iteration: int) -> list[PlainRecord]:
+        """The records of a complete iteration."""
+        path = f"{attempt}/iterations/iter_{iteration:08d}"
+        document = self.document(path)
+        assert document["attributes"]["complete"] is True
+        columns = self.columns(self.array(path, document))
+        num_records = len(columns["iteration"])
+        assert num_records == document["attributes"]["num_records"]
+        assert sum(columns["nbytes"]) == document["attributes"]["nbytes"]
+        rows = [{name: column[row] for name, column in columns.items()} for row in range(num_records)]
+        return [self.record(attempt, row) for row in rows]
+
+    def record(self, attempt: str, row: dict[str, Any]) -> PlainRecord:
+        """A record, with the attributes and the values in the array that its row of the catalogue names."""
+        group = f"{attempt}/rank_{row['rank']:05d}/iter_{row['iteration']:08d}"
+        site = row["site"] if "site" in row else row["path"].removeprefix(f"{group}/")
+        stack, index = row.get("stack", ""), row.get("index", -1)
+        path = f"{group}/{stack or site}"
+        document = self.document(path)
+        attributes = document["attributes"]
+        if stack:
+            attributes = {**attributes["common"], **attributes["captures"][index]}
+        values = self.array(path, document, slice_of_first=index if stack else None)
+        assert f"crc32c:{google_crc32c.value(values):08x}" == attributes["checksum"]
+        assert len(values) == attributes["nbytes"]
+        return PlainRecord(columns={**row, "site": site}, attributes=attributes, values=values)
+
+    def array(self, path: str, document: dict[str, Any], *, slice_of_first: int | None = None) -> bytes:
+        """The bytes of an array, or of one slice along its first axis."""
+        shape = document["shape"]
+        if 0 in shape:
+            assert not (self.folder / path / ".".join(["c", *"0" * len(shape)])).exists()
+            return b""
+        data = (self.folder / path / ".".join(["c", *"0" * len(shape)])).read_bytes()
+        codec = document["codecs"][0]
+        size = item_nbytes(document["data_type"])
+        if codec["name"] != "sharding_indexed":
+            return chunk(data, document["codecs"], nbytes=size * math.prod(shape))
+        inner = codec["configuration"]["chunk_shape"]
+        (axis,) = [axis for axis, (extent, part) in enumerate(zip(shape, inner, strict=True)) if extent != part] or [0]
+        count = shape[axis]
+        index, crc = data[-16 * count - 4 : -4], data[-4:]
+        assert struct.unpack("<I", crc)[0] == google_crc32c.value(index)
+        entries = list(struct.iter_unpack("<QQ", index))
+        chunks = [
+            chunk(data[start : start + nbytes], codec["configuration"]["codecs"], nbytes=size * math.prod(inner))
+            for start, nbytes in entries
+        ]
+        if slice_of_first is not None:
+            assert axis == 0
+            return chunks[slice_of_first]
+        before = math.prod(shape[:axis])
+        row = len(chunks[0]) // before
+        return b"".join(part[place * row : (place + 1) * row] for place in range(before) for part in chunks)
+
+    def columns(self, data: bytes) -> dict[str, list[Any]]:
+        """The columns of a catalogue."""
+        with zipfile.ZipFile(BytesIO(data)) as archive:
+            members = {name.removesuffix(".npy"): npy(archive.read(name)) for name in archive.namelist()}
+        columns: dict[str, list[Any]] = {}
+        for name, values in members.items():
+            if name.startswith("codes:"):
+                table = json.loads(bytes(members[f"table:{name[6:]}"]))
+                columns[name[6:]] = [table[code] for code in values]
+            elif not name.startswith("table:"):
+                columns[name] = values
+        return columns
+
+
+def item_nbytes(data_type: str) -> int:
+    """Bytes of an element."""
+    digits = re.fullmatch(r"(?:float|u?int)(8|16|32|64)", data_type)
+    return int(digits[1]) // 8 if digits else SIZES.get(data_type, 1)
+
+
+def chunk(data: bytes, codecs: list[dict[str, Any]], *, nbytes: int) -> bytes:
+    """The values in a plain chunk."""
+    assert struct.unpack("<I", data[-4:])[0] == google_crc32c.value(data[:-4])
+    values = data[:-4]
+    if "zstd" in [codec["name"] for codec in codecs]:
+        values = bytes(zstd.decompress(values))
+    assert len(values) == nbytes
+    return values
+
+
+def npy(data: bytes) -> list[Any]:
+    """The values of a one-dimensional npy file."""
+    assert data[:8] == b"\x93NUMPY\x01\x00"
+    (length,) = struct.unpack("<H", data[8:10])
+    header = ast.literal_eval(data[10 : 10 + length].decode().strip())
+    letters = {"i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "f4": "f", "f8": "d"}
+    (count,) = header["shape"]
+    return list(struct.unpack(f"<{count}{letters[header['descr'][1:]]}", data[10 + length :]))
+
+
+def site_fields(site: str) -> list[str]:
+    """The ten fields of a name."""
+    return [unquote(field, errors="surrogatepass") for field in site.replace("+/", "").replace("/+", "").split(",")]
+
+
+@pytest.mark.parametrize("name", ["schema_1", "schema_2"])
+def test_a_reader_written_from_the_page_reads_the_same_bits(name: str) -> None:
+    plain, run = PlainRun(GOLDEN / name), open_run(GOLDEN / name)
+    assert sorted(plain.complete()) == run.iterations
+    total = 0
+    attempts = [path.parent.name for path in (GOLDEN / name).glob("attempt_*/zarr.json")]
+    for attempt in attempts:
+        for commit in (GOLDEN / name / attempt / "iterations").glob("iter_*/zarr.json"):
+            iteration = int(commit.parent.name[5:])
+            records = run.select(iteration=iteration, attempt=int(attempt[8:11]))
+            found = plain.records(attempt, iteration)
+            assert len(found) == len(records)
+            total += len(found)
+            for ours, theirs in zip(records, found, strict=True):
+                values = ours.counts() if ours.keep == "histogram" else ours.read()
+                assert theirs.values == np.ascontiguousarray(values).tobytes()
+                of_the_array = {"ranktape_checksum", "sample_checksums"}
+                attributes = {key: value for key, value in theirs.attributes.items() if key not in of_the_array}
+                assert {"keep": "values", **attributes} == ours.info.to_json()
+                for sample, checksum in enumerate(theirs.attributes.get("sample_checksums", [])):
+                    one = np.ascontiguousarray(ours.read(sample=sample)).tobytes()
+                    assert f"crc32c:{google_crc32c.value(one):08x}" == checksum
+                site = Site.of(ours.info)
+                assert site_fields(theirs.columns["site"]) == [
+                    *(site.module, site.layer_type, f"L{site.layer_idx}", site.operation, site.phase, site.component),
+                    *(site.quant_type, site.tensor_name, f"m{site.microbatch}", f"c{site.call}"),
+                ]
+    assert total == {"schema_1": 20, "schema_2": 66}[name]
+
+
+@pytest.mark.parametrize("name", ["schema_1", "schema_2"])
+def test_the_columns_are_those_of_the_page(name: str) -> None:
+    plain, run = PlainRun(GOLDEN / name), open_run(GOLDEN / name)
+    page = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text()
+    for iteration, attempt in plain.complete().items():
+        rows = [record.columns for record in plain.records(attempt, iteration)]
+        records = run.select(iteration=iteration)
+        for column in rows[0]:
+            if column != "path":
+                np.testing.assert_array_equal(records.column(column), [row[column] for row in rows])
+            assert f"`{column}`" in page or re.fullmatch(r"overflow\.\w+\.count", column)
+        derived = {f"overflow.{kind}" for kind in ("total", "ratio")}
+        derived |= {f"overflow.{kind}.ratio" for kind in ("upper", "lower", "underflow", "nan", "inf", "zero")}
+        later = {"keep", "stack", "index"} if plain.schema == 1 else set()
+        assert set(COLUMNS) - derived - later == set(rows[0]) - {"path"}
+
+
+def test_every_document_of_a_run_has_its_checksum() -> None:
+    plain = PlainRun(GOLDEN / "schema_2")
+    paths = [path.parent.relative_to(plain.folder).as_posix() for path in plain.folder.rglob("zarr.json")]
+    assert len(paths) > 100
+    for path in paths:
+        assert "ranktape_checksum" in plain.document("" if path == "." else path)["attributes"]
+
+
+def test_consolidated_documents_are_those_under_their_keys() -> None:
+    plain = PlainRun(GOLDEN / "schema_2")
+    for commit in plain.folder.glob("attempt_*/rank_*/iter_*/zarr.json"):
+        text = commit.read_bytes()
+        members = json.loads(text)["consolidated_metadata"]["metadata"]
+        assert members
+        for path in members:
+            assert (commit.parent / path / "zarr.json").read_bytes() in text
+
+
+def test_the_page_names_every_attribute() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text()
+    for path in GOLDEN.rglob("zarr.json"):
+        for attribute in json.loads(path.read_bytes())["attributes"]:
+            assert f"`{attribute}`" in page, (path, attribute)

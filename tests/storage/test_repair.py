@@ -1,0 +1,257 @@
+"""Does a repair mend what can be mended, and leave alone what was committed and who may be at work?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ranktape.errors import RunNotFoundError
+from ranktape.storage import open_run
+from ranktape.storage.attempt import Attempt
+from ranktape.storage.backends.backend import Backend
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.groups import write_group
+from ranktape.storage.progress import open_iteration, write_verdict
+from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.upkeep.finding import Mend
+from ranktape.storage.upkeep.repair import MIN_AGE_SECONDS, RepairReport, repair_run
+from ranktape.storage.upkeep.retention import drop_iteration
+from ranktape.storage.writer import RankWriter
+from tests.storage.whole_run import LONG_NAME, record, tensors, whole_run
+
+
+def age(path: Path, *, seconds: float = 2 * MIN_AGE_SECONDS) -> None:
+    """Make everything in a run older."""
+    then = time.time() - seconds
+    for one in path.rglob("*"):
+        if one.is_file():
+            os.utime(one, (then, then))
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file of a run."""
+    return {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*") if one.is_file()}
+
+
+def mends(report: RepairReport) -> list[Mend | None]:
+    """What was done."""
+    return [finding.mend for finding in report.done]
+
+
+def lose_marker_to_another(path: Path) -> None:
+    """The rank did not know that its commit had arrived."""
+    (marker,) = path.glob("attempt*/commits/iter_00000010/rank_00001.committed")
+    attempt = marker.parents[2]
+    shutil.rmtree(marker)
+    write_group(open_backend(path), f"{attempt.name}/commits/iter_00000010/rank_00001.failed", {"reason": "no answer"})
+
+
+def lose_marker(path: Path) -> None:
+    """A marker of a complete iteration."""
+    (marker,) = path.glob("attempt*/commits/iter_00000010/rank_00001.committed/zarr.json")
+    marker.unlink()
+
+
+def lose_iteration_commit(path: Path) -> None:
+    """The document of an iteration commit."""
+    (document,) = path.glob("attempt*/iterations/iter_00000010/zarr.json")
+    document.unlink()
+
+
+def damage_iteration_commit(path: Path) -> None:
+    """The document of an iteration commit."""
+    (document,) = path.glob("attempt*/iterations/iter_00000010/zarr.json")
+    document.write_bytes(document.read_bytes().replace(b'"num_records":12', b'"num_records":13'))
+
+
+def lose_merged_catalogue(path: Path) -> None:
+    """The object of an iteration commit."""
+    (catalogue,) = path.glob("attempt*/iterations/iter_00000010/c.0")
+    catalogue.unlink()
+
+
+def damage_documents_of_a_commit(path: Path) -> None:
+    """Those of an array, of a stack, and of a group between."""
+    (array,) = path.glob("attempt*/rank_00000/iter_00000010/large*/zarr.json")
+    array.write_bytes(b"{}")
+    (stack,) = path.glob("attempt*/rank_00000/iter_00000010/stack*/zarr.json")
+    stack.unlink()
+    (group,) = path.glob(f"attempt*/rank_00000/iter_00000010/{LONG_NAME[:20]}*/zarr.json")
+    group.unlink()
+
+
+def lose_documents_of_groups(path: Path) -> None:
+    """Those that say nothing but that there is a group."""
+    for pattern in ("commits", "dropped", "commits/iter_00000000", "rank_00001"):
+        (group,) = path.glob(f"attempt*/{pattern}/zarr.json")
+        group.unlink()
+
+
+def damage_marker_and_document(path: Path) -> None:
+    """The marker can be restored only after the document has been."""
+    (marker,) = path.glob("attempt*/commits/iter_00000010/rank_00000.committed/zarr.json")
+    marker.write_bytes(b"")
+    damage_documents_of_a_commit(path)
+    lose_iteration_commit(path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lose_marker,
+        lose_marker_to_another,
+        lose_iteration_commit,
+        damage_iteration_commit,
+        lose_merged_catalogue,
+        damage_documents_of_a_commit,
+        lose_documents_of_groups,
+        damage_marker_and_document,
+    ],
+    ids=lambda damage: damage.__name__,
+)
+def test_what_follows_from_the_rank_commits_is_restored(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    path = tmp_path / "run"
+    backend, _, _ = whole_run(str(path))
+    values = [record.read().tobytes() for record in open_run(path).select()]
+    commits = {key: data for key, data in contents(path).items() if "/rank_" in key and "commits" not in key}
+    damage(path)
+    assert check_run(backend).errors
+    before = contents(path)
+    planned = repair_run(backend, dry_run=True)
+    assert planned.done
+    assert contents(path) == before
+    report = repair_run(backend)
+    assert (report.left, report.young) == ((), ())
+    assert set(planned.done) <= set(report.done)
+    assert check_run(backend, deep=True).findings == ()
+    run = open_run(path)
+    assert run.iterations == [0, 10]
+    assert [record.read().tobytes() for record in run.select()] == values
+    # The commits themselves are as they were, byte by byte.
+    now = contents(path)
+    assert {key: now[key] for key in commits if not key.endswith("rank_00001/zarr.json")} == {
+        key: data for key, data in commits.items() if not key.endswith("rank_00001/zarr.json")
+    }
+    assert repair_run(backend).done == ()
+
+
+def leave_debris(path: Path, backend: Backend, attempt: Attempt, writers: list[RankWriter]) -> None:
+    """What a killed writer leaves: an iteration half written, a partial file; and an attempt that did not begin."""
+    open_iteration(backend, attempt=attempt, iteration=20)
+    for array, info in tensors(20, 0):
+        writers[0].write(array, info=info)
+    writers[0].flush_stacks()
+    (path / attempt.path / "rank_00000" / "1-2-3.partial").write_bytes(b"half")
+    backend.put("attempt_001-ab/commits/zarr.json", [b"{}"])
+
+
+def test_debris_goes_when_it_is_old_and_what_was_committed_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    backend, attempt, writers = whole_run(str(path), close=False)
+    whole = contents(path)
+    leave_debris(path, backend, attempt, writers)
+    young = repair_run(backend)
+    assert mends(young) == []
+    assert {one.mend for one in young.young} == {Mend.REMOVE_OBJECTS, Mend.REMOVE_DEBRIS}
+    age(path)
+    report = repair_run(backend)
+    assert sorted(map(str, mends(report))) == [
+        "remove the objects",
+        "remove the objects",
+        "remove the unfinished write",
+    ]
+    assert report.young == ()
+    opened = f"{attempt.path}/commits/iter_00000020/zarr.json"
+    assert contents(path) == whole | {opened: (path / opened).read_bytes()}
+
+
+def test_an_attempt_that_may_be_running_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    backend, attempt, writers = whole_run(str(path), close=False)
+    leave_debris(path, backend, attempt, writers)
+    record(backend, attempt, writers, iteration=30, finish=False)
+    age(path)
+    # One young object is enough for the whole attempt; the attempt without a document is another one.
+    (marker,) = path.glob("attempt_000*/commits/iter_00000000/zarr.json")
+    marker.touch()
+    report = repair_run(backend)
+    assert [finding.key for finding in report.done] == ["attempt_001-ab/"]
+    assert Mend.FINISH_ITERATION in {finding.mend for finding in report.young}
+    assert open_run(path).iterations == [0, 10]
+    # Somebody who knows that nothing runs may say so.
+    assert Mend.FINISH_ITERATION in mends(repair_run(backend, min_age_seconds=0))
+    assert open_run(path).iterations == [0, 10, 30]
+
+
+def test_an_iteration_that_all_ranks_committed_is_finished_and_the_verdict_follows(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    backend, _, _ = whole_run(str(path))
+    for pattern in ("iterations/iter_00000010/zarr.json", "verdict/zarr.json"):
+        (document,) = path.glob(f"attempt*/{pattern}")
+        document.unlink()
+    age(path)
+    assert mends(repair_run(backend)) == [Mend.FINISH_ITERATION]
+    assert open_run(path).iterations == [0, 10]
+    assert not open_run(path).verdict().final
+
+
+def test_a_verdict_that_counts_too_little_is_written_again_with_its_problems(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    backend, attempt, writers = whole_run(str(path), close=False, min_iterations=3)
+    record(backend, attempt, writers, iteration=20, finish=False)
+    for writer in writers:
+        writer.close(reason="the training ended")
+    assert not write_verdict(backend, attempt=attempt, problems={"store": "it was full"}).met
+    assert mends(repair_run(backend)) == [Mend.FINISH_ITERATION, Mend.WRITE_VERDICT]
+    assert open_run(path).verdict().met
+    (document,) = path.glob("attempt*/verdict/zarr.json")
+    assert b"it was full" in document.read_bytes()
+    assert check_run(backend).findings == ()
+
+
+def test_a_damaged_verdict_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    backend, _, _ = whole_run(str(path))
+    (document,) = path.glob("attempt*/verdict/zarr.json")
+    document.write_bytes(b"{")
+    assert mends(repair_run(backend)) == [Mend.WRITE_VERDICT]
+    assert open_run(path).verdict().met
+    assert check_run(backend).findings == ()
+
+
+def test_lost_values_are_left_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    backend, _, _ = whole_run(str(path))
+    (values,) = path.glob("attempt*/rank_00000/iter_00000010/large*/c.0.0")
+    values.unlink()
+    lose_iteration_commit(path)
+    report = repair_run(backend, min_age_seconds=0)
+    # An iteration whose values are lost is not called complete again.
+    assert report.done == ()
+    assert [finding.record.partition(",")[0] for finding in report.left] == ["large", ""]
+    assert open_run(path).iterations == [0]
+
+
+def test_a_place_without_a_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFoundError):
+        repair_run(open_backend(tmp_path))
+
+
+def test_a_removal_that_was_interrupted_is_finished(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    backend, attempt, _ = whole_run(str(path), iterations=(0, 10, 20))
+    drop_iteration(backend, attempt=attempt, iteration=0)
+    assert check_run(backend, deep=True).findings == ()
+    # As it is when the process is lost after the first word.
+    write_group(backend, f"{attempt.path}/dropped/iter_00000010", {"removed": False})
+    (note,) = check_run(backend).findings
+    assert (note.mend, note.iteration) == (Mend.FINISH_REMOVAL, 10)
+    assert mends(repair_run(backend)) == [Mend.FINISH_REMOVAL]
+    assert check_run(backend).findings == ()
+    assert open_run(path).iterations == [20]
+    assert not list(path.glob("attempt*/rank*/iter_00000010"))

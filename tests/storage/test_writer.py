@@ -1,0 +1,294 @@
+"""Does the writer keep small tensors together, give every array back once, and refuse what it cannot keep whole?"""
+
+from __future__ import annotations
+
+import errno
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ranktape.errors import CaptureError, DataError, StorageError, UsageError
+from ranktape.storage import open_run, stack
+from ranktape.storage.backends.local import LocalBackend
+from ranktape.storage.commit import finish_iteration, read_whole_commit
+from ranktape.storage.names import Site, site_path
+from ranktape.storage.progress import open_iteration
+from ranktape.storage.record import Keep
+from ranktape.storage.selection.columns import StringColumn
+from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.upkeep.retention import drop_iteration
+from tests.runs import describe, start
+
+
+class Releases:
+    """Counts how often each array was given back."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+
+    def of(self, number: int) -> Callable[[], None]:
+        return lambda: self.counts.update([number])
+
+
+def small(value: int) -> np.ndarray[Any, Any]:
+    return np.full((3, 4), value, np.float32)
+
+
+def test_small_tensors_share_few_objects_and_large_ones_have_their_own(tmp_path: Path) -> None:
+    backend, attempt, [writer] = start(str(tmp_path / "run"))
+    released = Releases()
+    for index in range(1000):
+        array = small(index)
+        writer.write(array, info=describe(array, call=index, counter=index), on_release=released.of(index))
+    assert not released.counts
+    assert writer.held_nbytes == 1000 * 48
+    large = np.ones(stack.STACK_BELOW_NBYTES, np.uint8)
+    writer.write(large, info=describe(large, module="large", counter=1000), on_release=released.of(1000))
+    assert released.counts == {1000: 1}
+    writer.commit(0, expected=[], silent_sites={})
+    assert released.counts == dict.fromkeys(range(1001), 1)
+    group = tmp_path / "run" / attempt.path / "rank_00000/iter_00000000"
+    names = sorted(path.relative_to(group).as_posix() for path in group.rglob("*") if path.is_file())
+    assert names[:4] == ["catalogue/c.0", "catalogue/zarr.json", names[2], names[3]]
+    assert names[4:] == ["stack_float32_3x4_0/c.0.0.0", "stack_float32_3x4_0/zarr.json", "zarr.json"]
+    finish_iteration(backend, attempt=attempt, iteration=0)
+    records = open_run(tmp_path / "run").select()
+    assert [record.counter for record in records] == list(range(1001))
+    assert all((record.read() == record.call).all() for record in records[:1000:37])
+    assert records[1000].read().tobytes() == large.tobytes()
+
+
+def test_stacks_are_written_when_they_are_full_and_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack, "MAX_STACK_RECORDS", 4)
+    backend, attempt, [writer] = start(str(tmp_path / "run"))
+    released = Releases()
+    for index in range(6):
+        writer.write(small(index), info=describe(small(0), call=index), on_release=released.of(index))
+    assert set(released.counts) == {0, 1, 2, 3}
+    writer.flush_stacks()
+    assert set(released.counts) == set(range(6))
+    assert writer.held_nbytes == 0
+    writer.write(small(6), info=describe(small(0), call=6), on_release=released.of(6))
+    writer.commit(0, expected=[], silent_sites={})
+    finish_iteration(backend, attempt=attempt, iteration=0)
+    records = open_run(tmp_path / "run").select()
+    assert {record.location.stack for record in records} == {"stack_float32_3x4_0", "stack_float32_3x4_1", ""}
+    assert sorted(int(record.read()[0, 0]) for record in records) == list(range(7))
+
+
+def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack, "MAX_HELD_NBYTES", 1000)
+    _, _, [writer] = start(str(tmp_path / "run"))
+    for index in range(100):
+        writer.write(small(index), info=describe(small(0), call=index, iteration=index % 3))
+        assert writer.held_nbytes <= 1000
+
+
+def test_an_iteration_given_up_gives_its_tensors_back(tmp_path: Path) -> None:
+    _, _, [writer] = start(str(tmp_path / "run"))
+    released = Releases()
+    for index in range(3):
+        writer.write(small(index), info=describe(small(0), call=index), on_release=released.of(index))
+    writer.abandon(0)
+    assert released.counts == dict.fromkeys(range(3), 1)
+    writer.abandon(0)
+    assert writer.held_nbytes == 0
+
+
+def test_a_stack_that_cannot_be_written_fails_its_iteration_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, attempt, [writer] = start(str(tmp_path / "run"))
+    put = LocalBackend.put
+
+    def full_disk(self: LocalBackend, key: str, parts: Any) -> None:
+        if "iter_00000000/stack_" in key:
+            raise StorageError(f"cannot write {key}: {errno.errorcode[errno.ENOSPC]}")
+        put(self, key, parts)
+
+    monkeypatch.setattr(LocalBackend, "put", full_disk)
+    released = Releases()
+    for index in range(4):
+        info = describe(small(0), call=index, iteration=index % 2)
+        writer.write(small(index), info=info, on_release=released.of(index))
+    writer.flush_stacks()
+    assert released.counts == dict.fromkeys(range(4), 1)
+    with pytest.raises(StorageError, match="ENOSPC"):
+        writer.commit(0, expected=[], silent_sites={})
+    writer.commit(1, expected=[], silent_sites={})
+    finish_iteration(backend, attempt=attempt, iteration=1)
+    assert open_run(tmp_path / "run").iterations == [1]
+
+
+def test_a_tensor_that_is_refused_is_given_back(tmp_path: Path) -> None:
+    _, _, [writer] = start(str(tmp_path / "run"))
+    released = Releases()
+    writer.write(small(0), info=describe(small(0)), on_release=released.of(0))
+    with pytest.raises(CaptureError, match="have the name"):
+        writer.write(small(1), info=describe(small(0)), on_release=released.of(1))
+    with pytest.raises(DataError, match=r"float64\[3, 4\], 96 bytes, is not .* float32\[3, 4\], 48 bytes"):
+        writer.write(np.zeros((3, 4)), info=describe(small(0), call=1), on_release=released.of(2))
+    assert released.counts == {1: 1, 2: 1}
+
+
+def test_many_threads_write_one_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack, "MAX_STACK_RECORDS", 7)
+    backend, attempt, [writer] = start(str(tmp_path / "run"))
+    released = Releases()
+
+    def work(thread: int) -> None:
+        for index in range(50):
+            number = 100 * thread + index
+            info = describe(small(0), call=number, counter=number)
+            writer.write(small(number), info=info, on_release=released.of(number))
+            if index % 20 == 0:
+                writer.flush_stacks()
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    writer.commit(0, expected=[], silent_sites={})
+    finish_iteration(backend, attempt=attempt, iteration=0)
+    records = open_run(tmp_path / "run").select()
+    assert len(records) == 200
+    assert all((record.read() == record.call).all() for record in records)
+    assert set(released.counts.values()) == {1}
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
+def test_histograms_are_records_too(tmp_path: Path, dtype: type[np.unsignedinteger[Any]]) -> None:
+    backend, attempt, [writer] = start(str(tmp_path / "run"))
+    counts = np.arange(1 << 16, dtype=dtype)
+    for call in range(2):
+        info = describe(
+            small(0), call=call, keep=Keep.HISTOGRAM, dtype="bfloat16", shape=(8, 1 << 20), nbytes=counts.nbytes
+        )
+        writer.write(counts + call, info=info)
+    writer.commit(0, expected=[], silent_sites={})
+    finish_iteration(backend, attempt=attempt, iteration=0)
+    records = open_run(tmp_path / "run").select(keep="histogram")
+    assert [int(record.counts()[5]) for record in records] == [5, 6]
+    assert records[0].shape == (8, 1 << 20)
+    with pytest.raises(Exception, match=r"use counts\(\)"):
+        records[0].read()
+
+
+@pytest.mark.parametrize("length", [199, 200, 201, 400, 401])
+def test_long_names_do_not_lie_in_one_another(tmp_path: Path, length: int) -> None:
+    backend, attempt, [writer] = start(str(tmp_path / "run"))
+    begin = len(site_path(Site.of(describe(small(0), module=""))))
+    module = "m" * (length - begin)
+    open_iteration(backend, attempt=attempt, iteration=0)
+    for call in (1, 10, 11, 100):
+        array = np.full((2, 3, call), call, np.float32)  # no two of one shape: each has an array of its own
+        writer.write(array, info=describe(array, module=module, call=call, counter=call))
+        writer.flush_stacks()
+    writer.commit(0, expected=[], silent_sites={})
+    finish_iteration(backend, attempt=attempt, iteration=0)
+    records = open_run(tmp_path / "run").select()
+    assert [(record.call, int(record.read().flat[0])) for record in records] == [
+        (call, call) for call in (1, 10, 11, 100)
+    ]
+    assert not check_run(backend, deep=True).errors
+
+
+def test_a_commit_that_failed_can_be_made_again_and_one_that_was_made_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, attempt, [writer] = start(str(tmp_path / "run"))
+    writer.write(small(1), info=describe(small(1)))
+    put = LocalBackend.put
+
+    def unreachable(self: LocalBackend, key: str, parts: Any) -> None:
+        if key.endswith("iter_00000000/zarr.json"):
+            raise StorageError("no answer")
+        put(self, key, parts)
+
+    with monkeypatch.context() as context:
+        context.setattr(LocalBackend, "put", unreachable)
+        with pytest.raises(StorageError, match="no answer"):
+            writer.commit(0, expected=[], silent_sites={})
+    writer.commit(0, expected=[], silent_sites={})
+    finish_iteration(backend, attempt=attempt, iteration=0)
+    for again in (
+        lambda: writer.commit(0, expected=[], silent_sites={}),
+        lambda: writer.write(small(2), info=describe(small(2), call=1)),
+    ):
+        with pytest.raises(CaptureError, match="committed or given up"):
+            again()
+    assert [int(record.read()[0, 0]) for record in open_run(tmp_path / "run").select()] == [1]
+
+
+def test_an_array_that_cannot_be_given_back_fails_its_iteration_and_no_more(tmp_path: Path) -> None:
+    _, _, [writer] = start(str(tmp_path / "run"))
+    released = Releases()
+
+    def refuse() -> None:
+        raise RuntimeError("no")
+
+    for index, release in enumerate([refuse, released.of(1), released.of(2)]):
+        writer.write(small(index), info=describe(small(0), call=index), on_release=release)
+    with pytest.raises(RuntimeError, match="no"):
+        writer.commit(0, expected=[], silent_sites={})
+    assert released.counts == {1: 1, 2: 1}
+
+
+def test_metadata_that_json_cannot_hold_are_refused_at_once(tmp_path: Path) -> None:
+    _, _, [writer] = start(str(tmp_path / "run"))
+    with pytest.raises(UsageError, match="no form in JSON"):
+        writer.write(small(0), info=describe(small(0), metadata={"x": math.nan}))
+    writer.commit(0, expected=[], silent_sites={})
+
+
+def test_metadata_that_are_equal_and_not_the_same_stay_apart(tmp_path: Path) -> None:
+    backend, attempt, [writer] = start(str(tmp_path / "run"))
+    kinds = [True, 1, 1.0]
+    for call, kind in enumerate(kinds):
+        writer.write(small(0), info=describe(small(0), call=call, metadata={"f": kind}))
+    writer.commit(0, expected=[], silent_sites={})
+    finish_iteration(backend, attempt=attempt, iteration=0)
+    commit = read_whole_commit(backend, attempt.path, 0, 0)
+    column = commit.catalogue.column("metadata")
+    assert isinstance(column, StringColumn)
+    assert [column.table[code] for code in column.codes] == ['{"f":true}', '{"f":1}', '{"f":1.0}']
+
+
+def test_records_of_one_stack_are_read_with_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, attempt, [writer] = start(str(tmp_path / "run"))
+    for call in range(50):
+        writer.write(small(call), info=describe(small(0), call=call, counter=call))
+    writer.commit(0, expected=[], silent_sites={})
+    finish_iteration(backend, attempt=attempt, iteration=0)
+    requests: Counter[str] = Counter()
+    for name in ("get", "get_range", "size"):
+        original = getattr(LocalBackend, name)
+
+        def counted(
+            self: LocalBackend, *args: Any, _name: str = name, _original: Any = original, **options: Any
+        ) -> Any:
+            requests[_name] += "stack_" in args[0]
+            return _original(self, *args, **options)
+
+        monkeypatch.setattr(LocalBackend, name, counted)
+    records = open_run(tmp_path / "run").select()
+    assert [int(record.read()[0, 0]) for record in records] == list(range(50))
+    assert requests == {"get": 2, "get_range": 2, "size": 1}
+
+
+def test_a_record_of_an_iteration_that_was_dropped_says_so(tmp_path: Path) -> None:
+    backend, attempt, [writer] = start(str(tmp_path / "run"))
+    writer.write(small(1), info=describe(small(1)))
+    writer.commit(0, expected=[], silent_sites={})
+    finish_iteration(backend, attempt=attempt, iteration=0)
+    record = open_run(tmp_path / "run").select()[0]
+    drop_iteration(backend, attempt=attempt, iteration=0)
+    with pytest.raises(DataError, match=r"iteration 0 was removed .*--keep-last.*: refresh"):
+        record.read()

@@ -1,0 +1,60 @@
+"""How does a test get a run that is whole, with every kind of object in it?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ranktape.storage.attempt import Attempt
+from ranktape.storage.backends.backend import Backend
+from ranktape.storage.commit import finish_iteration
+from ranktape.storage.progress import open_iteration, write_verdict
+from ranktape.storage.record import RecordInfo
+from ranktape.storage.writer import RankWriter
+from tests.runs import describe, start
+
+LONG_NAME = "module." * 40
+"""A site whose path has several segments."""
+
+
+def tensors(iteration: int, rank: int) -> Iterator[tuple[np.ndarray[Any, Any], RecordInfo]]:
+    """A stack of three, a sharded one, one without values, and a small one alone under a long name."""
+    place = {"iteration": iteration, "rank": rank}
+    for number in range(3):
+        array = np.full((4, 4), 100 * iteration + 10 * rank + number, np.float32)
+        yield array, describe(array, **place, module=f"layers.{number}", counter=number)
+    large = np.arange(2 * 140_000, dtype=np.float32).reshape(2, 140_000) + iteration + rank
+    yield large, describe(large, **place, module="large", sample_dim=0, counter=3)
+    empty = np.empty((0, 4), np.float32)
+    yield empty, describe(empty, **place, module="empty", counter=4)
+    alone = np.full(7, iteration + rank, np.float16)
+    yield alone, describe(alone, **place, module=LONG_NAME, counter=5)
+
+
+def record(
+    backend: Backend, attempt: Attempt, writers: Sequence[RankWriter], *, iteration: int, finish: bool = True
+) -> None:
+    """One iteration of all given ranks."""
+    open_iteration(backend, attempt=attempt, iteration=iteration)
+    for rank, writer in enumerate(writers):
+        for array, info in tensors(iteration, rank):
+            writer.write(array, info=info)
+        writer.commit(iteration, expected=[], silent_sites={"a site": "no gradient"} if rank == 1 else {})
+    if finish:
+        finish_iteration(backend, attempt=attempt, iteration=iteration)
+
+
+def whole_run(
+    url: str, *, iterations: Sequence[int] = (0, 10), close: bool = True, **options: Any
+) -> tuple[Backend, Attempt, list[RankWriter]]:
+    """A run of two ranks, closed unless told otherwise."""
+    backend, attempt, writers = start(url, world_size=2, **options)
+    for iteration in iterations:
+        record(backend, attempt, writers, iteration=iteration)
+    if close:
+        for writer in writers:
+            writer.close(reason="the training ended")
+        write_verdict(backend, attempt=attempt)
+    return backend, attempt, writers
