@@ -296,12 +296,9 @@ class _Files:
         path = self._folder / name
         if not os.path.lexists(path):
             return False
-        try:
-            if not path.is_symlink() and is_same(path):
-                self.report.num_kept += 1
-                return True
-        except DataError:
-            pass  # a file that cannot be read is not the same
+        if not path.is_symlink() and _is_same_file(path, is_same):
+            self.report.num_kept += 1
+            return True
         if self._overwrite:
             return False
         raise UsageError(f"{path} is there and holds something else: add --overwrite, or choose another folder")
@@ -343,3 +340,11 @@ def _tensor(values: Any, dtype: str) -> torch.Tensor:
         return torch.empty(values.shape, dtype=kind)
     raw = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
     return raw.view(kind).reshape(values.shape)
+
+
+def _is_same_file(path: Path, is_same: Callable[[Path], bool]) -> bool:
+    """Whether a file holds what it is compared with; one that cannot be read does not."""
+    try:
+        return is_same(path)
+    except DataError:
+        return False
