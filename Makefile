@@ -4,13 +4,14 @@
 #   make ceph   fetch Ceph's packages (66 MB of Debian's) into the user's cache; nothing is installed
 #   make lint   ruff and mypy alone
 #   make docs   write docs/commands.md again from the commands' own help
+#   make support  run the tests that prove what is captured from what, and write docs/support.md from them
 #   make bench  the benchmarks
 #   make clean  remove what the other targets made
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test ceph lint docs bench clean
+.PHONY: demo test ceph lint docs support bench clean
 
 # The first interpreter that works, is new enough and can make a virtual environment (a name on the PATH may be an empty shim).
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
@@ -18,6 +19,8 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ranktape-installed
+# More than cores: many tests wait, for a server that hangs or for a deadline.
+WORKERS ?= 4
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11+ with venv on the PATH: install one, or say make PYTHON=/path/to/python" >&2; exit 1; }
@@ -28,8 +31,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/ranktape demo --output runs/demo --overwrite
 
+# One thread for each process of a test; modules keep to one worker, for what they make once.
+test: export OMP_NUM_THREADS := 1
 test: lint
-	$(BIN)/python -m pytest --run-slow $(TEST_OPTIONS)
+	$(BIN)/python -m pytest --run-slow -m 'not alone' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_OPTIONS)
+	$(BIN)/python -m pytest --run-slow -m alone $(TEST_OPTIONS)
 
 ceph:
 	tests/ceph_packages.sh
@@ -42,6 +48,9 @@ lint: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/commands.py > docs/commands.md.new
 	mv docs/commands.md.new docs/commands.md
+
+support: $(STAMP)
+	$(BIN)/python -m pytest -p tests.support --run-slow
 
 bench: $(STAMP)
 	for script in benchmarks/*.py; do echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script"; done

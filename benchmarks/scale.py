@@ -68,6 +68,7 @@ SAME_TEXTS = {
     "compute_dtype": "bfloat16",
     "layout": "",
     "keep": "values",
+    "mode": "train",
     "placement": "null",
     "metadata": "null",
 }

@@ -14,10 +14,12 @@ from functools import partial
 
 import torch
 
-from ranktape.capture.options import CaptureOptions
-from ranktape.capture.recorder import Recorder, Role, Source
-from ranktape.capture.ring import RingConsumer, RingProducer
-from ranktape.capture.tracker import Call, Tracker
+from ranktape.capture.passes.tracker import Call, Tracker
+from ranktape.capture.recorder import Recorder
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.settings.selecting import Selecting
+from ranktape.capture.source import Source, TensorRole
+from ranktape.capture.staging.ring import RingConsumer, RingProducer
 from ranktape.storage.record import Operation
 
 NUM_TENSORS = 300
@@ -26,7 +28,7 @@ SHAPES = ((32, 32), (4, 128, 192), (4, 128, 768), (8, 512, 1024))
 BAR = 1.5
 
 SOURCE = Source(module="layers.0.query", layer_type="linear", layer_idx=0, component="linear")
-ROLE = Role(operation=Operation.FORWARD, phase="pre", tensor_name="input")
+ROLE = TensorRole(operation=Operation.FORWARD, phase="pre", tensor_name="input")
 
 
 def thread_seconds(work: Callable[[], object]) -> float:
@@ -41,7 +43,9 @@ def main() -> None:
     torch.set_num_threads(1)
     ring = RingProducer(RING_NBYTES, is_alive=lambda: True)
     consumer = RingConsumer(os.dup(ring.file.descriptor))
-    recorder = Recorder(ring=ring, tracker=Tracker(), options=CaptureOptions(), on_failure=print)
+    options = CaptureOptions()
+    selecting = Selecting(options, rank=0)
+    recorder = Recorder(ring=ring, tracker=Tracker(), options=options, selecting=selecting, on_failure=print)
     warm = torch.zeros(RING_NBYTES // 4)
     for shape in SHAPES:
         tensor = torch.randn(shape)

@@ -13,8 +13,11 @@ RanktapeError                 everything a user can cause or must know; never sh
     NoBucketError             the bucket or container of the URL is not there
     ObjectTooLargeError       an object is larger than what it is read as may be
   DataError                   a record's bytes are missing or damaged
+    IncompleteTensorError     a part of a tensor that several ranks held is missing
+    ReplicaMismatchError      ranks that held copies of one tensor recorded different values
   NoRecordsError              a selection holds nothing
   CaptureError                capture cannot start or cannot go on
+    FailedElsewhereError      another rank cannot start it, and says so itself
   MinimumNotMetError          fewer complete iterations than guaranteed
   CheckFoundError             a check ran and found something (exit code 3)
 """
@@ -86,12 +89,24 @@ class DataError(RanktapeError):
     """The bytes of a committed record are missing, short or damaged."""
 
 
+class IncompleteTensorError(DataError):
+    """A tensor that several ranks held cannot be put together: a part of it is not there."""
+
+
+class ReplicaMismatchError(DataError):
+    """Ranks that held copies of one tensor recorded different values."""
+
+
 class NoRecordsError(RanktapeError):
     """A selection holds no records."""
 
 
 class CaptureError(RanktapeError):
     """Capture cannot start, or cannot record what was asked for."""
+
+
+class FailedElsewhereError(CaptureError):
+    """Another rank cannot start its capture, and says why itself."""
 
 
 class MinimumNotMetError(RanktapeError):

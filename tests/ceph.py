@@ -217,14 +217,17 @@ class CephServer(S3Server):
 def _free_ports(count: int) -> list[int]:
     """Ports below those that the kernel gives to clients.
 
-    A client that keeps trying a port of that range while its server is down ends up connected to itself.
+    A client that keeps trying a port of that range while its server is down ends up connected to itself. Each worker of
+    pytest-xdist draws from a range of its own: a port is not taken yet when its number is given to the server.
     """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = 20000 + worker % 12 * 1000
     ports: list[int] = []
     with ExitStack() as open_sockets:
         while len(ports) < count:
             one = open_sockets.enter_context(socket.socket())
             with suppress(OSError):
-                port = random.SystemRandom().randrange(20000, 32000)
+                port = random.SystemRandom().randrange(first, first + 1000)
                 one.bind(("127.0.0.1", port))
                 ports.append(port)
     return ports

@@ -1,6 +1,7 @@
-"""Which tests run, and what does every test find around it?
+"""Which tests run, in which order, and what does every test find around it?
 
-Opt-in flags name themselves in the reason of a skip; no test sees the settings of the shell that started it.
+Opt-in flags name themselves in the reason of a skip; no test sees the settings of the shell that started it. Each
+of several worker processes (`make test`) has servers of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what was not asked for, with a reason that says how to ask."""
+    """Skip what was not asked for, with a reason that says how to ask; let the rest begin with what is long."""
     for marker, meaning in OPT_IN.items():
         if config.getoption(f"--run-{marker}"):
             continue
@@ -46,6 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if marker in item.keywords:
                 item.add_marker(skip)
+    # Modules with long tests first: in the end no worker is idle while one of them still runs (make test).
+    long = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(autouse=True)

@@ -28,8 +28,8 @@ MAY_IMPORT = {
 }
 """The whole of the package's top level, and the folders that each may import."""
 
-EXCEPTIONS = {("capture", "ranktape.analyze.histogram")}
-"""Single modules across a closed border: the writer counts values with the kernel that analysis uses."""
+EXCEPTIONS = {("capture", "ranktape.analyze.histogram"), ("capture", "ranktape.analyze.moments")}
+"""Single modules across a closed border: the writer counts and adds up values with the kernels that analysis uses."""
 
 SHARED = {"ranktape.errors", "ranktape.__version__", "ranktape.__file__", "ranktape.public_names"}
 """What every folder may take from the top of the package; its public names are for users."""
@@ -147,13 +147,20 @@ def test_the_tree_keeps_the_rules() -> None:
     assert violations(PACKAGE) == []
 
 
+def test_beside_the_package_stands_what_torch_calls_and_nothing_else() -> None:
+    assert [path.name for path in sorted(PACKAGE.parent.glob("*.py"))] == ["ranktape_autoload.py"]
+    tree = ast.parse((PACKAGE.parent / "ranktape_autoload.py").read_text(encoding="utf-8"))
+    found = {item.target: item.scope for item in imports(tree, package="") if item.target != "__future__.annotations"}
+    assert found == {"os": "", "sys": "", "ranktape.launch.autostart.arm": "start"}
+
+
 PLANTED = {
     "storage/run.py": [
         "from ranktape.capture import Capture",
         "import ranktape.analyze.histogram",
         "from ..launch import cli",
         "from .. import analyze",
-        "def f():\n    from ranktape.capture.options import CaptureOptions",
+        "def f():\n    from ranktape.capture.settings.options import CaptureOptions",
         "if TYPE_CHECKING:\n    from ranktape.analyze.formats import Format",
         "importlib.import_module('ranktape.launch.cli')",
         "COMMANDS = {'demo': 'ranktape.launch.demo:command'}",
@@ -244,8 +251,11 @@ LIGHT = {
     "ranktape.capture": HEAVY,
     "ranktape.analyze": HEAVY,
     "ranktape.launch.cli": HEAVY,
+    "ranktape.launch.autostart": HEAVY,
+    "ranktape_autoload": (*HEAVY, "ranktape"),
     "ranktape.storage.run": ("torch",),
     "ranktape.analyze.histogram": ("torch", "zarr"),
+    "ranktape.analyze.moments": ("torch", "zarr"),
     "ranktape.capture.writer": ("torch", "zarr"),
 }
 """By module, what importing it may not import: `--help` is quick, the writer process small, a laptop has no torch."""

@@ -25,6 +25,7 @@ import pytest
 import ranktape
 
 CHECKOUT = Path(__file__).parents[1]
+AUTOLOAD = "ranktape_autoload.py"
 FOLDERS = ("storage", "capture", "analyze", "launch")
 
 
@@ -51,8 +52,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "bin"
 
 
-def _run(*command: str | Path, cwd: Path | None = None) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def _run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -64,13 +65,13 @@ def _modules(wheel: Path) -> list[str]:
     return sorted(source.replace("/", ".") for source in sources if not source.endswith("__main__"))
 
 
-def test_the_wheel_holds_one_name_with_types_and_licence(wheel: Path) -> None:
+def test_the_wheel_holds_one_package_and_what_torch_calls_with_types_and_licence(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "ranktape/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"ranktape", f"ranktape-{ranktape.__version__}.dist-info"}
-    in_checkout = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "ranktape").rglob("*.py")}
+    assert tops == {"ranktape", AUTOLOAD, f"ranktape-{ranktape.__version__}.dist-info"}
+    in_checkout = {AUTOLOAD, *(str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "ranktape").rglob("*.py"))}
     assert {name for name in names if name.endswith(".py")} == in_checkout
 
 
@@ -123,7 +124,8 @@ def _import_and_watch(modules: list[str]) -> dict[str, list[str]]:
 def _watch(python: Path, modules: list[str], *, cwd: Path) -> dict[str, list[str]]:
     source = inspect.getsource(_import_and_watch)
     script = f"import json\nfrom typing import Any\n{source}\nprint(json.dumps(_import_and_watch({modules})))"
-    result: dict[str, list[str]] = json.loads(_run(python, "-c", script, cwd=cwd))
+    # What torch has us do at the end of its import is not done by an import of ours.
+    result: dict[str, list[str]] = json.loads(_run(python, "-c", script, cwd=cwd, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
     return result
 
 
@@ -151,6 +153,20 @@ def test_every_module_of_the_wheel_imports_and_does_nothing_else(wheel: Path, in
 def test_what_a_module_does_at_import_is_noticed(tmp_path: Path, planted: str) -> None:
     (tmp_path / "ranktape_planted.py").write_text(planted + "\n", encoding="utf-8")
     assert _watch(Path(sys.executable), ["ranktape_planted"], cwd=tmp_path)["did"]
+
+
+def test_torch_calls_what_is_installed(installed: Path, tmp_path: Path) -> None:
+    script = "import sys, torch; print(sys.modules['ranktape_autoload'].__file__)"
+    assert _run(installed / "python", "-c", script, cwd=tmp_path).startswith(str(installed.parent))
+
+
+def test_an_editable_install_has_the_same_names(tmp_path: Path) -> None:
+    script = f"from hatchling.build import build_editable; print(build_editable({str(tmp_path)!r}))"
+    built = zipfile.ZipFile(tmp_path / _run(sys.executable, "-c", script, cwd=CHECKOUT).split()[-1])
+    contents = {name.rpartition("/")[2]: built.read(name).decode() for name in built.namelist()}
+    (paths,) = [text for name, text in contents.items() if name.endswith(".pth")]
+    assert set(paths.split()) == {str(CHECKOUT)}
+    assert "[torch.backends]\nranktape = ranktape_autoload:start" in contents["entry_points.txt"]
 
 
 @pytest.mark.parametrize("command", ["ranktape", "python -m ranktape.analyze", "python -m ranktape.launch"])

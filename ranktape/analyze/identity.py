@@ -18,6 +18,7 @@ IDENTITY = (
     "attempt",
     "microbatch",
     "call",
+    "mode",
     "layer_type",
     "layer_idx",
     "module",
@@ -35,7 +36,7 @@ IDENTITY = (
 NUMBER_FIELDS = ("iteration", "rank", "attempt", "microbatch", "call", "layer_idx", "batch_size", "sample_dim")
 """The fields of an identity that hold whole numbers."""
 
-_DETAILS = ("component", "compute_dtype", "shape")
+_DETAILS = ("mode", "component", "compute_dtype", "shape")
 """Fields that text leaves out unless everything is asked for."""
 
 

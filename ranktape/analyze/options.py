@@ -28,6 +28,7 @@ FILTERS: dict[str, str] = {
     "attempt": "Restart count of the worker group; the latest of each iteration by default.",
     "microbatch": "Index of the forward and backward pass within the step.",
     "call": "How many times the same place had fired before within the microbatch.",
+    "mode": "train or eval; both by default.",
     "module": "Dotted path of the module: 'layers.*.attn.*'.",
     "layer_type": "attention, linear, or the user's own.",
     "layer_idx": "Index of the layer in the stack; -1 outside of it.",

@@ -70,8 +70,14 @@ def read_numbers(record: Record, *, view: View) -> NDArray[Any] | Histogram:
     Raises:
         StorageError: the store cannot be read.
         DataError: the record's bytes are missing or damaged.
-        UsageError: what was kept is rounded already, and is to be looked at as it was seen.
+        UsageError: only statistics were kept; or what was kept is rounded already, and is to be looked at as it was
+            seen.
     """
+    if record.keep == Keep.STATISTICS:
+        raise UsageError(
+            f"of {record!r} the statistics were kept, and no value that a format could be tried on: "
+            f"leave such records out with --where \"keep != 'statistics'\", or read them with statistics()"
+        )
     return read_histogram(record, view=view) if record.keep == Keep.HISTOGRAM else read_values(record, view=view)
 
 

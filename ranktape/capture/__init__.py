@@ -5,9 +5,14 @@ from typing import TYPE_CHECKING
 from ranktape import public_names
 
 if TYPE_CHECKING:
-    from ranktape.capture.options import CaptureOptions as CaptureOptions
-    from ranktape.capture.options import add_arguments as add_arguments
+    from ranktape.capture.hooks.layers import get_layer_hidden_states as get_layer_hidden_states
+    from ranktape.capture.roles.known import register_role as register_role
+    from ranktape.capture.roles.known import unregister_role as unregister_role
+    from ranktape.capture.roles.table import FunctionRole as FunctionRole
+    from ranktape.capture.roles.table import ModuleRole as ModuleRole
     from ranktape.capture.session import Capture as Capture
+    from ranktape.capture.settings.arguments import add_arguments as add_arguments
+    from ranktape.capture.settings.options import CaptureOptions as CaptureOptions
     from ranktape.capture.tensor_saver import TensorSaver as TensorSaver
     from ranktape.capture.tensor_saver import get_tensor_saver as get_tensor_saver
     from ranktape.capture.tensor_saver import save_attention_tensors as save_attention_tensors
@@ -17,7 +22,11 @@ else:
     __all__, __getattr__, __dir__ = public_names(
         __name__,
         homes={
-            "options": ["CaptureOptions", "add_arguments"],
+            "settings.arguments": ["add_arguments"],
+            "hooks.layers": ["get_layer_hidden_states"],
+            "settings.options": ["CaptureOptions"],
+            "roles.known": ["register_role", "unregister_role"],
+            "roles.table": ["FunctionRole", "ModuleRole"],
             "session": ["Capture"],
             "tensor_saver": [
                 "TensorSaver",

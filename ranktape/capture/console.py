@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ranktape.capture.options import CaptureOptions
-    from ranktape.capture.recorder import Tally
+    from ranktape.capture.settings.options import CaptureOptions
+    from ranktape.capture.tally import Tally
 
 _MAX_NAMED = 5
+_MAX_SITES = 8
+"""Disabled sites that are warned of one by one."""
 _DRAIN_INTERVAL = 5
 """Calls of `show_drain` between two lines."""
 
@@ -27,6 +29,7 @@ class Console:
         self.rank = rank
         self._told: set[str] = set()
         self._num_drains = 0
+        self._num_sites = 0
         self._drain_is_shown = False
 
     def say(self, text: str) -> None:
@@ -54,6 +57,14 @@ class Console:
             self._told.add(text)
             self.warn(text, is_for_all_ranks=True)
 
+    def warn_of_site(self, text: str) -> None:
+        """Of a site of this rank that is disabled; of the first ones only, where it is many."""
+        self._num_sites += 1
+        if self._num_sites <= _MAX_SITES:
+            self.warn_once(text)
+        elif self._num_sites == _MAX_SITES + 1:
+            self.warn_once("further sites are disabled: 'ranktape status' names them")
+
     def warn_of(self, options: CaptureOptions) -> None:
         """Of settings that do not what they seem to do."""
         keep_last, target = options.keep_last, options.target_iterations
@@ -71,9 +82,13 @@ class Console:
         layers = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         shown = ", ".join(str(iteration) for iteration in iterations[:_MAX_NAMED])
         more = f", ... {iterations[-1]}" if len(iterations) > _MAX_NAMED else ""
+        kept = "".join(f", {count} as {keep}" for keep, count in sorted(tally.kept.items()) if keep != "values")
+        stored = kept and f", of which {size_text(tally.stored_nbytes)} are stored"
+        if tally.stored_nbytes > tally.nbytes:
+            stored = f", for which {size_text(tally.stored_nbytes)} are stored"
         self.say(
-            f"capturing {layers} layers into {url}: {tally.num_tensors} tensors, {size_text(tally.nbytes)} per "
-            f"iteration and rank (host budget {size_text(budget_nbytes)}); iterations {shown}{more}; "
+            f"capturing {layers} layers into {url}: {tally.num_tensors} tensors{kept}, {size_text(tally.nbytes)} per "
+            f"iteration and rank{stored} (host budget {size_text(budget_nbytes)}); iterations {shown}{more}; "
             f"{min_iterations} guaranteed complete"
         )
 

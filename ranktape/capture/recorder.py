@@ -6,137 +6,52 @@ import dataclasses
 import json
 import os
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import TracebackType
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ranktape.capture.device import DeviceStage
-from ranktape.capture.ring_file import SlotKind
-from ranktape.capture.tracker import Call, Tracker, dtype_name
-from ranktape.errors import CaptureError
-from ranktape.storage.dtypes import DTYPES
-from ranktape.storage.names import Site
-from ranktape.storage.record import Operation
+from ranktape.capture.expected import Expected
+from ranktape.capture.guard import Guard, Naming, StrictCaptureError, failure_text
+from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.passes.circumstances import TRANSFORMED, is_transformed
+from ranktape.capture.passes.tracker import Call, Tracker, dtype_name
+from ranktape.capture.settings.sampling import Kept, keep_samples
+from ranktape.capture.settings.unmatched import find_unmatched
+from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole, site_name
+from ranktape.capture.staging.device import DeviceStage
+from ranktape.capture.staging.ring_file import SlotKind
+from ranktape.capture.tally import Tally
+from ranktape.capture.tensors.layout import find_sample_dim, layout_of
+from ranktape.capture.tensors.parts import Part, UnrecordableError, take_apart
+from ranktape.errors import CaptureError, RanktapeError
+from ranktape.storage.record import Mode, Operation
 
 if TYPE_CHECKING:
-    from ranktape.capture.options import CaptureOptions
-    from ranktape.capture.ring import RingProducer
+    from ranktape.capture.settings.options import CaptureOptions
+    from ranktape.capture.settings.selecting import Selecting
+    from ranktape.capture.staging.ring import RingProducer
 
 MAX_PASSES = 4096
 """Forward passes of one iteration after which nobody will end it any more."""
 
-_LAYOUTS = {
-    # By kind of layer, dimension of samples and number of dimensions.
-    ("linear", 0, 2): "BH",
-    ("linear", 0, 3): "BTH",
-    ("linear", 1, 3): "TBH",
-    ("linear", None, 2): "OI",
-    ("attention", 0, 4): "BHTD",
-}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A module, or what stands for one, whose tensors are recorded."""
-
-    module: str
-    """Dotted path, without the wrappers' prefixes."""
-    layer_type: str
-    """`linear`, `attention`, or the user's own."""
-    layer_idx: int
-    """Layer in the stack; -1 outside of it."""
-    component: str
-    """`linear`, `FA`, `unknown`, or the user's own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """What a tensor is to its source."""
-
-    operation: Operation
-    """Forward or backward."""
-    phase: str
-    """`pre`, `post`, or the user's own."""
-    tensor_name: str
-    """`input`, `grad_output`, ..."""
-    has_samples: bool = True
-    """Whether one of its dimensions holds samples; weights have none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tags:
-    """What the user says of a tensor that is recorded by hand."""
-
-    quant_type: str | None = None
-    """What it was computed in; the capture's own tag where None."""
-    sample_ids: tuple[int | str, ...] | None = None
-    """Identifiers of its samples."""
-    metadata: str = "null"
-    """The user's own words, as JSON."""
-
-
-NO_TAGS = Tags()
-"""Of a tensor that a hook recorded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Taken:
     """A tensor with everything that is known of it."""
 
     source: Source
-    role: Role
+    role: TensorRole
     tensor: torch.Tensor
     call: Call
     tags: Tags
+    placement: str | None = None
 
     @property
-    def site(self) -> tuple[Source, Role, int]:
+    def site(self) -> tuple[Source, TensorRole, Mode, int]:
         """What it is counted by."""
-        return self.source, self.role, self.call.microbatch
-
-    @property
-    def name(self) -> str:
-        """What a person is told."""
-        return _name(self.source, self.role)
-
-
-@dataclass(slots=True)
-class Tally:
-    """What one iteration has come to."""
-
-    iteration: int
-    """Training step."""
-    is_staged: bool
-    """Whether tensors are recorded, or only counted."""
-    num_tensors: int = 0
-    """Tensors seen."""
-    nbytes: int = 0
-    """Bytes of their values."""
-    sources: set[Source] = field(default_factory=set)
-    """What they came from."""
-
-
-class Guard:
-    """A context that reports exceptions and swallows them: a defect of ours must not end somebody's training."""
-
-    def __init__(self, on_failure: Callable[[str], None]) -> None:
-        self._on_failure = on_failure
-
-    def __enter__(self) -> None:
-        """Nothing."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        """Report an exception; interrupts and exits pass."""
-        if not isinstance(error, Exception):
-            return False
-        self._on_failure(str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}")
-        return True
+        return self.source, self.role, self.call.mode, self.call.microbatch
 
 
 class Recorder:
@@ -148,7 +63,9 @@ class Recorder:
         ring: RingProducer,
         tracker: Tracker,
         options: CaptureOptions,
+        selecting: Selecting,
         on_failure: Callable[[str], None],
+        on_site_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Prepare.
 
@@ -156,87 +73,133 @@ class Recorder:
             ring: Where tensors go.
             tracker: Knows microbatch and pass.
             options: Of the capture.
-            on_failure: Called with the reason when a tensor cannot be recorded; the training goes on.
+            selecting: Knows which tensors are taken, and what is kept of them.
+            on_failure: Called with the reason when nothing more can be recorded; the training goes on.
+            on_site_failure: Called with the reason when nothing more of one site can be; the others go on.
         """
         self._ring = ring
         self._tracker = tracker
         self._options = options
+        self._selecting = selecting
         self._prefixes: dict[tuple[Any, ...], str] = {}
-        self._guard = Guard(on_failure)
+        self._on_failure = on_failure
+        self._on_site_failure = on_site_failure
+        self._guard = Guard(self._fail)
         self._owner = os.getpid()
         self._device: DeviceStage | None = None
         self._counter = 0
-        self._expected: set[str] | None = None
-        self._seen: set[str] = set()
-        self._taken: set[tuple[Any, int]] = set()
-        self._refused: dict[str, str] = {}
-        self._num_by_hand: Counter[tuple[Source, Role, int]] = Counter()
+        self._taken: dict[tuple[Source, TensorRole, Mode, int], set[int]] = {}
+        self._naming_ring = Naming("the ring")
+        self.expected = Expected()
+        self.explain_endless: Callable[[], str] = lambda: "call capture.step() after each iteration"
+        """Says why no iteration ends, and the way out."""
         self.tally: Tally | None = None
+        self.num_left_out = 0
 
     def begin(self, iteration: int, *, is_staged: bool) -> None:
         """An iteration begins."""
         self.tally = Tally(iteration=iteration, is_staged=is_staged)
-        self._seen.clear()
+        self.num_left_out = 0
+        # What the first captured iteration will cost is counted before it is due.
+        self._selecting.begin(iteration if is_staged else self._selecting.first)
+        self.expected.begin()
         self._taken.clear()
-        self._refused.clear()
-        self._num_by_hand.clear()
 
     def end(self) -> dict[str, Any]:
         """The iteration ended: what the commit must say of the expected and the silent tensors."""
         self.tally = None
-        expected = self._seen | (set(self._refused) if self._expected is None else self._expected)
-        silent = dict.fromkeys(sorted(expected - self._seen), "its hook did not fire") | self._refused
-        self._expected = expected
-        return {"expected": sorted(expected), "silent_sites": silent}
+        for source, role in self.expected.remembered():
+            if not self._selecting.may_take(source, role):
+                self.expected.excuse(source, role)
+        return self.expected.end()
 
     def record(
         self,
         source: Source,
-        role: Role,
+        role: TensorRole,
         tensor: torch.Tensor,
         *,
         call: Call,
         tags: Tags = NO_TAGS,
+        placement: str | None = None,
     ) -> None:
         """Take a copy of the tensor as it is now; the only thing that happens on the training thread.
 
-        Never raises: what goes wrong is reported, and the training goes on.
+        Raises nothing unless the capture is strict: what goes wrong is reported, and the training goes on.
         """
         tally = self.tally
         # A forked process has the hooks too, and must not write into its parent's ring.
-        if tally is None or os.getpid() != self._owner:
+        if tally is None or os.getpid() != self._owner or self.expected.is_disabled(source, role):
             return
-        with self.guarded():
-            self._record(tally, _Taken(source=source, role=role, tensor=tensor, call=call, tags=tags))
+        with self.guarded(source, role):
+            taken = _Taken(source=source, role=role, tensor=tensor, call=call, tags=tags, placement=placement)
+            self._record(tally, taken)
 
-    def guarded(self) -> Guard:
-        """A context in which what goes wrong is reported, and the training goes on."""
-        return self._guard
+    def guarded(self, source: Source | None = None, role: TensorRole | None = None) -> Guard:
+        """A context in which what goes wrong is reported, and the training goes on.
+
+        With a source, it disables that source for the rest of the run, or one role of it: the others go on. Without
+        one, or where it is the ring's or the writer's failure, nothing more is recorded.
+        """
+        if source is None:
+            return self._guard
+        return Guard(lambda error: self._fail(error, source, role))
+
+    def attach(self, source: Source, roles: Iterable[TensorRole]) -> None:
+        """Say that hooks were put on a module, and which roles they will show when it runs with gradients."""
+        left_out = () if Mode.TRAIN in self._options.wanted_modes else (Operation.BACKWARD,)
+        known = [role for role in roles if role.operation not in left_out and self._selecting.may_take(source, role)]
+        self.expected.attach(source, known)
+
+    def called(self, source: Source, call: Call) -> None:
+        """Say that a module or function runs, which has that call."""
+        is_training = call.mode == Mode.TRAIN
+        self.expected.called(source, has_gradients=torch.is_grad_enabled(), is_training=is_training)
+        if self._selecting.asks_for_calls:
+            for role in self.expected.known(source):
+                if not self.wants(source, role, call):
+                    self.expected.excuse(source, role, call)
 
     def record_grad(
         self,
         source: Source,
-        role: Role,
+        role: TensorRole,
         tensor: torch.Tensor,
         *,
         call: Call,
-        shape: torch.Size | None = None,
+        part: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        placement: str | None = None,
         on_grad: Callable[[Call], None] | None = None,
     ) -> None:
         """Take the gradient of the tensor when a backward pass reaches it, as a tensor of that role and call.
 
-        With `shape` it is recorded in that shape, with as many elements.
+        With `part`, what that makes of the gradient is recorded: another shape, or one of several operands in it.
         """
 
         def hook(grad: torch.Tensor) -> None:
-            self._tracker.note_backward()
-            if on_grad is not None:
-                on_grad(call)
             with self.guarded():
-                seen = grad if shape is None or grad.shape == shape else grad.reshape(shape)
-                self.record(source, role, seen, call=call)
+                self._tracker.note_backward()
+            with self.guarded(source, role):
+                if on_grad is not None:
+                    on_grad(call)
+                site = source, role, call.mode, call.microbatch
+                if self._tracker.is_adding_weights and call.index in self._taken.get(site, ()):
+                    return  # it came with the gradients of the inputs
+                seen = grad if part is None else part(grad)
+                self.record(source, role, seen, call=call, placement=placement)
 
-        tensor.register_hook(hook)
+        tensor.register_hook(Hook(hook))
+        if call.mode == Mode.TRAIN and self.wants(source, role, call):
+            self.expected.expect(source, role, call)
+
+    def wants(self, source: Source, role: TensorRole, call: Call) -> bool:
+        """Whether a tensor of that source, role and call may be taken in this iteration, before it is seen."""
+        return self._selecting.may_take(source, role, call)
+
+    def find_unmatched(self, paths: Collection[str]) -> list[str]:
+        """What the selection names and the iteration has not had; asked once, when it has ended."""
+        seen, self._selecting.sightings = self._selecting.sightings, None
+        return [] if seen is None else list(find_unmatched(self._options, seen, paths=paths))
 
     def poll(self) -> None:
         """Publish what has arrived from a device; called once in each step."""
@@ -248,40 +211,100 @@ class Recorder:
         if self._device is not None:
             self._device.drain()
 
-    def refuse(self, source: Source, role: Role, reason: str) -> None:
-        """Say of a tensor of the running iteration that it is not recorded, and why."""
-        self._refused[_name(source, role)] = reason
+    def refuse(self, source: Source, role: TensorRole, reason: str, *, call: Call | None = None) -> None:
+        """Say of a tensor of the running iteration, or of one call in it, that it is not recorded, and why."""
+        if self._selecting.may_take(source, role, call):
+            self.expected.refuse(source, role, reason)
+        else:
+            self.expected.excuse(source, role, call)
 
-    def next_index(self, source: Source, role: Role) -> int:
+    def pass_by(self, source: Source, roles: Iterable[TensorRole] = ()) -> None:
+        """Say of a call inside of a transform of `torch.func` that what it shows, at least these roles, is not seen."""
+        for role in dict.fromkeys((*self.expected.known(source), *roles)):
+            self.refuse(source, role, TRANSFORMED)
+
+    def next_index(self, source: Source, role: TensorRole) -> int:
         """How many tensors of that source and role came before in the microbatch; for those without a call."""
-        return self._num_by_hand[source, role, self._tracker.microbatch]
+        return len(self._taken.get((source, role, self._tracker.mode, self._tracker.microbatch), ()))
+
+    def _fail(self, error: Exception, source: Source | None = None, role: TensorRole | None = None) -> None:
+        """Disable what failed, or end the training with it where that was asked for."""
+        text = failure_text(error)
+        # Our own words are of the ring, the writer or the iteration, whichever site met them.
+        is_of_all = source is None or isinstance(error, RanktapeError)
+        if source is not None and not is_of_all:
+            is_new = self.expected.disable(source, role, text)
+            if is_new and not self._options.strict:
+                name = source.module if role is None else site_name(source, role)
+                self._on_site_failure(f"nothing more is recorded of {name}: {text}")
+        else:
+            self._on_failure(text)
+        if self._options.strict:
+            name = "" if source is None else f" at {source.module if role is None else site_name(source, role)}"
+            raise StrictCaptureError(f"the capture failed{name}: {text} (it is strict)") from error
 
     def _record(self, tally: Tally, taken: _Taken) -> None:
-        tensor = taken.tensor
-        dtype = dtype_name(tensor.dtype)
-        refusal = _refusal(tensor, dtype)
         if taken.call.iteration != tally.iteration:
-            refusal = f"it belongs to iteration {taken.call.iteration}, and came after that had ended"
-        if refusal is not None:
-            self._refused[taken.name] = refusal
+            late = f"it belongs to iteration {taken.call.iteration}, and came after that had ended"
+            self.refuse(taken.source, taken.role, late)
             return
-        if self._tracker.num_passes > MAX_PASSES:
-            raise CaptureError(
-                f"{MAX_PASSES} forward passes went by and no optimizer stepped: "
-                f"call capture.step() after each iteration"
-            )
+        if is_transformed():
+            self.refuse(taken.source, taken.role, TRANSFORMED, call=taken.call)
+            return
+        try:
+            parts = take_apart(taken.tensor, placement=taken.placement)
+        except UnrecordableError as error:
+            self.refuse(taken.source, taken.role, str(error), call=taken.call)
+            return
+        if self._tracker.num_unended > MAX_PASSES:
+            raise CaptureError(f"{MAX_PASSES} forward passes went by in one iteration: {self.explain_endless()}")
+        call = taken.call
         taken = self._distinct(taken)
-        self._seen.add(taken.name)
-        self._num_by_hand[taken.site] += 1
-        tally.num_tensors += 1
-        tally.nbytes += tensor.nbytes
-        tally.sources.add(taken.source)
-        if not tally.is_staged:
+        selected = [kept for part in parts if (kept := self._select(taken, part)) is not None]
+        if not selected:
+            self.num_left_out += 1
+            self.expected.excuse(taken.source, taken.role, call)
             return
-        header = self._header(tally.iteration, taken, dtype=dtype)
-        slot = self._ring.reserve(
-            SlotKind.TENSOR, header, tensor.nbytes, timeout_seconds=self._options.block_timeout_seconds
+        for kept in selected:
+            if tally.is_staged:
+                self._stage(taken, kept)
+            # Only now: what failed is neither counted nor seen.
+            tally.count(kept, compute_dtype=call.compute_dtype)
+        self.expected.saw(taken.source, taken.role, call)
+        tally.sources.add(taken.source)
+
+    def _select(self, taken: _Taken, part: Part) -> Kept | None:
+        """The part as the selection has it; None where it leaves it out."""
+        tensor, role, call = part.tensor, taken.role, taken.call
+        shape = tuple(tensor.shape)
+        decision = self._selecting.of_all or self._selecting.decide(
+            taken.source,
+            role,
+            call,
+            dtype=dtype_name(tensor.dtype),
+            shape=shape,
+            nbytes=tensor.nbytes,
+            quant_type=self._quant_type(taken),
+            suffix=part.suffix,
         )
+        if decision is None:
+            return None
+        given = self._options.sample_dim
+        sample_dim = None
+        if role.has_samples:
+            sample_dim = find_sample_dim(shape, batch_size=call.batch_size, given=given, layouts=role.layouts)
+        return keep_samples(part, decision=decision, sample_dim=sample_dim)
+
+    def _quant_type(self, taken: _Taken) -> str:
+        return taken.tags.quant_type or self._options.quant_type or taken.call.quant_type
+
+    def _stage(self, taken: _Taken, kept: Kept) -> None:
+        tensor = kept.part.tensor
+        header = self._header(taken, kept)
+        with self._naming_ring:
+            slot = self._ring.reserve(
+                SlotKind.TENSOR, header, tensor.nbytes, timeout_seconds=self._options.block_timeout_seconds
+            )
         try:
             if tensor.is_cuda and tensor.numel():
                 self._device_stage().copy(tensor, slot)  # publishes the slot when the copy has arrived
@@ -289,11 +312,11 @@ class Recorder:
             if tensor.numel():
                 _copy(tensor, slot.payload)
         except BaseException:
-            # A slot that is never published would hold up all that come after it; the capture disables itself, so
-            # the iteration is not committed with what lies in this one.
-            self._ring.publish(slot)
+            # A slot that is never published would hold up all that come after it.
+            self._ring.cancel(slot)
             raise
-        self._ring.publish(slot)
+        with self._naming_ring:
+            self._ring.publish(slot)
 
     def _device_stage(self) -> DeviceStage:
         if self._device is None:
@@ -302,21 +325,33 @@ class Recorder:
 
     def _distinct(self, taken: _Taken) -> _Taken:
         """The tensor under a call of its own: two backward passes over one graph bring each gradient twice."""
-        key = (taken.source, taken.role, taken.call.microbatch)
+        indices = self._taken.setdefault(taken.site, set())
         index = taken.call.index
-        while (key, index) in self._taken:
+        while index in indices:
             index += 1
-        self._taken.add((key, index))
+        indices.add(index)
         if index == taken.call.index:
             return taken
         return dataclasses.replace(taken, call=dataclasses.replace(taken.call, index=index))
 
-    def _header(self, iteration: int, taken: _Taken, *, dtype: str) -> bytes:
-        call, tags = taken.call, taken.tags
-        shape = tuple(taken.tensor.shape)
-        sample_dim = self._sample_dim(shape, call.batch_size) if taken.role.has_samples else None
-        quant_type = tags.quant_type or self._options.quant_type or call.quant_type
-        key = (taken.source, taken.role, dtype, shape, sample_dim, call.compute_dtype, call.batch_size, quant_type)
+    def _header(self, taken: _Taken, kept: Kept) -> bytes:
+        call, tags, part, sample_dim = taken.call, taken.tags, kept.part, kept.sample_dim
+        dtype, shape = dtype_name(part.tensor.dtype), tuple(part.tensor.shape)
+        quant_type = self._quant_type(taken)
+        key = (
+            taken.source,
+            taken.role,
+            part.suffix,
+            part.placement,
+            dtype,
+            shape,
+            sample_dim,
+            call.compute_dtype,
+            call.batch_size,
+            call.mode,
+            quant_type,
+            kept.keep,
+        )
         prefix = self._prefixes.get(key)
         if prefix is None:
             fixed = {
@@ -326,65 +361,29 @@ class Recorder:
                 "component": taken.source.component,
                 "operation": str(taken.role.operation),
                 "phase": taken.role.phase,
-                "tensor_name": taken.role.tensor_name,
+                "tensor_name": taken.role.tensor_name + part.suffix,
                 "quant_type": quant_type,
                 "dtype": dtype,
                 "shape": list(shape),
-                "layout": _LAYOUTS.get((taken.source.layer_type, sample_dim, len(shape)), ""),
+                "layout": layout_of(
+                    taken.source.layer_type, sample_dim=sample_dim, num_dims=len(shape), layouts=taken.role.layouts
+                ),
                 "compute_dtype": call.compute_dtype,
                 "sample_dim": sample_dim,
                 "batch_size": call.batch_size,
-                "placement": None,
+                "mode": str(call.mode),
+                "keep": kept.keep,
+                "placement": None if part.placement is None else json.loads(part.placement),
             }
             prefix = self._prefixes[key] = json.dumps(fixed)[:-1]
         counter, self._counter = self._counter, self._counter + 1
-        sample_ids = tags.sample_ids or (call.sample_ids if sample_dim is not None else None)
+        sample_ids = kept.sample_ids(tags.sample_ids or (call.sample_ids if sample_dim is not None else None))
         ids = "null" if sample_ids is None else json.dumps(sample_ids)
         return (
-            f'{prefix},"iteration":{iteration},"microbatch":{call.microbatch},"call":{call.index},'
+            f'{prefix},"iteration":{call.iteration},"microbatch":{call.microbatch},"call":{call.index},'
             f'"counter":{counter},"timestamp":{time.time()!r},"sample_ids":{ids},'
             f'"metadata":{tags.metadata}}}'
         ).encode()
-
-    def _sample_dim(self, shape: tuple[int, ...], batch_size: int | None) -> int | None:
-        given = self._options.sample_dim
-        if given is not None:
-            return given if given < len(shape) else None
-        return next((dim for dim in range(min(2, len(shape) - 1)) if shape[dim] == batch_size), None)
-
-
-def site_of(source: Source, role: Role, *, call: Call, quant_type: str | None) -> Site:
-    """The place of a tensor in its iteration; what it was computed in is the call's where no other is given."""
-    return Site(
-        module=source.module,
-        layer_type=source.layer_type,
-        layer_idx=source.layer_idx,
-        operation=role.operation,
-        phase=role.phase,
-        component=source.component,
-        quant_type=quant_type or call.quant_type,
-        tensor_name=role.tensor_name,
-        microbatch=call.microbatch,
-        call=call.index,
-    )
-
-
-def _name(source: Source, role: Role) -> str:
-    place = source.module or f"{source.layer_type} {source.layer_idx}"
-    return f"{place} {role.operation} {role.phase} {role.tensor_name}"
-
-
-def _refusal(tensor: torch.Tensor, dtype: str) -> str | None:
-    """Why a tensor cannot be recorded; None where it can."""
-    if dtype not in DTYPES:
-        return f"its dtype {dtype} cannot be stored"
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return f"it is a {type(tensor).__name__}, and only plain tensors can be recorded"
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return (
-            f"it is on {tensor.device} with layout {tensor.layout}, and only dense tensors with values can be recorded"
-        )
-    return None
 
 
 def _copy(tensor: torch.Tensor, payload: memoryview) -> None:

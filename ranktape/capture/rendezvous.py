@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from ranktape.errors import CaptureError
+from ranktape.errors import CaptureError, FailedElsewhereError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 _PREFIX = "ranktape"
 _serials = itertools.count()
@@ -73,6 +73,7 @@ class Rendezvous:
         self._store = _find_store(place) if place.world_size > 1 else None
         # Every rank begins its captures in the same order; a restarted process begins again from the first.
         self.launch_id = f"{self._agree()}-{next(_serials)}"
+        self._shared: dict[str, str] = {}
         self._failure_key = f"{_PREFIX}/{self.launch_id}/{place.restart}/failure"
 
     def report_failure(self, text: str) -> None:
@@ -86,6 +87,19 @@ class Rendezvous:
             return None
         return str(self._store.get(self._failure_key).decode())
 
+    def give_up(self, text: str) -> None:
+        """Tell rank 0 that this one records nothing, so that it is not waited for."""
+        if self._store is not None:
+            self._store.set(self._key("given_up", self._place.rank), text)
+            self._store.set(self._key("given_up", None), "")
+
+    def given_up(self) -> dict[int, str]:
+        """The ranks that record nothing, each with the reason; as far as they could say so."""
+        if self._store is None or not self._store.check([self._key("given_up", None)]):
+            return {}
+        keys = {rank: self._key("given_up", rank) for rank in range(self._place.world_size)}
+        return {rank: str(self._store.get(key).decode()) for rank, key in keys.items() if self._store.check([key])}
+
     def wait(self, poll: Callable[[], bool], *, seconds: float) -> bool:
         """Call `poll` until it says True, or another rank fails, or the time is over; whether it said True.
 
@@ -95,7 +109,7 @@ class Rendezvous:
         deadline = time.monotonic() + seconds
         while not poll():
             if (failure := self.failure()) is not None:
-                raise CaptureError(failure)
+                raise FailedElsewhereError(failure)
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)
@@ -118,13 +132,39 @@ class Rendezvous:
             time.sleep(_POLL_SECONDS)
         return str(self._store.get(key).decode())
 
-    def count_silent(self) -> bool:
-        """Say that this rank has nothing to record; whether now every rank has said so."""
+    def share(self, name: str, text: str) -> None:
+        """Leave something for the other ranks under a name; once for each name."""
+        if self._store is not None:
+            self._store.set(self._key(name, self._place.rank), text)
+        self._shared[name] = text
+
+    def gather(self, name: str, *, seconds: float, ranks: Iterable[int] | None = None) -> list[str]:
+        """What these ranks, or all of them, have left under a name, waited for.
+
+        Raises:
+            CaptureError: one left nothing in time.
+        """
+        if self._store is None:
+            return [self._shared[name]]
+        deadline = time.monotonic() + seconds
+        found = []
+        for rank in range(self._place.world_size) if ranks is None else ranks:
+            key = self._key(name, rank)
+            while not self._store.check([key]):
+                if time.monotonic() > deadline:
+                    raise CaptureError(f"rank {rank} has not said its {name} within {seconds:g} s")
+                time.sleep(_POLL_SECONDS)
+            found.append(str(self._store.get(key).decode()))
+        return found
+
+    def _key(self, name: str, rank: int | None) -> str:
+        return f"{_PREFIX}/{self.launch_id}/{self._place.restart}/{name}/{'any' if rank is None else rank}"
+
+    def count(self, name: str) -> bool:
+        """Say that something is so on this rank, once; whether now every rank has said so."""
         if self._store is None:
             return True
-        return bool(
-            self._store.add(f"{_PREFIX}/{self.launch_id}/{self._place.restart}/silent", 1) == self._place.world_size
-        )
+        return bool(self._store.add(self._key(name, None), 1) == self._place.world_size)
 
 
 _ENVIRONMENT = {

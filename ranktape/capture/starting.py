@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.environment import describe_environment
-from ranktape.capture.options import CaptureOptions
 from ranktape.capture.rendezvous import Rendezvous
-from ranktape.capture.ring_file import boot_id, new_ring_path
-from ranktape.capture.writer_config import WriterConfig
+from ranktape.capture.settings.cadence import cadence_of
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.staging.ring_file import boot_id, new_ring_path
+from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import CaptureError
 
 if TYPE_CHECKING:
-    from ranktape.capture.process import WriterProcess
     from ranktape.capture.rendezvous import Place
+    from ranktape.capture.staging.process import WriterProcess
 
 START_TIMEOUT_SECONDS = 120.0
 """Longest wait for the writer to be ready: it loads and compiles its kernels."""
@@ -59,8 +60,8 @@ def start_writer(
         if not rendezvous.wait(is_ready, seconds=START_TIMEOUT_SECONDS):
             raise CaptureError(f"the writer was not ready within {START_TIMEOUT_SECONDS:g} s: try again")
     except BaseException as error:
-        if place.rank == 0 and rendezvous is not None:
-            rendezvous.report_failure(str(error))
+        if rendezvous is not None:
+            (rendezvous.report_failure if place.rank == 0 else rendezvous.give_up)(str(error))
         process.finish(reason=str(error), timeout_seconds=0, on_progress=lambda *_: None)
         process.close(has_captured=False)
         raise
@@ -72,19 +73,17 @@ def start_writer(
 def _writer_config(
     options: CaptureOptions, *, url: str, place: Place, launch_id: str, path: Path | None
 ) -> WriterConfig:
-    public = {name: getattr(options, name) for name in CaptureOptions.__dataclass_fields__ if name != "storage_options"}
     return WriterConfig(
         url=url,
         storage_options=dict(options.storage_options or {}),
         rank=place.rank,
         trainer_pid=os.getpid(),
         launch={"launch_id": launch_id, "restart": place.restart, "world_size": place.world_size},
-        options=public,
+        options=options.document(),
         environment=describe_environment(),
         resume=options.resume,
         overwrite=options.overwrite,
-        start=options.start,
-        every=options.every,
+        cadence=cadence_of(options).to_json(),
         target=options.target_iterations,
         min_iterations=options.min_iterations,
         keep_last=options.keep_last,

@@ -12,9 +12,9 @@ import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.recorder import Role, Source
-from ranktape.capture.seed_environment import DEFAULT_SAVE_DIR, read_seed_environment
 from ranktape.capture.session import Capture
+from ranktape.capture.settings.seed_environment import DEFAULT_SAVE_DIR, read_seed_environment
+from ranktape.capture.source import Source, TensorRole
 from ranktape.errors import RunExistsError, UsageError
 from ranktape.storage.record import Operation, check_term
 from ranktape.storage.seed_names import recorded_name
@@ -91,7 +91,7 @@ class TensorSaver:
             component=component,
             phase=phase,
         )
-        role = Role(
+        role = TensorRole(
             operation=Operation(operation),
             phase=check_term(phase, field="phase"),
             tensor_name=name,

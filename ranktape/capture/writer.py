@@ -19,15 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.histogram import warm_up
-from ranktape.capture.committing import Committer
-from ranktape.capture.coordinator import Coordinator, Goal
-from ranktape.capture.options import Policy
-from ranktape.capture.patience import Patience
-from ranktape.capture.ring import RingConsumer
-from ranktape.capture.ring_file import Slot, SlotKind
-from ranktape.capture.storing import COUNT_FROM_NBYTES, HOLD_SECONDS, Staged, Storer, StoringOptions
-from ranktape.capture.writer_config import WriterConfig
+from ranktape.analyze.moments import warm_up
+from ranktape.capture.settings.cadence import Cadence
+from ranktape.capture.settings.options import Policy
+from ranktape.capture.staging.ring import RingConsumer
+from ranktape.capture.staging.ring_file import Slot, SlotKind
+from ranktape.capture.writing.committing import Committer
+from ranktape.capture.writing.coordinator import Coordinator, Goal
+from ranktape.capture.writing.patience import Patience
+from ranktape.capture.writing.storing import COUNT_FROM_NBYTES, HOLD_SECONDS, Staged, Storer, StoringOptions
+from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage.attempt import Launch
 from ranktape.storage.backends.urls import open_backend
@@ -50,18 +51,6 @@ _PLAN_POLL_SECONDS = 1.0
 
 _OUTAGE_SECONDS = 3.0
 """A store that has not answered for so long is spoken of."""
-
-
-def plan_iterations(*, start: int, every: int, count: int, completed: tuple[int, ...]) -> tuple[int, ...]:
-    """The first iterations to capture: as many as are wanted, without those that earlier attempts completed."""
-    wanted = count - len(completed)
-    planned: list[int] = []
-    iteration = start
-    while len(planned) < wanted:
-        if iteration not in completed:
-            planned.append(iteration)
-        iteration += every
-    return tuple(planned)
 
 
 class Writer:
@@ -114,9 +103,9 @@ class Writer:
         else:
             warm_up()
             self._attempt = join_attempt(self._backend, launch=launch, timeout_seconds=config.join_timeout_seconds)
-        planned = plan_iterations(
-            start=config.start, every=config.every, count=config.target, completed=self._attempt.completed
-        )
+        completed = self._attempt.completed
+        cadence = Cadence.from_json(config.cadence)
+        planned = cadence.following(cadence.start - 1, count=config.target - len(completed), without=completed)
         self._plan = Plan(iterations=planned, is_done=not planned)
         self._coordinator = self._start_coordinator(planned) if config.rank == 0 else None
         self._start_storing()
@@ -132,12 +121,18 @@ class Writer:
         config = self._config
         goal = Goal(
             planned=planned,
-            every=config.every,
+            cadence=Cadence.from_json(config.cadence),
             target=config.target,
             finish_timeout_seconds=config.finish_timeout_seconds,
             keep_last=config.keep_last,
         )
-        coordinator = Coordinator(self._backend, attempt=self._attempt, goal=goal, step=lambda: self._ring.step)
+        coordinator = Coordinator(
+            self._backend,
+            attempt=self._attempt,
+            goal=goal,
+            step=lambda: self._ring.step,
+            given_up=lambda: {int(rank): text for rank, text in (self._ring.hear() or {}).get("given_up", {}).items()},
+        )
         coordinator.start()
         return coordinator
 
@@ -220,6 +215,8 @@ class Writer:
         elif slot.kind is SlotKind.END:
             self._committer.commit(self._iterations.pop(iteration), slot)
         elif slot.kind is SlotKind.SKIP:
+            if (staged := self._iterations.pop(iteration, None)) is not None:
+                self._storer.interrupt(staged)
             self._committer.mark(iteration, Mark.SKIPPED, str(slot.header["reason"]))
             self._ring.free(slot)
 

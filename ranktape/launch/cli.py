@@ -9,9 +9,11 @@ import click
 
 from ranktape import __version__
 from ranktape.analyze.group import RanktapeGroup
+from ranktape.launch.owner import stand_aside
 
 COMMANDS = {
     "demo": "ranktape.launch.demo:command",
+    "plan": "ranktape.launch.plan:command",
     "status": "ranktape.launch.status:command",
     "watch": "ranktape.launch.watch:command",
     "runs": "ranktape.launch.runs:command",
@@ -38,6 +40,7 @@ def cli() -> None:
 
 def main() -> None:
     """Run the `ranktape` command and end the process with its exit code."""
+    stand_aside()
     cli(prog_name="ranktape")
 
 

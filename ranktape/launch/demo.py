@@ -16,13 +16,16 @@ from typing import Any
 
 import click
 
-from ranktape.capture.options import CaptureOptions
+from ranktape.capture.settings.options import CaptureOptions
 from ranktape.errors import CaptureError, RunExistsError, RunNotFoundError, UsageError
 from ranktape.launch.demo_text import read_text
 from ranktape.launch.options import capture_arguments, capture_options
 
 NUM_ITERATIONS = 3
 """Iterations that are captured."""
+
+_OWN = ("first_iteration", "manual", "dtype", "capture_config", "advance_on", "layer_offset")
+"""Settings of a capture that the demo has no option for: they are its own, or of no use to it."""
 
 
 @click.command(name="demo")
@@ -51,7 +54,7 @@ NUM_ITERATIONS = 3
     show_default=True,
     help="Forward and backward passes in each step.",
 )
-@capture_options(without=("first_iteration", "manual"), defaults={"min_iterations": NUM_ITERATIONS})
+@capture_options(without=_OWN, defaults={"min_iterations": NUM_ITERATIONS})
 def command(
     output: str, *, num_ranks: int, steps: int, text: str | None, dtype: str, micro_batches: int, **values: Any
 ) -> None:

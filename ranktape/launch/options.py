@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 import click
 
-from ranktape.capture.options import SETTINGS, CaptureOptions, Setting
+from ranktape.capture.settings.options import SETTINGS
+from ranktape.capture.settings.setting import Setting, is_given
+from ranktape.errors import UsageError
 
 AnyCommand = TypeVar("AnyCommand", bound=Callable[..., Any])
 
@@ -32,27 +34,37 @@ def capture_options(
     return decorate
 
 
-def capture_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked settings, as keyword arguments for `ranktape.capture.Capture`.
+def capture_request(url: str | None, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Where to record, and every setting, as keyword arguments for `ranktape.capture.Capture`.
+
+    What the command line leaves out is taken from the environment, and from the file of `--capture-config`.
 
     Raises:
-        UsageError: a value is not allowed; the message names its option.
+        UsageError: nothing says where, or a value is not allowed; the message names where it was given.
     """
-    options = CaptureOptions.from_mapping(values)
-    return {setting.name: getattr(options, setting.name) for setting in SETTINGS}
+    # Not at the top: a filter or a file needs packages that the help page does without.
+    from ranktape.capture.settings.config import resolve
+
+    found, settings = resolve({"capture": url, **values})
+    if found is None:
+        raise UsageError(
+            "Missing option '--capture': give the URL of the run, set RANKTAPE_CAPTURE, or write 'capture: URL' into "
+            "the file of --capture-config"
+        )
+    return found, settings
 
 
 def capture_arguments(values: Mapping[str, Any]) -> list[str]:
     """The words of a command line that say the same as `values`; what was not given is left out."""
     words: list[str] = []
     for setting in SETTINGS:
-        value = values.get(setting.name)
-        if value is None or value is False:
+        value: Any = values.get(setting.name)
+        if not is_given(value) or value is False:
             continue
         if setting.kind is bool:
             words.append(setting.flag)
             continue
-        for item in value if setting.multiple else (value,):
+        for item in value if setting.multiple and not isinstance(value, str) else (value,):
             words += [setting.flag, str(item)]
     return words
 
@@ -67,10 +79,7 @@ def _option(setting: Setting, *, default: Any) -> Callable[[AnyCommand], AnyComm
         is_flag=setting.kind is bool,
         multiple=setting.multiple,
         default=default,
-        metavar=_METAVARS.get(setting.name, setting.kind.__name__.upper()) if is_plain else None,
+        metavar=(setting.metavar or setting.kind.__name__.upper()) if is_plain else None,
         # click's own `show_default` knows only the command's default, which is None for "not given".
         help=setting.help if shown is None or shown is False or shown == () else f"{setting.help} [default: {shown}]",
     )
-
-
-_METAVARS = {"modules": "GLOB", "quant_type": "TAG", "storage_options": "JSON"}

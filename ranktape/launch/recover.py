@@ -14,7 +14,7 @@ from ranktape.errors import CheckFoundError, RanktapeError
 from ranktape.launch.place import read_options, storage_options_option
 
 if TYPE_CHECKING:
-    from ranktape.capture.recover import RingReport
+    from ranktape.capture.writing.recover import RingReport
 
 
 @click.command(name="recover")
@@ -34,7 +34,7 @@ def command(directory: Path, *, trust_other_boots: bool, as_json: bool, storage_
     why they are lost. A ring is removed once nothing in it is of use. Rings whose processes run are left alone. Exits
     with 3 when a ring remains or an iteration is lost.
     """
-    from ranktape.capture.recover import RingReport, find_rings, recover_ring
+    from ranktape.capture.writing.recover import RingReport, find_rings, recover_ring
     from ranktape.storage.backends.retry import RetryingBackend
     from ranktape.storage.backends.urls import open_backend
 

@@ -17,7 +17,8 @@ from typing import Any
 import click
 
 from ranktape.errors import MinimumNotMetError, RanktapeError
-from ranktape.launch.options import capture_options, capture_settings
+from ranktape.launch.options import capture_options, capture_request
+from ranktape.launch.owner import stand_aside
 from ranktape.launch.script import Script
 from ranktape.launch.worker import Worker
 
@@ -29,10 +30,10 @@ PROGRAM = "torchrun [its options] -m ranktape.launch"
 class Request:
     """What a command line asks for."""
 
-    url: str
-    """The run to record into."""
-    settings: dict[str, Any]
-    """Keyword arguments of `Capture`."""
+    url: str | None
+    """The run to record into, where the command line names it."""
+    values: dict[str, Any]
+    """The options, as the command line has them."""
     script: Script
     """What to run."""
 
@@ -42,13 +43,13 @@ class Request:
     # What follows the script is the script's, though it begins with a dash.
     context_settings={"allow_interspersed_args": False, "help_option_names": ["--help"], "max_content_width": 100},
 )
-@click.option("--capture", "url", metavar="URL", required=True, help="Record tensors into the run at this URL or path.")
+@click.option("--capture", "url", metavar="URL", help="Record tensors into the run at this URL or path.")
 # No `--module` beside it: that is the filter over the modules of the model.
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in 'python -m'.")
 @capture_options()
 @click.argument("script", metavar="SCRIPT")
 @click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
-def command(url: str, *, is_module: bool, script: str, arguments: tuple[str, ...], **values: Any) -> Request:
+def command(url: str | None, *, is_module: bool, script: str, arguments: tuple[str, ...], **values: Any) -> Request:
     """Run a training script, unmodified, and record its tensors from every rank.
 
     Fails if the script failed; and, on torchrun's last attempt, if fewer iterations than guaranteed are
@@ -56,7 +57,7 @@ def command(url: str, *, is_module: bool, script: str, arguments: tuple[str, ...
     """
     return Request(
         url=url,
-        settings=capture_settings(values),
+        values=values,
         script=Script(name=script, arguments=arguments, is_module=is_module),
     )
 
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str]) -> int:
         SystemExit: the script failed, with its own exit code.
         KeyboardInterrupt: it was interrupted.
     """
+    # The command line says what is recorded, whatever the environment says.
+    stand_aside()
     worker = Worker.from_environment(os.environ)
     try:
         request = command.main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
@@ -95,7 +98,8 @@ def _run(request: Request, *, worker: Worker) -> int:
 
     from ranktape.capture import Capture
 
-    with Capture(request.url, **request.settings) as capture:
+    url, settings = capture_request(request.url, request.values)
+    with Capture(url, **settings) as capture:
         try:
             script.run()
         except SystemExit as stop:
@@ -110,6 +114,6 @@ def _run(request: Request, *, worker: Worker) -> int:
     left = worker.max_restarts - worker.restart_count
     worker.warn(
         f"{verdict.message()} (exit code 0, because torchrun would train again, {left} more times;"
-        f" 'ranktape status {request.url} --require-minimum' tells a shell)"
+        f" 'ranktape status {url} --require-minimum' tells a shell)"
     )
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,9 +26,10 @@ COLUMNS = (
     Column(name="expected", kind=Kind.INTEGER, unit="ranks"),
     Column(name="records", kind=Kind.INTEGER),
     Column(name="size", kind=Kind.NBYTES, unit="bytes"),
+    Column(name="tensors", kind=Kind.TEXT),
     Column(name="missing", kind=Kind.TEXT),
 )
-"""One row is one iteration of one attempt."""
+"""One row is one iteration of one attempt; `tensors` are those recorded of those expected, whatever their calls."""
 
 MAX_NAMED = 4
 """Ranks, and tensors, that text names before it counts the rest; JSON names all."""
@@ -61,16 +62,26 @@ def write_status(run: Run, *, url: str, as_json: bool = False) -> Verdict | None
     """Write the status of a run to stdout; returns the verdict on its minimum, None where it has promised none."""
     statuses = run.status()
     verdict = run.verdict()
+    disabled = run.disabled()
     if as_json:
-        document = status_document(statuses, verdict=verdict, url=url)
+        document = status_document(statuses, verdict=verdict, url=url, disabled=disabled)
         sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
     else:
-        write_table(status_table(statuses, verdict=verdict, url=url))
+        write_table(status_table(statuses, verdict=verdict, url=url, disabled=disabled))
     return verdict
 
 
-def status_table(statuses: Sequence[IterationStatus], *, verdict: Verdict | None, url: str) -> Table:
-    """One row for each iteration of each attempt, the verdict below."""
+def status_table(
+    statuses: Sequence[IterationStatus],
+    *,
+    verdict: Verdict | None,
+    url: str,
+    disabled: Mapping[int, str] | None = None,
+) -> Table:
+    """One row for each iteration of each attempt, the verdict below.
+
+    `disabled` are the ranks whose capture failed inside, each with the reason.
+    """
     rows = tuple(
         (
             status.iteration,
@@ -80,19 +91,27 @@ def status_table(statuses: Sequence[IterationStatus], *, verdict: Verdict | None
             len(status.expected_ranks),
             status.num_records,
             status.nbytes,
+            tensors_text(status),
             missing_text(status),
         )
         for status in statuses
     )
-    notes = (*silent_notes(statuses), verdict_line(verdict))
+    notes = (*silent_notes(statuses), *disabled_notes(disabled or {}), verdict_line(verdict))
     return Table(title=printable(url), columns=COLUMNS, rows=rows, notes=notes)
 
 
-def status_document(statuses: Sequence[IterationStatus], *, verdict: Verdict | None, url: str) -> dict[str, Any]:
+def status_document(
+    statuses: Sequence[IterationStatus],
+    *,
+    verdict: Verdict | None,
+    url: str,
+    disabled: Mapping[int, str] | None = None,
+) -> dict[str, Any]:
     """The same for programs, with everything named."""
     return {
         "run": url,
         "iterations": [dataclasses.asdict(status) for status in statuses],
+        "disabled": dict(disabled or {}),
         "verdict": verdict.to_json() if verdict else None,
     }
 
@@ -109,6 +128,21 @@ def missing_text(status: IterationStatus) -> str:
     """The ranks that have not committed, each with the reason, and what is wrong with the commit; mostly empty."""
     words = [f"rank {rank}: {reason}" for rank, reason in status.missing.items()]
     return _first([*words, status.problem] if status.problem else words)
+
+
+def tensors_text(status: IterationStatus) -> str:
+    """How many of the expected tensors were recorded; empty where nobody counted."""
+    if status.num_expected is None or status.num_recorded is None:
+        return ""
+    return f"{status.num_recorded} of {status.num_expected}"
+
+
+def disabled_notes(disabled: Mapping[int, str]) -> tuple[str, ...]:
+    """The ranks whose capture failed inside, one line for each reason."""
+    ranks: dict[str, list[str]] = {}
+    for rank, reason in disabled.items():
+        ranks.setdefault(reason, []).append(f"rank {rank}")
+    return tuple(printable(f"{reason} ({_first(named)})") for reason, named in ranks.items())
 
 
 def silent_notes(statuses: Sequence[IterationStatus]) -> tuple[str, ...]:

@@ -50,7 +50,15 @@ class Worker:
     def warn(self, message: str) -> None:
         """Write one line on stderr, from rank 0 only."""
         if self.rank == 0:
-            sys.stderr.write(f"ranktape: {_one_line(message)}\n")
+            sys.stderr.write(f"ranktape: {one_line(message)}\n")
+            sys.stderr.flush()
+
+    def complain(self, message: str) -> None:
+        """Write one line on stderr of what went wrong; any rank but the first names itself."""
+        prefix = "" if self.rank == 0 else f"[rank {self.rank}] "
+        # A process that ends may have closed its stderr, or have none: there is nobody to tell.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"ranktape: error: {prefix}{one_line(message)}\n")
             sys.stderr.flush()
 
     def report(self, message: str) -> None:
@@ -58,13 +66,11 @@ class Worker:
 
         Rank 0 speaks at once, the others after `HEAD_START_SECONDS`, if they still live.
         """
-        line = _one_line(message)
+        line = one_line(message)
         if self.rank != 0:
             time.sleep(HEAD_START_SECONDS)
         self._write_error_file(line)
-        prefix = "" if self.rank == 0 else f"[rank {self.rank}] "
-        sys.stderr.write(f"ranktape: error: {prefix}{line}\n")
-        sys.stderr.flush()
+        self.complain(line)
 
     def _write_error_file(self, line: str) -> None:
         if self.error_file is None:
@@ -76,5 +82,6 @@ class Worker:
             self.error_file.write_text(json.dumps(document), encoding="utf-8")
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """The text without its line breaks."""
     return " ".join(text.split())

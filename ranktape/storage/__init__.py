@@ -6,10 +6,12 @@ from ranktape import public_names
 from ranktape.storage.zarr_types import register_on_import
 
 if TYPE_CHECKING:
+    from ranktape.storage.assemble import GlobalView as GlobalView
     from ranktape.storage.records import Record as Record
     from ranktape.storage.records import Records as Records
     from ranktape.storage.run import Run as Run
     from ranktape.storage.run import open_run as open_run
+    from ranktape.storage.statistics import Statistics as Statistics
     from ranktape.storage.status import IterationState as IterationState
     from ranktape.storage.status import IterationStatus as IterationStatus
     from ranktape.storage.status import Verdict as Verdict
@@ -18,8 +20,10 @@ else:
     __all__, __getattr__, __dir__ = public_names(
         __name__,
         homes={
+            "assemble": ["GlobalView"],
             "records": ["Record", "Records"],
             "run": ["Run", "open_run"],
+            "statistics": ["Statistics"],
             "status": ["IterationState", "IterationStatus", "Verdict"],
             "zarr_types": ["register"],
         },

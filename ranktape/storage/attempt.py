@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage import layout
-from ranktape.storage.documents import SCHEMA_KEY, SCHEMA_VERSION, decode_document
+from ranktape.storage.documents import FIRST_SCHEMA_KEY, SCHEMA_KEY, SCHEMA_VERSION, decode_document
 from ranktape.storage.groups import MAX_DOCUMENT_NBYTES, read_document, read_fields
 from ranktape.storage.validation import MAX_WORLD_SIZE, Fields
 
@@ -149,6 +150,16 @@ def run_attributes(data: bytes | None, *, place: str) -> dict[str, Any]:
             f"the run at {place} has schema {version}, this version reads up to {SCHEMA_VERSION}: update ranktape"
         )
     return dict(attributes)
+
+
+def oldest_schema(attributes: Mapping[str, Any], *, place: str) -> int:
+    """The schema of the oldest attempt in a run, from its attributes.
+
+    Raises:
+        RunFormatError: they name none.
+    """
+    fields = Fields(attributes, place=place)
+    return fields.integer(FIRST_SCHEMA_KEY, low=1, default=fields.integer(SCHEMA_KEY, low=1))
 
 
 def complete_iterations(backend: Backend, attempt: Attempt) -> list[int]:

@@ -23,7 +23,7 @@ from ranktape.errors import RunFormatError
 from ranktape.storage.archive import ARCHIVE_DAMAGE, ColumnArchive, pack_columns
 from ranktape.storage.encode import crc_of
 from ranktape.storage.layout import rank_iteration_path
-from ranktape.storage.record import EXTREMES, TALLY_KINDS, Keep, RecordInfo
+from ranktape.storage.record import EXTREMES, TALLY_KINDS, Keep, Mode, RecordInfo
 from ranktape.storage.selection.columns import StringColumn, narrowed, widened
 from ranktape.storage.validation import check_floats, check_integers, check_optional_integers
 
@@ -44,6 +44,7 @@ STRING_FIELDS = (
     "layout",
     "compute_dtype",
     "keep",
+    "mode",
 )
 JSON_FIELDS = ("shape", "sample_ids", "placement", "metadata")
 
@@ -131,8 +132,8 @@ _DERIVED = (*(f"overflow.{kind}.ratio" for kind in TALLY_KINDS), "overflow.total
 COLUMNS = (*_NUMBERS, *_STRINGS, *_DERIVED)
 """The names that filters may use."""
 
-_LATER = {"keep": Keep.VALUES.value, "stack": "", "index": "", "site": ""}
-"""Columns that runs of schema 1 do not have, with their value for text."""
+_LATER = {"keep": Keep.VALUES.value, "mode": Mode.TRAIN.value, "stack": "", "index": "", "site": ""}
+"""Columns that runs of earlier schemas do not have, with their value for text."""
 
 _LOW = {"layer_idx": -1, "index": -1}
 """The lowest value of a column of whole numbers, where it is not 0."""
@@ -238,7 +239,10 @@ class Catalogue:
         return column
 
     def _fill(self, name: str) -> Column:
-        """A column that runs of schema 1 do not have: each tensor has an array of its own there, and all values."""
+        """A column that runs of earlier schemas do not have.
+
+        In schema 1 each tensor has an array of its own, and all values; before schema 3 every pass is a training pass.
+        """
         if name == "index":
             return np.full(self.num_rows, -1, dtype=np.int64)
         if name == "site":

@@ -41,6 +41,16 @@ class RankCommit:
     """The tensors that were expected and not recorded, each with the reason."""
     checksum: str | None
     """Of the commit's document; None in runs of schema 1."""
+    num_expected: int | None = None
+    """Tensors that were expected; None where the commit does not say."""
+    num_missing: int | None = None
+    """Those of them that were not recorded."""
+
+    def counts(self) -> dict[str, int]:
+        """What it says of expected tensors; empty where it says nothing."""
+        if self.num_expected is None or self.num_missing is None:
+            return {}
+        return {"num_expected": self.num_expected, "num_missing": self.num_missing}
 
 
 def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
@@ -68,6 +78,7 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
         "num_records": sum(commit.catalogue.num_rows for commit in commits),
         "nbytes": sum(commit.nbytes for commit in commits),
         "silent_sites": {str(rank): commit.silent_sites for rank, commit in enumerate(commits) if commit.silent_sites},
+        **_total_counts(commits),
         "commits": [commit.checksum for commit in commits],
         "committed": time.time(),
     }
@@ -81,6 +92,11 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     if _is_dropped(backend, attempt, iteration):
         backend.delete(path)
     backend.flush()
+
+
+def _total_counts(commits: list[RankCommit]) -> dict[str, int]:
+    counts = [commit.counts() for commit in commits]
+    return {name: sum(one[name] for one in counts) for name in counts[0]} if all(counts) else {}
 
 
 def _is_dropped(backend: Backend, attempt: Attempt, iteration: int) -> bool:
@@ -119,6 +135,8 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
         nbytes=fields.integer("nbytes"),
         silent_sites=fields.texts("silent_sites"),
         checksum=fields.text("commit"),
+        num_expected=fields.count("num_expected"),
+        num_missing=fields.count("num_missing"),
     )
 
 
@@ -156,6 +174,8 @@ def read_whole_commit(backend: Backend, attempt: str, rank: int, iteration: int)
         nbytes=nbytes,
         silent_sites=fields.texts("silent_sites", default={}),
         checksum=document_checksum(data),
+        num_expected=fields.count("num_expected"),
+        num_missing=fields.count("num_missing"),
     )
 
 

@@ -22,6 +22,7 @@ from ranktape.storage.crc import combine
 from ranktape.storage.documents import Compression, array_document
 from ranktape.storage.dtypes import DTYPES
 from ranktape.storage.record import Keep
+from ranktape.storage.statistics import STATISTICS
 
 if TYPE_CHECKING:
     from ranktape.storage.backends.backend import Buffer
@@ -66,14 +67,18 @@ def checksums(array: np.ndarray[Any, Any], *, info: RecordInfo) -> tuple[str, li
 
 
 def stored_dtype(info: RecordInfo) -> DtypeRow:
-    """The dtype of the array that holds a record: its own, or that of counts."""
+    """The dtype of the array that holds a record: its own, that of counts, or that of statistics."""
+    if info.keep == Keep.STATISTICS:
+        return DTYPES["float64"]
     if info.keep == Keep.HISTOGRAM:
         return DTYPES["uint64" if info.nbytes == np.dtype(np.uint64).itemsize * NUM_CODES else "uint32"]
     return DTYPES[info.dtype]
 
 
 def stored_shape(info: RecordInfo) -> tuple[int, ...]:
-    """The shape of what is stored of a record: its own, or that of counts."""
+    """The shape of what is stored of a record: its own, that of counts, or that of statistics."""
+    if info.keep == Keep.STATISTICS:
+        return (len(STATISTICS),)
     return (NUM_CODES,) if info.keep == Keep.HISTOGRAM else info.shape
 
 
@@ -176,6 +181,8 @@ def dimension_names(info: RecordInfo) -> list[str]:
     xarray reads the arrays of a group as one dataset, where a name has one extent; the extent is in the
     name, so that tensors of different shapes may stand side by side.
     """
+    if info.keep == Keep.STATISTICS:
+        return [f"statistic_{len(STATISTICS)}"]
     if info.keep == Keep.HISTOGRAM:
         return [f"code_{NUM_CODES}"]
     letters = info.layout if len(info.layout) == len(info.shape) else ""

@@ -4,8 +4,8 @@ A site's fields are percent-encoded and joined by commas, which encoding never l
 
     layers.0.attention.query,linear,L0,forward,pre,linear,bf16,input,m0,c0
 
-so that any string a user or a model may hold becomes one name that a file system, an object store and
-Zarr accept, that cannot leave its folder, and that gives the string back.
+and one more, `,eval`, of a pass that is no training pass; so that any string a user or a model may hold becomes one
+name that a file system, an object store and Zarr accept, that cannot leave its folder, and that gives the string back.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
 from ranktape.errors import RunFormatError, UsageError
+from ranktape.storage.record import Mode
 
 if TYPE_CHECKING:
     from ranktape.storage.record import RecordInfo
@@ -57,6 +58,8 @@ class Site:
     """Index of the forward and backward pass within the step."""
     call: int
     """How many times the site had fired before within the microbatch."""
+    mode: str = Mode.TRAIN.value
+    """`train` or `eval`."""
 
     @classmethod
     def of(cls, info: RecordInfo) -> Site:
@@ -72,6 +75,7 @@ class Site:
             tensor_name=info.tensor_name,
             microbatch=info.microbatch,
             call=info.call,
+            mode=info.mode,
         )
 
 
@@ -85,7 +89,9 @@ def site_path(site: Site) -> str:
     """
     words = (site.operation, site.phase, site.component, site.quant_type, site.tensor_name)
     begin = _begin_name(site.module, site.layer_type, site.layer_idx, *words)
-    name = f"{begin},m{site.microbatch},c{site.call}"
+    # Training is what is left out: its names are those of every schema.
+    end = "" if site.mode == Mode.TRAIN else f",{site.mode}"
+    name = f"{begin},m{site.microbatch},c{site.call}{end}"
     if len(name) > MAX_PATH_LENGTH:
         raise UsageError(
             f"the name of module {site.module[:40]!r}... takes {len(name)} characters in the store, "
@@ -102,8 +108,10 @@ def parse_site_path(path: str) -> Site:
     """
     fields = [_decode(field) for field in path.replace(_CONTINUED, "").replace(_CONTINUED_BEFORE, "").split(",")]
     try:
-        module, layer_type, layer, operation, phase, component, quant_type, tensor_name, microbatch, call = fields
-        if (layer[0], microbatch[0], call[0]) != ("L", "m", "c"):
+        module, layer_type, layer, operation, phase, component, quant_type, tensor_name, microbatch, call, *rest = (
+            fields
+        )
+        if rest not in ([], [Mode.EVAL.value]) or (layer[0], microbatch[0], call[0]) != ("L", "m", "c"):
             raise ValueError(path)
         return Site(
             module=module,
@@ -116,9 +124,12 @@ def parse_site_path(path: str) -> Site:
             tensor_name=tensor_name,
             microbatch=int(microbatch[1:]),
             call=int(call[1:]),
+            mode=rest[0] if rest else Mode.TRAIN.value,
         )
     except (ValueError, IndexError) as error:
-        raise RunFormatError(f"{path!r} is not the path of a captured tensor: it needs ten fields") from error
+        raise RunFormatError(
+            f"{path!r} is not the path of a captured tensor: it needs ten fields, and 'eval' or nothing"
+        ) from error
 
 
 @functools.lru_cache(maxsize=1 << 14)

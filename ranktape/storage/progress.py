@@ -24,7 +24,7 @@ from ranktape.storage.attempt import (
 )
 from ranktape.storage.groups import MAX_COMMIT_NBYTES, read_fields, write_group
 from ranktape.storage.layout import Mark
-from ranktape.storage.status import IterationState, IterationStatus, Verdict, judge
+from ranktape.storage.status import DISABLED, IterationState, IterationStatus, Verdict, judge
 from ranktape.storage.validation import Fields
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class _Summary:
     num_records: int = 0
     nbytes: int = 0
     silent_sites: dict[int, dict[str, str]] = field(default_factory=dict)
+    num_expected: int | None = None
+    num_missing: int | None = None
 
 
 _NO_SUMMARY = _Summary()
@@ -55,6 +57,8 @@ def _summary(fields: Fields) -> _Summary:
         num_records=fields.integer("num_records", default=0),
         nbytes=fields.integer("nbytes", default=0),
         silent_sites=fields.texts_by_rank("silent_sites", default={}),
+        num_expected=fields.count("num_expected"),
+        num_missing=fields.count("num_missing"),
     )
 
 
@@ -247,7 +251,14 @@ def _status(backend: Backend, progress: Progress, iteration: int, *, final: bool
         num_records=summary.num_records,
         nbytes=summary.nbytes,
         problem=damage,
+        num_expected=summary.num_expected,
+        num_recorded=_difference(summary.num_expected, summary.num_missing),
+        num_missing=summary.num_missing,
     )
+
+
+def _difference(total: int | None, part: int | None) -> int | None:
+    return None if total is None or part is None else total - part
 
 
 def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, final: bool) -> str:
@@ -260,6 +271,19 @@ def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, 
     if rank in progress.closed:
         return f"ended before it ({_last_words(backend, path, rank) or 'no reason was left'})"
     return "never reported (its host may be lost)" if final else "has not committed yet"
+
+
+def read_disabled(backend: Backend) -> dict[int, str]:
+    """The ranks whose capture disabled itself in the last attempt of a run, each with the reason."""
+    attempts = read_attempts(backend)
+    if not attempts:
+        return {}
+    path = attempts[-1].path
+    found = (layout.parse_closed(key) for key in backend.list_keys(f"{path}/closed"))
+    closed = sorted(rank for rank in found if rank is not None)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        words = pool.map(lambda rank: _last_words(backend, path, rank), closed)
+    return {rank: word for rank, word in zip(closed, words, strict=True) if word.startswith(DISABLED)}
 
 
 def _closing_notes(backend: Backend, progress: Progress) -> dict[int, str]:

@@ -7,17 +7,23 @@ import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ranktape.errors import DataError, RunFormatError
+from ranktape.storage.blob import open_blob
+from ranktape.storage.catalogue import Catalogue
 from ranktape.storage.decode import StoredArray, fetch_object, open_stored, read_stored
 from ranktape.storage.encode import checksum, stored_dtype, stored_shape
-from ranktape.storage.layout import document_key, dropped_path
+from ranktape.storage.layout import document_key, dropped_path, iteration_path
 
 if TYPE_CHECKING:
-    import numpy as np
     import zarr
 
     from ranktape.storage.backends.backend import Backend
-    from ranktape.storage.records import Record
+    from ranktape.storage.records import Record, Records
+
+_NUM_CATALOGUES = 4
+"""Of iterations, that are remembered: who asks for the parts of one tensor asks for those of others."""
 
 _NUM_DOCUMENTS = 1024
 """Documents of arrays that are remembered: many records share one."""
@@ -85,6 +91,7 @@ class RunReader:
         self._store: Any = None
         self._stored = functools.lru_cache(_NUM_DOCUMENTS)(self._open)
         self._objects = RecentObjects(backend)
+        self._catalogue = functools.lru_cache(_NUM_CATALOGUES)(self._open_catalogue)
 
     def __reduce__(self) -> tuple[type[RunReader], tuple[Backend]]:
         return RunReader, (self.backend,)
@@ -133,6 +140,23 @@ class RunReader:
             return zarr.open_array(self._store, path=path, mode="r", zarr_format=3)
         except (FileNotFoundError, KeyError) as error:
             raise DataError(f"{self.url}/{path} is committed, but its document is missing") from error
+
+    def siblings(self, record: Record) -> Records:
+        """What all ranks recorded at the place of a record, in its iteration and attempt.
+
+        Raises:
+            RunFormatError: the iteration's catalogue is damaged.
+            StorageError: the store cannot be read.
+        """
+        from ranktape.storage.records import Records
+
+        attempt = record.location.group.partition("/")[0]
+        catalogue = self._catalogue(attempt, record.info.iteration)
+        return Records(self, [catalogue], np.arange(catalogue.num_rows)).select(site=record.location.site)
+
+    def _open_catalogue(self, attempt: str, iteration: int) -> Catalogue:
+        path = iteration_path(attempt, iteration)
+        return Catalogue(open_blob(self.backend, path), place=f"{self.url}/{path}", attempt=attempt)
 
     def _open(self, path: str) -> StoredArray:
         # What the document of a stack says of each record is in the catalogue, too, and would fill the memory.

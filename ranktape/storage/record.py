@@ -25,6 +25,15 @@ class Operation(enum.StrEnum):
     BACKWARD = "backward"
 
 
+class Mode(enum.StrEnum):
+    """Which kind of pass a tensor was seen in."""
+
+    TRAIN = "train"
+    """The module was in training mode, and gradients were wanted."""
+    EVAL = "eval"
+    """One of them was not so: validation, inference, a forward pass without gradients."""
+
+
 class Keep(enum.StrEnum):
     """What is kept of a tensor."""
 
@@ -33,6 +42,8 @@ class Keep(enum.StrEnum):
     HISTOGRAM = "histogram"
     """How often each of the 65,536 bit patterns of a 16-bit value occurs in it; 32- and 64-bit values are rounded to
     the compute dtype first."""
+    STATISTICS = "statistics"
+    """What its finite values add up to: `ranktape.storage.statistics`."""
 
 
 def check_term(value: str, *, field: str) -> str:
@@ -192,7 +203,9 @@ class RecordInfo:
     checksum: str
     """CRC-32C of its raw little-endian bytes in C order: `crc32c:` and eight hexadecimal digits."""
     keep: str = Keep.VALUES.value
-    """What is kept: `values`, or their `histogram`."""
+    """What is kept: `values`, their `histogram`, or their `statistics`."""
+    mode: str = Mode.TRAIN.value
+    """`train`, or `eval`: the kind of pass that it was seen in."""
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary for JSON and for Zarr attributes, field by field."""
@@ -223,5 +236,5 @@ FIELDS = tuple(field.name for field in dataclasses.fields(RecordInfo))
 
 _fields = operator.attrgetter(*FIELDS)
 
-_LATER_FIELDS = frozenset({"keep"})
-"""Fields that runs of schema 1 do not have."""
+_LATER_FIELDS = frozenset({"keep", "mode"})
+"""Fields that runs of earlier schemas do not have."""

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
-from ranktape.errors import UsageError
+from ranktape.errors import DataError, UsageError
 from ranktape.storage.catalogue import COLUMNS, concatenate
 from ranktape.storage.record import Keep
 from ranktape.storage.rows import read_rows
 from ranktape.storage.selection.columns import StringColumn, widened
 from ranktape.storage.selection.filters import check_fields, filter_from_text, parse_filter, parse_where
+from ranktape.storage.statistics import Statistics
 
 if TYPE_CHECKING:
     import torch
     import xarray
     import zarr
 
+    from ranktape.storage.assemble import GlobalView
     from ranktape.storage.catalogue import RecordTable
     from ranktape.storage.record import Overflow, RecordInfo
     from ranktape.storage.selection.columns import Column
 
+
+_READ_BY = {Keep.VALUES: "read", Keep.HISTOGRAM: "counts", Keep.STATISTICS: "statistics"}
+"""The method of a record that gives what was kept of it."""
 
 _NUM_THREADS = 16
 """Catalogues in which a column is looked up at once."""
@@ -47,6 +53,10 @@ class RecordReader(Protocol):
 
     def open_array(self, path: str) -> zarr.Array[Any]:
         """The Zarr array at a path."""
+        ...
+
+    def siblings(self, record: Record) -> Iterable[Record]:
+        """What all ranks recorded at the place of a record, in its iteration and attempt; itself among it."""
         ...
 
 
@@ -100,6 +110,7 @@ class Record:
     nbytes: int
     checksum: str
     keep: str
+    mode: str
 
     def __init__(self, info: RecordInfo, *, location: Location, reader: RecordReader) -> None:
         self.info = info
@@ -141,10 +152,9 @@ class Record:
 
         Raises:
             DataError: bytes are missing, or are not those captured.
-            UsageError: there is no such sample, the tensor has no samples, or only its histogram was kept.
+            UsageError: there is no such sample, the tensor has no samples, or its values were not kept.
         """
-        if self.keep != Keep.VALUES:
-            raise UsageError(f"of {self!r} the {self.keep} was kept, not the values: use counts()")
+        self._expect(Keep.VALUES)
         return self._reader.read(self, sample=None if sample is None else self._checked_sample(sample))
 
     def counts(self) -> np.ndarray[Any, Any]:
@@ -152,11 +162,30 @@ class Record:
 
         Raises:
             DataError: bytes are missing, or are not those written.
-            UsageError: the values were kept.
+            UsageError: something else was kept.
         """
-        if self.keep != Keep.HISTOGRAM:
-            raise UsageError(f"of {self!r} the {self.keep} were kept, not the histogram: use read()")
+        self._expect(Keep.HISTOGRAM)
         return self._reader.read(self, sample=None)
+
+    def statistics(self) -> Statistics:
+        """What the finite values add up to, where the statistics were kept: mean, deviation, extremes and others.
+
+        Raises:
+            DataError: bytes are missing, or are not those written.
+            UsageError: something else was kept.
+        """
+        self._expect(Keep.STATISTICS)
+        statistics = Statistics.from_vector(self._reader.read(self, sample=None))
+        if statistics.num_elements != math.prod(self.info.shape):
+            raise DataError(f"the statistics of {self!r} are damaged: they are of {statistics.num_elements} elements")
+        return statistics
+
+    def _expect(self, keep: Keep) -> None:
+        if self.keep != keep:
+            verb = "was" if self.keep == Keep.HISTOGRAM else "were"
+            raise UsageError(
+                f"of {self!r} the {self.keep} {verb} kept, not the {keep}: use {_READ_BY[Keep(self.keep)]}()"
+            )
 
     def tensor(self) -> torch.Tensor:
         """The values as a torch tensor of the captured dtype, on the CPU.
@@ -175,6 +204,21 @@ class Record:
             return torch.empty(self.info.shape, dtype=dtype)
         raw = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
         return raw.view(dtype).reshape(self.info.shape)
+
+    def global_view(self, *, replicas: str = "check") -> GlobalView:
+        """The tensor over all ranks of which this record is a part, from the parts that all of them recorded.
+
+        Copies of one part must be the same bits, unless `replicas` is `"ignore"`: the first of them counts then.
+
+        Raises:
+            DataError: the placement is damaged.
+            StorageError: the store cannot be read.
+            UsageError: a folder of files does not say what other ranks recorded.
+        """
+        from ranktape.storage.assemble import view_of
+
+        siblings = [self] if self.info.placement is None else self._reader.siblings(self)
+        return view_of(self, siblings=siblings, replicas=replicas)
 
     def _checked_sample(self, sample: int) -> int:
         dim = self.info.sample_dim
@@ -303,6 +347,20 @@ class Records(Sequence[Record]):
                 groups.items(), key=lambda item: [(value is None, 0 if value is None else value) for value in item[0]]
             )
         ]
+
+    def assemble(self, *, replicas: str = "check") -> list[GlobalView]:
+        """The tensors over all ranks of which the records of this selection are parts; a whole one is one itself.
+
+        Parts that are not in the selection are missing. Copies of one part must be the same bits when a tensor is
+        read, unless `replicas` is `"ignore"`.
+
+        Raises:
+            DataError: a placement is damaged.
+            StorageError: the store cannot be read.
+        """
+        from ranktape.storage.assemble import assemble_records
+
+        return assemble_records(self, replicas=replicas)
 
     def stack(self) -> xarray.DataArray:
         """The records as one array: over the fields in which they differ, then over the tensors' own dimensions.

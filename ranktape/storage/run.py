@@ -16,7 +16,7 @@ from ranktape.storage.backends.backend import Backend
 from ranktape.storage.backends.urls import open_backend
 from ranktape.storage.blob import open_blob
 from ranktape.storage.catalogue import Catalogue, empty_catalogue
-from ranktape.storage.progress import read_verdict
+from ranktape.storage.progress import read_disabled, read_verdict
 from ranktape.storage.reader import RunReader
 from ranktape.storage.records import Records
 from ranktape.storage.selection.columns import Mask
@@ -92,6 +92,10 @@ class Run:
         if judged is None:
             raise RunNotFoundError(f"the run at {self.url} has no attempt yet: no rank has started to record")
         return judged[0]
+
+    def disabled(self) -> dict[int, str]:
+        """The ranks that recorded nothing more after a failure inside of the capture, each with the reason."""
+        return read_disabled(self._backend)
 
     def select(self, **filters: Any) -> Records:
         """The records whose fields have the values asked for, of the latest attempt of each complete iteration.

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ranktape.storage.record import Keep
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -77,4 +79,7 @@ class Stacks:
 
 def stack_key(info: RecordInfo) -> StackKey:
     """What tensors must have in common to be in one array."""
+    if info.keep == Keep.STATISTICS:
+        # Those of all tensors are alike, and far smaller than the documents that arrays of their own would have.
+        return (info.keep,)
     return (info.keep, info.dtype, info.shape, info.layout, info.nbytes)

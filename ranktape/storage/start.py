@@ -24,7 +24,14 @@ from ranktape.storage.attempt import (
     run_attributes,
 )
 from ranktape.storage.commit import finish_iteration
-from ranktape.storage.documents import SCHEMA_KEY, SCHEMA_VERSION, encode_document, group_document
+from ranktape.storage.documents import (
+    CHECKSUM_KEY,
+    FIRST_SCHEMA_KEY,
+    SCHEMA_KEY,
+    SCHEMA_VERSION,
+    encode_document,
+    group_document,
+)
 from ranktape.storage.groups import write_group
 from ranktape.storage.progress import read_progress
 
@@ -76,6 +83,31 @@ def begin_attempt(
     return attempt
 
 
+def check_place(backend: Backend, *, resume: bool, overwrite: bool) -> None:
+    """Make sure, before anything is written, that a new launch could record into a place.
+
+    Raises:
+        RunExistsError: another launch's run, or something that is not a run, is at the URL.
+        StorageError: the store cannot be read.
+    """
+    data = read_run(backend)
+    if data is None and (found := _foreign_names(backend)):
+        raise RunExistsError(_foreign_message(backend, found[0]))
+    if data is not None and not (resume or overwrite):
+        raise RunExistsError(_taken_message(backend))
+
+
+def _foreign_message(backend: Backend, name: str) -> str:
+    return f"{backend.url} is not empty and holds no run (there is {name!r}): choose another URL"
+
+
+def _taken_message(backend: Backend) -> str:
+    return (
+        f"there is a run at {backend.url} already: add --resume to continue it, --overwrite to delete it, "
+        f"or choose another URL"
+    )
+
+
 def _make_or_continue_run(
     backend: Backend,
     *,
@@ -87,7 +119,7 @@ def _make_or_continue_run(
 ) -> None:
     data = read_run(backend)
     if data is None and (found := _foreign_names(backend)):
-        raise RunExistsError(f"{backend.url} is not empty and holds no run (there is {found[0]!r}): choose another URL")
+        raise RunExistsError(_foreign_message(backend, found[0]))
     if data is not None and overwrite:
         owner = run_attributes(data, place=backend.url).get("launch_id")
         if owner != launch.launch_id:
@@ -105,10 +137,16 @@ def _make_or_continue_run(
         if not backend.create(key, encode_document(group_document(attributes), key=key)):
             raise RunExistsError(f"another launch made a run at {backend.url} just now: choose another URL")
     elif run_attributes(data, place=backend.url).get("launch_id") != launch.launch_id and not resume:
-        raise RunExistsError(
-            f"there is a run at {backend.url} already: add --resume to continue it, --overwrite to delete it, "
-            f"or choose another URL"
-        )
+        raise RunExistsError(_taken_message(backend))
+    else:
+        _raise_schema(backend, run_attributes(data, place=backend.url))
+
+
+def _raise_schema(backend: Backend, attributes: dict[str, Any]) -> None:
+    """Say of a run that is continued that it holds what an earlier version does not read."""
+    if attributes[SCHEMA_KEY] < SCHEMA_VERSION:
+        attributes.pop(CHECKSUM_KEY, None)
+        write_group(backend, "", {FIRST_SCHEMA_KEY: attributes[SCHEMA_KEY], **attributes, SCHEMA_KEY: SCHEMA_VERSION})
 
 
 def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) -> Attempt:

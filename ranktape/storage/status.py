@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+DISABLED = "capture disabled itself"
+"""Begins the last words of a rank that recorded nothing more after a failure inside of the capture."""
+
 
 class IterationState(enum.StrEnum):
     """How far one iteration is."""
@@ -47,6 +50,12 @@ class IterationStatus:
     """Bytes of their values."""
     problem: str = ""
     """What is wrong with the document of its commit; empty where nothing is."""
+    num_expected: int | None = None
+    """Tensors that were expected, on all ranks; None before the iteration commit, and where no capture counted."""
+    num_recorded: int | None = None
+    """Those of them that were recorded, in all passes and calls in which they came."""
+    num_missing: int | None = None
+    """Those of them that were not, or not whole; `silent_sites` has the reasons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

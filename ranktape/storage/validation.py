@@ -15,7 +15,7 @@ import numpy as np
 
 from ranktape.errors import RunFormatError
 from ranktape.storage.dtypes import DTYPES
-from ranktape.storage.record import TALLY_KINDS, Keep, Operation
+from ranktape.storage.record import TALLY_KINDS, Keep, Mode, Operation
 
 if TYPE_CHECKING:
     from ranktape.storage.record import RecordInfo
@@ -34,6 +34,7 @@ _SHOWN = 60
 
 _OPERATIONS = frozenset(operation.value for operation in Operation)
 _KEEPS = frozenset(keep.value for keep in Keep)
+_MODES = frozenset(mode.value for mode in Mode)
 _REQUIRED = object()
 _RANK = re.compile("[0-9]{1,7}")
 
@@ -57,6 +58,10 @@ class Fields:
         if type(value) is not int or not low <= value <= high:
             self._refuse(name, value, f"a whole number from {low} to {high}")
         return value
+
+    def count(self, name: str) -> int | None:
+        """A whole number that is not negative; None where there is none."""
+        return self.integer(name) if name in self._values else None
 
     def flag(self, name: str) -> bool:
         """True or false."""
@@ -170,6 +175,8 @@ def check_info(info: RecordInfo) -> None:
         raise ValueError(f"dtype {info.dtype!r:.{_SHOWN}}")
     if info.operation not in _OPERATIONS or info.keep not in _KEEPS:
         raise ValueError(f"operation {info.operation!r:.{_SHOWN}}, keep {info.keep!r:.{_SHOWN}}")
+    if info.mode not in _MODES:
+        raise ValueError(f"mode {info.mode!r:.{_SHOWN}}")
     for name in ("iteration", "rank", "attempt", "microbatch", "call", "counter", "nbytes"):
         value = getattr(info, name)
         if type(value) is not int or not 0 <= value <= MAX_INTEGER:

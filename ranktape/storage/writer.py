@@ -36,6 +36,7 @@ from ranktape.storage.encode import (
 from ranktape.storage.groups import write_group
 from ranktape.storage.names import Site, site_path
 from ranktape.storage.pending import Pending
+from ranktape.storage.record import Keep
 from ranktape.storage.stack import Held
 
 if TYPE_CHECKING:
@@ -177,13 +178,23 @@ class RankWriter:
         for pending, held in work:
             self._write_stack(pending, held)
 
-    def commit(self, iteration: int, *, expected: list[str], silent_sites: Mapping[str, str]) -> None:
+    def commit(
+        self,
+        iteration: int,
+        *,
+        expected: list[str],
+        silent_sites: Mapping[str, str],
+        num_expected: int | None = None,
+        num_missing: int | None = None,
+    ) -> None:
         """Make everything written of the iteration durable and visible. Atomic.
 
         Args:
             iteration: The training step.
-            expected: The names of the tensors that should have been recorded.
-            silent_sites: Those of them that were not, each with the reason.
+            expected: The names of the tensors that should have been recorded, by module.
+            silent_sites: Those of them that were not, by module, each with the reason.
+            num_expected: How many tensors should have been; None where nobody counted.
+            num_missing: How many of them were not.
 
         Raises:
             CaptureError: it was committed or given up already.
@@ -204,6 +215,8 @@ class RankWriter:
         check_attempt(self._backend, self._attempt)
         entries = sorted(pending.entries, key=lambda entry: (entry.info.counter, entry.site))
         summary = {"num_records": len(entries), "nbytes": sum(entry.info.nbytes for entry in entries)}
+        if num_expected is not None and num_missing is not None:
+            summary |= {"num_expected": num_expected, "num_missing": num_missing}
         group = layout.rank_iteration_path(self._attempt.path, self._rank, iteration)
         path = layout.catalogue_path(self._attempt.path, self._rank, iteration)
         pending.members[layout.CATALOGUE] = write_blob(
@@ -337,7 +350,8 @@ class RankWriter:
             number = pending.num_stacks
             pending.num_stacks += 1
         dtype = stored_dtype(info).name
-        name = layout.stack_name(number, dtype=dtype, shape=stored_shape(info), layout=info.layout)
+        letters = "" if info.keep == Keep.STATISTICS else info.layout
+        name = layout.stack_name(number, dtype=dtype, shape=stored_shape(info), layout=letters)
         if len(held) == 1 or name is None:
             for item in held:
                 self._write_alone(pending, item.array, info=item.info, site=item.site)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _PLACE = ("layer_idx", "module", "layer_type", "operation", "phase", "component", "quant_type", "tensor_name")
 """Fields that say what a tensor is; some follow from others."""
 
-_IDENTITY = ("iteration", "attempt", "rank", "microbatch", "call", *_PLACE)
+_IDENTITY = ("iteration", "attempt", "rank", "microbatch", "call", "mode", *_PLACE)
 """Fields that tell records apart, in the order of dimensions."""
 
 _ALIKE = ("keep", "dtype", "shape", "layout", "sample_dim")
@@ -141,7 +141,9 @@ def _check_alike(records: Records) -> None:
                 f"select one of them first, such as .select({name}={values[0]!r})"
             )
     if records[0].keep != Keep.VALUES:
-        raise UsageError("of these records the histogram was kept, not the values: use counts() of each")
+        say = "the statistics were" if records[0].keep == Keep.STATISTICS else "the histogram was"
+        use = "statistics()" if records[0].keep == Keep.STATISTICS else "counts()"
+        raise UsageError(f"of these records {say} kept, not the values: use {use} of each")
 
 
 def _dim(records: Records, name: str) -> _Dim:

@@ -323,6 +323,22 @@ def test_the_outputs_of_layers_have_a_folder_of_their_own(tmp_path: Path) -> Non
         assert "mean" in record.metadata["folder"]["statistics"]
 
 
+def test_of_several_embeddings_the_one_that_enters_the_first_layer_is_written(tmp_path: Path) -> None:
+    tokens, positions, entering = (np.full((1, 4, 8), number, dtype=np.float32) for number in (1, 2, 3))
+    parts = [
+        hidden(-1, array, counter=number, module=f"model.{name}", component=component)
+        for number, (name, array, component) in enumerate(
+            [("wte", tokens, "embedding"), ("wpe", positions, "embedding"), ("wte", entering, "hidden")]
+        )
+    ]
+    run = store(tmp_path / "run", [*parts, hidden(0, np.zeros((1, 4, 8), dtype=np.float32), counter=3)])
+    assert export_records(run.select(), tmp_path / "files", form=ExportForm.LAYERS).num_written == 4
+    written = torch.load(tmp_path / "files" / "embedding_output.pt", weights_only=True)
+    assert torch.equal(written, torch.full((1, 4, 8), 3.0))
+    with pytest.raises(UsageError, match="choose one with --iteration, --rank, --microbatch, --module and --call"):
+        export_records(run.select(component="embedding"), tmp_path / "none", form=ExportForm.LAYERS)
+
+
 def test_layers_of_two_iterations_are_not_mixed(tmp_path: Path) -> None:
     run = store(tmp_path / "run", [hidden(0, np.zeros(2), iteration=iteration) for iteration in (1, 2)])
     with pytest.raises(UsageError, match=r"are both layer_1_output\.pt: choose one with --iteration"):

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.capture.options import CaptureOptions
-from ranktape.capture.process import WriterProcess
 from ranktape.capture.rendezvous import Place
-from ranktape.capture.ring_file import SlotKind
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.staging.process import WriterProcess
+from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.capture.starting import ring_path, start_writer
 from ranktape.storage.dtypes import dtype_name
 

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranktape.capture.coordinator import Coordinator, Goal
+from ranktape.capture.settings.cadence import Cadence, cadence_of
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.writing.coordinator import Coordinator, Goal
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.layout import Mark
 from ranktape.storage.plan import read_plan
@@ -30,6 +32,7 @@ class Watched:
         target: int,
         timeout_seconds: float = 0.5,
         keep_last: int | None = None,
+        cadence: Cadence = Cadence.regular(start=0, every=5),  # noqa: B008  (frozen)
         **options: Any,
     ) -> None:
         self.url = url
@@ -40,7 +43,11 @@ class Watched:
             self.backend,
             attempt=self.attempt,
             goal=Goal(
-                planned=planned, every=5, target=target, finish_timeout_seconds=timeout_seconds, keep_last=keep_last
+                planned=planned,
+                cadence=cadence,
+                target=target,
+                finish_timeout_seconds=timeout_seconds,
+                keep_last=keep_last,
             ),
             step=lambda: self.step,
         )
@@ -85,6 +92,24 @@ def test_whole_iterations_are_closed_and_enough_is_enough(tmp_path: Path) -> Non
     watched.close()
     verdict = watched.coordinator.finish()
     assert (verdict.met, verdict.complete, verdict.missing) == (True, [10, 15], [])
+
+
+def test_further_iterations_follow_the_rules_and_may_come_to_an_end(tmp_path: Path) -> None:
+    rules = cadence_of(CaptureOptions(iteration="0-10,1000", selections="layer_idx=0 every=5; every=4"))
+    watched = Watched(tmp_path / "run", planned=(8, 10), target=2, cadence=rules)
+    watched.step = 11
+    failed = (Mark.COMMITTED, Mark.FAILED)
+    watched.end(8)
+    watched.end(10, marks=failed)
+    eventually(lambda: read_plan(watched.backend, attempt=watched.attempt) is not None)
+    plan = read_plan(watched.backend, attempt=watched.attempt)
+    assert plan is not None
+    assert plan.iterations == (8, 10, 1000)
+    watched.end(1000, marks=failed)
+    watched.close()
+    verdict = watched.coordinator.finish()
+    assert (verdict.met, verdict.complete) == (False, [8])
+    assert read_plan(watched.backend, attempt=watched.attempt) == plan  # there is nothing more to announce
 
 
 def test_what_failed_is_made_up_for_by_an_iteration_that_nobody_has_reached(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def torchrun(out: Path, *arguments: str, num_ranks: int = 2) -> subprocess.Compl
     )
 
 
+@pytest.mark.support(framework="PyTorch", parallelism="DDP", features=("accumulation", "unchanged"))
 def test_losses_and_weights_are_equal_bit_for_bit_on_every_rank(tmp_path: Path) -> None:
     plain = torchrun(tmp_path / "plain")
     assert plain.returncode == 0, plain.stderr

@@ -37,6 +37,7 @@ def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return training, url, is_equal
 
 
+@pytest.mark.support(framework="PyTorch", parallelism="one process", features=("unchanged",))
 def test_losses_and_weights_are_equal_bit_for_bit(captured: tuple[Training, Path, bool]) -> None:
     assert captured[2]
 
@@ -57,6 +58,7 @@ def test_every_tensor_of_every_microbatch_is_there_once(captured: tuple[Training
     assert all(not status.silent_sites for status in run.status())
 
 
+@pytest.mark.support(framework="PyTorch", parallelism="one process", features=("linear",))
 def test_linear_layers_compute_again_to_what_was_recorded(captured: tuple[Training, Path, bool]) -> None:
     training, url, _ = captured
     records = open_run(url).select(layer_type="linear")
@@ -78,6 +80,7 @@ def test_linear_layers_compute_again_to_what_was_recorded(captured: tuple[Traini
     assert checked == 2 * 13 * training.microbatches
 
 
+@pytest.mark.support(framework="PyTorch", parallelism="one process", features=("attention",))
 def test_attention_computes_again_to_what_was_recorded(captured: tuple[Training, Path, bool]) -> None:
     training, url, _ = captured
     checked = 0

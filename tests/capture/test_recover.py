@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ranktape.capture.recover import find_rings, recover_ring
-from ranktape.capture.ring_file import SlotKind, Words, boot_id, lock_ring
+from ranktape.capture.staging.ring_file import SlotKind, Words, boot_id, lock_ring
+from ranktape.capture.writing.recover import find_rings, recover_ring
 from ranktape.errors import CaptureError
 from ranktape.launch.recover import command
 from ranktape.storage import IterationState, open_run

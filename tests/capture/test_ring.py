@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ranktape.capture.ring import RingConsumer, RingProducer
-from ranktape.capture.ring_file import Counter, SlotKind, lock_ring, new_ring_path
+from ranktape.capture.staging.ring import RingConsumer, RingProducer
+from ranktape.capture.staging.ring_file import Counter, SlotKind, lock_ring, new_ring_path
 from ranktape.errors import CaptureError
 
 
@@ -84,7 +84,7 @@ def test_waiting_for_room_is_bounded() -> None:
 
 
 def test_a_long_wait_is_told_once_and_the_writer_knows_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ranktape.capture.ring.LONG_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr("ranktape.capture.staging.ring.LONG_WAIT_SECONDS", 0.02)
     producer, consumer = make(1 << 12)
     told: list[bool] = []
     producer.on_long_wait = lambda: told.append(consumer.is_waited_for)

@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 
 from ranktape.analyze.histogram import count_values
-from ranktape.capture import storing
-from ranktape.capture.committing import Committer
-from ranktape.capture.options import Policy
-from ranktape.capture.patience import Patience
-from ranktape.capture.ring import RingConsumer, RingProducer
-from ranktape.capture.ring_file import Counter, SlotKind
-from ranktape.capture.storing import Staged, Storer, StoringOptions
+from ranktape.analyze.moments import statistics_of
+from ranktape.capture.settings.options import Policy
+from ranktape.capture.staging.ring import RingConsumer, RingProducer
+from ranktape.capture.staging.ring_file import Counter, SlotKind
+from ranktape.capture.writing import storing
+from ranktape.capture.writing.committing import Committer
+from ranktape.capture.writing.patience import Patience
+from ranktape.capture.writing.storing import Staged, Storer, StoringOptions
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
 from ranktape.storage import IterationState, Records, open_run
 from ranktape.storage.attempt import Attempt, Launch
@@ -119,11 +120,19 @@ class Bench:
         )
         self._staged: dict[int, Staged] = {}
 
-    def put(self, iteration: int, arrays: dict[str, np.ndarray[Any, Any]], *, may_degrade: bool = False) -> None:
-        """Stage an iteration, and have the threads take it."""
+    def put(
+        self,
+        iteration: int,
+        arrays: dict[str, np.ndarray[Any, Any]],
+        *,
+        may_degrade: bool = False,
+        said: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Stage an iteration, and have the threads take it; `said` is what headers have beside the usual."""
         staged = self.storer.begin(iteration, may_degrade=may_degrade)
         for counter, (module, array) in enumerate(arrays.items()):
-            header = json.dumps(header_of(array, iteration=iteration, module=module, counter=counter)).encode()
+            fields = header_of(array, iteration=iteration, module=module, counter=counter)
+            header = json.dumps(fields | (said or {}).get(module, {})).encode()
             slot = self.producer.reserve(SlotKind.TENSOR, header, array.nbytes, timeout_seconds=10)
             slot.payload[:] = array.tobytes()
             self.producer.publish(slot)
@@ -288,6 +297,69 @@ def test_while_the_training_waits_large_tensors_are_counted(make: Callable[..., 
         rounded = arrays[module].astype(numpy_dtype("bfloat16"))
         assert np.array_equal(record.counts(), count_values(rounded).counts)
         assert record.overflow.absmax == float(np.abs(arrays[module].astype(np.float64)).max())
+
+
+ASKED = {
+    "bf16": ("bfloat16", {"keep": "histogram"}, "histogram"),
+    "wide": ("float32", {"keep": "histogram"}, "histogram"),
+    "fp32": ("float32", {"keep": "histogram", "compute_dtype": "float32"}, "values"),
+    "codes": ("uint8", {"keep": "histogram", "compute_dtype": "uint8"}, "values"),
+    "sums": ("float32", {"keep": "statistics"}, "statistics"),
+    "eval": ("bfloat16", {"keep": "values", "mode": "eval"}, "values"),
+    "plain": ("bfloat16", {}, "values"),
+}
+"""By module: the dtype of a tensor, what its header says, and what is kept of it then."""
+
+
+@pytest.mark.parametrize("policy", [Policy.BLOCK, Policy.HISTOGRAM])
+@pytest.mark.parametrize("count", [0, 300, 700_000])
+def test_what_a_header_asks_for_is_kept_at_once(make: Callable[..., Bench], count: int, policy: Policy) -> None:
+    bench = make(policy=policy)
+    values = np.random.default_rng(0).standard_normal(count)
+    arrays = {name: values.astype(numpy_dtype(dtype)) for name, (dtype, _, _) in ASKED.items()}
+    bench.put(0, arrays, said={name: said for name, (_, said, _) in ASKED.items()})
+    bench.close()
+    assert "notice" not in bench.words
+    records = {record.module: record for record in bench.records(0)}
+    assert {name: record.keep for name, record in records.items()} == {name: kept for name, (*_, kept) in ASKED.items()}
+    assert {record.mode for name, record in records.items() if name != "eval"} == {"train"}
+    assert records["eval"].mode == "eval"
+    for name, record in records.items():
+        assert (record.dtype, record.shape) == (arrays[name].dtype.name, arrays[name].shape)
+        if record.keep == "values":
+            assert record.read().tobytes() == arrays[name].tobytes()
+    halves = values.astype(numpy_dtype("bfloat16"))
+    assert np.array_equal(records["bf16"].counts(), count_values(halves).counts)
+    assert np.array_equal(records["wide"].counts(), count_values(arrays["wide"].astype(halves.dtype)).counts)
+    assert records["sums"].statistics() == statistics_of(arrays["sums"])
+
+
+def test_a_tensor_is_kept_in_both_passes(make: Callable[..., Bench]) -> None:
+    bench = make()
+    array = np.arange(4, dtype=np.float32)
+    said = {"b": {"module": "a", "mode": "eval"}}
+    bench.put(0, {"a": array, "b": array + 1}, said=said)
+    bench.close()
+    records = bench.records(0)
+    assert records.column("mode").tolist() == ["train", "eval"]
+    assert records.select(mode="eval")[0].read().tolist() == [1, 2, 3, 4]
+    assert records.where("mode == 'train'")[0].read().tolist() == [0, 1, 2, 3]
+    assert [key for key, _ in records.group_by(["mode"])] == [{"mode": "eval"}, {"mode": "train"}]
+
+
+def test_what_stands_for_tensors_fails_as_they_do_in_an_outage(make: Callable[..., Bench]) -> None:
+    bench = make(store_timeout_seconds=1.0)
+    bench.store.error = UnreachableError
+    arrays = {f"layer.{number}": np.ones(9000, np.float32) for number in range(40)}
+    bench.put(0, arrays, said={name: {"keep": "statistics"} for name in arrays})
+    bench.wait_for(lambda: bench.committer.num_ended == 1)
+    assert bench.ring.used_nbytes == 0
+    bench.store.error = None
+    bench.put(1, arrays, said={name: {"keep": "statistics"} for name in arrays})
+    bench.close()
+    assert len(bench.records(1)) == 40
+    statuses = {status.iteration: status for status in open_run(bench.url).status()}
+    assert statuses[0].missing
 
 
 def test_in_an_outage_the_training_does_not_wait_for_values(make: Callable[..., Bench]) -> None:

@@ -1,4 +1,4 @@
-"""Is the writer process light, unaware of ranks, and does it plan as every rank does?"""
+"""Is the writer process light, and unaware of ranks and of what is captured?"""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import os
 import subprocess
 import sys
 
-import pytest
-
-from ranktape.capture.process import writer_environment
-from ranktape.capture.writer import plan_iterations
+from ranktape.capture.staging.process import writer_environment
 
 
 def test_the_writer_loads_neither_torch_nor_zarr() -> None:
@@ -30,6 +27,8 @@ def test_the_writer_inherits_no_rank_and_no_capture() -> None:
         "TORCHELASTIC_RUN_ID": "none",
         "RANKTAPE_CAPTURE": "runs/x",
         "RANKTAPE_STORAGE_CLIENT": "fsspec",
+        "RANKTAPE_STORAGE_OPTIONS": '{"secret": "mine"}',
+        "RANKTAPE_EVERY": "2",
         "TENSOR_SAVE_ENABLED": "true",
         "OMP_NUM_THREADS": "16",
         "AWS_PROFILE": "mine",
@@ -40,19 +39,3 @@ def test_the_writer_inherits_no_rank_and_no_capture() -> None:
     assert kept["OMP_NUM_THREADS"] == "1"
     assert kept.pop("RANKTAPE_STORAGE_CLIENT") == "fsspec"  # the writer speaks to the store as the trainer does
     assert not any(name.startswith(("RANK", "LOCAL_", "WORLD", "MASTER", "TORCH", "TENSOR_SAVE")) for name in kept)
-
-
-@pytest.mark.parametrize(
-    ("start", "every", "count", "completed", "planned"),
-    [
-        (0, 1, 3, (), (0, 1, 2)),
-        (10, 5, 3, (), (10, 15, 20)),
-        (10, 5, 3, (15,), (10, 20)),
-        (10, 5, 3, (1, 2, 3), ()),
-        (0, 1, 2, (0,), (1,)),
-    ],
-)
-def test_the_first_iterations_follow_from_the_options(
-    start: int, every: int, count: int, completed: tuple[int, ...], planned: tuple[int, ...]
-) -> None:
-    assert plan_iterations(start=start, every=every, count=count, completed=completed) == planned

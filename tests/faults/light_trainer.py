@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ranktape.capture import writer
-from ranktape.capture.ring import RingProducer
-from ranktape.capture.ring_file import SlotKind, boot_id, new_ring_path
-from ranktape.capture.writer_config import WriterConfig
+from ranktape.capture.settings.cadence import Cadence
+from ranktape.capture.staging.ring import RingProducer
+from ranktape.capture.staging.ring_file import SlotKind, boot_id, new_ring_path
+from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.storage.record import RecordInfo
 from tests.faults.truth import ITERATIONS, NUM_RANKS, tensors
 
@@ -83,8 +84,7 @@ class _Trainer:
             environment={},
             resume=False,
             overwrite=False,
-            start=ITERATIONS.start,
-            every=ITERATIONS.step,
+            cadence=Cadence.regular(start=ITERATIONS.start, every=ITERATIONS.step).to_json(),
             target=len(ITERATIONS),
             min_iterations=len(ITERATIONS),
             keep_last=None,

@@ -6,6 +6,7 @@ On a file system of 20 MB that the test mounts itself, where it may.
 from __future__ import annotations
 
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,17 +22,21 @@ BALLAST_NBYTES = 7 << 20
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """An empty file system of 20 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
+def disk() -> Iterator[Path]:
+    """An empty file system of 20 MB.
+
+    Not below `tmp_path`: one that a killed test leaves there could not be deleted, and every later run would fail.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="ranktape-disk-"))
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
     )
     if mounted.returncode:
+        folder.rmdir()
         pytest.skip(f"a file system of its own takes root's rights: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    folder.rmdir()
 
 
 def test_a_full_disk_costs_the_iteration_that_does_not_fit(disk: Path) -> None:

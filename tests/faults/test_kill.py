@@ -7,6 +7,7 @@ leaves nothing but what is whole.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -19,7 +20,10 @@ from tests.ceph import CephServer
 from tests.launch.processes import CHECKOUT
 
 PROGRAM = Path(__file__).parent / "programs" / "kill.py"
-SECONDS = 280
+SECONDS = 560
+"""After which one half hangs; on a machine with other work it takes minutes."""
+
+pytestmark = pytest.mark.timeout(SECONDS + 40)
 
 
 def start(level: str, url: str | Path, *, trials: int, seed: int, options: dict[str, Any]) -> subprocess.Popen[str]:
@@ -39,13 +43,14 @@ def killed(level: str, url: str | Path, *, trials: int, options: dict[str, Any] 
         start(level, f"{url}/{half}", trials=trials // 2, seed=half, options=options or {}) for half in range(2)
     ]
     outcomes = []
-    for process in processes:
-        try:
+    with contextlib.ExitStack() as running:
+        for process in processes:
+            running.enter_context(process)
+            running.callback(process.kill)
+        for process in processes:
             out, err = process.communicate(timeout=SECONDS)
-        finally:
-            process.kill()
-        assert process.returncode == 0, err
-        outcomes += [json.loads(line) for line in out.splitlines()]
+            assert process.returncode == 0, err
+            outcomes += [json.loads(line) for line in out.splitlines()]
     assert len(outcomes) == trials + 2  # with one by each process that nobody disturbs
     return outcomes
 

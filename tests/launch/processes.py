@@ -18,6 +18,9 @@ PLAIN = CHECKOUT / "examples" / "train_plain.py"
 DEADLINE_SECONDS = 120
 """Longer than any of them takes on a loaded machine."""
 
+GRACE_SECONDS = 40
+"""torchrun gives its ranks 30."""
+
 # What a surrounding torchrun has set must not reach the processes under test.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "MASTER_", "RANKTAPE_", "TENSOR_SAVE")
 
@@ -43,7 +46,10 @@ def python(*words: str | Path, cwd: Path, env: Mapping[str, str] | None = None) 
         try:
             stdout, stderr = process.communicate(timeout=DEADLINE_SECONDS)
         except BaseException:
-            # The ranks of a torchrun, too: they would go on without it.
+            # Ranks have sessions of their own: torchrun ends them, if it is asked to end and not killed.
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise

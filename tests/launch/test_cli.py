@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape import __version__
+from ranktape.capture.settings.options import SETTINGS
 from ranktape.launch.cli import COMMANDS, cli
 from tests.launch.processes import python
 
@@ -19,13 +20,20 @@ HELP_SECONDS = 0.3
 HEAVY = ("torch", "zarr", "numpy", "numba", "matplotlib", "fsspec", "rich")
 """Packages that help must not import."""
 
+CAPTURE = {
+    "start", "every", "min_iterations", "max_iterations", "first_iteration", "quant_type", "modules", "layer_types",
+    "layer_idx", "operation", "phase", "component", "tensor_name", "dtype", "compute_dtype", "rank", "microbatch",
+    "call", "iteration", "modes", "where", "samples", "keep", "selections", "layers", "layer_offset", "master",
+    "advance_on", "sample_dim", "policy", "host_budget_nbytes", "block_timeout_seconds", "finish_timeout_seconds",
+    "store_timeout_seconds", "compression", "keep_last", "ring_dir", "spill_dir", "strict", "capture_config", "manual",
+    "resume", "overwrite", "storage_options",
+}  # fmt: skip
+"""The settings of a capture."""
+
 OPTIONS = {
-    "demo": {
-        "output", "num_ranks", "steps", "text", "dtype", "micro_batches", "start", "every", "min_iterations",
-        "max_iterations", "quant_type", "modules", "layer_types", "sample_dim", "policy", "host_budget_nbytes",
-        "block_timeout_seconds", "finish_timeout_seconds", "store_timeout_seconds", "compression", "keep_last",
-        "ring_dir", "spill_dir", "resume", "overwrite", "storage_options",
-    },
+    "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches"}
+    | (CAPTURE - {"first_iteration", "manual", "capture_config", "advance_on", "layer_offset"}),
+    "plan": {"url", "as_json", "verbose", "is_module", "script", "arguments"} | CAPTURE,
     "status": {"run", "as_json", "require_minimum", "storage_options"},
     "watch": {"run", "until_complete", "min_records", "timeout", "interval", "storage_options"},
     "runs": {"url", "depth", "as_json", "storage_options"},
@@ -36,7 +44,7 @@ OPTIONS = {
     "cp": {"run", "url", "no_verify", "as_json", "storage_options", "target_storage_options"},
     "export": {
         "run", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx", "operation",
-        "phase", "component", "quant_type", "tensor_name", "dtype", "compute_dtype", "batch_size", "where",
+        "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size", "where",
         "storage_options", "skip_unreadable", "folder", "form", "per_sample", "overwrite",
     },
     "import": {"folder", "run", "skip_unreadable", "overwrite", "storage_options"},
@@ -46,6 +54,10 @@ OPTIONS = {
 
 def test_every_command_of_ours_is_frozen() -> None:
     assert {*OPTIONS, "analyze"} == set(COMMANDS)
+
+
+def test_the_settings_of_a_capture_are_frozen() -> None:
+    assert {setting.name for setting in SETTINGS} == CAPTURE
 
 
 def test_the_version_is_the_packages() -> None:
@@ -76,6 +88,7 @@ def test_an_unknown_command_is_answered_with_the_nearest() -> None:
     assert "no command 'statsu': use status" in result.output
 
 
+@pytest.mark.alone
 def test_help_answers_at_once_and_imports_nothing_heavy(tmp_path: Path) -> None:
     code = (
         "import sys\n"

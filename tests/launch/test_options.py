@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import click
@@ -9,11 +10,22 @@ import pytest
 from click.testing import CliRunner, Result
 from torch.distributed.run import get_args_parser as torch_parser
 
-from ranktape.capture.options import SETTINGS, CaptureOptions
-from ranktape.launch.options import capture_arguments, capture_options, capture_settings
+from ranktape.capture.settings.options import SETTINGS, CaptureOptions
+from ranktape.launch.options import capture_arguments, capture_options, capture_request
 
 EXAMPLES: dict[type, str] = {int: "2097152", float: "2.5", str: "layers.*"}
 """A word that each kind of setting takes."""
+
+OWN_EXAMPLES = {
+    **dict.fromkeys(("layer_idx", "rank", "microbatch", "call", "iteration", "samples"), "0-3"),
+    "operation": "forward",
+    "where": "layer_idx < 4",
+    "selections": "layer_type=attention every=10 keep=histogram",
+    "layers": "all",
+    "advance_on": "optimizer:1",
+    "storage_options": '{"anon": true}',
+}
+"""Those of settings that take not any word."""
 
 
 def parse(words: list[str], **options: Any) -> tuple[dict[str, Any], Result]:
@@ -34,14 +46,15 @@ def test_what_is_not_given_is_left_to_the_one_table_of_defaults() -> None:
     assert list(received) == [setting.name for setting in SETTINGS]
     assert capture_arguments(received) == []
     defaults = CaptureOptions()
-    assert capture_settings(received) == {setting.name: getattr(defaults, setting.name) for setting in SETTINGS}
+    assert capture_request("run", received) == (
+        "run",
+        {setting.name: getattr(defaults, setting.name) for setting in SETTINGS},
+    )
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_a_setting_goes_to_words_and_back(setting: Any) -> None:
-    value = setting.choices[0] if setting.choices else EXAMPLES.get(setting.kind)
-    if setting.name == "storage_options":
-        value = '{"anon": true}'
+    value = setting.choices[0] if setting.choices else OWN_EXAMPLES.get(setting.name, EXAMPLES.get(setting.kind))
     words = [setting.flag] if setting.kind is bool else [setting.flag, str(value)]
     if setting.multiple:
         words *= 2
@@ -49,9 +62,10 @@ def test_a_setting_goes_to_words_and_back(setting: Any) -> None:
     assert result.exit_code == 0, result.output
     assert capture_arguments(received) == words
     given = {setting.name: received[setting.name]}
+    settings = CaptureOptions.from_mapping(given)
     if setting.name == "max_iterations":
-        assert capture_settings(given)["max_iterations"] == 2097152
-    assert capture_settings(given) == {**capture_settings({}), setting.name: capture_settings(given)[setting.name]}
+        assert settings.max_iterations == 2097152
+    assert settings == dataclasses.replace(CaptureOptions(), **{setting.name: getattr(settings, setting.name)})
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
@@ -74,7 +88,7 @@ def test_help_shows_every_flag_and_every_default() -> None:
 def test_a_command_may_leave_out_settings_and_have_defaults_of_its_own() -> None:
     received, result = parse(["--help"], without=("resume", "start"), defaults={"every": 7})
     assert "--resume" not in result.output
-    assert "--start" not in result.output
+    assert "--start-at INTEGER" not in result.output
     assert "[default: 7]" in " ".join(result.output.split())
     received, _ = parse([], without=("resume",), defaults={"every": 7})
     assert capture_arguments(received) == ["--every", "7"]
@@ -83,7 +97,7 @@ def test_a_command_may_leave_out_settings_and_have_defaults_of_its_own() -> None
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["--evry", "2"], "No such option '--evry'. Did you mean '--every'"),
+        (["--evry", "2"], "No such option '--evry'. (Did you mean one of: '--every'"),
         (["--every", "two"], "Invalid value for '--every': 'two' is not a valid integer"),
         (["--policy", "wait"], "Invalid value for '--policy': 'wait' is not one of 'block', 'skip'"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -23,6 +24,9 @@ STATUSES = [
         silent_sites={0: {"layers.0.query grad_input": "no gradient"}, 1: {"layers.0.query grad_input": "no gradient"}},
         num_records=12,
         nbytes=3_000_000,
+        num_expected=14,
+        num_recorded=12,
+        num_missing=2,
     ),
     IterationStatus(
         iteration=4,
@@ -48,6 +52,7 @@ def test_the_table_has_one_row_for_each_iteration_and_the_verdict_below() -> Non
     assert table.column("expected") == [2, 2]
     assert table.column("size") == [3_000_000, 0]
     assert table.column("missing") == ["", "rank 1: its process ended"]
+    assert table.column("tensors") == ["12 of 14", ""]
     assert table.notes == (
         "not recorded (no gradient): layers.0.query grad_input",
         "minimum not met: 1 of 2 guaranteed iterations are stored complete; iteration 4 is partial (rank 1: gone)",
@@ -60,6 +65,7 @@ def test_programs_get_everything_by_name() -> None:
     assert document["run"] == "runs/x"
     assert document["iterations"][1]["missing"] == {1: "its process ended"}
     assert document["iterations"][0]["silent_sites"][1] == {"layers.0.query grad_input": "no gradient"}
+    assert [document["iterations"][0][name] for name in ("num_expected", "num_recorded", "num_missing")] == [14, 12, 2]
     assert document["verdict"]["missing"] == UNMET.missing
 
 
@@ -67,7 +73,17 @@ def test_a_run_without_iterations_has_a_status() -> None:
     table = status_table([], verdict=None, url="runs/x")
     assert table.rows == ()
     assert "minimum not known" in table.to_text()
-    assert status_document([], verdict=None, url="runs/x") == {"run": "runs/x", "iterations": [], "verdict": None}
+    empty: dict[str, Any] = {"run": "runs/x", "iterations": [], "disabled": {}, "verdict": None}
+    assert status_document([], verdict=None, url="runs/x") == empty
+
+
+def test_a_capture_that_failed_inside_is_told_whatever_the_verdict() -> None:
+    disabled = dict.fromkeys(range(6), "capture disabled itself in iteration 3: the ring failed")
+    table = status_table([], verdict=MET, url="x", disabled=disabled)
+    assert table.notes[0] == (
+        "capture disabled itself in iteration 3: the ring failed (rank 0; rank 1; rank 2; rank 3; and 2 more)"
+    )
+    assert status_document([], verdict=MET, url="x", disabled=disabled)["disabled"] == disabled
 
 
 def test_an_open_run_may_still_change_its_verdict() -> None:

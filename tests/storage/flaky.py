@@ -19,6 +19,9 @@ DROP = "drop"
 LOSE = "lose"
 """Hand the request on, then hang up without its answer."""
 
+CUT = "cut"
+"""Hand the request on, then hang up before the last byte of its answer."""
+
 HANG = "hang"
 """Take the request and say nothing until the proxy ends."""
 
@@ -102,7 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
         upstream.close()
         if fault != LOSE:
             kept = [(name, value) for name, value in answer.getheaders() if name.lower() not in _HOP]
-            self._send(answer.status, kept, content, length=answer.getheader("Content-Length"))
+            length = answer.getheader("Content-Length") or str(len(content))
+            self._send(answer.status, kept, content[: -1 if fault == CUT else None], length=length)
 
     def _trickle(self, nbytes: int) -> Iterator[bytes]:
         for _ in range(24):

@@ -24,6 +24,10 @@ from ranktape.storage.names import Site
 from ranktape.storage.run import open_run
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+STATISTICS = (
+    *("num_elements", "num_finite", "sum", "moment_2", "moment_3", "moment_4", "sum_magnitudes"),
+    *("minimum", "maximum", "absmax"),
+)
 SIZES = {"bool": 1, "bfloat16": 2, "complex64": 8, "complex128": 16}
 STAMP = re.compile(rb'"ranktape_checksum": ?"crc32c:([0-9a-f]{8})"')
 
@@ -43,7 +47,7 @@ class PlainRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.schema = self.document("")["attributes"]["ranktape_schema"]
-        assert self.schema in {1, 2}
+        assert self.schema in {1, 2, 3}
 
     def document(self, path: str) -> dict[str, Any]:
         """A document, compared with its checksum."""
@@ -161,11 +165,25 @@ def npy(data: bytes) -> list[Any]:
 
 
 def site_fields(site: str) -> list[str]:
-    """The ten fields of a name."""
+    """The ten fields of a name, or eleven."""
     return [unquote(field, errors="surrogatepass") for field in site.replace("+/", "").replace("/+", "").split(",")]
 
 
-@pytest.mark.parametrize("name", ["schema_1", "schema_2"])
+def plain_statistics(values: bytes) -> dict[str, Any]:
+    """The statistics of a tensor, and what follows from them, None where there is no such number."""
+    numbers = dict(zip(STATISTICS, struct.unpack("<10d", values), strict=True))
+    count = numbers["num_finite"]
+    variance = numbers["moment_2"] / count if count else 0.0
+    found = {
+        **numbers,
+        "variance": variance if count else math.nan,
+        "skewness": numbers["moment_3"] / count / variance**1.5 if variance else math.nan,
+        "kurtosis": numbers["moment_4"] / count / variance**2 if variance else math.nan,
+    }
+    return {name: None if math.isnan(number) else pytest.approx(number) for name, number in found.items()}
+
+
+@pytest.mark.parametrize("name", ["schema_1", "schema_2", "schema_3"])
 def test_a_reader_written_from_the_page_reads_the_same_bits(name: str) -> None:
     plain, run = PlainRun(GOLDEN / name), open_run(GOLDEN / name)
     assert sorted(plain.complete()) == run.iterations
@@ -179,11 +197,19 @@ def test_a_reader_written_from_the_page_reads_the_same_bits(name: str) -> None:
             assert len(found) == len(records)
             total += len(found)
             for ours, theirs in zip(records, found, strict=True):
-                values = ours.counts() if ours.keep == "histogram" else ours.read()
+                values: Any = {"values": ours.read, "histogram": ours.counts, "statistics": ours.statistics}[
+                    ours.keep
+                ]()
+                if ours.keep == "statistics":
+                    assert plain_statistics(theirs.values) == {
+                        **{name: getattr(values, name) for name in STATISTICS},
+                        **{name: getattr(values, name) for name in ("variance", "skewness", "kurtosis")},
+                    }
+                    values = values.to_vector()
                 assert theirs.values == np.ascontiguousarray(values).tobytes()
                 of_the_array = {"ranktape_checksum", "sample_checksums"}
                 attributes = {key: value for key, value in theirs.attributes.items() if key not in of_the_array}
-                assert {"keep": "values", **attributes} == ours.info.to_json()
+                assert {"keep": "values", "mode": "train", **attributes} == ours.info.to_json()
                 for sample, checksum in enumerate(theirs.attributes.get("sample_checksums", [])):
                     one = np.ascontiguousarray(ours.read(sample=sample)).tobytes()
                     assert f"crc32c:{google_crc32c.value(one):08x}" == checksum
@@ -191,11 +217,12 @@ def test_a_reader_written_from_the_page_reads_the_same_bits(name: str) -> None:
                 assert site_fields(theirs.columns["site"]) == [
                     *(site.module, site.layer_type, f"L{site.layer_idx}", site.operation, site.phase, site.component),
                     *(site.quant_type, site.tensor_name, f"m{site.microbatch}", f"c{site.call}"),
+                    *([] if site.mode == "train" else [site.mode]),
                 ]
-    assert total == {"schema_1": 20, "schema_2": 66}[name]
+    assert total == {"schema_1": 20, "schema_2": 66, "schema_3": 22}[name]
 
 
-@pytest.mark.parametrize("name", ["schema_1", "schema_2"])
+@pytest.mark.parametrize("name", ["schema_1", "schema_2", "schema_3"])
 def test_the_columns_are_those_of_the_page(name: str) -> None:
     plain, run = PlainRun(GOLDEN / name), open_run(GOLDEN / name)
     page = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text()
@@ -208,7 +235,7 @@ def test_the_columns_are_those_of_the_page(name: str) -> None:
             assert f"`{column}`" in page or re.fullmatch(r"overflow\.\w+\.count", column)
         derived = {f"overflow.{kind}" for kind in ("total", "ratio")}
         derived |= {f"overflow.{kind}.ratio" for kind in ("upper", "lower", "underflow", "nan", "inf", "zero")}
-        later = {"keep", "stack", "index"} if plain.schema == 1 else set()
+        later = {1: {"keep", "stack", "index", "mode"}, 2: {"mode"}, 3: set()}[plain.schema]
         assert set(COLUMNS) - derived - later == set(rows[0]) - {"path"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,24 @@ import numpy as np
 import pytest
 
 from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.commit import finish_iteration
+from ranktape.storage.progress import open_iteration
 from ranktape.storage.record import Keep
 from ranktape.storage.records import Record
 from ranktape.storage.run import Run, open_run
 from ranktape.storage.upkeep.check import check_run
+from tests.runs import describe, start
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 FILES = {
     "schema_1": "b4be5c3c3bac8c5a5bdd439979329783cc693950eef9eb682549fe0e781d9d20",
     "schema_2": "cb82266df3e09f46a12d5c963260f8f39dff133b377904dc535492f367b20eca",
+    "schema_3": "8ca7cd3ea2681204bfe7d5c1f01de33a87129a1f3a2a2190a6979ef9fd51c2ba",
 }
 """SHA-256 over the names and bytes of all files: a golden run is never written anew."""
 
-LATEST = {"schema_1": [(0, 0), (5, 0)], "schema_2": [(0, 1), (2, 1)]}
+LATEST = {"schema_1": [(0, 0), (5, 0)], "schema_2": [(0, 1), (2, 1)], "schema_3": [(0, 0)]}
 """Iterations and attempts that readers show where they are not asked for a certain attempt."""
 
 
@@ -33,10 +38,12 @@ def golden(name: str) -> Run:
 
 
 def expected(name: str) -> list[dict[str, Any]]:
-    return list(json.loads((GOLDEN / f"{name}.json").read_text()))
+    return [{"mode": "train", **one} for one in json.loads((GOLDEN / f"{name}.json").read_text())]
 
 
 def stored(record: Record) -> np.ndarray[Any, Any]:
+    if record.keep == Keep.STATISTICS:
+        return record.statistics().to_vector()
     return record.counts() if record.keep == Keep.HISTOGRAM else record.read()
 
 
@@ -68,6 +75,7 @@ def test_every_value_is_read(name: str) -> None:
             "dtype": record.dtype,
             "shape": list(record.shape),
             "keep": record.keep,
+            "mode": record.mode,
             "stored": [stored(record).dtype.name, list(stored(record).shape)],
             "sha256": digest(stored(record)),
         }
@@ -82,8 +90,8 @@ def place(record: dict[str, Any]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_single_samples_are_read(name: str) -> None:
-    records = [record for record in golden(name).select() if record.sample_dim is not None]
-    assert len({record.sample_dim for record in records}) == {"schema_1": 1, "schema_2": 2}[name]
+    records = [record for record in golden(name).select(keep="values") if record.sample_dim is not None]
+    assert len({record.sample_dim for record in records}) == {"schema_1": 1, "schema_2": 2, "schema_3": 1}[name]
     for record in records:
         assert record.sample_dim is not None
         for sample in range(record.shape[record.sample_dim]):
@@ -136,6 +144,15 @@ def test_the_statuses_of_schema_2() -> None:
     assert run.attributes["environment"] == {"host": "node-0"}
 
 
+def test_the_status_of_schema_3() -> None:
+    run = golden("schema_3")
+    (status,) = run.status()
+    assert (status.iteration, status.state.value, status.committed_ranks) == (0, "complete", [0, 1])
+    assert (status.num_expected, status.num_recorded, status.num_missing) == (24, 22, 2)
+    assert status.silent_sites == {rank: {"gone": "its hook did not fire"} for rank in (0, 1)}
+    assert run.attributes["ranktape_schema"] == 3
+
+
 def test_the_columns_of_schema_1() -> None:
     records = golden("schema_1").select(iteration=5, rank=1)
     assert records.column("tensor_name").tolist() == ["scale", "codes", "empty", "input", "weight"]
@@ -145,6 +162,7 @@ def test_the_columns_of_schema_1() -> None:
     assert records.column("sample_dim").tolist()[3] == 0
     assert records.column("sample_ids").tolist()[2:4] == ["null", '["a","b","c","d"]']
     assert records.column("keep").tolist() == ["values"] * 5
+    assert records.column("mode").tolist() == ["train"] * 5
     assert records.column("stack").tolist() == [""] * 5
     assert records.column("index").tolist() == [-1] * 5
     assert records[4].metadata == {"note": "ü"}
@@ -186,6 +204,25 @@ def test_the_columns_of_schema_2() -> None:
     assert int(records[9].counts().sum()) == 700
 
 
+def test_the_columns_of_schema_3() -> None:
+    records = golden("schema_3").select(rank=1)
+    assert records.column("mode").tolist() == ["train"] * 2 + ["eval"] * 2 + ["train"] * 3 + ["eval"] + ["train"] * 3
+    kept = ["values"] * 4 + ["statistics"] * 3 + ["histogram"] + ["values"] * 3
+    assert records.column("keep").tolist() == kept
+    assert records.column("stack").tolist()[4:7] == ["stack_float64_10_1"] * 3
+    assert records.column("nbytes").tolist()[4:8] == [80, 80, 80, 262144]
+    assert records.column("numel").tolist()[4:8] == [2048, 12, 0, 2048]
+    assert records[2].path == records[0].path + ",eval"
+    assert records[9].placement == {
+        "mesh": {"axes": ["tp"], "shape": [2], "ranks": [0, 1]},
+        "coordinates": [1],
+        "placements": ["replicate"],
+        "global_shape": [2, 3],
+        "offset": [0, 0],
+        "partial": False,
+    }
+
+
 def test_the_values_of_schema_1() -> None:
     records = golden("schema_1").select(iteration=5, rank=1)
     np.testing.assert_array_equal(records.select(tensor_name="weight")[0].read(), np.arange(12.0).reshape(3, 4))
@@ -201,3 +238,45 @@ def test_the_values_of_schema_2() -> None:
     stacked = [record.read()[0].view(np.uint16).tolist() for record in records.select(module="layers.*.mlp")]
     assert stacked == [[0x7FC0, 0xFF80, 0x8000]] * 3
     assert [float(record.read()) for record in records.select(tensor_name="scale")] == [3.5, -0.0]
+
+
+def test_the_values_of_schema_3() -> None:
+    records = golden("schema_3").select(rank=1)
+    statistics = records.select(tensor_name="grad_float32")[0].statistics()
+    assert (statistics.num_elements, statistics.num_finite, statistics.sum) == (12, 12, 30.0)
+    assert (statistics.mean, statistics.moment_2, statistics.moment_3) == (2.5, 143.0, 0.0)
+    assert (statistics.minimum, statistics.maximum, statistics.absmax) == (-3.0, 8.0, 8.0)
+    assert records.select(tensor_name="grad_float16")[0].statistics().minimum is None
+    assert records.select(tensor_name="grad_bfloat16")[0].statistics().num_finite == 2046
+    whole = [[0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15]]
+    assert records.select(tensor_name="weight")[0].global_view().read().tolist() == whole
+    assert records.select(tensor_name="bias")[0].global_view().read().tolist() == [[0, 1, 2], [3, 4, 5]]
+    total = records.select(tensor_name="output")[0].global_view()
+    assert total.is_partial
+    assert total.read().tolist() == [[10, 12, 14], [16, 18, 20]]
+
+
+@pytest.mark.parametrize("name", ["schema_1", "schema_2"])
+def test_a_run_that_is_continued_has_the_schema_of_what_continues_it(name: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / name, tmp_path / "run")
+    backend, attempt, writers = start(str(tmp_path / "run"), world_size=2, resume=True)
+    assert attempt.number > 0
+    open_iteration(backend, attempt=attempt, iteration=7)
+    for rank, writer in enumerate(writers):
+        array = np.ones(3, np.float32)
+        for mode in ("train", "eval"):
+            writer.write(array, info=describe(array, iteration=7, rank=rank, attempt=attempt.number, mode=mode))
+        writer.commit(7, expected=[], silent_sites={})
+    finish_iteration(backend, attempt=attempt, iteration=7)
+    run = open_run(tmp_path / "run")
+    before = golden(name).attributes
+    kept = {key: value for key, value in before.items() if key not in {"ranktape_schema", "ranktape_checksum"}}
+    assert run.attributes | kept == run.attributes
+    assert run.attributes["ranktape_schema"] == 3
+    assert run.iterations == [iteration for iteration, _ in LATEST[name]] + [7]
+    records = run.select()
+    assert len(records.select(mode="eval")) == 2
+    assert all(stored(record) is not None for record in records)
+    assert run.attributes["first_schema"] == before["ranktape_schema"]
+    report = check_run(backend, deep=True)
+    assert [finding.message for finding in report.findings if finding.is_error] == []

@@ -16,8 +16,8 @@ from ranktape.storage.run import open_run
 from tests.runs import describe, write_run
 from tests.storage.test_zarr_types import NOT_IN_TENSORSTORE
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "schema_2"
-RUNS = ["golden", "large"]
+GOLDEN = Path(__file__).parent.parent / "golden"
+RUNS = ["schema_2", "schema_3", "large"]
 
 
 def bits(values: Any) -> bytes:
@@ -25,14 +25,16 @@ def bits(values: Any) -> bytes:
 
 
 def stored(record: Record) -> np.ndarray[Any, Any]:
+    if record.keep == Keep.STATISTICS:
+        return record.statistics().to_vector()
     return record.counts() if record.keep == Keep.HISTOGRAM else record.read()
 
 
 @pytest.fixture(scope="module", params=RUNS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with everything in it, and one whose tensors are as large as those that are cut into samples."""
-    if request.param == "golden":
-        return GOLDEN
+    if request.param != "large":
+        return GOLDEN / str(request.param)
     folder = tmp_path_factory.mktemp("runs") / "large"
     random = np.random.default_rng(0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,11 +41,19 @@ def sites() -> st.SearchStrategy[Site]:
         tensor_name=term,
         microbatch=small,
         call=small,
+        mode=st.sampled_from(["train", "eval"]),
     )
 
 
 def test_a_usual_name_reads_as_it_is() -> None:
     assert site_path(SITE) == "layers.0.attention.query,linear,L0,forward,pre,linear,bf16,input,m0,c0"
+
+
+def test_a_pass_without_training_has_a_name_of_its_own() -> None:
+    site = dataclasses.replace(SITE, mode="eval")
+    assert site_path(site) == f"{site_path(SITE)},eval"
+    assert parse_site_path(site_path(site)) == site
+    assert parse_site_path(site_path(SITE)).mode == "train"
 
 
 @given(sites())

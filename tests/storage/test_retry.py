@@ -16,7 +16,7 @@ from ranktape.storage.backends import obstore_backend, s3
 from ranktape.storage.backends.retry import RetryingBackend
 from ranktape.storage.backends.urls import open_backend
 from tests.s3 import S3Server
-from tests.storage.flaky import DROP, HANG, LOSE, SLOW, TRICKLE, FlakyProxy, flaky_proxy
+from tests.storage.flaky import CUT, DROP, HANG, LOSE, SLOW, TRICKLE, FlakyProxy, flaky_proxy
 
 
 @pytest.fixture
@@ -64,6 +64,15 @@ class TestServers:
         proxy.faults += [fault]
         assert backend.list_keys("") == ["a"]
 
+    def test_an_answer_that_is_cut_is_asked_for_again(
+        self, proxy: FlakyProxy, open_flaky: Callable[..., RetryingBackend]
+    ) -> None:
+        backend = open_flaky()
+        backend.put("a", [b"content"])
+        for work, answer in ((lambda: backend.get("a"), b"content"), (lambda: backend.list_keys(""), ["a"])):
+            proxy.faults += [CUT, CUT]
+            assert work() == answer
+
     @pytest.mark.parametrize("fault", [DROP, LOSE])
     def test_who_lost_the_answer_to_a_creation_knows_that_it_was_his(
         self, proxy: FlakyProxy, open_flaky: Callable[..., RetryingBackend], fault: str
@@ -110,6 +119,7 @@ class TestServers:
         assert not caught.value.is_transient
         assert proxy.requests == ["PUT"]
 
+    @pytest.mark.alone
     def test_a_server_that_hangs_ends_by_the_deadline(
         self, proxy: FlakyProxy, open_flaky: Callable[..., RetryingBackend]
     ) -> None:
@@ -129,6 +139,7 @@ class TestServers:
         proxy.faults.clear()
         assert backend.get("a") == b"."
 
+    @pytest.mark.alone
     def test_a_server_that_is_gone_is_named(
         self, proxy: FlakyProxy, open_flaky: Callable[..., RetryingBackend]
     ) -> None:
@@ -166,6 +177,7 @@ class TestServers:
         assert backend.get("a") == b"."
 
 
+@pytest.mark.alone
 @pytest.mark.s3
 @pytest.mark.parametrize("client", ["fsspec", "obstore"])
 def test_an_upload_that_goes_on_is_not_silence(
@@ -183,6 +195,7 @@ def test_an_upload_that_goes_on_is_not_silence(
     assert backend.size("a") == 24 * 2**20
 
 
+@pytest.mark.alone
 @pytest.mark.s3
 def test_many_requests_that_are_answered_have_the_time_that_they_need(s3_server: S3Server, proxy: FlakyProxy) -> None:
     options = s3_server.storage_options | {"endpoint_url": proxy.endpoint_url, "client": "fsspec"}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ranktape.capture.options import CaptureOptions
-from ranktape.capture.writer_config import WriterConfig
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import AccessDeniedError, RanktapeError, StorageError, UsageError
 from ranktape.storage.backends.failures import Redactor, StoreFailures, chain
 from ranktape.storage.backends.urls import open_backend, parse_storage_options

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import DataError, UsageError
 from ranktape.storage.dtypes import DTYPES
-from ranktape.storage.record import MAX_TERM_LENGTH, Operation, check_term
+from ranktape.storage.record import MAX_TERM_LENGTH, Mode, Operation, check_term
 from ranktape.storage.seed_names import LayerFile, LayerOutputName, SeedName, recorded_tensor_name, seed_seconds
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def described_fields(
         "layout": "",
         "compute_dtype": header.dtype,
         "placement": None,
+        "mode": Mode.TRAIN.value,
         "metadata": _rest(embedded, seed, header, about),
         "counter": 0 if seed is None else seed.counter,
         "timestamp": 0.0 if seed is None else seed_seconds(seed),
@@ -167,6 +168,7 @@ _OWN_FIELDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("sample_dim", "batch_size"), lambda value: value is None or _is_number(value)),
     **dict.fromkeys(("layer_type", "phase", "component", "quant_type", "tensor_name"), _is_term),
     "operation": lambda value: value in tuple(Operation),
+    "mode": lambda value: value in tuple(Mode),
     "module": _is_text,
     # It becomes part of a name in the store.
     "layout": lambda value: isinstance(value, str) and re.fullmatch("[A-Za-z]{0,32}", value) is not None,

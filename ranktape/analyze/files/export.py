@@ -86,18 +86,20 @@ def export_records(
     With `per_sample` a tensor that has samples becomes one file for each.
 
     Raises:
-        UsageError: of a record only the histogram was kept; a name is too long for a file; a file is there that holds
+        UsageError: of a record no values were kept; a name is too long for a file; a file is there that holds
             something else, and `overwrite` was not given; or two records are the output of the same layer.
         NoRecordsError: no record is the output of a layer, and the form is that of layers.
         DataError: a record is damaged.
         StorageError: the folder cannot be written, or the store cannot be read.
     """
-    counted = [record for record in records.select(keep=Keep.HISTOGRAM.value)] if len(records) else []  # noqa: C416
-    if counted:
-        raise UsageError(
-            f"of {len(counted)} records only the histogram was kept, as of {counted[0]!r}: "
-            f"leave them out with --where \"keep == 'values'\""
-        )
+    for keep in (Keep.HISTOGRAM, Keep.STATISTICS):
+        reduced = records.select(keep=keep.value) if len(records) else []
+        if len(reduced):
+            verb = "was" if keep is Keep.HISTOGRAM else "were"
+            raise UsageError(
+                f"of {len(reduced)} records only the {keep} {verb} kept, as of {reduced[0]!r}: "
+                f"leave them out with --where \"keep == 'values'\""
+            )
     files = _Files(folder, overwrite=overwrite)
     if form is ExportForm.LAYERS:
         _export_layers(records, files, on_record=on_record)
@@ -232,14 +234,18 @@ def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], o
             f"(layer_type embedding or hidden, forward, post): use --form seeds"
         )
     chosen: dict[str, Record] = {}
+    # What enters the first layer, where it is there; not the parts that a model may add up to it, such as positions.
+    enters = bool(len(outputs.select(layer_type="embedding", component="hidden")))
     for record in outputs:
+        if enters and record.layer_type == "embedding" and record.component != "hidden":
+            continue
         is_hidden = record.layer_type == "hidden"
         file = LayerFile.HIDDEN if is_hidden else LayerFile.EMBEDDING
         name = format_layer_output_name(LayerOutputName(file=file, layer_idx=record.layer_idx if is_hidden else -1))
         if name in chosen:
             raise UsageError(
-                f"{chosen[name]!r} and {record!r} are both {name}: choose one with --iteration, --rank, --microbatch "
-                f"and --call"
+                f"{chosen[name]!r} and {record!r} are both {name}: choose one with --iteration, --rank, --microbatch, "
+                f"--module and --call"
             )
         chosen[name] = record
     statistics: dict[str, dict[str, Any]] = {}

@@ -143,6 +143,17 @@ class FolderReader:
         """
         raise UsageError(f"{self.url}/{path} is a .pt file, not a Zarr array: use read(), or 'ranktape import'")
 
+    def siblings(self, record: Record) -> Any:
+        """Nothing.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"{self.url} holds files, and {record.location.site} does not say which other ones are parts of the same "
+            f"tensor: select them and use assemble(), or 'ranktape import' the folder first"
+        )
+
 
 class Folder:
     """The tensors of a folder, or of one file; `select` answers as that of a run does."""

@@ -51,6 +51,8 @@ _PASSING_CLASSES = {
     *("HTTPClientError", "ResponseParserError", "ResponseStreamingError", "IncompleteReadError"),
 }
 _LASTING_CLASSES = {"SSLError", "SSLCertVerificationError", "ProxyConnectionError", "ClientConnectorCertificateError"}
+_NO_ANSWER_CLASS = "HttpProcessingError"
+"""What aiohttp calls an answer that it cannot read, a cut one too; the status in it, 400, no server has given."""
 
 _HTTP_ERROR = 400
 _HTTP_REFUSED = {401, 403}
@@ -237,6 +239,8 @@ def _try_again(status: int) -> str:
 def answer_of(error: BaseException) -> tuple[int | None, str]:
     """The HTTP status and the server's code, where an error or what it came from carries them or tells them."""
     for link in chain(error):
+        if any(kind.__name__ == _NO_ANSWER_CLASS for kind in type(link).__mro__):
+            continue
         if (told := _STATUS.search(str(link))) is not None:
             named = _XML_CODE.search(str(link))
             return int(told[1]), named[1] if named else ""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError
 from ranktape.storage import layout
-from ranktape.storage.attempt import read_attempt, run_attributes
-from ranktape.storage.documents import SCHEMA_KEY, document_checksum, is_document_intact
+from ranktape.storage.attempt import oldest_schema, read_attempt, run_attributes
+from ranktape.storage.documents import document_checksum, is_document_intact
 from ranktape.storage.layout import Mark
 from ranktape.storage.upkeep.check_commit import check_commit
 from ranktape.storage.upkeep.check_iteration import check_iteration
@@ -134,7 +134,7 @@ def _check_run_document(backend: Backend, found: Findings, *, has_attempts: bool
     key = layout.document_key("")
     data = backend.get(key)
     try:
-        is_stamped = int(run_attributes(data, place=backend.url)[SCHEMA_KEY]) >= _STAMPED_SCHEMA
+        is_stamped = oldest_schema(run_attributes(data, place=backend.url), place=backend.url) >= _STAMPED_SCHEMA
         decode_stamped(data or b"", key=key, place=backend.url, is_stamped=is_stamped)
     except RunNotFoundError:
         if not has_attempts:

@@ -117,7 +117,8 @@ def commit_summary(commit: bytes, *, place: str, key: str) -> dict[str, Any]:
         DataError: the document is damaged.
     """
     attributes = decode_document(commit, place=place, key=key)["attributes"]
-    summary = {name: attributes[name] for name in ("num_records", "nbytes", "silent_sites")}
+    counts = [name for name in ("num_expected", "num_missing") if name in attributes]
+    summary = {name: attributes[name] for name in ("num_records", "nbytes", "silent_sites", *counts)}
     return {**summary, "commit": document_checksum(commit)}
 
 

@@ -183,6 +183,7 @@ class _Repair:
             "num_records": commit.catalogue.num_rows,
             "nbytes": commit.nbytes,
             "silent_sites": commit.silent_sites,
+            **commit.counts(),
             "restored": time.time(),
         }
         if commit.checksum is not None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ranktape.analyze.histogram import warm_up
-from ranktape.capture.recover import RingReport, find_rings, recover_ring
+from ranktape.capture.writing.recover import RingReport, find_rings, recover_ring
 from ranktape.errors import RanktapeError
 from ranktape.storage.attempt import Launch
 from ranktape.storage.backends.urls import open_backend

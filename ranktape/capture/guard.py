@@ -1,0 +1,82 @@
+"""How is a defect of ours kept from ending somebody's training?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from ranktape.errors import CaptureError, RanktapeError
+
+
+class StrictCaptureError(CaptureError):
+    """A failure inside of a capture that was asked to end the training with it; passes through all guards."""
+
+
+class Guard:
+    """A context that reports exceptions and swallows them: a defect of ours must not end somebody's training."""
+
+    def __init__(self, on_failure: Callable[[Exception], None]) -> None:
+        """Prepare.
+
+        Args:
+            on_failure: Called with what was raised; what it raises itself leaves the context.
+        """
+        self._on_failure = on_failure
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """Report an exception; interrupts, exits and what a strict capture raises pass."""
+        if not isinstance(error, Exception) or isinstance(error, StrictCaptureError):
+            return False
+        self._on_failure(error)
+        return True
+
+
+class Naming:
+    """A context in which a part of ours works that all sites share: its failure is not the site's."""
+
+    def __init__(self, part: str) -> None:
+        """Prepare.
+
+        Args:
+            part: What a person is told has failed.
+        """
+        self._part = part
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Say of somebody else's exception which part met it."""
+        if isinstance(error, Exception) and not isinstance(error, RanktapeError):
+            raise CaptureError(f"{self._part} failed: {failure_text(error)}") from error
+
+
+def asked(module: object, name: str, default: Any = None) -> Any:
+    """An attribute of somebody else's module; the default where it has none, or answers with an error of its own."""
+    try:
+        return getattr(module, name, default)
+    except Exception:  # noqa: BLE001  # a property may fail with anything, and what is asked for need not be there
+        return default
+
+
+def failure_text(error: BaseException) -> str:
+    """What a person is told of an exception: our own words, or its kind and its text; never fails."""
+    if isinstance(error, CaptureError):
+        return str(error)
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001  # somebody else's exception, whose text cannot be had
+        text = ""
+    return f"{type(error).__name__}: {text[:_SHOWN]}" if text else type(error).__name__
+
+
+_SHOWN = 300
+"""Characters of somebody else's text that are shown: torch's messages can be pages."""

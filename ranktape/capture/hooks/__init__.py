@@ -1,0 +1,1 @@
+"""How are modules and functions seen while an iteration is captured, without changing what they compute?"""

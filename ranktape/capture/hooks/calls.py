@@ -1,0 +1,375 @@
+"""How are the operands and the result of one call recorded, and their gradients, without changing them?
+
+    forward pre     the operands        as they are passed
+    forward post    the output
+    backward pre    grad_output         a tensor hook on the output
+    backward post   grad_<operand>      a tensor hook on an alias of the operand: this call's share alone
+
+The same for modules and for functions. Module backward hooks are not used: they break in-place consumers, cost more
+than the layer, and change bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ranktape.capture.hooks.leaves import CACHED, is_cached_by_autocast
+from ranktape.capture.passes.circumstances import in_backward
+from ranktape.capture.passes.tracker import Call
+from ranktape.capture.roles.table import OUTPUT, FunctionRole, ModuleRole, Operand, forward_role, grad_role, operand_of
+
+if TYPE_CHECKING:
+    from ranktape.capture.hooks.leaves import Leaves
+    from ranktape.capture.recorder import Recorder
+    from ranktape.capture.source import Source, TensorRole
+
+Placement = Callable[[str, torch.Tensor], str | None]
+"""Gives for a tensor name and a tensor where in a whole it lies, as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One tensor of a role."""
+
+    name: str
+    """Its name in records."""
+    value: TensorRole
+    """What it is in the forward pass."""
+    grad: TensorRole
+    """What its gradient is in the backward pass."""
+    part: tuple[int, int] | None = None
+    """Of an argument that holds several tensors: the dimension that counts them, and the place of this one."""
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What of an argument, or of its gradient, belongs to this port."""
+        return tensor if self.part is None else tensor.select(*self.part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """One argument that holds tensors of a role."""
+
+    position: int | None
+    """Place among the positional ones."""
+    keyword: str
+    """Its name; empty where only the place is known."""
+    ports: tuple[Port, ...]
+    """The tensors in it."""
+
+    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What was passed; None where nothing was."""
+        if self.position is not None and self.position < len(args):
+            return args[self.position]
+        return kwargs.get(self.keyword)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """All tensors of a role."""
+
+    arguments: tuple[Argument, ...]
+    """The operands, by argument."""
+    parameters: tuple[tuple[str, Port], ...]
+    """Attributes of the module, and what is in them."""
+    output: Port
+    """The result."""
+
+    @property
+    def all(self) -> Iterator[Port]:
+        """One after the other: operands, parameters, the output."""
+        for argument in self.arguments:
+            yield from argument.ports
+        yield from (port for _, port in self.parameters)
+        yield self.output
+
+    @property
+    def roles(self) -> Iterator[TensorRole]:
+        """Everything that is recorded of a call with gradients."""
+        for port in self.all:
+            yield port.value
+            yield port.grad
+
+
+@functools.lru_cache(maxsize=1024)
+def ports_of(role: ModuleRole | FunctionRole) -> Ports:
+    """The tensors of a role."""
+    grouped: dict[tuple[int | None, str], list[Port]] = {}
+    for name, place in role.operands.items():
+        operand = operand_of(place)
+        grouped.setdefault((operand.position, operand.keyword), []).append(_port(role, name, operand))
+    arguments = [
+        Argument(position=position, keyword=keyword, ports=tuple(ports))
+        for (position, keyword), ports in grouped.items()
+    ]
+    parameters = role.parameters if isinstance(role, ModuleRole) else {}
+    return Ports(
+        arguments=tuple(arguments),
+        parameters=tuple((attribute, _port(role, name)) for name, attribute in parameters.items()),
+        output=_port(role, OUTPUT),
+    )
+
+
+def resolved(ports: Ports, function: Callable[..., Any], *, num_bound: int = 0) -> Ports:
+    """The ports with places and names of all arguments, where a role gives one of them only.
+
+    The first `num_bound` parameters of the function are no arguments: `self`.
+    """
+    if all(argument.keyword and argument.position is not None for argument in ports.arguments):
+        return ports
+    try:
+        names = list(inspect.signature(function).parameters)[num_bound:]
+    except (TypeError, ValueError):
+        return ports  # a built-in function does not say
+    arguments = []
+    for argument in ports.arguments:
+        position, keyword = argument.position, argument.keyword
+        if not keyword and position is not None and position < len(names):
+            keyword = names[position]
+        if position is None and keyword in names:
+            position = names.index(keyword)
+        arguments.append(Argument(position=position, keyword=keyword, ports=argument.ports))
+    return dataclasses.replace(ports, arguments=tuple(arguments))
+
+
+def _port(role: ModuleRole | FunctionRole, name: str, operand: Operand | None = None) -> Port:
+    return Port(
+        name=name,
+        value=forward_role(name, role.layouts),
+        grad=grad_role(name, role.layouts),
+        part=None if operand is None else operand.part,
+    )
+
+
+@dataclass(slots=True)
+class Entry:
+    """A module or function with a role that is running."""
+
+    layer_type: str
+    """Its kind: what is inside of it and of the same kind is part of it."""
+    owner: Any
+    """The module, or the role of the function."""
+    call: Call | None = None
+    """None where it is not recorded."""
+    weight: torch.Tensor | None = None
+    """The parameter whose gradient is to be seen, once the product that uses it begins."""
+    weight_port: Port | None = None
+    """What it is recorded as."""
+    alias: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Gives the alias of that parameter on which its gradient is seen."""
+    batch_size: int = 1
+    """Samples in an attention of several heads."""
+    written: tuple[torch.Tensor, Port] | None = None
+    """The parameter that the call itself writes to, and what it is recorded as: read after it."""
+    is_leaf: bool = False
+    """Whether the gradient of its weight is seen on the weight itself."""
+
+
+class Running(threading.local):
+    """The modules and functions with a role that are running on this thread, the outermost first."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def has(self, layer_type: str) -> bool:
+        """Whether one of that kind is running."""
+        return any(entry.layer_type == layer_type for entry in self.entries)
+
+    def leave(self, owner: Any) -> Entry | None:
+        """End the innermost one of that owner, and what an exception left inside of it."""
+        for place in range(len(self.entries) - 1, -1, -1):
+            if self.entries[place].owner is owner:
+                entry = self.entries[place]
+                del self.entries[place:]
+                return entry
+        return None
+
+
+@dataclass(slots=True, kw_only=True)
+class Taking:
+    """Records what belongs to one source."""
+
+    recorder: Recorder
+    """Takes the tensors."""
+    source: Source
+    """What they come from."""
+    ports: Ports
+    """What they are."""
+    weights_seen: set[tuple[Source, str, str, int]]
+    """The weights that were recorded in this iteration, and in which version."""
+    is_aliased: bool = True
+    """Whether operands may be replaced by views of themselves."""
+    placement: Placement | None = None
+    """Says of shards where they lie."""
+    is_one_node: Callable[[Sequence[Any], Mapping[str, Any]], bool] = lambda _operands, _named: False
+    """Says of operands and named arguments whether autograd knows their call as one node."""
+    leaves: Leaves | None = None
+    """Sees gradients on weights themselves, where the operands hold a weight."""
+
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Record the operands; the arguments to go on with."""
+        values = [argument.find(args, kwargs) for argument in self.ports.arguments]
+        for argument, value in zip(self.ports.arguments, values, strict=True):
+            if not isinstance(value, torch.Tensor):
+                self.refuse(argument, value, call)
+            elif not in_backward():
+                for port in argument.ports:
+                    self.record(port, port.take(value), call)
+        counts = Counter(id(value) for value in values if isinstance(value, torch.Tensor))
+        # Where one tensor is passed as several operands, autograd must add their gradients up as it does without us:
+        # for a function that is one node of the graph that is so if the last operand has the first alias.
+        can_share = max(counts.values(), default=1) < 2 or self.is_one_node(values, kwargs)  # noqa: PLR2004
+        for argument, value in zip(reversed(self.ports.arguments), reversed(values), strict=True):
+            if not isinstance(value, torch.Tensor):
+                continue
+            seen = self.watched(value, argument.ports, call, is_shared=not can_share and counts[id(value)] > 1)
+            if seen is value:
+                continue
+            if argument.position is not None and argument.position < len(args):
+                args = (*args[: argument.position], seen, *args[argument.position + 1 :])
+            else:
+                kwargs = {**kwargs, argument.keyword: seen}
+        return args, kwargs
+
+    def refuse(self, argument: Argument, value: Any, call: Call | None = None) -> None:
+        """Say of an argument that is no tensor why it is not recorded."""
+        what = f"its argument {argument.keyword or argument.position!r}"
+        reason = f"{what} was not passed" if value is None else f"{what} is a {type(value).__name__} and no tensor"
+        for port in argument.ports:
+            self.recorder.refuse(self.source, port.value, reason, call=call)
+
+    def watched(
+        self, value: torch.Tensor, ports: Sequence[Port], call: Call, *, is_shared: bool = False
+    ) -> torch.Tensor:
+        """The operand to go on with: an alias, whose gradient will be recorded, or itself where none is to be seen."""
+        if not (value.requires_grad and torch.is_grad_enabled() and self.is_aliased):
+            return value
+        wanted = [port for port in ports if self.recorder.wants(self.source, port.grad, call)]
+        if is_shared:
+            for port in wanted:
+                self.recorder.refuse(
+                    self.source, port.grad, "its tensor is another operand, too: one gradient for both"
+                )
+        if is_shared or not wanted:
+            return value
+        if is_cached_by_autocast(value):
+            for port in wanted:
+                if self.leaves is None or port.value.has_samples:
+                    self.recorder.refuse(self.source, port.grad, CACHED, call=call)
+                else:
+                    self.leaves.watch(self, port, value)
+            return value
+        alias = value.view_as(value)
+        for port in wanted:
+            self.grad(port, alias, call, part=None if port.part is None else port.take)
+        return alias
+
+    def output(
+        self, output: torch.Tensor, call: Call, *, given: Any, on_grad: Callable[[Call], None] | None = None
+    ) -> None:
+        """Record the result of what was given, and its gradient when it comes; then `on_grad` is called too."""
+        port = self.ports.output
+        if not in_backward():
+            self.record(port, output, call)
+        if output.requires_grad and (on_grad is not None or self.recorder.wants(self.source, port.grad, call)):
+            seen = before_views(output, given=given)
+            part = None if seen is output else functools.partial(torch.Tensor.reshape, shape=output.shape)
+            self.grad(port, seen, call, part=part, on_grad=on_grad)
+
+    def record(self, port: Port, tensor: torch.Tensor, call: Call) -> None:
+        """Record one tensor; a weight with its first call in the iteration, and again when it was written to."""
+        if not port.value.has_samples:
+            # Tensors of `inference_mode` do not count what is done to them.
+            version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  (torch has no public name for it)
+            key = (self.source, port.name, call.mode, version)
+            if key in self.weights_seen:
+                return
+            self.weights_seen.add(key)
+        self.recorder.record(self.source, port.value, tensor, call=call, placement=self._placed(port.name, tensor))
+
+    def record_grad_now(self, port: Port, grad: torch.Tensor, call: Call) -> None:
+        """Record a gradient that is there."""
+        placement = self._placed(f"grad_{port.name}", grad)
+        self.recorder.record(self.source, port.grad, grad, call=call, placement=placement)
+
+    def grad(
+        self,
+        port: Port,
+        tensor: torch.Tensor,
+        call: Call,
+        *,
+        part: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        on_grad: Callable[[Call], None] | None = None,
+    ) -> None:
+        """Record the gradient of a tensor when it comes, or what `part` makes of it."""
+        self.recorder.record_grad(
+            self.source,
+            port.grad,
+            tensor,
+            call=call,
+            part=part,
+            # Of what is recorded, which may have another shape than what the hook is on.
+            placement=self._placed(f"grad_{port.name}", tensor if part is None else part(tensor.detach())),
+            on_grad=on_grad,
+        )
+
+    def _placed(self, name: str, tensor: torch.Tensor) -> str | None:
+        return None if self.placement is None else self.placement(name, tensor)
+
+
+def tensor_in(output: Any, element: int | str | None) -> torch.Tensor | None:
+    """The element of a result, or the first tensor in it: of tuples, dictionaries and dataclasses; None without one."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if element is None:
+        found = (tensor_in(one, None) for one in _elements(output))
+        return next((tensor for tensor in found if tensor is not None), None)
+    try:
+        one = getattr(output, element) if isinstance(element, str) and hasattr(output, element) else output[element]
+    except (LookupError, TypeError):
+        return None
+    return one if isinstance(one, torch.Tensor) else None
+
+
+def _elements(output: Any) -> Sequence[Any]:
+    if isinstance(output, Mapping):
+        return list(output.values())
+    if isinstance(output, tuple | list):
+        return output
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return [getattr(output, one.name) for one in dataclasses.fields(output)]
+    return ()
+
+
+def before_views(output: torch.Tensor, *, given: Any) -> torch.Tensor:
+    """The tensor whose hook sees the output's gradient, whatever is done to the output in place.
+
+    With a bias and three dimensions the output is a view of the product. An operation in place on a view
+    takes its hooks out of the graph; those of what it is a view of stay. What was given to the call has other uses.
+    """
+    if type(output) is not torch.Tensor:
+        return output
+    base = output._base  # noqa: SLF001  (torch has no public name for it)
+    if base is None or base.is_leaf or base.numel() != output.numel():
+        return output
+    if not (base.is_contiguous() and output.is_contiguous()):
+        return output
+    return output if any(base is one or base is one._base for one in _tensors_in(given)) else base  # noqa: SLF001
+
+
+def _tensors_in(value: Any, *, depth: int = 4) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth:
+        for element in _elements(value):
+            yield from _tensors_in(element, depth=depth - 1)

@@ -1,0 +1,205 @@
+"""How are the outputs of a model's layers seen, and what did the last forward pass of this thread give?
+
+    embedding, forward post   output         what enters the first layer
+    hidden, forward post      output         what a layer returns: the first tensor
+    both, backward pre        grad_output    its gradient, from everything that uses it
+
+The model's outputs stay as they are. Under a reentrant checkpoint the gradient of a layer's output is seen in the
+recomputation, that of what enters the first layer outside of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ranktape.capture.hooks.calls import before_views, tensor_in
+from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.stacks import Layer, Stack, embedding_path
+from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
+from ranktape.capture.roles.table import OUTPUT, forward_role, grad_role
+from ranktape.capture.source import Source
+from ranktape.errors import UsageError
+
+if TYPE_CHECKING:
+    from ranktape.capture.passes.tracker import Tracker
+    from ranktape.capture.recorder import Recorder
+    from ranktape.capture.settings.options import CaptureOptions
+
+_VALUE, _GRAD = forward_role(OUTPUT, {}), grad_role(OUTPUT, {})
+
+
+class _States:
+    """Copies of what one forward pass gave."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] | None = None
+
+
+class _Thread(threading.local):
+    """Of each thread its own."""
+
+    def __init__(self) -> None:
+        self.states = _States()
+
+
+_thread = _Thread()
+_holding: weakref.WeakSet[_States] = weakref.WeakSet()
+
+
+def get_layer_hidden_states() -> list[torch.Tensor] | None:
+    """What the layers gave in the last forward pass on this thread: the embedding first, then the chosen layers.
+
+    Detached copies; the list is empty before the first layer. None where the last pass was not captured, or no capture
+    records layers. A later stage of a pipeline has no embedding.
+
+    The last forward pass is the last one that entered the layers of a model that the capture knows. What has no layers,
+    as a loss module, leaves the list as it is, and so does a model that the capture does not follow: read the list
+    before you run one. After a captured iteration the copies stay until that model runs on this thread.
+    """
+    tensors = _thread.states.tensors
+    return None if tensors is None else list(tensors)
+
+
+class LayerHooks:
+    """The hooks on the layers of all stacks for one iteration."""
+
+    def __init__(self, *, options: CaptureOptions, recorder: Recorder, tracker: Tracker) -> None:
+        self._options = options
+        self._recorder = recorder
+        self._tracker = tracker
+        self._handles: list[Any] = []
+        self._firsts: list[weakref.ref[nn.Module]] = []
+
+    def attach(self, root: nn.Module, stack: Stack, *, prefix: str) -> None:
+        """Watch the chosen layers of a stack, and what enters it."""
+        first = stack.layers[0]
+        self._firsts.append(weakref.ref(first.module))
+        source = None
+        if first.idx == 0:
+            path = prefix + embedding_path(root, stack)
+            source = Source(module=path, layer_type="embedding", layer_idx=-1, component="hidden")
+            self._recorder.attach(source, [_VALUE])
+        self._handles.append(first.module.register_forward_pre_hook(self._on_enter(source), with_kwargs=True))
+        for layer in stack.layers:
+            if not self._options.wants_layers or self._options.wants_layer(layer.idx):
+                self._attach_layer(layer, prefix)
+
+    def remove(self) -> None:
+        """Detach everything; copies that are held go with the next forward pass."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for reference in self._firsts:
+            module = reference()
+            if module is not None and _holding:
+                _release_at_next(module)
+        self._firsts.clear()
+
+    def _attach_layer(self, layer: Layer, prefix: str) -> None:
+        source = Source(module=prefix + layer.path, layer_type="hidden", layer_idx=layer.idx, component="hidden")
+        self._recorder.attach(source, [_VALUE])
+
+        def hook(_: nn.Module, *called: Any) -> None:
+            if is_traced():
+                return
+            output = called[-1]
+            with self._recorder.guarded(source):
+                tensor = tensor_in(output, None)
+                if tensor is None:
+                    self._recorder.refuse(source, _VALUE, f"the layer gave a {type(output).__name__} without a tensor")
+                else:
+                    self._take(source, tensor, given=called[:-1])
+
+        self._handles.append(layer.module.register_forward_hook(Hook(hook), with_kwargs=True))
+
+    def _on_enter(self, source: Source | None) -> Hook:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if is_traced() or in_backward():
+                return
+            _thread.states.tensors = [] if self._tracker.is_active else None
+            if source is None:
+                return
+            with self._recorder.guarded(source):
+                tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+                real = next((one for one in tensors if one.is_floating_point()), None)
+                if real is not None:
+                    self._take(source, real)
+
+        return Hook(hook)
+
+    def _take(self, source: Source, tensor: torch.Tensor, *, given: Any = None) -> None:
+        """Record what a layer makes of what was given to it, or with nothing given what enters the first one."""
+        if not self._tracker.is_active:
+            self._recorder.expected.called(source, is_recorded=False)
+            return
+        if is_transformed():
+            self._recorder.pass_by(source)
+            return
+        key = f"{source.layer_type} {source.module}"
+        call = self._tracker.begin_call(key, dtype=tensor.dtype, device_type=tensor.device.type)
+        self._recorder.called(source, call)
+        if not in_backward():
+            self._recorder.record(source, _VALUE, tensor, call=call)
+            states = _thread.states
+            if states.tensors is not None:
+                _holding.add(states)
+                states.tensors.append(tensor.detach().clone())
+        # What enters the first layer is a tensor of the outer graph, even where a checkpoint recomputes that layer.
+        if tensor.requires_grad and self._recorder.wants(source, _GRAD, call):
+            seen = tensor if given is None else before_views(tensor, given=given)
+            part = None if seen is tensor else _reshape(tensor.shape)
+            self._recorder.record_grad(source, _GRAD, seen, call=call, part=part)
+
+
+def check_layers(options: CaptureOptions, root: nn.Module, stack: Stack) -> None:
+    """Let layers pass that the model has; of a stage of a pipeline that does not say how many there are, all.
+
+    Raises:
+        UsageError: one of those that were asked for is not there; says which there are.
+    """
+    from ranktape.capture.settings.rules import read_layers
+
+    asked = read_layers(options.layers).filter if options.wants_layers else None
+    total = _num_layers(root)
+    layers: Sequence[int] = [layer.idx for layer in stack.layers] if total is None else range(total)
+    is_stage = total is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    for one in () if asked is None or is_stage else asked.alternatives:
+        alone = read_layers([one]) if not isinstance(one, str) else read_layers(one)
+        if not any(alone.holds(idx) for idx in layers):
+            there = f"layers {min(layers)} to {max(layers)}"
+            raise UsageError(f"--layers {one} is not in the model, which has {there}: choose of these, or 'all'")
+
+
+def _num_layers(root: nn.Module) -> int | None:
+    """How many layers the configuration of a model speaks of, on all stages of a pipeline; None where it does not."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None  # the stack itself is the truth
+    config = getattr(root, "config", None)
+    found = (getattr(config, name, None) for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"))
+    return next((number for number in found if isinstance(number, int) and number > 0), None)
+
+
+def _reshape(shape: torch.Size) -> Any:
+    return lambda grad: grad.reshape(shape)
+
+
+def _release_at_next(module: nn.Module) -> None:
+    """Let the copies of each thread go when it enters the stack again."""
+
+    def hook(_: nn.Module, args: Any) -> None:  # noqa: ARG001  (torch's signature)
+        if is_traced() or in_backward():
+            return
+        states = _thread.states
+        states.tensors = None
+        _holding.discard(states)
+        if not _holding:
+            handle.remove()
+
+    handle = module.register_forward_pre_hook(Hook(hook))

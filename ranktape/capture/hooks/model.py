@@ -1,0 +1,399 @@
+"""Which modules of a model are captured, under which names, and how are the hooks put on and taken off?"""
+
+from __future__ import annotations
+
+import difflib
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
+
+from ranktape.capture.hooks.calls import Placement, Ports, Running
+from ranktape.capture.hooks.compiled import run_eagerly
+from ranktape.capture.hooks.function_hooks import FunctionHooks
+from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.layers import LayerHooks, check_layers
+from ranktape.capture.hooks.module_hooks import ModuleHooks
+from ranktape.capture.hooks.multihead import MultiheadHooks
+from ranktape.capture.hooks.owners import Owners
+from ranktape.capture.hooks.stacks import Stack, find_stacks, module_path, number_in, stated_idx
+from ranktape.capture.passes.checkpointing import CheckpointHooks
+from ranktape.capture.passes.circumstances import in_backward, is_traced
+from ranktape.capture.passes.forwards import Arguments
+from ranktape.capture.passes.frames import keyword_arguments
+from ranktape.capture.passes.pipeline import PipelineHooks, stage_prefix
+from ranktape.capture.passes.tracker import Frame
+from ranktape.capture.roles.known import registered_roles, role_of
+from ranktape.capture.roles.table import FunctionRole, ModuleRole, forward_role
+from ranktape.capture.settings.rules import listed
+from ranktape.capture.source import Source
+from ranktape.capture.tensors.placement import Placements
+from ranktape.errors import UsageError
+
+if TYPE_CHECKING:
+    from ranktape.capture.passes.tracker import Tracker
+    from ranktape.capture.recorder import Recorder
+    from ranktape.capture.settings.options import CaptureOptions
+
+_MAX_NAMED = 5
+
+
+class ModelHooks:
+    """Everything that is attached to the training while an iteration is captured, and nothing besides.
+
+    The models are those given, or those found: the outermost module that a training forward enters.
+    """
+
+    def __init__(self, *, options: CaptureOptions, recorder: Recorder, tracker: Tracker, is_given: bool) -> None:
+        """Know no model yet.
+
+        Args:
+            options: Of the capture.
+            recorder: Takes the tensors.
+            tracker: Follows the passes.
+            is_given: The model will be added; no others are looked for.
+        """
+        self._options = options
+        self._recorder = recorder
+        self._tracker = tracker
+        self._is_given = is_given
+        self._roots: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._attached: set[nn.Module] = set()
+        self.paths: set[str] = set()
+        self._handles: list[Any] = []
+        self._modules: dict[nn.Module, ModuleHooks] = {}
+        self._running = Running()
+        self._owners = Owners()
+        self._weights_seen: set[tuple[Source, str, str, int]] = set()
+        self._functions: FunctionHooks | None = None
+        self._multihead: MultiheadHooks | None = None
+        self._layers: LayerHooks | None = None
+        self._matched: set[ModuleRole | FunctionRole] = set()
+        self._wanted: dict[tuple[str, str], bool] = {}
+        self._has_stack = False
+        self.placements = Placements()
+        self._eager = ExitStack()
+        self._checkpoints: CheckpointHooks | None = None
+        self._pipeline: PipelineHooks | None = None
+        self._stage_prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._watch: Callable[..., None] | None = None
+        self.on_note: Callable[[str], None] = lambda _: None
+        """Called with what a person should know of the names that are given."""
+        self.on_mistake: Callable[[UsageError], None]
+        """Called with a mistake of the user's that a model shows; set by the capture, before one is met."""
+
+    def tell_of_roots(self, watch: Callable[..., None]) -> None:
+        """Have `watch` called with every model that is known or will be, and `is_running` where it runs already."""
+        self._watch = watch
+        for reference, _ in self._roots:
+            module = reference()
+            if module is not None:
+                watch(module)
+
+    def add_root(self, root: nn.Module, *, is_running: bool = False) -> None:
+        """Know a model, or what wraps a model that is known; `is_running` where this is found in a call of it.
+
+        Raises:
+            UsageError: it has not the layers that were asked for.
+        """
+        self._check_layers(root)
+        stage = self._stage_prefixes.get(root, "")
+        new = {stage + path for path, module, _ in self._numbered(root) if path and module not in self._known}
+        is_alone = role_of(type(root)) is not None and bool(self._roots)
+        prefix = f"{type(root).__name__}{len(self._roots)}." if is_alone or new & self.paths else ""
+        self._roots.append((weakref.ref(root), prefix))
+        self.paths |= {prefix + path for path in new}
+        self._known.update(root.modules())
+        if self._watch is not None:
+            self._watch(root, is_running=is_running)
+
+    def meet_stage(self, module: nn.Module, stage: int) -> None:
+        """A stage of a pipeline is about to run: give it names that no other stage has."""
+        if module in self._stage_prefixes or (self._is_given and module not in self._known):
+            return
+        offset = self._options.layer_offset
+        prefix = "" if offset else stage_prefix(stage, [layer_idx for _, _, layer_idx in self._numbered(module)])
+        for part in module.modules():
+            self._stage_prefixes[part] = prefix
+        if module not in self._known:
+            self.add_root(module)
+        elif prefix:
+            self.detach()  # it was attached under other names
+            self.attach()
+        self._attach_known()
+        if prefix:
+            self.on_note(
+                "the stages of the pipeline number their layers from 0: the paths of each later stage begin with its "
+                "index, as in 'stage1.' (--layer-offset numbers the layers through)"
+            )
+
+    def explain_silence(self) -> str:
+        """Why nothing was recorded, and the way out."""
+        globs = listed(self._options.modules)
+        if globs and not any(self._is_wanted(path) for path in self.paths):
+            close = {name for glob in globs for name in difflib.get_close_matches(glob, self.paths, _MAX_NAMED, 0)}
+            return (
+                f"no module matches --module {' or '.join(globs)}; "
+                f"nearest: {', '.join(sorted(close)[:_MAX_NAMED]) or 'none'}"
+            )
+        if self._options.wants_layers and not self._has_stack:
+            return "no stack of layers was found in the model (--layers): record layers by --module and --layer-type"
+        if reason := self._recorder.expected.main_refusal():
+            return f"nothing was recorded of the layers that ran: {reason}"
+        if left_out := self._recorder.num_left_out:
+            flags = ", ".join(self._options.selection_flags)
+            return f"none of {left_out} tensors fits the selection: widen {flags}"
+        kinds = " or ".join(self._options.wanted_layer_types)
+        return (
+            f"the training ran no {kinds} layer in a module that is in training mode: "
+            f"check --layer-type and --module, or record tensors by save_tensor"
+        )
+
+    def attach(self) -> None:
+        """Put the hooks on all known models, and wait for models that are not known."""
+        self._eager = run_eagerly()
+        guard = self._recorder.guarded()
+        self._checkpoints = CheckpointHooks(tracker=self._tracker, guard=guard)
+        self._pipeline = PipelineHooks(tracker=self._tracker, guard=guard, on_stage=self.meet_stage)
+        self._handles += [self._checkpoints, self._pipeline]
+        self._tracker.before_pass = self._refresh
+        self._running, self._owners = Running(), Owners()
+        self._weights_seen.clear()
+        if self._wants("attention"):
+            self._multihead = MultiheadHooks(recorder=self._recorder, tracker=self._tracker, running=self._running)
+            self._handles.append(self._multihead)
+        if self._options.wants_layers or self._wants("hidden"):
+            self._layers = LayerHooks(options=self._options, recorder=self._recorder, tracker=self._tracker)
+            self._handles.append(self._layers)
+        self._functions = FunctionHooks(
+            owners=self._owners,
+            recorder=self._recorder,
+            tracker=self._tracker,
+            running=self._running,
+            weights_seen=self._weights_seen,
+            is_wanted=self._is_wanted_kind,
+            place=self._place,
+            multihead=self._multihead,
+        )
+        self._handles.append(self._functions)
+        self._functions.attach()
+        self._matched |= self._functions.matched
+        self._attach_known()
+        if not self._is_given:
+            # torch's type says that such a hook returns nothing; what it returns replaces the arguments.
+            handle = register_module_forward_pre_hook(self._meet)  # type: ignore[arg-type]
+            self._handles.append(handle)
+
+    def enter_late(self, module: nn.Module, arguments: Arguments) -> Arguments | None:
+        """Do what a model's own pre-hooks would, in the call in which they were attached; the arguments after that."""
+        args, kwargs = arguments
+        prefix = next(prefix for reference, prefix in self._roots if reference() is module)
+        path, part, layer_idx = next(self._walk(module, prefix=prefix))
+        self._tracker.enter(Frame(module=part, path=path, layer_idx=layer_idx), args, kwargs)
+        return self._modules[module].call_before(module, args, kwargs) if module in self._modules else None
+
+    def detach(self) -> None:
+        """Take everything off again."""
+        for handle in self._handles:
+            handle.remove()
+        for hooks in self._modules.values():
+            hooks.remove()
+        self._handles.clear()
+        self._modules.clear()
+        self._attached.clear()
+        self._owners = Owners()
+        self._functions = self._multihead = self._layers = None
+        self._tracker.before_pass = None
+        self._eager.close()
+
+    def _meet(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """A global pre-hook: a module that is entered first and is not known is a model."""
+        if is_traced() or module in self._known or self._tracker.current() is not None or in_backward():
+            return None
+        if not self._tracker.records(module):
+            self._tracker.pass_over(module)
+            return None
+        try:
+            self._check_layers(module)  # a mistake of the user's, who is told at once
+        except UsageError as error:
+            self.on_mistake(error)
+            return None
+        with self._recorder.guarded():
+            if self._refresh():
+                return None
+            self.add_root(module, is_running=True)
+            self._attach_to(module, self._roots[-1][1])
+            # Its own pre-hooks came too late for this call, and torch gives a global one no keywords.
+            changed = self.enter_late(module, (args, keyword_arguments(module)))
+            return None if changed is None else changed[0]
+        return None
+
+    def _check_layers(self, root: nn.Module) -> None:
+        """Look for the layers that were asked for in the first model that has a stack.
+
+        Raises:
+            UsageError: it has not all of them.
+        """
+        stacks = [] if self._has_stack else find_stacks(root, layer_offset=self._options.layer_offset)
+        if stacks:
+            self._has_stack = True
+            check_layers(self._options, root, stacks[0])
+
+    def _refresh(self) -> bool:
+        """Listen to frameworks that were loaded since; whether a pipeline schedule is rehearsing."""
+        assert self._checkpoints is not None, "only called while hooks are attached"
+        assert self._pipeline is not None, "only called while hooks are attached"
+        self._checkpoints.refresh()
+        return self._pipeline.refresh()
+
+    def _attach_known(self) -> None:
+        for reference, prefix in self._roots:
+            module = reference()
+            if module is not None:
+                self._attach_to(module, prefix)
+
+    def _walk(self, root: nn.Module, *, prefix: str) -> Iterator[tuple[str, nn.Module, int]]:
+        for path, module, layer_idx in self._numbered(root):
+            yield (self._stage_prefixes.get(module, "") + prefix + path).rstrip("."), module, layer_idx
+
+    def _numbered(self, root: nn.Module, stacks: list[Stack] | None = None) -> Iterator[tuple[str, nn.Module, int]]:
+        """Every module with its path and the number of its layer."""
+        offset = self._options.layer_offset
+        found = find_stacks(root, layer_offset=offset) if stacks is None else stacks
+        for name, module in root.named_modules():
+            path = module_path(name)
+            layer_idx = stated_idx(module)
+            if layer_idx is None and found:
+                layer_idx = next((idx for idx in (stack.idx_of(name) for stack in found) if idx is not None), -1)
+            elif layer_idx is None:
+                number = number_in(path)
+                layer_idx = number if number < 0 else number + offset
+            yield path, module, layer_idx
+
+    def weights(self) -> Iterator[tuple[Source, nn.Module, str]]:
+        """The parameters of the modules that hooks are on: what each belongs to, its module, its name there."""
+        for module, hooks in self._modules.items():
+            for attribute in hooks.attributes:
+                yield hooks.source, module, attribute
+
+    def unmatched_roles(self) -> Iterator[str]:
+        """What a person is told of registered roles that have matched nothing."""
+        for role in registered_roles():
+            if role not in self._matched and self._wants(role.layer_type):
+                kinds = {type(module) for reference, _ in self._roots for module in _modules_of(reference())}
+                names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+                close = difflib.get_close_matches(role.name, names, 1, 0.3) if isinstance(role, ModuleRole) else []
+                hint = f"the nearest class is {close[0]}" if close else "check its name, and whether it is loaded"
+                what = "no module of the model" if isinstance(role, ModuleRole) else "no function that is loaded"
+                yield f"the role for {role.name} matches {what}: {hint}"
+
+    def _attach_to(self, root: nn.Module, prefix: str) -> None:
+        assert self._functions is not None, "only called while hooks are attached"
+        self.placements.learn(root)
+        self._functions.learn(root)
+        stage = self._stage_prefixes.get(root, "")
+        stacks = find_stacks(root, layer_offset=self._options.layer_offset)
+        for bare, module, layer_idx in self._numbered(root, stacks):
+            if module in self._attached:
+                continue
+            self._attached.add(module)
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks; what it does inside is not Python either
+            path = (self._stage_prefixes.get(module, "") + prefix + bare).rstrip(".")
+            frame = Frame(module=module, path=path, layer_idx=layer_idx)
+            self._owners.add(frame)
+            self._handles.append(module.register_forward_pre_hook(self._on_enter(frame), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(Hook(self._on_leave), always_call=True))
+            with self._recorder.guarded(_source(frame, "module", "unknown")):
+                self._attach_role(frame)
+        if self._layers is not None and stacks:
+            self._layers.attach(root, stacks[0], prefix=stage + prefix)
+
+    def _attach_role(self, frame: Frame) -> None:
+        """Put hooks on a module that has a role."""
+        module, role = frame.module, role_of(type(frame.module))
+        if self._multihead is not None and isinstance(module, nn.MultiheadAttention) and self._is_wanted(frame.path):
+            self._multihead.attach(module, _source(frame, "attention", "FA"))
+        if role is None:
+            return
+        self._matched.add(role)
+        if not self._is_wanted_kind(role.layer_type, frame.path):
+            return
+        source = _source(frame, role.layer_type, role.component)
+        for name, attribute in role.parameters.items():
+            # A parametrized weight is computed when it is read.
+            own = module._parameters.get(attribute)  # noqa: SLF001
+            # One that the module is given with each call is None at rest.
+            is_absent = own is None and {**vars(module), **module._parameters}.get(attribute, False) is None  # noqa: SLF001
+            if not is_absent and (own is None or is_lazy(own)):
+                reason = f"its {attribute} is not a plain parameter (parametrized, or not made yet)"
+                self._recorder.refuse(source, forward_role(name, role.layouts), reason)
+                return
+        self._modules[module] = ModuleHooks(
+            module,
+            role=role,
+            source=source,
+            recorder=self._recorder,
+            tracker=self._tracker,
+            running=self._running,
+            weights_seen=self._weights_seen,
+            place=self._place,
+        )
+
+    def _place(self, module: nn.Module, ports: Ports) -> Placement | None:
+        """What says of a module's tensors where they lie in a whole; None in one process."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        layouts = {port.name: port.value.layouts for port in ports.all}
+        attributes = {port.name: attribute for attribute, port in ports.parameters}
+
+        def placement(name: str, tensor: torch.Tensor) -> str | None:
+            letters = next((one for one in layouts.get(name.removeprefix("grad_"), ()) if len(one) == tensor.ndim), "")
+            head_dim = letters.index("H") if "H" in letters and "D" in letters else 1
+            return self.placements.of(module, attributes.get(name, name), tensor, head_dim=head_dim)
+
+        return placement
+
+    def _on_enter(self, frame: Frame) -> Hook:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+            # Without keywords: torch's word for a hook that was taken off while its module is called.
+            if kwargs is None or is_traced():
+                return
+            with self._recorder.guarded():
+                self._tracker.enter(frame, args, kwargs)
+
+        return Hook(hook)
+
+    def _on_leave(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if is_traced():
+            return
+        with self._recorder.guarded():
+            self._tracker.leave(module, output)
+
+    def _wants(self, layer_type: str) -> bool:
+        return self._options.wants_layer_type(layer_type)
+
+    def _is_wanted_kind(self, layer_type: str, path: str) -> bool:
+        if (layer_type, path) not in self._wanted:
+            # What `layers` alone records of an embedding is what enters the stack.
+            is_named = not self._options.wants_layers or self._options.names_layer_type(layer_type)
+            self._wanted[layer_type, path] = is_named and self._wants(layer_type) and self._is_wanted(path)
+        return self._wanted[layer_type, path]
+
+    def _is_wanted(self, path: str) -> bool:
+        return self._options.wants_module(path)
+
+
+def _source(frame: Frame, layer_type: str, component: str) -> Source:
+    return Source(module=frame.path, layer_type=layer_type, layer_idx=frame.layer_idx, component=component)
+
+
+def _modules_of(root: nn.Module | None) -> Iterator[nn.Module]:
+    return iter(()) if root is None else root.modules()

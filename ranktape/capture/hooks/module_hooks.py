@@ -1,0 +1,250 @@
+"""Which hooks see the tensors of a module with a role, for one iteration?
+
+input, output, their gradients   see `calls.py`
+weight                           with the first call of the iteration, read when it is computed with
+grad_weight                      a tensor hook on an alias of the weight where `F.linear` or `F.embedding` takes it:
+                                 this call's share alone; else on the weight itself: what one graph adds up
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ranktape.capture.hooks.calls import Entry, Placement, Port, Ports, Running, Taking, ports_of, resolved, tensor_in
+from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.leaves import is_cached_by_autocast
+from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
+from ranktape.capture.passes.tracker import Call
+from ranktape.capture.source import Source, Tags, TensorRole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ranktape.capture.passes.tracker import Tracker
+    from ranktape.capture.recorder import Recorder
+    from ranktape.capture.roles.table import ModuleRole
+
+ACCUMULATED = Tags(metadata='{"accumulated": true}')
+"""Of the gradient of a weight that the layer itself adds up: it holds that of the microbatches before, too."""
+
+PLAIN = frozenset({torch.Tensor, nn.Parameter})
+"""Types of weights whose alias is as good as they are."""
+
+
+class ModuleHooks:
+    """The hooks on one module for one iteration."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        role: ModuleRole,
+        source: Source,
+        recorder: Recorder,
+        tracker: Tracker,
+        running: Running,
+        weights_seen: set[tuple[Source, str, str, int]],
+        place: Callable[[nn.Module, Ports], Placement | None],
+    ) -> None:
+        """Put them on.
+
+        Args:
+            module: What is watched.
+            role: What it is.
+            source: What its tensors come from.
+            recorder: Takes them.
+            tracker: Knows the pass.
+            running: What has a role and is running.
+            weights_seen: The weights that were recorded in the iteration; one is recorded once in each version.
+            place: Gives for a module what says of its shards where they lie.
+        """
+        self.source = source
+        """What its tensors come from."""
+        self._role = role
+        self._source = source
+        self._recorder = recorder
+        self._tracker = tracker
+        self._running = running
+        self._ports = resolved(ports_of(role), type(module).forward, num_bound=1)
+        own = None if role.placement is None else functools.partial(role.placement, module)
+        self._taking = Taking(
+            recorder=recorder,
+            source=source,
+            ports=self._ports,
+            weights_seen=weights_seen,
+            is_aliased=role.is_aliased,
+            placement=own or place(module, self._ports),
+        )
+        self._backward_call: Call | None = None
+        self._leaves: dict[str, Any] = {}
+        recorder.attach(source, _certain_roles(module, self._ports))
+        self._handles = [
+            # Appended last and first: innermost, so that wrappers' own hooks have done their part.
+            module.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
+            module.register_forward_hook(Hook(self._after), with_kwargs=True, prepend=True, always_call=True),
+        ]
+
+    @property
+    def attributes(self) -> list[str]:
+        """The module's names of the parameters that are recorded."""
+        return [attribute for attribute, _ in self._ports.parameters]
+
+    def remove(self) -> None:
+        """Detach everything."""
+        for handle in (*self._handles, *self._leaves.values()):
+            handle.remove()
+
+    def call_before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the pre-hook does, for the call in which it was attached too late."""
+        seen_args, seen_kwargs = self._before(module, args, kwargs)
+        return seen_args, seen_kwargs
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        # Without keywords: torch's word for a hook that was taken off while its module is called.
+        if kwargs is None or is_traced():
+            return None
+        entry = Entry(self._role.layer_type, module)
+        self._running.entries.append(entry)
+        with self._recorder.guarded(self._source):
+            return self._take(entry, module, args, kwargs)
+        return args, kwargs
+
+    def _take(
+        self, entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self._tracker.is_active:
+            self._recorder.expected.called(self._source, is_recorded=False)
+            return args, kwargs
+        if is_transformed():
+            self._recorder.pass_by(self._source)
+            return args, kwargs
+        first = self._sample(module, args, kwargs)
+        if first is None:
+            for argument in self._ports.arguments:
+                self._taking.refuse(argument, argument.find(args, kwargs))
+            return args, kwargs
+        call = self._tracker.begin_call(self._key, dtype=first.dtype, device_type=first.device.type)
+        entry.call = call
+        self._recorder.called(self._source, call)
+        seen_args, seen_kwargs = self._taking.arguments(args, kwargs, call)
+        for attribute, port in self._ports.parameters:
+            seen_kwargs = self._take_parameter(entry, module, attribute, port, seen_kwargs)
+        return seen_args, seen_kwargs
+
+    @property
+    def _key(self) -> str:
+        return f"{self._source.layer_type} {self._source.module}"
+
+    def _sample(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The tensor that says what is computed in: the first operand of real numbers, or a parameter."""
+        found = [argument.find(args, kwargs) for argument in self._ports.arguments]
+        found += [module._parameters.get(attribute) for attribute, _ in self._ports.parameters]  # noqa: SLF001
+        tensors = [one for one in found if isinstance(one, torch.Tensor)]
+        return next((one for one in tensors if one.is_floating_point()), tensors[0] if tensors else None)
+
+    def _take_parameter(
+        self, entry: Entry, module: nn.Module, attribute: str, port: Port, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        call = entry.call
+        assert call is not None, "only called in a call"
+        # Megatron's output layer is given the weight that it shares with the embedding.
+        given = kwargs.get(attribute)
+        # Read here and not when we were attached: under FSDP2 this is the weight that is computed with.
+        weight: Any = given if isinstance(given, torch.Tensor) else getattr(module, attribute, None)
+        if not isinstance(weight, torch.Tensor):
+            self._recorder.refuse(self._source, port.value, f"the module has no tensor {attribute!r}", call=call)
+            return kwargs
+        # An embedding with `max_norm` writes to its weight before it computes with it.
+        is_written = getattr(module, "max_norm", None) is not None
+        if is_written:
+            entry.written = weight, port
+        elif not in_backward():
+            self._taking.record(port, weight, call)
+        if not (weight.requires_grad and torch.is_grad_enabled()):
+            return kwargs
+        if not self._recorder.wants(self._source, port.grad, call):
+            return kwargs
+        if isinstance(given, torch.Tensor) and type(given) in PLAIN and not is_cached_by_autocast(given):
+            return {**kwargs, attribute: self._alias(port, call, given)}
+        # A sparse gradient cannot pass through an alias, and what writes to an alias takes its hooks out of the graph.
+        can_alias = type(weight) in PLAIN and not getattr(module, "sparse", False) and not is_written
+        if port.name == "weight" and entry.weight is None and can_alias:
+            # Taken by F.linear, if that is what computes the product.
+            entry.weight, entry.weight_port = weight, port
+            entry.alias = functools.partial(self._alias, port, call)
+        else:
+            self._watch_leaf(entry, module, weight, port)
+        return kwargs
+
+    def _alias(self, port: Port, call: Call, weight: torch.Tensor) -> torch.Tensor:
+        with self._recorder.guarded(self._source, port.grad):
+            alias = weight.view_as(weight)
+            self._taking.grad(port, alias, call)
+            return alias
+        return weight
+
+    def _after(self, module: nn.Module, *called: Any) -> None:
+        if is_traced():
+            return
+        output = called[-1]
+        entry = self._running.leave(module)
+        if entry is None or entry.call is None or output is None:
+            return
+        with self._recorder.guarded(self._source):
+            if entry.weight is not None and entry.weight_port is not None:
+                self._watch_leaf(entry, module, entry.weight, entry.weight_port)
+            if entry.written is not None and not in_backward():
+                weight, port = entry.written
+                self._taking.record(port, weight, entry.call)
+            found = tensor_in(output, self._role.output)
+            if found is None:
+                reason = f"forward gave a {type(output).__name__} without a tensor at {self._role.output!r}"
+                self._recorder.refuse(self._source, self._ports.output.value, reason, call=entry.call)
+                return
+            on_grad = self._on_grad_output if entry.is_leaf else None
+            self._taking.output(found, entry.call, given=called[:-1], on_grad=on_grad)
+
+    def _watch_leaf(self, entry: Entry, module: nn.Module, weight: torch.Tensor, port: Port) -> None:
+        """See the gradient of a weight on the weight itself."""
+        entry.is_leaf = True
+        if port.name in self._leaves:
+            return
+
+        def hook(grad: torch.Tensor) -> None:
+            with self._recorder.guarded(self._source, port.grad):
+                self._on_grad_weight(module, weight, port, grad)
+
+        self._leaves[port.name] = weight.register_hook(Hook(hook))
+
+    def _on_grad_output(self, call: Call) -> None:
+        self._backward_call = call
+
+    def _on_grad_weight(self, module: nn.Module, weight: torch.Tensor, port: Port, grad: torch.Tensor) -> None:
+        # The hook of a leaf knows no call: the gradient of this layer's output came just before.
+        call, self._backward_call = self._backward_call, None
+        own = None if self._role.accumulated is None else self._role.accumulated(module, weight)
+        if call is None:
+            if self._tracker.is_active:
+                self._recorder.refuse(self._source, port.grad, "no gradient of the layer's output came before it")
+        elif own is not None:
+            self._recorder.record(self._source, port.grad, own, call=call, tags=ACCUMULATED)
+        else:
+            self._taking.record_grad_now(port, grad, call)
+
+
+def _certain_roles(module: nn.Module, ports: Ports) -> Iterator[TensorRole]:
+    """What a call with gradients shows in any case: of operands nobody knows whether they need gradients."""
+    for argument in ports.arguments:
+        yield from (port.value for port in argument.ports)
+    yield from (port.value for _, port in ports.parameters)
+    yield ports.output.value
+    # Not by `getattr`: a parametrized weight is computed when it is read.
+    own = {name: one for name, one in module._parameters.items() if one is not None}  # noqa: SLF001
+    trained = [port for name, port in ports.parameters if name in own and own[name].requires_grad]
+    yield from (port.grad for port in (*trained, *([ports.output] if trained else [])))

@@ -1,0 +1,145 @@
+"""Where is a function known, and how is another put there for a while?
+
+Under every module-level name of all modules that are loaded; in the attributes of a model's modules; in the default
+arguments and the closures of their methods and of the functions beside them. What a list, a dictionary or a partial
+function holds is not found, and neither is a local name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_LEFT_ALONE = ("torch._dynamo", "torch._inductor", "torch.overrides", "ranktape.")
+"""Beginnings of modules that hold functions to compare with them, not to call them."""
+
+Table = Mapping[int, tuple[Any, Any]]
+"""By the identity of a function: itself, and what takes its place."""
+
+
+def table_of(pairs: Iterable[tuple[Any, Any]]) -> Table:
+    """What takes the place of what."""
+    return {id(old): (old, new) for old, new in pairs}
+
+
+Places = Sequence[tuple[dict[str, Any], str, Any, Any]]
+"""Where functions were replaced: the names of a module, the name, the function, and what takes its place."""
+
+
+def replace_names(table: Table, *, but: Collection[str] = ()) -> Places:
+    """Under every module-level name, but in those modules; where that was."""
+    places: list[tuple[dict[str, Any], str, Any, Any]] = []
+    for name, module in sys.modules.copy().items():
+        namespace = getattr(module, "__dict__", None)
+        if name in but or name.startswith(_LEFT_ALONE) or not isinstance(namespace, dict):
+            continue
+        # Thousands of modules have none of them: that is found out without a step of Python for each name.
+        if not table.keys().isdisjoint(map(id, list(namespace.values()))):
+            found = [(key, table[id(value)]) for key, value in list(namespace.items()) if id(value) in table]
+            places += [(namespace, key, old, new) for key, (old, new) in found if namespace[key] is old]
+            _replace_in(namespace, table)
+    return places
+
+
+def restore_names(places: Places) -> None:
+    """The functions themselves again, where others were put in their place."""
+    for namespace, name, old, new in places:
+        if namespace.get(name) is new:
+            namespace[name] = old
+
+
+@contextlib.contextmanager
+def put_back(places: Places) -> Iterator[None]:
+    """For a moment have the functions themselves under their names."""
+    changed = [place for place in places if place[0].get(place[1]) is place[3]]
+    for namespace, name, old, _ in changed:
+        namespace[name] = old
+    try:
+        yield
+    finally:
+        for namespace, name, _, new in changed:
+            namespace[name] = new
+
+
+def replace_in_models(roots: Iterable[nn.Module], table: Table) -> list[Callable[[], None]]:
+    """In the attributes and functions of models; what puts everything back."""
+    undo: list[Callable[[], None]] = []
+    kinds: set[type] = set()
+    for root in roots:
+        for module in root.modules():
+            undo += _replace_in(vars(module), table)
+            kinds.update(type(module).__mro__)
+    for function in _functions(kinds):
+        undo += _replace_in_function(function, table)
+    return undo
+
+
+def resolve(name: str) -> tuple[Any, str] | None:
+    """What holds the attribute of a dotted name, and the attribute; None where it is not loaded, or is not there."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        holder: Any = sys.modules.get(".".join(parts[:length]))
+        if isinstance(holder, ModuleType):
+            for part in parts[length:-1]:
+                holder = getattr(holder, part, None)
+            return (holder, parts[-1]) if hasattr(holder, parts[-1]) else None
+    return None
+
+
+def is_loaded(name: str) -> bool:
+    """Whether the package of a dotted name is loaded."""
+    return name.partition(".")[0] in sys.modules
+
+
+def _replace_in(namespace: dict[str, Any], table: Table) -> list[Callable[[], None]]:
+    undo: list[Callable[[], None]] = []
+    for name, value in list(namespace.items()):
+        pair = table.get(id(value))
+        if pair is not None and pair[0] is value:
+            namespace[name] = pair[1]
+            undo.append(_back(namespace, name, *pair))
+    return undo
+
+
+def _back(namespace: dict[str, Any], name: str, old: Any, new: Any) -> Callable[[], None]:
+    def undo() -> None:
+        if namespace.get(name) is new:
+            namespace[name] = old
+
+    return undo
+
+
+def _functions(kinds: Iterable[type]) -> Iterator[FunctionType]:
+    """The methods of classes that are not torch's, and the functions of the modules in which they are."""
+    names: set[str] = set()
+    for kind in kinds:
+        if not kind.__module__.startswith(("torch.", "builtins", *_LEFT_ALONE)):
+            names.add(kind.__module__)
+            yield from (value for value in list(vars(kind).values()) if isinstance(value, FunctionType))
+    for name in names:
+        namespace = vars(sys.modules[name]) if name in sys.modules else {}
+        yield from (value for value in list(namespace.values()) if isinstance(value, FunctionType))
+
+
+def _replace_in_function(function: FunctionType, table: Table) -> Iterator[Callable[[], None]]:
+    defaults, named = function.__defaults__, function.__kwdefaults__
+    if defaults and any(id(value) in table for value in defaults):
+        function.__defaults__ = tuple(table.get(id(value), (value, value))[1] for value in defaults)
+        yield lambda: setattr(function, "__defaults__", defaults)
+    if named and any(id(value) in table for value in named.values()):
+        function.__kwdefaults__ = {name: table.get(id(value), (value, value))[1] for name, value in named.items()}
+        yield lambda: setattr(function, "__kwdefaults__", named)
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            continue  # not filled yet
+        if id(content) in table:
+            cell.cell_contents = table[id(content)][1]
+            yield lambda cell=cell, content=content: setattr(cell, "cell_contents", content)  # type: ignore[misc]

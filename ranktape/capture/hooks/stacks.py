@@ -1,0 +1,222 @@
+"""Where is a model's stack of decoder layers, which number has each of them, and what is a module's path?
+
+A stack is the outermost list, dictionary or sequence of like layers that hold linear layers. A layer's number is what
+it says itself (`layer_idx`, or `layer_number` counted from 1, both global), else its key, to which `layer_offset` is
+added on a later stage of a pipeline. Names are data: one that is no small number is none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ranktape.capture.guard import asked
+from ranktape.capture.roles.known import role_of
+
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Names under which wrappers keep the module they wrap."""
+
+_NAMES = frozenset({"layers", "layer", "h", "block", "blocks", "transformer_blocks"})
+"""What stacks are called; needed only where the layers are not alike, or there is one of them."""
+
+_NO_STACKS = frozenset({"experts", "local_experts", "heads"})
+"""What lists of like modules are called that are no layers."""
+
+_ASIDE = ("encoder", "vision", "visual", "audio")
+"""Parts of the names of stacks beside that of the decoder."""
+
+_MAX_DIGITS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer of a stack."""
+
+    idx: int
+    """Its number in the whole model."""
+    path: str
+    """Its dotted path."""
+    module: nn.Module
+    """The module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A stack of layers, in the order of their numbers."""
+
+    name: str
+    """Its name in the model, wrappers included."""
+    layers: tuple[Layer, ...]
+    """The layers that this process has."""
+    keys: dict[str, int]
+    """By the first part of a name inside of it: the number of the layer."""
+
+    def idx_of(self, name: str) -> int | None:
+        """The number of the layer that a module of that name is in; None outside of the stack."""
+        if not self.name:
+            return self.keys.get(name.partition(".")[0])
+        if not name.startswith(self.name + "."):
+            return None
+        return self.keys.get(name[len(self.name) + 1 :].partition(".")[0])
+
+
+def module_path(path: str) -> str:
+    """The dotted path of a module without the prefixes that wrappers add."""
+    parts = [part for part in path.split(".") if part not in WRAPPERS]
+    while parts and parts[0] == "module":
+        del parts[0]
+    return ".".join(parts)
+
+
+def find_stacks(root: nn.Module, *, layer_offset: int = 0) -> list[Stack]:
+    """The outermost stacks of a model, that of its decoder first."""
+    stacks: list[Stack] = []
+    sizes: dict[str, int] = {}
+    for name, module in root.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or _is_inside(name, stacks):
+            continue
+        layers = _layers_in(name, module)
+        if layers:
+            stacks.append(_stack(name, layers, layer_offset=layer_offset))
+            sizes[name] = sum(parameter.numel() for parameter in module.parameters())
+    return sorted(stacks, key=lambda stack: (_is_aside(stack.name), -sizes[stack.name]))
+
+
+def stated_idx(module: nn.Module) -> int | None:
+    """The number of its layer that a module itself tells; None where it tells none."""
+    own, number = asked(module, "layer_idx"), asked(module, "layer_number")
+    if _is_idx(own):
+        return own  # type: ignore[no-any-return]  # it is an int
+    return number - 1 if _is_idx(number) and number > 0 else None
+
+
+def number_in(path: str) -> int:
+    """The first number in a dotted path; -1 where there is none."""
+    return next((int(part) for part in path.split(".") if _is_number(part)), -1)
+
+
+def _is_idx(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**_MAX_DIGITS
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
+
+
+def _is_inside(name: str, stacks: list[Stack]) -> bool:
+    return any(stack.idx_of(name) is not None for stack in stacks)
+
+
+def _is_aside(name: str) -> bool:
+    return any(part in name for part in _ASIDE) and "decoder" not in name
+
+
+def _layers_in(name: str, module: nn.Module) -> dict[str, tuple[int, nn.Module]]:
+    """The layers of a container, by key, with the numbers in their keys; empty where it is no stack."""
+    own = module_path(name).rpartition(".")[2]
+    numbers = _numbers([key for key, _ in module.named_children()])
+    if not numbers or own in _NO_STACKS:
+        return {}
+    inner = {key: _unwrapped(child) for key, child in module.named_children()}
+    able = {key: child for key, child in inner.items() if _holds_products(child)}
+    kinds = Counter(_kind(child) for child in able.values())
+    if not able:
+        return {}
+    kind, count = kinds.most_common(1)[0]
+    is_mixed = count < len(inner)
+    if own in _NAMES and len(able) == len(inner):
+        is_mixed = False
+    elif 2 * count <= len(inner) or (len(inner) == 1 and isinstance(module, nn.Sequential)):
+        return {}
+    children = dict(module.named_children())
+    return {key: (numbers[key], children[key]) for key, child in able.items() if not is_mixed or _kind(child) is kind}
+
+
+def _numbers(keys: list[str]) -> dict[str, int]:
+    """The number in each key; empty where one has none, or two have the same."""
+    found = {}
+    for key in keys:
+        tail = key[len(key.rstrip("0123456789")) :]
+        if not _is_number(tail):
+            return {}
+        found[key] = int(tail)
+    return found if len(set(found.values())) == len(found) else {}
+
+
+def _stack(name: str, found: dict[str, tuple[int, nn.Module]], *, layer_offset: int) -> Stack:
+    stated = {key: _stated_within(module) for key, (_, module) in found.items()}
+    told = {key: idx for key, idx in stated.items() if idx is not None}
+    if len(told) == len(found) == len(set(told.values())):
+        keys = told
+    else:
+        keys = {key: number + layer_offset for key, (number, _) in found.items()}
+    layers = [
+        Layer(idx=keys[key], path=module_path(f"{name}.{key}".lstrip(".")), module=module)
+        for key, (_, module) in found.items()
+    ]
+    return Stack(name=name, layers=tuple(sorted(layers, key=lambda layer: layer.idx)), keys=keys)
+
+
+def _stated_within(layer: nn.Module) -> int | None:
+    stated = (stated_idx(module) for module in layer.modules())
+    return next((idx for idx in stated if idx is not None), None)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    inner = module
+    while found := [child for name, child in inner.named_children() if name in WRAPPERS]:
+        inner = found[0]
+    return inner
+
+
+def _kind(module: nn.Module) -> type:
+    """The class, without the one that FSDP2 puts before it."""
+    bases = type(module).__mro__
+    return bases[2] if len(bases) > 2 and bases[1].__name__ == "FSDPModule" else bases[0]  # noqa: PLR2004
+
+
+def _holds_products(module: nn.Module) -> bool:
+    return any(part is not module and _is_product(part) for part in module.modules()) or _is_bare_product(module)
+
+
+def _is_product(module: nn.Module) -> bool:
+    role = role_of(type(module))
+    return (role is not None and role.layer_type == "linear") or isinstance(module, nn.MultiheadAttention)
+
+
+def _is_bare_product(module: nn.Module) -> bool:
+    """Whether a layer computes with matrices of its own and holds no linear layers."""
+    return (
+        not _is_product(module)
+        and not _is_lookup(module)
+        and any(
+            parameter is not None and parameter.ndim > 1
+            for parameter in module._parameters.values()  # noqa: SLF001  (runs no parametrization)
+        )
+    )
+
+
+def _is_lookup(module: nn.Module) -> bool:
+    role = role_of(type(module))
+    return role is not None and role.layer_type == "embedding"
+
+
+def embedding_path(root: nn.Module, stack: Stack) -> str:
+    """The path of what makes the embedding that enters a stack: the nearest module beside it that looks up rows."""
+    parts = stack.name.split(".") if stack.name else []
+    for length in range(len(parts) - 1, -1, -1):
+        above = ".".join(parts[:length])
+        for name, child in _children(root, above):
+            is_beside = not f"{stack.name}.".startswith(f"{name}.")
+            if is_beside and any(_is_lookup(part) for part in child.modules()):
+                return module_path(name)
+    return module_path(".".join([*parts[:-1], "embedding"]))
+
+
+def _children(root: nn.Module, above: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in root.get_submodule(above).named_children():
+        yield f"{above}.{name}".lstrip("."), child

@@ -1,0 +1,268 @@
+"""Which iteration of the training is running, and what happens between two of them?
+
+At a boundary the hooks come off, the writer is told that the iteration is whole and asked what is wanted; then the
+hooks go on again where the next iteration is. A capture that fails inside is disabled here, and the training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from ranktape.capture.guard import StrictCaptureError
+from ranktape.capture.passes.tracker import Tracker
+from ranktape.capture.settings.options import CaptureOptions, Policy
+from ranktape.capture.staging.ring_file import SlotKind
+from ranktape.errors import CaptureError, RanktapeError
+from ranktape.storage.status import DISABLED
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ranktape.capture.console import Console
+    from ranktape.capture.hooks.model import ModelHooks
+    from ranktape.capture.passes.clock import Clock
+    from ranktape.capture.passes.forwards import Arguments
+    from ranktape.capture.recorder import Recorder
+    from ranktape.capture.rendezvous import Rendezvous
+    from ranktape.capture.schedule import Schedule
+    from ranktape.capture.staging.process import WriterProcess
+    from ranktape.capture.tensors.master import MasterWeights
+    from ranktape.storage.backends.retry import RetryingBackend
+
+_MAX_NOTES = 8
+"""Names that match nothing and are warned of one by one."""
+
+
+class Iterations:
+    """The iterations of a capture that has begun; what begins it sets the parts without a value here."""
+
+    yields = False
+    """Whether the environment asked for it, not the program: it ends no training, and when another one begins."""
+
+    is_in_the_way = "a capture is running in this process already: end it first, or record into it"
+    """What another capture is told that would begin meanwhile."""
+
+    _process: WriterProcess
+    _recorder: Recorder
+    _hooks: ModelHooks
+    _console: Console
+    _schedule: Schedule
+    _clock: Clock
+    _rendezvous: Rendezvous
+    _master: MasterWeights | None
+    _backend: RetryingBackend
+    _predicted_nbytes: int
+
+    def __init__(self, options: CaptureOptions) -> None:
+        """Before the first one."""
+        self.options = options
+        self._tracker = Tracker(modes=options.wanted_modes)
+        self._iteration = options.first_iteration
+        self._num_empty_steps = 0
+        self._is_surveyed = False
+        self._silence: str | None = None
+        self._num_recorded = 0
+        self._news = 0
+        self._disabled: str | None = None
+
+    @property
+    def iteration(self) -> int:
+        """The training step that is running."""
+        return self._iteration
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether tensors of the running iteration are being stored."""
+        return self._recorder.tally is not None and self._recorder.tally.is_staged
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether tensors of the running iteration are being stored or counted."""
+        return self._recorder.tally is not None
+
+    def _on_optimizer_step(self) -> None:
+        # Some libraries step an optimizer to initialise it: a step without a pass before it ends no iteration.
+        is_empty = self.is_watching and not self.options.manual and self._tracker.num_train_passes == 0
+        self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
+        if not is_empty or self._num_empty_steps > 1:
+            self._advance(self._iteration + 1)
+
+    def _on_skipped_step(self) -> None:
+        if self._master is not None:
+            self._master.note_skip()
+
+    def _on_forward(self, model: nn.Module, arguments: Arguments) -> Arguments | None:
+        """A forward that begins has ended the iteration; the arguments to go on with."""
+        self._advance(self._iteration + 1)
+        if not self.is_watching or self.options.manual:
+            return None
+        with self._recorder.guarded():
+            return self._hooks.enter_late(model, arguments)
+        return None
+
+    def _end_last_iteration(self) -> None:
+        """The iteration that only another forward would have ended is over."""
+        if self._disabled is None and self.is_watching:
+            # Where nothing was recorded, the verdict says so.
+            with contextlib.suppress(CaptureError):
+                self._end_iteration()
+        self._iteration += 1
+
+    def _advance(self, iteration: int) -> None:
+        if self._disabled is not None:
+            self._hooks.detach()
+            self._iteration = iteration
+            return
+        if self.is_watching:
+            self._end_iteration()
+        self._iteration = iteration
+        self._clock.begin_iteration()
+        self._recorder.poll()
+        ring = self._process.ring
+        ring.set_step(self._iteration)
+        if ring.news != self._news:
+            self._news = ring.news
+            for late in self._schedule.learn(ring.hear() or {}, iteration=iteration):
+                reason = f"the rank learned of it only in iteration {iteration}"
+                self._tell(SlotKind.SKIP, {"iteration": late, "reason": reason})
+        self._begin_iteration()
+
+    def _begin_iteration(self) -> None:
+        is_wanted = self._disabled is None and self._schedule.wants(self._iteration)
+        if is_wanted and (reason := self._lacks_room()) is not None:
+            self._tell(SlotKind.SKIP, {"iteration": self._iteration, "reason": reason})
+            is_wanted = False
+        if is_wanted:
+            self._tell(SlotKind.BEGIN, {"iteration": self._iteration})
+            self._listen()
+        if self._disabled is not None:
+            return
+        if is_wanted or not self._is_surveyed:
+            self._recorder.begin(self._iteration, is_staged=is_wanted)
+            self._tracker.reset(self._iteration)
+            if not self.options.manual:
+                with self._recorder.guarded():
+                    self._hooks.attach()
+            if not self.is_watching:
+                self._hooks.detach()  # attaching failed, and disabled the capture
+
+    def _end_iteration(self) -> None:
+        tally = self._recorder.tally
+        assert tally is not None, "only called while an iteration is watched"
+        summary = self._recorder.end()
+        self._hooks.detach()
+        if self._disabled is not None:
+            return
+        if not self._is_surveyed:
+            with self._recorder.guarded():
+                self._tell_of_unmatched()
+        is_silent = not self._is_surveyed and tally.num_tensors == 0
+        # Before the iteration's end is told: one in which no rank had anything to record must not count as complete.
+        mistake = self._silence_of_all() if is_silent else None
+        refusal = None if tally.num_tensors else self._recorder.expected.main_refusal()
+        reason = refusal if mistake is None else str(mistake)
+        if tally.is_staged and reason is not None:
+            self._tell(SlotKind.SKIP, {"iteration": tally.iteration, "reason": reason})
+        elif tally.is_staged:
+            self._num_recorded += 1
+            self._tell(SlotKind.END, {"iteration": tally.iteration, "num_tensors": tally.num_tensors, **summary})
+        if mistake is not None:
+            self._is_surveyed = True
+            self._report_mistake(mistake)
+            return
+        if not self._is_surveyed:
+            self._is_surveyed = True
+            self._predicted_nbytes = tally.nbytes
+            if is_silent:
+                return
+            self._console.show_matched(
+                tally,
+                iterations=self._schedule.iterations,
+                min_iterations=self.options.min_iterations,
+                budget_nbytes=self._process.ring.file.capacity,
+                url=self._backend.url,
+            )
+            for note in self._hooks.unmatched_roles():
+                self._console.warn_once(note)
+
+    def _tell_of_unmatched(self) -> None:
+        """Warn of names in the selection that nothing has; of several ranks the last one to notice does."""
+        notes = self._recorder.find_unmatched(self._hooks.paths)
+        told = [note for note in notes if self._rendezvous.count(f"unmatched {note.partition(' matches ')[0]}")]
+        for note in told[:_MAX_NOTES]:
+            self._console.warn_once(note)
+        if len(told) > _MAX_NOTES:
+            self._console.warn_once(f"{len(told) - _MAX_NOTES} more names of the selection match nothing")
+
+    def _silence_of_all(self) -> CaptureError | None:
+        """Warn that this rank has nothing to record, as a stage of a pipeline may; a mistake where now no rank has."""
+        self._silence = (
+            "nothing was recorded: save_tensor was not called in the first iteration"
+            if self.options.manual
+            else self._hooks.explain_silence()
+        )
+        # What was refused with a reason is no mistake in the settings: it does not end the training.
+        if self._recorder.expected.main_refusal() is None and self._rendezvous.count("silent"):
+            return CaptureError(self._silence)
+        self._console.warn(self._silence, is_for_all_ranks=True)
+        return None
+
+    def _report_mistake(self, error: RanktapeError) -> None:
+        """Disable a capture that the environment asked for, because of something that a user can mend.
+
+        Raises:
+            RanktapeError: the program asked for it, or the launcher: it is the end of the training.
+        """
+        if not self.yields:
+            raise error
+        self._disable(str(error))
+
+    def _listen(self) -> None:
+        """Once in each captured iteration: does the writer live, and has it trouble?"""
+        if not self._process.is_alive():
+            self._disable("the writer process ended")
+            return
+        self._console.pass_on(self._process.ring.hear() or {})
+
+    def _tell_of_wait(self) -> None:
+        """A training that stands still must not do so in silence."""
+        self._console.pass_on(self._process.ring.hear() or {})
+        limit = f"{self.options.block_timeout_seconds:g} s"
+        self._console.warn_once(
+            f"the training waits for the writer, at most {limit} each time: the host budget is full"
+        )
+
+    def _lacks_room(self) -> str | None:
+        """Why the next iteration is skipped; None where it is taken."""
+        if self.options.policy != Policy.SKIP or self._num_recorded < self.options.min_iterations:
+            return None
+        free = self._process.ring.free_nbytes
+        if not self._is_surveyed or free >= self._predicted_nbytes:
+            return None
+        return (
+            f"it takes {self._predicted_nbytes} bytes, {free} of the host budget are free: "
+            f"raise --host-budget-nbytes or --every"
+        )
+
+    def _tell(self, kind: SlotKind, header: dict[str, Any]) -> None:
+        try:
+            self._process.put(kind, header, timeout_seconds=self.options.block_timeout_seconds)
+        except CaptureError as error:
+            self._disable(str(error))
+
+    def _disable(self, reason: str) -> None:
+        """Record nothing more; the training goes on, and the run says why.
+
+        Raises:
+            StrictCaptureError: the capture is strict: the training ends.
+        """
+        if self._disabled is not None:
+            return
+        if not self._process.is_alive():
+            reason = f"{reason} ({self._process.last_line()})"
+        self._disabled = f"{DISABLED} in iteration {self._iteration}: {reason}"
+        self._recorder.tally = None
+        if self.options.strict:
+            raise StrictCaptureError(self._disabled)
+        self._console.warn(self._disabled, is_for_all_ranks=True)

@@ -1,0 +1,1 @@
+"""Which pass, microbatch, call and iteration is the training in?"""

@@ -1,0 +1,78 @@
+"""When does an outermost forward pass begin, also in iterations in which nothing is attached?
+
+Where no optimizer ends the iterations, the next forward does: each model that is known has two light hooks for the
+whole capture then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.passes.circumstances import in_backward, is_traced
+from ranktape.capture.passes.frames import calls_itself
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Those of a call: positional and by keyword."""
+
+
+class _Thread(threading.local):
+    """The models that a thread is running, outermost first."""
+
+    def __init__(self) -> None:
+        self.running: list[nn.Module] = []
+
+
+class ForwardClock:
+    """Calls back when an outermost forward of a known model begins."""
+
+    def __init__(self, on_forward: Callable[[nn.Module, Arguments], Arguments | None]) -> None:
+        """Know no model yet.
+
+        Args:
+            on_forward: Called with the model and its arguments; the arguments to go on with, None for the same.
+        """
+        self._on_forward = on_forward
+        self._owner = os.getpid()
+        self._thread = _Thread()
+        self._handles: list[Any] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a model is running on this thread."""
+        return bool(self._thread.running)
+
+    def watch(self, model: nn.Module, *, is_running: bool = False) -> None:
+        """Listen to a model, from its next call on; to the end of this one where it is running."""
+        self._handles.append(model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True))
+        self._handles.append(model.register_forward_hook(Hook(self._end), always_call=True))
+        if is_running:
+            self._thread.running.append(model)
+
+    def stop(self) -> None:
+        """Listen no more; torch would go wrong if a model were running."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Arguments | None:
+        # Without keywords: torch's word for a hook that was taken off while the model runs.
+        if kwargs is None or is_traced() or os.getpid() != self._owner or in_backward():
+            return None
+        running = self._thread.running
+        if running and running[0] is model and not calls_itself(model):
+            running.clear()  # an interrupt took the last pass away, and no hook was called
+        is_outermost = not running
+        running.append(model)
+        return self._on_forward(model, (args, kwargs)) if is_outermost else None
+
+    def _end(self, model: nn.Module, _args: Any, _output: Any) -> None:
+        running = [] if is_traced() else self._thread.running
+        if model in running:
+            del running[running.index(model) :]

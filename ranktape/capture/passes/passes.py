@@ -1,0 +1,105 @@
+"""What is a pass of a training, and which of its calls are counted together?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ranktape.errors import UsageError
+from ranktape.storage.record import Mode
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ranktape.capture.passes.tracker import Frame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePass:
+    """What a pipeline schedule says of a pass that it runs."""
+
+    stage: int
+    """Index of the stage."""
+    microbatch: int
+    """Index of the microbatch."""
+    num_microbatches: int | None
+    """Microbatches in the batch; None where it is not known."""
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """What is counted of one microbatch."""
+
+    mode: Mode
+    index: int
+    num_calls: dict[str, int] = field(default_factory=dict)
+    """Calls so far, of each module or function."""
+    num_failed: int = 0
+    """Calls of those that have none yet: as many as the furthest had when a pass failed."""
+    roots: set[int] = field(default_factory=set)
+    """The outermost modules that were entered."""
+
+    def count(self, key: str) -> int:
+        """The index of the call that begins."""
+        index = self.num_calls.get(key, self.num_failed)
+        self.num_calls[key] = index + 1
+        return index
+
+    def fail(self) -> None:
+        """A pass ended in an exception: the one that takes its place has calls of one number in all modules."""
+        self.num_failed = max(self.num_calls.values(), default=self.num_failed)
+        self.num_calls.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One outermost forward."""
+
+    iteration: int
+    microbatch: Microbatch
+    batch_size: int | None
+    sample_ids: tuple[int | str, ...] | None
+    is_recorded: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A point of a forward to which a recomputation comes back."""
+
+    running: Pass
+    num_calls: dict[str, int]
+    num_failed: int
+    frames: tuple[Frame, ...]
+
+
+def scheduled_microbatch(module: nn.Module) -> int | None:
+    """The microbatch that Megatron-core's schedules write onto the layers; None where there is none."""
+    for part in module.modules():
+        given = part.__dict__.get("current_microbatch")
+        if isinstance(given, int) and given >= 0:
+            return given
+    return None
+
+
+def ids_of(sample_ids: tuple[int | str, ...] | None, stage: StagePass | None) -> tuple[int | str, ...] | None:
+    """The identifiers of a pass: those of its share of the batch where a schedule has split it."""
+    if sample_ids is None or stage is None or stage.num_microbatches is None:
+        return sample_ids
+    size, rest = divmod(len(sample_ids), stage.num_microbatches)
+    begin = stage.microbatch * size + min(stage.microbatch, rest)
+    return sample_ids[begin : begin + size + (stage.microbatch < rest)]
+
+
+def checked_sample_ids(sample_ids: Iterable[int | str] | torch.Tensor) -> tuple[int | str, ...]:
+    """The identifiers of samples as records carry them.
+
+    Raises:
+        UsageError: one is neither a number nor text.
+    """
+    # What a loader gives is often a tensor.
+    listed = sample_ids.tolist() if hasattr(sample_ids, "tolist") else list(sample_ids)
+    if wrong := [item for item in listed if not isinstance(item, int | str)]:
+        raise UsageError(f"sample id {wrong[0]!r} is a {type(wrong[0]).__name__}: give whole numbers or text")
+    return tuple(listed)

@@ -1,0 +1,389 @@
+"""Which pass, which microbatch and which module is the training in?
+
+One fact carries it all: `torch._C._current_graph_task_id()` is -1 exactly when no backward pass is running.
+A forward hook that fires while one runs belongs to a recomputation (activation checkpointing): its values
+were recorded before, but under a reentrant checkpoint only its gradients' hooks will fire.
+
+What a thread is in is kept for each thread: autograd has threads of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.passes.circumstances import in_backward, is_transformed
+from ranktape.capture.passes.frames import calls_itself
+from ranktape.capture.passes.passes import Microbatch, Moment, Pass, StagePass, ids_of, scheduled_microbatch
+from ranktape.storage.record import Mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a module, bound to its gradients' hooks when it happens."""
+
+    iteration: int
+    """Training step."""
+    microbatch: int
+    """Index of the pass within the step, among those of its mode."""
+    index: int
+    """How many calls of the module came before in the microbatch."""
+    compute_dtype: str
+    """What the operation computes in; autocast included."""
+    batch_size: int | None
+    """Samples in the microbatch; None where it is not known."""
+    sample_ids: tuple[int | str, ...] | None = None
+    """The user's identifiers of the samples; None where none were given."""
+    mode: Mode = Mode.TRAIN
+    """Whether it was a training pass."""
+
+    @property
+    def quant_type(self) -> str:
+        """The tag of a run that names none: what the operation computes in."""
+        return QUANT_TYPES.get(self.compute_dtype, self.compute_dtype)
+
+
+QUANT_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+"""The field's short words for dtypes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """A module that is running."""
+
+    module: nn.Module
+    """The module."""
+    path: str
+    """Its dotted path."""
+    layer_idx: int
+    """Its layer; -1 outside of the stack."""
+
+
+class _Thread(threading.local):
+    """What one thread is in."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.running: Pass | None = None
+        self.repeated: Pass | None = None
+        self.stage: StagePass | None = None
+        self.is_rehearsing = False
+
+
+def mode_of(module: nn.Module) -> Mode:
+    """The mode of a pass that begins with this module now."""
+    return Mode.TRAIN if module.training and torch.is_grad_enabled() else Mode.EVAL
+
+
+class Tracker:
+    """Follows the passes of one captured iteration."""
+
+    def __init__(self, *, modes: Collection[str] = (Mode.TRAIN,)) -> None:
+        """Prepare.
+
+        Args:
+            modes: Of the passes that are recorded.
+        """
+        self._modes = frozenset(modes)
+        self.sample_ids: tuple[int | str, ...] | None = None
+        """Identifiers of the samples of the passes to come."""
+        self.before_pass: Callable[[], bool] | None = None
+        """Called when an outermost forward begins; whether it is a rehearsal, on data that is none."""
+        self._is_training = False
+        self.reset(0)
+
+    def reset(self, iteration: int) -> None:
+        """Begin an iteration; forget what was left behind by passes that ended in an exception."""
+        self._iteration = iteration
+        self._thread = _Thread()
+        self.num_passes = 0
+        """Outermost forwards, of those that are recorded and of all training passes."""
+        self.num_train_passes = 0
+        """Training passes, recorded or not."""
+        self.is_adding_weights = False
+        """Whether a pipeline schedule runs a backward pass again for its weights, on whichever thread autograd is."""
+        self._is_backward_seen = False
+        self._is_staged = False
+        self._microbatches: dict[tuple[Mode, int], Microbatch] = {}
+        self._latest: dict[Mode, Pass] = {}
+        self._none_yet = self._last = self._new_pass(self._microbatch(Mode.TRAIN, 0))
+        self._calls: defaultdict[tuple[str, Mode, int], list[Call]] = defaultdict(list)
+        self._num_recomputed: defaultdict[tuple[str, Mode, int], int] = defaultdict(int)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether what runs now on this thread is recorded; in a recomputation: whether its first pass was."""
+        thread = self._thread
+        if thread.repeated is not None:
+            return thread.repeated.is_recorded
+        if in_backward():
+            return self._unfollowed.is_recorded
+        return thread.running is not None and thread.running.is_recorded
+
+    @property
+    def microbatch(self) -> int:
+        """Index of the current microbatch, among those of its mode."""
+        return self._present.microbatch.index
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of the current pass, or of the last one."""
+        return self._present.microbatch.mode
+
+    def records(self, module: nn.Module) -> bool:
+        """Whether a pass that begins with this module now would be recorded."""
+        return mode_of(module) in self._modes and not self._thread.is_rehearsing
+
+    def pass_over(self, module: nn.Module) -> None:
+        """A pass begins with a module that nobody follows."""
+        self.num_train_passes += mode_of(module) is Mode.TRAIN and not self._thread.is_rehearsing
+
+    @property
+    def num_unended(self) -> int:
+        """Passes of which an optimizer should have ended the iteration; in a training, validation is none."""
+        self._is_training |= self.num_train_passes > 0
+        return self.num_train_passes if self._is_training else self.num_passes
+
+    def enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module begins; the outermost one begins a pass."""
+        thread = self._thread
+        if not in_backward():
+            if thread.frames and thread.frames[0].module is frame.module and not calls_itself(frame.module):
+                thread.frames.clear()  # an interrupt took the last pass away, and no hook was called
+            if not thread.frames:
+                self._begin_pass(thread, frame.module, args, kwargs)
+        thread.frames.append(frame)
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """A module ends, or was left by an exception together with what it had called."""
+        thread = self._thread
+        frames = thread.frames
+        depth = len(frames)
+        while depth and frames[depth - 1].module is not module:
+            depth -= 1
+        if depth:
+            del frames[depth - 1 :]
+        if not frames and not in_backward():
+            ended, thread.running = thread.running, None
+            if ended is None or not ended.is_recorded:
+                return
+            if output is None:
+                ended.microbatch.fail()
+            elif not is_transformed():
+                self._watch_backward(output)
+
+    def current(self) -> Frame | None:
+        """The innermost module that is running; None outside of all."""
+        frames = self._thread.frames
+        return frames[-1] if frames else None
+
+    def note_backward(self) -> None:
+        """A gradient was seen: the next outermost forward begins another microbatch."""
+        self._is_backward_seen = True
+
+    def begin_call(self, key: str, *, dtype: torch.dtype, device_type: str) -> Call:
+        """The call of a module or function that begins now; in a recomputation, the one that is repeated."""
+        thread = self._thread
+        compute_dtype = _compute_dtype(dtype, device_type)
+        if thread.repeated is not None:
+            return self._call(thread.repeated, thread.repeated.microbatch.count(key), compute_dtype)
+        if in_backward():
+            return self._repeated_call(key, compute_dtype)
+        running = thread.running or self._last
+        microbatch = running.microbatch
+        call = self._call(running, microbatch.count(key), compute_dtype)
+        self._calls[key, microbatch.mode, microbatch.index].append(call)
+        return call
+
+    def free_call(self, *, index: int, dtype: torch.dtype, device_type: str) -> Call:
+        """The call of a tensor that is recorded by hand, outside of what is followed."""
+        call = self._call(self._present, index, _compute_dtype(dtype, device_type))
+        return call if call.sample_ids is not None else dataclasses.replace(call, sample_ids=self.sample_ids)
+
+    def moment(self) -> Moment:
+        """Where the forward stands, for a recomputation that begins here."""
+        thread = self._thread
+        running = thread.repeated or (self._unfollowed if in_backward() else thread.running or self._last)
+        if thread.is_rehearsing:  # in a model that nobody follows yet, perhaps
+            running = self._new_pass(Microbatch(Mode.TRAIN, 0), is_recorded=False)
+        microbatch = running.microbatch
+        return Moment(
+            running=running,
+            num_calls=dict(microbatch.num_calls),
+            num_failed=microbatch.num_failed,
+            frames=tuple(thread.frames),
+        )
+
+    @contextlib.contextmanager
+    def repeating(self, moment: Moment) -> Iterator[None]:
+        """What runs in it on this thread repeats what came after that moment; nothing else is counted differently."""
+        thread = self._thread
+        before, frames = thread.repeated, thread.frames
+        first = moment.running
+        microbatch = Microbatch(
+            first.microbatch.mode, first.microbatch.index, dict(moment.num_calls), moment.num_failed
+        )
+        thread.repeated = Pass(
+            iteration=first.iteration,
+            microbatch=microbatch,
+            batch_size=first.batch_size,
+            sample_ids=first.sample_ids,
+            is_recorded=first.is_recorded,
+        )
+        thread.frames = list(moment.frames)
+        try:
+            yield
+        finally:
+            thread.repeated, thread.frames = before, frames
+
+    @contextlib.contextmanager
+    def staged(self, stage: StagePass) -> Iterator[None]:
+        """A pass that begins in it on this thread is that of a pipeline's stage and microbatch."""
+        thread = self._thread
+        before, thread.stage = thread.stage, stage
+        try:
+            yield
+        finally:
+            thread.stage = before
+
+    @contextlib.contextmanager
+    def adding_weights(self) -> Iterator[None]:
+        """The backward pass that runs in it has run before, without the gradients of weights."""
+        before, self.is_adding_weights = self.is_adding_weights, True
+        try:
+            yield
+        finally:
+            self.is_adding_weights = before
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """A pass that begins in it on this thread is on data that is none, and is not followed."""
+        thread = self._thread
+        before, thread.is_rehearsing = thread.is_rehearsing, True
+        try:
+            yield
+        finally:
+            thread.is_rehearsing = before
+
+    @property
+    def _present(self) -> Pass:
+        thread = self._thread
+        # After a validation, what is recorded by hand belongs to the training again.
+        last = self._unfollowed if torch.is_grad_enabled() else self._last
+        return thread.repeated or thread.running or last
+
+    @property
+    def _unfollowed(self) -> Pass:
+        """The pass of which a recomputation that nobody announced is taken to be one."""
+        return self._latest.get(Mode.TRAIN, self._none_yet)
+
+    def _begin_pass(self, thread: _Thread, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_rehearsal = thread.is_rehearsing or (self.before_pass is not None and self.before_pass())
+        mode = mode_of(module)
+        if is_rehearsal or (mode is Mode.EVAL and mode not in self._modes):
+            unseen = Microbatch(mode, self._microbatch_index(mode))
+            thread.running = self._new_pass(unseen, is_recorded=False)
+            if not is_rehearsal:
+                self._last = thread.running
+            return
+        microbatch = self._next_microbatch(mode, module, thread.stage)
+        microbatch.roots.add(id(module))
+        self.num_passes += 1
+        self.num_train_passes += mode is Mode.TRAIN
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim)
+        first = next(tensors, None)
+        thread.running = self._last = self._latest[mode] = self._new_pass(
+            microbatch,
+            batch_size=None if first is None else int(first.shape[0]),
+            sample_ids=ids_of(self.sample_ids, thread.stage),
+            is_recorded=mode in self._modes,
+        )
+
+    def _next_microbatch(self, mode: Mode, module: nn.Module, stage: StagePass | None) -> Microbatch:
+        if stage is not None:
+            self._is_staged = True
+            return self._microbatch(mode, stage.microbatch)
+        current = self._microbatch(mode, self._microbatch_index(mode))
+        if self._is_staged:
+            return current  # the schedule counts them; this is the loss, or another model beside the stages
+        given = scheduled_microbatch(module)
+        if given is not None:
+            return self._microbatch(mode, given)
+        if mode is Mode.TRAIN:
+            is_over, self._is_backward_seen = self._is_backward_seen, False
+        else:
+            is_over = id(module) in current.roots
+        return self._microbatch(mode, current.index + 1) if is_over else current
+
+    def _microbatch_index(self, mode: Mode) -> int:
+        latest = self._latest.get(mode)
+        return 0 if latest is None else latest.microbatch.index
+
+    def _microbatch(self, mode: Mode, index: int) -> Microbatch:
+        return self._microbatches.setdefault((mode, index), Microbatch(mode, index))
+
+    def _new_pass(
+        self,
+        microbatch: Microbatch,
+        *,
+        batch_size: int | None = None,
+        sample_ids: tuple[int | str, ...] | None = None,
+        is_recorded: bool = True,
+    ) -> Pass:
+        return Pass(
+            iteration=self._iteration,
+            microbatch=microbatch,
+            batch_size=batch_size,
+            sample_ids=sample_ids,
+            is_recorded=is_recorded,
+        )
+
+    def _call(self, running: Pass, index: int, compute_dtype: str) -> Call:
+        return Call(
+            iteration=running.iteration,
+            microbatch=running.microbatch.index,
+            index=index,
+            compute_dtype=compute_dtype,
+            batch_size=running.batch_size,
+            sample_ids=running.sample_ids,
+            mode=running.microbatch.mode,
+        )
+
+    def _watch_backward(self, output: Any) -> None:
+        """Notice the backward pass of a model of which nothing that is recorded has a gradient."""
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        if (first := next(tensors, None)) is not None:
+            first.register_hook(Hook(lambda _: self.note_backward()))
+
+    def _repeated_call(self, key: str, compute_dtype: str) -> Call:
+        """The call that is repeated where no checkpoint that is known announced the recomputation."""
+        running = self._unfollowed
+        place = (key, running.microbatch.mode, running.microbatch.index)
+        if calls := self._calls[place]:
+            # Segments are recomputed from the last to the first.
+            self._num_recomputed[place] += 1
+            return calls[-self._num_recomputed[place] % len(calls)]
+        return self._call(running, 0, compute_dtype)
+
+
+def _compute_dtype(dtype: torch.dtype, device_type: str) -> str:
+    if dtype.is_floating_point and torch.is_autocast_enabled(device_type):
+        return dtype_name(torch.get_autocast_dtype(device_type))
+    return dtype_name(dtype)
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype in a record's words."""
+    return str(dtype).removeprefix("torch.")

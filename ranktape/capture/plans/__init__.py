@@ -1,0 +1,1 @@
+"""What would a capture cost, before it is made?"""

@@ -1,0 +1,209 @@
+"""Can a capture as planned work, what will it cost, and which option must change where it cannot?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ranktape.capture.console import size_text
+from ranktape.capture.settings.options import Policy
+from ranktape.errors import CaptureError
+
+if TYPE_CHECKING:
+    from ranktape.capture.plans.planning import RankPlan
+    from ranktape.capture.settings.options import CaptureOptions
+
+_MARGIN = 1.5
+"""By how much more than what was measured a timeout should allow."""
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a capture will cost."""
+
+    url: str
+    """The run, without credentials."""
+    iterations: list[int]
+    """Those that will be captured."""
+    num_stored: int
+    """How many of them are in the store at once."""
+    ranks: list[RankPlan]
+    """What each rank found out; by rank."""
+    largest_rank: int
+    """The one whose iterations take most."""
+    iteration_nbytes: int
+    """Bytes of an iteration in the store, from all ranks, before they are packed."""
+    run_nbytes: int
+    """Of the run, where every iteration is as large as that one."""
+    num_objects: int
+    """Objects of an iteration, from all ranks."""
+    host_nbytes: int
+    """Host memory for the rings of a machine, where it is most."""
+    step_seconds: float | None
+    """Of a step that is not captured, on the slowest rank; None where the training was too short."""
+    captured_seconds: float | None
+    """Of one that is, while there is room in the ring."""
+    store_seconds: float
+    """Until the store has taken an iteration, from the rank for which that takes longest."""
+    captured_slowdown: float | None
+    """How much longer a captured step takes than another one: 0.1 is a tenth."""
+    sustained_slowdown: float | None
+    """How much longer the training takes from the first captured iteration to the last, with waits for the store."""
+    refusals: list[str]
+    """Why it cannot work, each with the option to change; empty where it can."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary for JSON."""
+        return asdict(self)
+
+
+def make_forecast(
+    ranks: Sequence[RankPlan], *, options: CaptureOptions, iterations: Sequence[int], url: str
+) -> Forecast:
+    """The forecast from what every rank has found out.
+
+    Raises:
+        CaptureError: no rank has seen a step of the training.
+    """
+    if not all(one.num_steps for one in ranks):
+        raise CaptureError(
+            "the script ended before a training step did, so that nothing can be planned: no optimizer stepped, and "
+            "nobody called capture.step(); give --advance-on forward for a script that only runs its model forward"
+        )
+    largest = max(ranks, key=lambda one: one.footprint.staged_nbytes)
+    num_stored = len(iterations) if options.keep_last is None else min(len(iterations), options.keep_last + 1)
+    stored = [one.footprint.stored_nbytes for one in ranks]
+    store_seconds = max(one.footprint.stored_nbytes / one.write_rate for one in ranks)
+    steps = [one.step_seconds for one in ranks if one.step_seconds is not None]
+    captured = [one.captured_seconds for one in ranks if one.captured_seconds is not None]
+    step_seconds = max(steps) if steps else None
+    captured_seconds = max(captured) if captured else None
+    slowdowns = _slowdowns(
+        step_seconds,
+        captured_seconds,
+        store_seconds=store_seconds,
+        every=_distance(iterations),
+        fits=largest.footprint.staged_nbytes * len(iterations) <= largest.budget_nbytes,
+    )
+    return Forecast(
+        url=url,
+        iterations=list(iterations),
+        num_stored=num_stored,
+        ranks=list(ranks),
+        largest_rank=largest.rank,
+        iteration_nbytes=sum(stored),
+        run_nbytes=sum(stored) * num_stored,
+        num_objects=sum(one.footprint.num_objects for one in ranks),
+        host_nbytes=max(one.budget_nbytes * one.num_local_ranks for one in ranks),
+        step_seconds=step_seconds,
+        captured_seconds=captured_seconds,
+        store_seconds=store_seconds,
+        captured_slowdown=slowdowns[0],
+        sustained_slowdown=slowdowns[1],
+        refusals=find_refusals(ranks, options=options, num_iterations=len(iterations), num_stored=num_stored),
+    )
+
+
+def find_refusals(
+    ranks: Sequence[RankPlan], *, options: CaptureOptions, num_iterations: int, num_stored: int
+) -> list[str]:
+    """Why it cannot work, each with the option to change and the value that would do."""
+    silent = [one.silence for one in ranks if one.silence is not None]
+    if len(silent) == len(ranks):
+        return silent[:1]
+    problems = [one for one in ranks if one.problem is not None]
+    found = [f"the capture would disable itself on rank {one.rank}: {one.problem}" for one in problems]
+    found += _memory_refusals(ranks, options=options)
+    found += _space_refusals(ranks, num_stored=num_stored)
+    found += _time_refusals(ranks, options=options, num_iterations=num_iterations)
+    return found
+
+
+def _memory_refusals(ranks: Sequence[RankPlan], *, options: CaptureOptions) -> list[str]:
+    one = max(ranks, key=lambda rank: rank.footprint.largest_nbytes - rank.budget_nbytes)
+    if one.footprint.largest_nbytes > one.budget_nbytes:
+        text = (
+            f"{one.footprint.largest} takes {one.footprint.largest_nbytes} bytes, and the host budget of rank "
+            f"{one.rank} is {one.budget_nbytes}: give --host-budget-nbytes {_whole(one.footprint.largest_nbytes)}"
+        )
+        return [text]
+    one = max(ranks, key=lambda rank: rank.footprint.staged_nbytes - rank.budget_nbytes)
+    if options.policy == Policy.SKIP and one.footprint.staged_nbytes > one.budget_nbytes:
+        text = (
+            f"an iteration takes {one.footprint.staged_nbytes} bytes, and the host budget of rank {one.rank} is "
+            f"{one.budget_nbytes}: with --policy skip each one beyond the minimum would be skipped; give "
+            f"--host-budget-nbytes {_whole(one.footprint.staged_nbytes)}, or --policy block"
+        )
+        return [text]
+    one = max(ranks, key=lambda rank: rank.budget_nbytes * rank.num_local_ranks - rank.available_nbytes)
+    if one.budget_nbytes * one.num_local_ranks > one.available_nbytes:
+        fits = one.available_nbytes // one.num_local_ranks // _MIB * _MIB
+        text = (
+            f"the host budgets of the {one.num_local_ranks} ranks on {one.host} take "
+            f"{one.budget_nbytes * one.num_local_ranks} bytes, and {one.available_nbytes} are free there: give "
+            f"--host-budget-nbytes {max(_MIB, fits)} or less"
+        )
+        return [text]
+    return []
+
+
+def _space_refusals(ranks: Sequence[RankPlan], *, num_stored: int) -> list[str]:
+    known = [one.free_nbytes for one in ranks if one.free_nbytes is not None]
+    iteration = sum(one.footprint.stored_nbytes for one in ranks)
+    if not known or iteration * num_stored <= min(known):
+        return []
+    count = min(known) // iteration
+    way_out = (
+        f"give --max-iterations {count} (and --min-iterations no more than that)"
+        if count
+        else "not one fits: select less by --module or --select, or keep less by --keep statistics"
+    )
+    text = (
+        f"the run takes {size_text(iteration * num_stored)} for {num_stored} iterations, and "
+        f"{size_text(min(known))} are free at its place: {way_out}"
+    )
+    return [text]
+
+
+def _time_refusals(ranks: Sequence[RankPlan], *, options: CaptureOptions, num_iterations: int) -> list[str]:
+    def seconds(one: RankPlan) -> float:
+        staged = min(one.budget_nbytes, one.footprint.staged_nbytes * num_iterations)
+        share = one.footprint.stored_nbytes / max(1, one.footprint.staged_nbytes)
+        return staged * share / one.write_rate
+
+    slowest = max(ranks, key=seconds)
+    longest = seconds(slowest)
+    if longest <= options.finish_timeout_seconds:
+        return []
+    text = (
+        f"when the training ends, storing what is left will take about {longest:.0f} s on rank {slowest.rank}: give "
+        f"--finish-timeout-seconds {math.ceil(longest * _MARGIN)}"
+    )
+    return [text]
+
+
+def _slowdowns(
+    step_seconds: float | None, captured_seconds: float | None, *, store_seconds: float, every: float, fits: bool
+) -> tuple[float | None, float | None]:
+    """Of a captured step, and of all steps on the way."""
+    if not step_seconds or captured_seconds is None:
+        return None, None
+    added = max(0.0, captured_seconds - step_seconds)
+    others = step_seconds * every
+    # What the ring takes as a whole is waited for at the end, if at all.
+    waits = 0.0 if fits else max(0.0, store_seconds - others - added)
+    return added / step_seconds, (added + waits) / others
+
+
+def _distance(iterations: Sequence[int]) -> float:
+    """Steps of the training for each captured iteration."""
+    return (iterations[-1] - iterations[0]) / (len(iterations) - 1) if len(iterations) > 1 else 1.0
+
+
+def _whole(nbytes: int) -> int:
+    """A budget that so many bytes fit into, in whole mebibytes."""
+    return -(-nbytes // _MIB) * _MIB

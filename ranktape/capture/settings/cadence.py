@@ -1,0 +1,177 @@
+"""In which iterations is anything captured?
+
+Every rule has its own distance between iterations, counted from the first one, and may ask for certain iterations.
+An iteration is captured when one rule is due in it. The trainers and the coordinator, which knows no rules, agree on
+this from one description.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.storage.selection.columns import Span
+from ranktape.storage.selection.filters import Filter
+from ranktape.storage.selection.partial import can_hold
+from ranktape.storage.selection.where import parse_where
+
+if TYPE_CHECKING:
+    from ranktape.capture.settings.options import CaptureOptions
+    from ranktape.capture.settings.rules import Rule
+
+_CHUNK = 1 << 12
+"""Iterations that are looked at together, at first."""
+
+_MAX_CHUNK = 1 << 20
+
+_MAX_LOOKED_AT = 1 << 22
+"""Iterations of one rule that are looked at before it is given up."""
+
+_LAST = 2**62
+"""No iteration is above it: what is computed with them stays within 64 bits."""
+
+_KNOWN = ("iteration",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """The iterations in which one rule is due."""
+
+    every: int
+    """Their distance, from the first one of the capture on."""
+    filters: tuple[Filter, ...] = ()
+    """Which of these; all of the filters must hold."""
+    wheres: tuple[str, ...] = ()
+    """Expressions that must be able to hold in it."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether not each of the iterations of that distance is one."""
+        return bool(self.filters or self.wheres)
+
+    def mask(self, iterations: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Which of these iterations, all of the right distance, are its."""
+        found = np.ones(len(iterations), dtype=np.bool_)
+        for one in self.filters:
+            found &= one.mask(lambda _: iterations, len(iterations))
+        for text in self.wheres:
+            where = parse_where(text)
+            found &= can_hold(where, known=_KNOWN, source=lambda _: iterations, num_rows=len(iterations))
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary for JSON."""
+        alternatives = [[_written(one) for one in each.alternatives] for each in self.filters]
+        return {"every": self.every, "iteration": alternatives, "where": list(self.wheres)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Beat:
+        """Rebuild what `to_json` wrote."""
+        filters = (
+            Filter(field="iteration", alternatives=tuple(_read(one) for one in alternatives))
+            for alternatives in document["iteration"]
+        )
+        return cls(every=document["every"], filters=tuple(filters), wheres=tuple(document["where"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """The iterations in which at least one rule is due."""
+
+    start: int
+    """The first that may be captured."""
+    beats: tuple[Beat, ...]
+    """Those of each rule."""
+
+    @classmethod
+    def regular(cls, *, start: int, every: int) -> Cadence:
+        """Each so manieth iteration."""
+        return cls(start=start, beats=(Beat(every=every),))
+
+    @classmethod
+    def of_rules(cls, general: Rule, rules: Sequence[Rule], *, start: int) -> Cadence:
+        """The iterations in which a rule is due, among those that hold for all of them."""
+        return cls(start=start, beats=tuple(_beat(general, rule) for rule in rules))
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there may be an end to it."""
+        return all(beat.is_limited for beat in self.beats)
+
+    def due(self, iteration: int) -> tuple[bool, ...]:
+        """For each rule, whether it is due."""
+        away = iteration - self.start
+        return tuple(
+            away >= 0 and away % beat.every == 0 and bool(beat.mask(np.array([iteration]))[0]) for beat in self.beats
+        )
+
+    def following(self, after: int, *, count: int, without: Collection[int] = ()) -> tuple[int, ...]:
+        """The next iterations above `after`, ascending; fewer where there are no more.
+
+        Iterations that are chosen one by one are looked for among the next four million.
+        """
+        if count <= 0:
+            return ()
+        merged = heapq.merge(*(self._of(beat, after=after) for beat in self.beats))
+        distinct = (iteration for iteration, _ in itertools.groupby(merged) if iteration not in without)
+        return tuple(itertools.islice(distinct, count))
+
+    def _of(self, beat: Beat, *, after: int) -> Iterator[int]:
+        first = self.start + max(0, (after - self.start) // beat.every + 1) * beat.every
+        if not beat.is_limited:
+            yield from itertools.takewhile(_LAST.__gt__, itertools.count(first, beat.every))
+            return
+        size, looked_at = _CHUNK, 0
+        while looked_at < _MAX_LOOKED_AT and first < _LAST:
+            size = min(size, (_LAST - first) // beat.every + 1)
+            iterations = first + beat.every * np.arange(size, dtype=np.int64)
+            yield from iterations[beat.mask(iterations)].tolist()
+            first += beat.every * size
+            looked_at += size
+            size = min(4 * size, _MAX_CHUNK)
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary for JSON."""
+        return {"start": self.start, "beats": [beat.to_json() for beat in self.beats]}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Cadence:
+        """Rebuild what `to_json` wrote."""
+        return cls(start=document["start"], beats=tuple(Beat.from_json(beat) for beat in document["beats"]))
+
+
+def cadence_of(options: CaptureOptions) -> Cadence:
+    """The iterations that a capture's options ask for.
+
+    Raises:
+        UsageError: their rules are none.
+    """
+    if not options.selects:
+        return Cadence.regular(start=options.start, every=options.every)
+    from ranktape.capture.settings.rules import read_selection
+
+    return Cadence.of_rules(*read_selection(options), start=options.start)
+
+
+def _beat(general: Rule, rule: Rule) -> Beat:
+    both = (general, rule)
+    return Beat(
+        every=rule.every,
+        filters=tuple(one for each in both for one in each.filters if one.field == "iteration"),
+        wheres=tuple(each.where.text for each in both if each.where is not None and "iteration" in each.where.names),
+    )
+
+
+def _written(alternative: Any) -> Any:
+    if isinstance(alternative, Span):
+        return {"first": alternative.first, "last": alternative.last, "step": alternative.step}
+    return alternative
+
+
+def _read(written: Any) -> Any:
+    return Span(**written) if isinstance(written, dict) else written

@@ -1,0 +1,217 @@
+"""What are a capture's settings, when a command line, the environment and a file each say some of them?
+
+The command line has the first word, then the environment (`RANKTAPE_EVERY=10`), then the file that `--capture-config`
+or `RANKTAPE_CAPTURE_CONFIG` names, then the defaults of `CaptureOptions`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ranktape.capture.settings.options import SETTINGS, CaptureOptions
+from ranktape.capture.settings.setting import Setting, is_given, shown, split_texts
+from ranktape.errors import UsageError
+from ranktape.storage.backends.urls import parse_storage_options
+
+PREFIX = "RANKTAPE_"
+"""What our variables begin with."""
+
+OTHER_VARIABLES = frozenset({"RANKTAPE_CAPTURE", "RANKTAPE_STORAGE_CLIENT", "RANKTAPE_OWNER_PID"})
+"""Variables that begin so and are no setting of a capture."""
+
+_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+_URL = "capture"
+
+_BY_ALIAS: dict[str, Setting] = {alias: setting for setting in SETTINGS for alias in setting.aliases}
+
+
+def resolve(
+    given: Mapping[str, Any], *, environment: Mapping[str, str] | None = None
+) -> tuple[str | None, dict[str, Any]]:
+    """Where to record, None for nowhere, and every setting, checked: keyword arguments for `Capture`.
+
+    Args:
+        given: Values as a command line has them, by the settings' names, and by `capture` the URL; what is None was
+            not given.
+        environment: The variables; those of the process by default.
+
+    Raises:
+        UsageError: a value is not allowed, a name in the file is unknown, or the file cannot be read; the message
+            names where it was said.
+    """
+    url, values = merge(given, environment=environment)
+    return url, checked(values)
+
+
+def merge(
+    given: Mapping[str, Any], *, environment: Mapping[str, str] | None = None
+) -> tuple[str | None, dict[str, Any]]:
+    """As `resolve`, with only the settings that were given somewhere, in Python's form.
+
+    Raises:
+        UsageError: as `resolve`.
+    """
+    variables = os.environ if environment is None else environment
+    said = _from_environment(variables)
+    asked = _from_arguments(given)
+    path = asked.get("capture_config", said.get("capture_config"))
+    values = {**({} if path is None else read_config(path)), **said, **asked}
+    if path is not None:
+        values["capture_config"] = os.path.abspath(path)  # noqa: PTH100  (Path.resolve follows links)
+    url = given.get(_URL) or variables.get(PREFIX + "CAPTURE") or values.get(_URL)
+    values.pop(_URL, None)
+    return url, values
+
+
+def checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting, as keyword arguments for `Capture`.
+
+    Raises:
+        UsageError: a value is not allowed; the message names its option.
+    """
+    options = CaptureOptions(**values)
+    return {setting.name: getattr(options, setting.name) for setting in SETTINGS}
+
+
+def with_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Python's settings, and what the file that `capture_config` names says besides.
+
+    Raises:
+        UsageError: a name is no setting's, the file cannot be read, or it says what no setting is.
+    """
+    known = [setting.name for setting in SETTINGS]
+    if unknown := sorted(set(values) - set(known)):
+        raise UsageError(f"{unknown[0]!r} is no option of a capture: {_nearest(unknown[0], known)}")
+    path = values.get("capture_config")
+    if path is None or values.keys() >= set(known):
+        return dict(values)  # the latter were resolved already
+    words = read_config(path)
+    words.pop(_URL, None)
+    return {**words, **values}
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file says: settings in Python's form, and by `capture` the URL.
+
+    Raises:
+        UsageError: it cannot be read, a name is unknown, or a value not allowed; the message names the file.
+    """
+    from ranktape.capture.settings.config_file import read_config_file
+
+    file = Path(path).expanduser()
+    values: dict[str, Any] = {}
+    for key, value in read_config_file(file).items():
+        name = key.replace("-", "_")
+        label = f"{file}: {key}"
+        if name == _URL:
+            if not (isinstance(value, str) and value):
+                raise UsageError(f"{label} {shown(value)} is not allowed: give the URL of a run")
+            values[_URL] = value
+            continue
+        setting = _BY_ALIAS.get(name)
+        if setting is None:
+            raise UsageError(f"{file}: there is no setting {key!r:.60}: {_nearest(name, (*_BY_ALIAS, _URL))}")
+        if setting.name in values:
+            raise UsageError(f"{file}: {setting.name} is given twice, by two of its names: give it once")
+        if setting.name == "capture_config":
+            raise UsageError(f"{label} is not allowed: a file names no other file")
+        if value is not None:
+            values[setting.name] = _alone(setting, label, lambda: _of_file(setting, value))  # noqa: B023  (called here)
+    return values
+
+
+def stray_variables(environment: Mapping[str, str] | None = None) -> list[str]:
+    """A line for each of our variables that nobody reads, with the nearest name."""
+    variables = os.environ if environment is None else environment
+    known = {*OTHER_VARIABLES, *(PREFIX + alias.upper() for alias in _BY_ALIAS)}
+    return [
+        f"the environment has {name}, which is no setting: {_nearest(name, known)}"
+        for name in sorted(variables)
+        if name.startswith(PREFIX) and name not in known
+    ]
+
+
+def _from_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    values = {
+        setting.name: setting.from_texts(given[setting.name])
+        for setting in SETTINGS
+        if is_given(given.get(setting.name))
+    }
+    if isinstance(values.get("storage_options"), str):
+        values["storage_options"] = parse_storage_options(values["storage_options"])
+    return values
+
+
+def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for alias, setting in _BY_ALIAS.items():
+        name = PREFIX + alias.upper()
+        text = variables.get(name, "").strip()
+        if not text:
+            continue
+        if setting.name in values:
+            raise UsageError(f"{name} is given twice, by two of its names: set one of them")
+        values[setting.name] = _alone(setting, name, lambda: _of_text(setting, text, label=name))  # noqa: B023  (as above)
+    return values
+
+
+def _alone(setting: Setting, label: str, read: Callable[[], Any]) -> Any:
+    """A value, checked by itself, so that the message can say where it was given."""
+    try:
+        value = read()
+        CaptureOptions(**{setting.name: value})
+    except UsageError as error:
+        text = str(error)
+        raise type(error)(text if text.startswith(label) else f"{label}: {text}") from error
+    return value
+
+
+def _of_text(setting: Setting, text: str, *, label: str) -> Any:
+    if setting.name == "storage_options":
+        return parse_storage_options(text)
+    if setting.kind is bool:
+        if text.lower() not in _WORDS:
+            raise UsageError(f"{label}={text!r:.60} is not allowed: set it to true or false")
+        return _WORDS[text.lower()]
+    if setting.kind in {int, float}:
+        try:
+            return setting.kind(text)
+        except ValueError as error:
+            raise UsageError(f"{label}={text!r:.60} is not allowed: set it to a number") from error
+    if setting.name == "selections":
+        return (text,)
+    return split_texts([text]) if setting.multiple else text
+
+
+def _of_file(setting: Setting, value: Any) -> Any:
+    if setting.name == "storage_options":
+        return parse_storage_options(value) if isinstance(value, str) else value
+    if setting.name == "selections":
+        return tuple(_rule_of_file(rule) for rule in (value if isinstance(value, list) else [value]))
+    if setting.multiple:
+        return split_texts(value if isinstance(value, list) else [value])
+    if setting.name == "advance_on" and not isinstance(value, str):
+        raise UsageError(f"{shown(value)} is not allowed: give a text")
+    return value
+
+
+def _rule_of_file(rule: Any) -> Any:
+    if not isinstance(rule, Mapping):
+        return rule
+    from ranktape.capture.settings.rules import FIELDS
+
+    return {
+        name: split_texts(value if isinstance(value, list) else [value])
+        if name.replace("-", "_") in FIELDS and value is not None
+        else value
+        for name, value in rule.items()
+    }
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"use one of {', '.join(sorted(known))}"

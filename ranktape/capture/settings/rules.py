@@ -1,0 +1,381 @@
+"""Which tensors does a capture choose, by which rules, and are these rules that can be followed?
+
+The filters are those of queries (`ranktape.storage.selection`), on the fields that are known when a tensor is
+captured. What a rule says is checked here, once, before the training begins.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.capture.settings.rule_text import parse_rules
+from ranktape.capture.settings.setting import is_given, shown, split_texts
+from ranktape.errors import UnknownFieldError, UsageError
+from ranktape.storage.record import Keep, Mode, Operation
+from ranktape.storage.selection.columns import Span, StringColumn, glob
+from ranktape.storage.selection.filters import Filter, parse_filter
+from ranktape.storage.selection.partial import can_hold
+from ranktape.storage.selection.where import Where, parse_where
+
+if TYPE_CHECKING:
+    from ranktape.capture.settings.options import CaptureOptions
+    from ranktape.storage.selection.columns import Column, ColumnSource, Mask
+
+TEXT_FIELDS = (
+    "module", "layer_type", "operation", "phase", "component", "tensor_name", "quant_type", "dtype", "compute_dtype",
+    "mode", "shape",
+)  # fmt: skip
+NUMBER_FIELDS = ("layer_idx", "rank", "microbatch", "call", "iteration", "batch_size", "numel", "nbytes")
+FIELDS = (*TEXT_FIELDS, *NUMBER_FIELDS)
+"""What is known of a tensor when it is captured."""
+
+CLOSED = {"operation": tuple(map(str, Operation)), "mode": tuple(map(str, Mode))}
+"""Fields of which all values are known."""
+
+KEEPS = tuple(keep.value for keep in Keep)
+"""What can be kept of a tensor."""
+
+DEFAULT_LAYER_TYPES = ("linear", "attention")
+LAYER_OUTPUTS = ("embedding", "hidden")
+"""The kinds of layers that `layers` asks for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """Some of the whole numbers from 0 on."""
+
+    filter: Filter | None
+    """Which; None for all."""
+
+    def holds(self, number: int) -> bool:
+        """Whether a number is one of them."""
+        return self.filter is None or bool(self.filter.mask(lambda _: np.array([number]), 1)[0])
+
+    def below(self, count: int) -> list[int]:
+        """Those below `count`, ascending."""
+        numbers = np.arange(count)
+        return (
+            list(range(count)) if self.filter is None else numbers[self.filter.mask(lambda _: numbers, count)].tolist()
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Some tensors, when they are captured, and what is kept of them."""
+
+    filters: tuple[Filter, ...]
+    """All of them must hold."""
+    where: Where | None
+    """An expression that must hold too."""
+    every: int
+    """Captured in each so manieth iteration, from the first captured one on."""
+    samples: Numbers | None
+    """The samples that are kept; None for all."""
+    keep: str
+    """`values`, `histogram` or `statistics`."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The fields that it asks for."""
+        return frozenset({one.field for one in self.filters} | set(self.where.names if self.where else ()))
+
+    def can_hold(self, source: ColumnSource, *, known: Collection[str], num_rows: int) -> Mask:
+        """The rows that it can fit, where only these fields are known; `source` has their columns."""
+        found = np.ones(num_rows, dtype=np.bool_)
+        for one in self.filters:
+            if one.field in known:
+                found &= one.mask(source, num_rows)
+        if self.where is not None:
+            found &= can_hold(self.where, known=known, source=source, num_rows=num_rows)
+        return found
+
+
+def read_selection(options: CaptureOptions) -> tuple[Rule, tuple[Rule, ...]]:
+    """What holds for all tensors, and the rules of which the first that fits decides; one of them at least.
+
+    Raises:
+        UsageError: something that no rule can say; the message names the option, and the rule by its number.
+    """
+    general = _rule(_top_level(options), options=options, label="")
+    rules = tuple(
+        _rule(words, options=options, label=f"--select, rule {number}: ")
+        for number, words in enumerate(rule_words(options.selections), start=1)
+    )
+    for number, rule in enumerate(rules[:-1], start=1):
+        if not (rule.filters or rule.where):
+            raise UsageError(f"--select, rule {number + 1} is never asked: rule {number} fits everything, put it last")
+    alone = Rule(filters=(), where=None, every=options.every, samples=general.samples, keep=general.keep)
+    return general, rules or (alone,)
+
+
+def check_selection(options: CaptureOptions) -> None:
+    """Let options pass that choose tensors by fields, values and rules that there are.
+
+    Raises:
+        UsageError: they do not; the message names the option.
+    """
+    general, rules = read_selection(options)
+    read_layers(options.layers)
+    modes_of(options)
+    # Here, because a cadence is made of rules.
+    from ranktape.capture.settings.cadence import Cadence
+
+    cadence = Cadence.of_rules(general, rules, start=options.start)
+    if cadence.is_limited:
+        count = len(cadence.following(options.start - 1, count=options.min_iterations))
+        if count < options.min_iterations:
+            raise UsageError(
+                f"--start-at, --every, --iteration, --where and --select leave {count} iteration{'s' * (count != 1)}, "
+                f"fewer than --min-iterations {options.min_iterations}: choose more, or guarantee fewer"
+            )
+
+
+def rule_words(selections: Any) -> list[dict[str, Any]]:
+    """What each rule says, by name; of texts each comma separates alternatives.
+
+    Raises:
+        UsageError: they are not rules.
+    """
+    several = selections if isinstance(selections, list | tuple) else (selections,)
+    rules: list[dict[str, Any]] = []
+    for rule in several if is_given(selections) else ():
+        if isinstance(rule, str):
+            rules += [
+                {name: _alternatives(name, text) for name, text in words.items()}
+                for words in parse_rules(rule, label="--select")
+            ]
+        elif isinstance(rule, Mapping):
+            if not rule:
+                raise UsageError(f"selections: rule {len(rules) + 1} is empty: give it a field, every, samples or keep")
+            rules.append(_named_once(rule, number=len(rules) + 1))
+        else:
+            raise UsageError(f"selections: {shown(rule)} is no rule: give a mapping of fields, or a text for --select")
+    return rules
+
+
+def _named_once(rule: Mapping[Any, Any], *, number: int) -> dict[str, Any]:
+    words: dict[str, Any] = {}
+    for given, value in rule.items():
+        name = str(given).replace("-", "_")
+        if name in words:
+            raise UsageError(f"selections: rule {number} says {name} twice, by two of its names: give it once")
+        words[name] = value
+    return words
+
+
+def wanted_layer_types(options: CaptureOptions) -> tuple[str, ...]:
+    """The kinds of layers to attach to: names or globs."""
+    outputs = LAYER_OUTPUTS if options.wants_layers else ()
+    if is_given(options.layer_types):
+        found = listed(options.layer_types)
+    elif is_given(options.selections):
+        found = [one for words in rule_words(options.selections) for one in _types_of(words)]
+    else:
+        found = [] if outputs else list(DEFAULT_LAYER_TYPES)
+    return tuple(dict.fromkeys((*found, *outputs)))
+
+
+def modes_of(options: CaptureOptions) -> tuple[str, ...]:
+    """The modes of the passes that are recorded: those that the options and rules ask for, by default `train`.
+
+    Raises:
+        UsageError: a rule, or `where`, is for a mode that the options leave out, or for none.
+    """
+    general, rules = read_selection(options)
+    usual = CLOSED["mode"] if options.wants_layers else (Mode.TRAIN.value,)
+    allowed = _modes_that_fit(general) if "mode" in general.names else CLOSED["mode"]
+    asked = f"--mode {','.join(listed(options.modes))}" if is_given(options.modes) else "--where"
+    if not allowed:
+        with_modes = f", with {asked}," if is_given(options.modes) else ""
+        raise UsageError(f"--where {options.where!r:.60}{with_modes} takes neither training nor evaluation: change it")
+    if "mode" not in general.names and not any("mode" in rule.names for rule in rules):
+        return tuple(usual)
+    found: set[str] = set()
+    for number, rule in enumerate(rules, start=1):
+        own = _modes_that_fit(rule)
+        if not set(own) & set(allowed):
+            raise UsageError(
+                f"--select, rule {number}, is for passes in mode {' or '.join(own) or 'neither train nor eval'}, and "
+                f"{asked} takes only {' and '.join(allowed)}: change one of them"
+            )
+        found |= set(own if "mode" in rule.names else allowed if "mode" in general.names else usual)
+    return tuple(mode for mode in allowed if mode in found)
+
+
+def _modes_that_fit(rule: Rule) -> tuple[str, ...]:
+    modes = CLOSED["mode"]
+    column = StringColumn(codes=np.arange(len(modes)), table=modes)
+    fitting = rule.can_hold(lambda _: column, known={"mode"}, num_rows=len(modes))
+    return tuple(mode for mode, fits_it in zip(modes, fitting, strict=True) if fits_it)
+
+
+def check_layer_types(options: CaptureOptions, *, known: Sequence[str]) -> None:
+    """Let kinds of layers pass that there are; besides these, one that is recorded by hand.
+
+    Raises:
+        UsageError: none is known, or one has nearly the name of one that is; says which.
+    """
+    unknown = [] if options.manual else [one for one in options.wanted_layer_types if not any(map(glob(one), known))]
+    for pattern in unknown:
+        near = difflib.get_close_matches(pattern, known, n=1)
+        if near or len(unknown) == len(options.wanted_layer_types):
+            hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(known)}"
+            raise UsageError(f"no kind of layer is called {pattern!r:.60} (--layer-type): {hint}")
+
+
+def _read_numbers(value: Any, label: str, example: str) -> Numbers:
+    if value is True or value == "all":
+        return Numbers(filter=None)
+    if value is False or not is_given(value):
+        return Numbers(filter=Filter(field=label, alternatives=()))
+    chosen = parse_filter(label, split_texts(value if isinstance(value, list | tuple | set | frozenset) else [value]))
+    chosen.mask(lambda _: np.arange(1), 1)  # texts are read here, and refused
+    if not all(map(_counts_from_zero, chosen.alternatives)):
+        raise UsageError(f"--{label} {shown(value)} is not allowed: give {example}, counted from 0")
+    return Numbers(filter=chosen)
+
+
+_FROM_ZERO = re.compile(r"\d+|\d+-\d+|\d*:\d*(?::\d*)?")
+
+
+def _counts_from_zero(alternative: Any) -> bool:
+    if isinstance(alternative, Span):
+        return min(alternative.first or 0, 0 if alternative.last is None else alternative.last) >= 0
+    if isinstance(alternative, str):
+        return _FROM_ZERO.fullmatch(alternative) is not None
+    return isinstance(alternative, int) and not isinstance(alternative, bool) and alternative >= 0
+
+
+def read_layers(value: Any) -> Numbers:
+    """The decoder layers that `layers` names.
+
+    Raises:
+        UsageError: it names none.
+    """
+    return _read_numbers(value, "layers", "all, or numbers such as 0,30,61 or 0-3")
+
+
+def read_samples(value: Any) -> Numbers:
+    """The samples that `samples` names.
+
+    Raises:
+        UsageError: it names none.
+    """
+    return _read_numbers(value, "samples", "numbers such as 0, 0-3 or 0:8:2")
+
+
+def _top_level(options: CaptureOptions) -> dict[str, Any]:
+    from ranktape.capture.settings.options import SETTINGS
+
+    words = {
+        setting.filters: getattr(options, setting.name)
+        for setting in SETTINGS
+        if setting.filters and is_given(getattr(options, setting.name))
+    }
+    if "layer_type" in words and options.wants_layers:
+        words["layer_type"] = [*listed(words["layer_type"]), *LAYER_OUTPUTS]
+    return {**words, "where": options.where, "samples": options.samples, "keep": options.keep}
+
+
+def _rule(words: Mapping[str, Any], *, options: CaptureOptions, label: str) -> Rule:
+    # None is a missing value, as in a query; of what is no field it stands for 'not given'.
+    given = {name: value for name, value in words.items() if value is not None or name in FIELDS}
+    every = given.pop("every", options.every)
+    where = given.pop("where", None)
+    samples = given.pop("samples", options.samples)
+    keep = given.pop("keep", options.keep)
+    try:
+        return Rule(
+            filters=tuple(_checked_filter(name, value) for name, value in given.items()),
+            where=None if where is None else _checked_where(where),
+            every=_checked_every(every, least=options.every),
+            samples=None if samples is None else read_samples(samples),
+            keep=_checked_keep(keep),
+        )
+    except UsageError as error:
+        raise type(error)(label + str(error)) from error
+
+
+def _checked_filter(name: str, value: Any) -> Filter:
+    _check_names([name], others=("where", "every", "samples", "keep"))
+    found = parse_filter(name, value)
+    found.mask(_no_rows, 0)
+    for text in found.alternatives if name in CLOSED else ():
+        allowed = CLOSED[name]
+        if not any(map(glob(str(text)), allowed)):
+            near = difflib.get_close_matches(str(text), allowed, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"give {' or '.join(allowed)}"
+            raise UsageError(f"{name} {text!r:.60} is not allowed: {hint}")
+    return found
+
+
+def _checked_where(text: Any) -> Where:
+    if not isinstance(text, str):
+        raise UsageError(f"where {shown(text)} is no expression: give a text such as \"layer_type == 'linear'\"")
+    found = parse_where(text)
+    _check_names(found.names, others=())
+    found.mask(_no_rows, 0)
+    return found
+
+
+def _checked_every(value: Any, *, least: int) -> int:
+    every = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < len(str(2**53)) else value
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1 or every > 2**53:
+        raise UsageError(f"every {shown(value)} is not allowed: give a whole number from 1 on")
+    if every % least:
+        raise UsageError(f"every {every} is not a multiple of --every {least}, which all rules share: give one")
+    return every
+
+
+def _checked_keep(value: Any) -> str:
+    if value not in KEEPS:
+        raise UsageError(f"keep {shown(value)} is not allowed: give one of {', '.join(KEEPS)}")
+    return str(value)
+
+
+def _check_names(names: Sequence[str], *, others: Sequence[str]) -> None:
+    for name in names:
+        if name in FIELDS:
+            continue
+        from ranktape.storage.catalogue import COLUMNS
+
+        if name in COLUMNS:
+            raise UnknownFieldError(
+                f"{name} is not known yet when a tensor is captured: choose by {', '.join(FIELDS)}, "
+                f"and by {name} when the run is read"
+            )
+        near = difflib.get_close_matches(name, (*FIELDS, *others), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join((*FIELDS, *others))}"
+        raise UnknownFieldError(f"tensors have no field {name!r:.60}: {hint}")
+
+
+def _no_rows(name: str, /) -> Column:
+    if name in TEXT_FIELDS:
+        return StringColumn(codes=np.empty(0, dtype=np.int64), table=[])
+    return np.empty(0, dtype=np.float64 if name == "batch_size" else np.int64)
+
+
+def _alternatives(name: str, text: str) -> Any:
+    return split_texts([text]) if name in FIELDS else text
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def fits(patterns: tuple[str, ...], text: str) -> bool:
+    """Whether a text is what one of the patterns means."""
+    return any(glob(pattern)(text) for pattern in patterns)
+
+
+def listed(value: Any) -> list[str]:
+    """The texts of a value that is one or several."""
+    return [value] if isinstance(value, str) else [str(one) for one in value]
+
+
+def _types_of(words: Mapping[str, Any]) -> Sequence[str]:
+    return listed(words["layer_type"]) if is_given(words.get("layer_type")) else DEFAULT_LAYER_TYPES

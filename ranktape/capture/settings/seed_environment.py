@@ -1,0 +1,65 @@
+"""What do the variables say by which the older tools were steered?
+
+TENSOR_SAVE_ENABLED      true, or false
+TENSOR_SAVE_DIR          where to record; any URL of a run
+TENSOR_SAVER_ITERATION   the number of the iteration that is recorded
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ranktape.errors import UsageError
+
+DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
+"""Where the older tools saved when they were told nothing."""
+
+_TRUE = frozenset({"true", "1", "yes", "on"})
+_FALSE = frozenset({"false", "0", "no", "off", ""})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedEnvironment:
+    """The variables, read and checked."""
+
+    enabled: bool
+    """Whether to record."""
+    save_dir: str
+    """Where to."""
+    iteration: int
+    """The number of the first iteration."""
+
+
+def read_seed_environment(environment: Mapping[str, str] = os.environ) -> SeedEnvironment:
+    """What the variables ask for; nothing, where they are not set.
+
+    Raises:
+        UsageError: a variable has a value that it cannot have.
+    """
+    enabled = environment.get("TENSOR_SAVE_ENABLED", "").strip().lower()
+    if enabled not in _TRUE | _FALSE:
+        raise UsageError(f"TENSOR_SAVE_ENABLED={enabled!r} is not allowed: set it to true or false")
+    iteration = environment.get("TENSOR_SAVER_ITERATION", "").strip() or "0"
+    if not iteration.isdecimal():
+        raise UsageError(f"TENSOR_SAVER_ITERATION={iteration!r} is not allowed: set it to a number from 0 on")
+    return SeedEnvironment(
+        enabled=enabled in _TRUE,
+        save_dir=environment.get("TENSOR_SAVE_DIR") or DEFAULT_SAVE_DIR,
+        iteration=int(iteration),
+    )
+
+
+def asked_for(url: str | None, values: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+    """Where the settings that were given, or else these variables, ask to record, and the settings; None for nowhere.
+
+    Raises:
+        UsageError: a variable has a value that it cannot have.
+    """
+    seeds = read_seed_environment()
+    if url is not None or not seeds.enabled:
+        return url, values
+    first = values.get("first_iteration", seeds.iteration)
+    return seeds.save_dir, {"start": first, **values, "first_iteration": first}

@@ -1,0 +1,80 @@
+"""What does a captured tensor come from, what is it there, and what is it called?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ranktape.storage.names import Site
+from ranktape.storage.record import Operation
+
+if TYPE_CHECKING:
+    from ranktape.capture.passes.tracker import Call
+
+
+# Both are keys of many tables for each tensor on the training thread: a tuple's hash needs no step of Python.
+class Source(NamedTuple):
+    """A module, or what stands for one, whose tensors are recorded."""
+
+    module: str
+    """Dotted path, without the wrappers' prefixes."""
+    layer_type: str
+    """`linear`, `attention`, or the user's own."""
+    layer_idx: int
+    """Layer in the stack; -1 outside of it."""
+    component: str
+    """`linear`, `FA`, `unknown`, or the user's own."""
+
+
+class TensorRole(NamedTuple):
+    """What a tensor is to its source."""
+
+    operation: Operation
+    """Forward or backward."""
+    phase: str
+    """`pre`, `post`, or the user's own."""
+    tensor_name: str
+    """`input`, `grad_output`, ..."""
+    has_samples: bool = True
+    """Whether one of its dimensions holds samples; weights have none."""
+    layouts: tuple[str, ...] = ()
+    """Letters of its dimensions, where the role knows them; the one that is as long as the tensor has dimensions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tags:
+    """What the user says of a tensor that is recorded by hand."""
+
+    quant_type: str | None = None
+    """What it was computed in; the capture's own tag where None."""
+    sample_ids: tuple[int | str, ...] | None = None
+    """Identifiers of its samples."""
+    metadata: str = "null"
+    """The user's own words, as JSON."""
+
+
+NO_TAGS = Tags()
+"""Of a tensor that a hook recorded."""
+
+
+def site_of(source: Source, role: TensorRole, *, call: Call, quant_type: str | None) -> Site:
+    """The place of a tensor in its iteration; what it was computed in is the call's where no other is given."""
+    return Site(
+        module=source.module,
+        layer_type=source.layer_type,
+        layer_idx=source.layer_idx,
+        operation=role.operation,
+        phase=role.phase,
+        component=source.component,
+        quant_type=quant_type or call.quant_type,
+        tensor_name=role.tensor_name,
+        microbatch=call.microbatch,
+        call=call.index,
+        mode=str(call.mode),
+    )
+
+
+def site_name(source: Source, role: TensorRole) -> str:
+    """What a person is told of a tensor's place: module, direction, phase and name."""
+    place = source.module or f"{source.layer_type} {source.layer_idx}"
+    return f"{place} {role.operation} {role.phase} {role.tensor_name}"

@@ -1,0 +1,1 @@
+"""How does a tensor get from the training thread to the writer process?"""

@@ -1,0 +1,330 @@
+"""How do tensors and words pass from the trainer to its writer process, and survive the trainer?
+
+A file, mapped by both (`ring_file.py`). The trainer reserves a slot, fills it and publishes it; the writer takes
+published slots in order and frees them in any order. What is published is the writer's, whatever becomes of the
+trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ranktape.capture.staging.ring_file import (
+    PREFIX_NBYTES,
+    Counter,
+    RingFile,
+    Slot,
+    SlotKind,
+    Words,
+    aligned,
+    create_ring_file,
+)
+from ranktape.errors import CaptureError
+
+_PREFIX = struct.Struct("<IIQ")
+"""The beginning of a slot: its kind, the length of its header, the bytes of its payload."""
+
+_WAIT_SECONDS = 0.0005
+_LIVENESS_SECONDS = 0.1
+
+LONG_WAIT_SECONDS = 5.0
+"""A wait for room of this length is told."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class RingProducer:
+    """The trainer's side: reserve, fill, publish. Safe for several threads."""
+
+    def __init__(self, capacity_nbytes: int, *, is_alive: Callable[[], bool], path: Path | None = None) -> None:
+        """Make the ring.
+
+        Args:
+            capacity_nbytes: Room for slots.
+            is_alive: Says whether the writer still runs; asked while waiting for room.
+            path: Where it lies, to outlive both processes; in memory by default.
+
+        Raises:
+            CaptureError: there is no room for it.
+        """
+        self.file = RingFile(create_ring_file(capacity_nbytes, path=path), populate=True)
+        self.path = path
+        wake_read, self._wake_write = os.pipe()
+        self.wake_read = wake_read
+        os.set_blocking(self._wake_write, False)
+        self._is_alive = is_alive
+        self.on_wait: Callable[[], None] = _nothing
+        """Called again and again while somebody waits for room."""
+        self.on_long_wait: Callable[[], None] = _nothing
+        """Called once in a wait that is long."""
+        self._reserved = 0
+        self._slots: deque[Slot] = deque()
+        # Waiting for room must not keep another thread from publishing what it has filled: two locks.
+        self._reserve_lock = threading.Lock()
+        self._publish_lock = threading.Lock()
+
+    @property
+    def free_nbytes(self) -> int:
+        """Room that is free now."""
+        return self.file.capacity - (self._reserved - self.file.counter(Counter.FREED))
+
+    @property
+    def pending_nbytes(self) -> int:
+        """Bytes that are published and that the writer has not freed."""
+        return self.file.counter(Counter.PUBLISHED) - self.file.counter(Counter.FREED)
+
+    def reserve(self, kind: SlotKind, header: bytes, payload_nbytes: int, *, timeout_seconds: float) -> Slot:
+        """A slot to fill, waited for until there is room.
+
+        Raises:
+            CaptureError: no room in time, no room ever, or the writer is gone.
+        """
+        header_nbytes = aligned(PREFIX_NBYTES + len(header))
+        total = header_nbytes + aligned(payload_nbytes)
+        if total > self.file.capacity:
+            raise CaptureError(
+                f"a tensor of {payload_nbytes} bytes does not fit into the host budget of {self.file.capacity} "
+                f"bytes: raise --host-budget-nbytes"
+            )
+        with self._reserve_lock:
+            gap = self.file.capacity - self._reserved % self.file.capacity
+            if gap < total:
+                self._wait_for_room(gap, timeout_seconds=timeout_seconds)
+                self.publish(self._append(SlotKind.GAP, b"", header_nbytes=0, payload_nbytes=gap))
+            self._wait_for_room(total, timeout_seconds=timeout_seconds)
+            return self._append(kind, header, header_nbytes=header_nbytes, payload_nbytes=payload_nbytes)
+
+    def publish(self, slot: Slot) -> None:
+        """Give a filled slot to the writer, once all slots before it are filled too."""
+        with self._publish_lock:
+            slot.is_done = True
+            published = None
+            while self._slots and self._slots[0].is_done:
+                published = self._slots.popleft().end
+            if published is not None:
+                self.file.set_counter(Counter.PUBLISHED, published)
+        if published is not None:
+            self._wake()
+
+    def cancel(self, slot: Slot) -> None:
+        """Give a slot that could not be filled back: the writer passes over it."""
+        capacity = self.file.capacity
+        gap = int(SlotKind.GAP).to_bytes(4, "little") + bytes(4) + slot.nbytes.to_bytes(8, "little")
+        self.file.slots((slot.end - slot.nbytes) % capacity, PREFIX_NBYTES)[:] = gap
+        self.publish(slot)
+
+    def put(self, kind: SlotKind, header: dict[str, Any], *, timeout_seconds: float) -> None:
+        """Publish a slot without a payload.
+
+        Raises:
+            CaptureError: as `reserve`.
+        """
+        self.publish(self.reserve(kind, json.dumps(header).encode(), 0, timeout_seconds=timeout_seconds))
+
+    def set_step(self, iteration: int) -> None:
+        """Tell the writer which iteration the training is in."""
+        self.file.set_counter(Counter.STEP, iteration)
+
+    def finish(self, words: dict[str, Any]) -> None:
+        """Say that nothing more will be published, and why."""
+        self.say(words)
+        self.file.set_counter(Counter.FINISHED, 1)
+        self._wake()
+
+    def say(self, words: dict[str, Any]) -> None:
+        """Say something beside the slots, which may be full."""
+        self.file.say(Words.TRAINER, words)
+
+    def describe(self, words: dict[str, Any]) -> None:
+        """Say what the ring is about, for whoever finds it when both processes are gone."""
+        self.file.say(Words.ABOUT, words)
+
+    @property
+    def news(self) -> int:
+        """Grows when the writer has something to say about the plan; costs the training thread nothing."""
+        return self.file.counter(Counter.NEWS)
+
+    def hear(self) -> dict[str, Any] | None:
+        """What the writer said last; None while it is speaking or has not spoken."""
+        return self.file.hear(Words.WRITER)
+
+    def _wait_for_room(self, nbytes: int, *, timeout_seconds: float) -> None:
+        if self.free_nbytes >= nbytes:
+            return
+        self.file.set_counter(Counter.WAITING, 1)
+        # The writer may hold small tensors back, to write them together: it learns that they are in the way.
+        self._wake()
+        try:
+            self._wait(nbytes, timeout_seconds=timeout_seconds)
+        finally:
+            self.file.set_counter(Counter.WAITING, 0)
+
+    def _wait(self, nbytes: int, *, timeout_seconds: float) -> None:
+        start = time.monotonic()
+        next_check = start + _LIVENESS_SECONDS
+        is_told = False
+        while self.free_nbytes < nbytes:
+            time.sleep(_WAIT_SECONDS)
+            self.on_wait()
+            now = time.monotonic()
+            if now - start > LONG_WAIT_SECONDS and not is_told:
+                is_told = True
+                self.on_long_wait()
+            if now > next_check:
+                next_check = now + _LIVENESS_SECONDS
+                if not self._is_alive():
+                    raise CaptureError("the writer process ended: its last words are in the run's status")
+            if now - start > timeout_seconds:
+                raise CaptureError(
+                    f"the writer freed no room for {nbytes} bytes within --block-timeout-seconds {timeout_seconds:g}: "
+                    f"raise it or --host-budget-nbytes, or capture less"
+                )
+
+    def _append(self, kind: SlotKind, header: bytes, *, header_nbytes: int, payload_nbytes: int) -> Slot:
+        offset = self._reserved % self.file.capacity
+        start = self.file.slots(offset, PREFIX_NBYTES + len(header))
+        start[:] = _PREFIX.pack(kind, len(header), payload_nbytes) + header
+        # A gap has no header: its payload is the whole of it, its prefix included.
+        nbytes = payload_nbytes if kind is SlotKind.GAP else header_nbytes + aligned(payload_nbytes)
+        self._reserved += nbytes
+        payload = self.file.slots(offset + header_nbytes, payload_nbytes)
+        slot = Slot(kind=kind, header={}, payload=payload, end=self._reserved, nbytes=nbytes)
+        with self._publish_lock:
+            self._slots.append(slot)
+        return slot
+
+    def _wake(self) -> None:
+        # A writer that is busy looks again before it sleeps. Should the two miss each other, it looks by itself soon.
+        if not self.file.counter(Counter.ASLEEP):
+            return
+        try:
+            os.write(self._wake_write, b"\0")
+        except BlockingIOError:
+            return  # the writer has more wake-up calls waiting than it needs
+        except BrokenPipeError:
+            return  # the writer is gone; whoever waits for it finds out
+
+    def close(self) -> None:
+        """Close the wake-up pipe and the file; nothing can be reserved after it."""
+        os.close(self._wake_write)
+        os.close(self.wake_read)
+        self.on_wait = self.on_long_wait = _nothing
+        self.file.close()
+
+
+class RingConsumer:
+    """The writer's side: take published slots in order, free them in any order. One thread takes."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Map the ring that a producer made; begin with the first slot that is not free.
+
+        Raises:
+            CaptureError: the file is not a ring.
+        """
+        self.file = RingFile(descriptor, populate=False)
+        self._taken = self.file.counter(Counter.FREED)
+        self._slots: deque[Slot] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the trainer said that it will publish nothing more."""
+        return self.file.counter(Counter.FINISHED) == 1
+
+    @property
+    def step(self) -> int:
+        """The iteration that the training is in."""
+        return self.file.counter(Counter.STEP)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether the trainer waits for room now."""
+        return self.file.counter(Counter.WAITING) == 1
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of slots that are published and not freed."""
+        return self.file.counter(Counter.PUBLISHED) - self.file.counter(Counter.FREED)
+
+    @property
+    def about(self) -> dict[str, Any] | None:
+        """What the trainer said of the ring as a whole; None where it did not come to it."""
+        return self.file.hear(Words.ABOUT)
+
+    def sleep(self, descriptor: int, *, seconds: float) -> None:
+        """Wait until the trainer wakes us through the pipe, or the time is over; not at all where slots are waiting."""
+        self.file.set_counter(Counter.ASLEEP, 1)
+        if self.file.counter(Counter.PUBLISHED) == self._taken:
+            select.select([descriptor], [], [], seconds)
+        self.file.set_counter(Counter.ASLEEP, 0)
+
+    def take(self) -> Slot | None:
+        """The next published slot; None where there is none yet.
+
+        Raises:
+            CaptureError: the ring is damaged.
+        """
+        published = self.file.counter(Counter.PUBLISHED)
+        while self._taken < published:
+            slot = self._read(published)
+            self._taken = slot.end
+            with self._lock:
+                self._slots.append(slot)
+            if slot.kind is not SlotKind.GAP:
+                return slot
+            self.free(slot)
+        return None
+
+    def _read(self, published: int) -> Slot:
+        offset = self._taken % self.file.capacity
+        prefix = self.file.slots(offset, PREFIX_NBYTES)
+        kind = int.from_bytes(prefix[:4], "little")
+        header_size = int.from_bytes(prefix[4:8], "little")
+        payload_nbytes = int.from_bytes(prefix[8:16], "little")
+        header_nbytes = aligned(PREFIX_NBYTES + header_size)
+        # A gap has no header: its payload is the whole of it, its prefix included.
+        total = payload_nbytes if kind == SlotKind.GAP else header_nbytes + aligned(payload_nbytes)
+        if kind not in set(SlotKind) or not 0 < total <= min(published - self._taken, self.file.capacity - offset):
+            raise CaptureError(f"the ring is damaged at byte {offset} of its slots: what it held from there on is lost")
+        end = self._taken + total
+        if kind == SlotKind.GAP:
+            return Slot(kind=SlotKind.GAP, header={}, payload=prefix, end=end)
+        try:
+            header = json.loads(bytes(self.file.slots(offset + PREFIX_NBYTES, header_size)))
+        except ValueError as error:
+            raise CaptureError(f"the ring is damaged at byte {offset} of its slots: {error}") from error
+        payload = self.file.slots(offset + header_nbytes, payload_nbytes)
+        return Slot(kind=SlotKind(kind), header=header, payload=payload, end=end)
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot's room back, once all slots before it are free too; its payload is void from now on."""
+        slot.is_done = True
+        with self._lock:
+            freed = None
+            while self._slots and self._slots[0].is_done:
+                freed = self._slots.popleft().end
+            if freed is not None:
+                self.file.set_counter(Counter.FREED, freed)
+
+    def say(self, words: dict[str, Any]) -> None:
+        """Say something to the trainer."""
+        self.file.say(Words.WRITER, words)
+
+    def announce(self) -> None:
+        """Ask the trainer to listen."""
+        self.file.set_counter(Counter.NEWS, self.file.counter(Counter.NEWS) + 1)
+
+    def hear(self) -> dict[str, Any] | None:
+        """What the trainer said beside its slots; None where it said nothing."""
+        return self.file.hear(Words.TRAINER)

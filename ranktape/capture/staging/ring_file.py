@@ -1,0 +1,258 @@
+"""What lies where in the file through which the trainer and its writer process speak, and who holds it?
+
+    page 0      counters, each written by one side only: bytes published, bytes freed, ...
+    256 pages   what the writer says (JSON), as many what the trainer says beside its slots, and as many what the
+                ring is about: the run, the attempt, the rank
+    the rest    slots: 16 bytes of sizes, a JSON header, the payload; each part begins at a multiple of 64
+
+In memory the file has no name and ends with the two processes. In a directory it outlives them, and whoever
+holds its lock may take from it: the processes do, as long as one of them lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import socket
+import tempfile
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from ranktape.errors import CaptureError
+
+RING_SUFFIX = ".ring"
+"""Ends the names of rings in a directory."""
+
+PREFIX_NBYTES = 16
+"""Of a slot: its kind, the sizes of its header and of its payload."""
+
+_PAGE = 4096
+_WORDS_NBYTES = 256 * _PAGE
+_SLOTS = _PAGE + 3 * _WORDS_NBYTES
+_ALIGNMENT = 64
+_FORMAT = int.from_bytes(b"rtring2\0", "little")
+
+
+class Counter(IntEnum):
+    """The unsigned 64-bit numbers at the start of the file."""
+
+    PUBLISHED = 0
+    """Bytes of slots ever published; written by the trainer."""
+    FREED = 1
+    """Bytes of slots ever freed; written by the writer."""
+    FINISHED = 2
+    """1 when the trainer will publish nothing more; written by the trainer."""
+    STEP = 3
+    """The iteration that the trainer is in; written by the trainer."""
+    NEWS = 4
+    """How many times the writer's words about the plan have changed; written by the writer."""
+    ASLEEP = 5
+    """1 while the writer waits to be woken; written by the writer."""
+    WAITING = 6
+    """1 while the trainer waits for room; written by the trainer."""
+    FORMAT = 7
+    """Says that the file is a ring, and of which form; written when it is made."""
+
+
+class Words(IntEnum):
+    """Where something is said beside the slots."""
+
+    WRITER = _PAGE
+    """By the writer."""
+    TRAINER = _PAGE + _WORDS_NBYTES
+    """By the trainer."""
+    ABOUT = _PAGE + 2 * _WORDS_NBYTES
+    """By the trainer, once: what a stranger who finds the ring must know."""
+
+
+class SlotKind(IntEnum):
+    """What a slot says."""
+
+    GAP = 0
+    """Nothing: the rest of the file up to its end, too small for the next slot."""
+    TENSOR = 1
+    """One tensor: its identity and its values."""
+    BEGIN = 2
+    """An iteration begins."""
+    END = 3
+    """An iteration ended: everything of it has been published."""
+    SKIP = 4
+    """The rank does not take an iteration."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """A part of the ring that is being filled or read."""
+
+    kind: SlotKind
+    """What it says."""
+    header: dict[str, Any]
+    """Its JSON; empty on the trainer's side."""
+    payload: memoryview
+    """Its values."""
+    end: int
+    """Bytes ever published or freed once this slot is."""
+    nbytes: int = 0
+    """Bytes that it takes in the file; 0 on the writer's side."""
+    is_done: bool = False
+    """The trainer has filled it, or the writer has stored it."""
+
+
+def aligned(nbytes: int) -> int:
+    """The room that so many bytes take: what comes after them begins at a multiple of 64."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class RingFile:
+    """The mapped file, as both sides see it."""
+
+    def __init__(self, descriptor: int, *, populate: bool) -> None:
+        """Map a ring; its descriptor is ours to close from then on.
+
+        Raises:
+            CaptureError: the file is not one.
+        """
+        self.descriptor = descriptor
+        size = os.fstat(descriptor).st_size
+        if size <= _SLOTS:
+            raise CaptureError(f"the file has {size} bytes, and a ring has more than {_SLOTS}")
+        # The first touch of a page costs the training thread twenty times the copy: touch all of them now.
+        flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
+        self._map = mmap.mmap(descriptor, size, flags=flags)
+        self.view = memoryview(self._map)
+        self._counters = self.view[:_PAGE].cast("Q")
+        self.capacity = size - _SLOTS
+        if self.counter(Counter.FORMAT) != _FORMAT:
+            self._unmap()
+            raise CaptureError("the file is not a ring, or one of another version of ranktape")
+
+    def counter(self, counter: Counter) -> int:
+        """The current value of a counter."""
+        return int(self._counters[counter])
+
+    def set_counter(self, counter: Counter, value: int) -> None:
+        """Set a counter; eight aligned bytes are written at once."""
+        self._counters[counter] = value
+
+    def slots(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes of the slots from an offset on."""
+        return self.view[_SLOTS + offset : _SLOTS + offset + nbytes]
+
+    def say(self, place: Words, words: dict[str, Any]) -> None:
+        """Replace the words at a place; a reader meets the old or the new ones, or knows that it met neither."""
+        text = json.dumps(words).encode()
+        if len(text) > _WORDS_NBYTES - 8:
+            short = {key: value for key, value in words.items() if len(json.dumps(value)) < _PAGE}
+            text = json.dumps({**short, "cut": True}).encode()
+        self.view[place : place + 8] = len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little")
+        self.view[place + 8 : place + 8 + len(text)] = text
+
+    def hear(self, place: Words) -> dict[str, Any] | None:
+        """The words at a place; None where there are none, or while they are being replaced."""
+        size = int.from_bytes(self.view[place : place + 4], "little")
+        if not 0 < size <= _WORDS_NBYTES - 8:
+            return None
+        text = bytes(self.view[place + 8 : place + 8 + size])
+        if zlib.crc32(text) != int.from_bytes(self.view[place + 4 : place + 8], "little"):
+            return None
+        words: dict[str, Any] = json.loads(text)
+        return words
+
+    def close(self) -> None:
+        """Unmap the file where nothing looks into it any more, and close it."""
+        os.close(self.descriptor)
+        self._unmap()
+
+    def _unmap(self) -> None:
+        # What still looks into the file keeps it mapped, and unmaps it when it goes.
+        with contextlib.suppress(BufferError):
+            self._counters.release()
+            self.view.release()
+            self._map.close()
+
+
+def create_ring_file(capacity_nbytes: int, *, path: Path | None = None) -> int:
+    """The descriptor of a new, zeroed file with room for that many bytes of slots, in memory or at a path.
+
+    At a path it has all of its room from the start, and is locked for as long as a process has it open.
+
+    Raises:
+        CaptureError: the system gives no such file.
+    """
+    size = _SLOTS + aligned(capacity_nbytes)
+    try:
+        descriptor = _create_in_memory(size) if path is None else _create_at(path, size)
+    except OSError as error:
+        if path is not None:
+            raise CaptureError(
+                f"cannot make a ring of {capacity_nbytes} bytes in {path.parent} ({error.strerror or error}): make "
+                f"room there, lower --host-budget-nbytes, or give another --ring-dir"
+            ) from error
+        raise CaptureError(
+            f"cannot make a ring of {capacity_nbytes} bytes in memory ({error}): lower --host-budget-nbytes"
+        ) from error
+    os.pwrite(descriptor, _FORMAT.to_bytes(8, "little"), 8 * Counter.FORMAT)
+    return descriptor
+
+
+def new_ring_path(directory: Path, *, rank: int) -> Path:
+    """A path for a ring that no other rank, host or launch takes."""
+    host = "".join(letter if letter.isalnum() else "_" for letter in socket.gethostname())
+    return directory / f"ranktape-{host}-rank_{rank:05d}-{secrets.token_hex(4)}{RING_SUFFIX}"
+
+
+def lock_ring(path: Path) -> int | None:
+    """The descriptor of a ring that nobody holds, which is ours until it is closed; None where a process holds it.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def boot_id() -> str:
+    """Names this start of this machine; pages that one start wrote may never have reached another."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not on this system: hosts are told apart, starts of one host are not
+        return socket.gethostname()
+
+
+def _create_in_memory(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("ranktape-ring")
+    else:
+        descriptor, path = tempfile.mkstemp(prefix="ranktape-ring-")
+        Path(path).unlink()
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def _create_at(path: Path, size: int) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Under another name until it is locked: who looks for rings that nobody holds must not find this one.
+    unnamed = path.with_suffix(".new")
+    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        # A page without its room on the disk would end the training by a signal when it is first touched.
+        os.posix_fallocate(descriptor, 0, size)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(path)
+    except BaseException:
+        os.close(descriptor)
+        unnamed.unlink(missing_ok=True)
+        raise
+    return descriptor

@@ -1,0 +1,44 @@
+"""What has one iteration come to?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ranktape.capture.passes.tracker import dtype_name
+from ranktape.capture.writing.kept_nbytes import kept_nbytes
+
+if TYPE_CHECKING:
+    from ranktape.capture.settings.sampling import Kept
+    from ranktape.capture.source import Source
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one iteration has come to."""
+
+    iteration: int
+    """Training step."""
+    is_staged: bool
+    """Whether tensors are recorded, or only counted."""
+    num_tensors: int = 0
+    """Tensors seen."""
+    nbytes: int = 0
+    """Bytes of their values."""
+    stored_nbytes: int = 0
+    """Bytes of what is kept of them, before it is packed."""
+    kept: Counter[str] = field(default_factory=Counter)
+    """How many of them are kept as `values`, `histogram` and `statistics`."""
+    sources: set[Source] = field(default_factory=set)
+    """What they came from."""
+
+    def count(self, kept: Kept, *, compute_dtype: str) -> None:
+        """One more tensor, of which that is kept."""
+        tensor = kept.part.tensor
+        self.num_tensors += 1
+        self.nbytes += tensor.nbytes
+        self.stored_nbytes += kept_nbytes(
+            kept.keep, nbytes=tensor.nbytes, dtype=dtype_name(tensor.dtype), compute_dtype=compute_dtype
+        )
+        self.kept[kept.keep] += 1

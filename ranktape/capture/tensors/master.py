@@ -1,0 +1,135 @@
+"""Which weights does the optimizer update, and with which gradients?
+
+What a module computes with is often not what is trained: under FSDP2 each rank updates its shard of the weight, and
+optimizers for mixed precision update a float32 copy. The gradient that they get is the mean over ranks and passes,
+unscaled and clipped. Both are seen just before the first optimizer of an iteration steps, so that the weights are still
+those that the iteration computed with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ranktape.capture.source import TensorRole
+from ranktape.storage.record import Operation
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ranktape.capture.passes.tracker import Tracker
+    from ranktape.capture.recorder import Recorder
+    from ranktape.capture.source import Source
+    from ranktape.capture.tensors.placement import Placements
+
+MASTER_WEIGHT = TensorRole(operation=Operation.FORWARD, phase="pre", tensor_name="master_weight", has_samples=False)
+REDUCED_GRAD = TensorRole(
+    operation=Operation.BACKWARD, phase="post", tensor_name="reduced_grad_weight", has_samples=False
+)
+
+SKIPPED = "the gradient scaler skipped the optimizer's step: a gradient was not finite"
+"""Why an iteration has no optimizer's view."""
+
+Weights = Iterable[tuple["Source", nn.Module, str]]
+"""What each weight belongs to, its module, and its name there."""
+
+_STATES = ("master_param", "master_weight", "master")
+"""Under which names an optimizer's state holds a copy in higher precision."""
+
+
+class MasterWeights:
+    """Records the optimizer's view of the captured weights, once in each captured iteration."""
+
+    def __init__(
+        self,
+        *,
+        recorder: Recorder,
+        tracker: Tracker,
+        placements: Placements,
+        weights: Callable[[], Weights],
+    ) -> None:
+        """Listen to every optimizer of the process from now on.
+
+        Args:
+            recorder: Takes the tensors.
+            tracker: Knows the iteration.
+            placements: Knows which weights are the same on several ranks.
+            weights: Gives those whose modules are captured now.
+        """
+        self._recorder = recorder
+        self._tracker = tracker
+        self._placements = placements
+        self._weights = weights
+        self._owner = os.getpid()
+        self._seen_iteration: int | None = None
+        # A compiled optimizer step must not be traced into what we do before it.
+        before_step = torch.compiler.disable(self._before_step)
+        self._handle = register_optimizer_step_pre_hook(before_step)
+
+    def note_skip(self) -> None:
+        """Say of the iteration why the optimizer's view is not in it: a gradient scaler has skipped its step."""
+        tally = self._recorder.tally
+        if tally is None or os.getpid() != self._owner or self._seen_iteration == tally.iteration:
+            return
+        with self._recorder.guarded():
+            for source, _, _ in self._weights():
+                self._recorder.refuse(source, MASTER_WEIGHT, SKIPPED)
+                self._recorder.refuse(source, REDUCED_GRAD, SKIPPED)
+
+    def stop(self) -> None:
+        """Listen no more."""
+        self._handle.remove()
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Mapping[str, Any]) -> None:
+        tally = self._recorder.tally
+        if tally is None or os.getpid() != self._owner or self._seen_iteration == tally.iteration:
+            return
+        if self._tracker.num_passes == 0:
+            return  # a step that initialises the optimizer
+        self._seen_iteration = tally.iteration
+        with self._recorder.guarded():
+            for source, module, name in self._weights():
+                with self._recorder.guarded(source, MASTER_WEIGHT):
+                    self._record(source, module, name, optimizer)
+
+    def _record(self, source: Source, module: nn.Module, name: str, optimizer: Optimizer) -> None:
+        parameter = module._parameters.get(name)  # noqa: SLF001  (a parametrized weight is computed when it is read)
+        if parameter is None:
+            return
+        if getattr(parameter, "main_param_sharded", False):
+            reason = "Megatron's distributed optimizer holds a flat piece of it, which is no part of a weight"
+            self._recorder.refuse(source, MASTER_WEIGHT, reason)
+            self._recorder.refuse(source, REDUCED_GRAD, reason)
+            return
+        master = find_master(parameter, optimizer)
+        gradient = find_gradient(parameter, master)
+        self._take(source, MASTER_WEIGHT, module, name, master)
+        if gradient is not None:
+            self._take(source, REDUCED_GRAD, module, name, gradient)
+
+    def _take(self, source: Source, role: TensorRole, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        free = self._tracker.free_call(index=0, dtype=tensor.dtype, device_type=tensor.device.type)
+        call = dataclasses.replace(free, microbatch=0)
+        placement = self._placements.of_master(module, name, role.tensor_name, tensor)
+        self._recorder.record(source, role, tensor, call=call, placement=placement)
+
+
+def find_master(parameter: nn.Parameter, optimizer: Optimizer) -> torch.Tensor:
+    """What the optimizer updates for that parameter: a copy in higher precision where one is in reach, else itself."""
+    copy = getattr(parameter, "main_param", None)  # Megatron-core's name for it
+    if isinstance(copy, torch.Tensor):
+        return copy
+    state = optimizer.state.get(parameter, {})
+    return next((state[name] for name in _STATES if isinstance(state.get(name), torch.Tensor)), parameter)
+
+
+def find_gradient(parameter: nn.Parameter, master: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that the optimizer gets; None where the parameter got none."""
+    found = (master.grad, parameter.grad, getattr(parameter, "main_grad", None))
+    return next((gradient for gradient in found if isinstance(gradient, torch.Tensor)), None)

@@ -1,0 +1,155 @@
+"""Of which plain tensors is a tensor made that a hook holds?
+
+A plain tensor is one part. A DTensor is this rank's shard of it, with its placement. The result of a collective that
+is still on its way is what arrives: it is waited for where the operation that follows would wait for it. A quantised
+operand is its codes and its scales. What has no values, or none that can be read without changing the training, is
+refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ranktape.capture.passes.tracker import dtype_name
+from ranktape.capture.tensors.placement import is_dtensor, scale_placement, shard_of
+from ranktape.storage.dtypes import DTYPES
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+
+SUFFIXES = {
+    "qdata": "_codes",
+    "_data": "_codes",
+    "int_data": "_codes",
+    "codes": "_codes",
+    "packed_weights": "_codes",
+    "scale": "_scales",
+    "_scale": "_scales",
+    "_scale_inv": "_scales",
+    "scales": "_scales",
+    # Transformer Engine keeps block-scaled operands twice, once for each direction of the product.
+    "_rowwise_data": "_codes",
+    "_rowwise_scale_inv": "_scales",
+    "_columnwise_data": "_columnwise_codes",
+    "_columnwise_scale_inv": "_columnwise_scales",
+    # Wrappers that quantise when they are used: what they hold is the tensor.
+    "_tensor": "",
+    "original_weight_tensor": "",
+}
+"""What follows the name of a tensor, for the attributes in which libraries hold quantised operands; those that are not
+here follow it by their own name."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """A plain tensor that is recorded."""
+
+    tensor: torch.Tensor
+    """Dense, with values."""
+    suffix: str = ""
+    """What follows the name of the tensor: `_codes` of quantised operands."""
+    placement: str | None = None
+    """Where in a tensor that spans ranks it lies, as JSON; None for all of a tensor of this rank."""
+
+
+class UnrecordableError(Exception):
+    """The tensor cannot be recorded; the text says why."""
+
+
+def take_apart(tensor: torch.Tensor, *, placement: str | None = None) -> list[Part]:
+    """The parts of the tensor that are recorded.
+
+    With `placement` that one counts, and not the tensor's own.
+
+    Raises:
+        UnrecordableError: it has none.
+    """
+    if type(tensor) in _PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
+        return [_plain(tensor, suffix="", placement=placement)]
+    return list(_apart(tensor, suffix="", placement=placement))
+
+
+def _apart(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Iterator[Part]:
+    if tensor.is_nested:
+        raise UnrecordableError(
+            "it is a nested tensor: its samples have different shapes, and only dense ones are stored"
+        )
+    if is_dtensor(tensor):
+        yield from _shard(tensor, suffix=suffix, placement=placement)
+    elif hasattr(tensor, "trigger_wait"):
+        # An AsyncCollectiveTensor. The operation that follows waits in the same way and gets the same tensor; on a
+        # device the stream waits, and not the training thread.
+        yield from _apart(tensor.trigger_wait(), suffix=suffix, placement=placement)
+    elif torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
+        yield from _apart(_unwrapped(tensor), suffix=suffix, placement=placement)
+    elif inner := _inner(tensor):
+        for attribute, part in inner.items():
+            name = SUFFIXES.get(attribute, f"_{attribute.strip('_')}")
+            where = None if placement is None else scale_placement(placement, tuple(tensor.shape), tuple(part.shape))
+            if placement is not None and where is None:
+                raise UnrecordableError(f"its {attribute} of shape {tuple(part.shape)} has no known place in the whole")
+            yield from _apart(part, suffix=suffix + name, placement=where)
+    elif type(tensor) in _PLAIN or not _has_dispatch(tensor):
+        yield _plain(tensor, suffix=suffix, placement=placement)
+    else:
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise UnrecordableError(f"it is a {kind}, which does not say of which tensors it is made")
+
+
+def _shard(tensor: Any, *, suffix: str, placement: str | None) -> Iterator[Part]:
+    shard = shard_of(tensor)
+    if shard is None:
+        raise UnrecordableError(f"this rank has no part of it: it is not in the mesh {tensor.device_mesh}")
+    local = tensor._local_tensor  # noqa: SLF001  (`to_local` would add to the graph of the training)
+    if tuple(local.shape) != shard.shape:
+        raise UnrecordableError(
+            f"its shard has the shape {tuple(local.shape)}, and by its placement it should have {shard.shape}"
+        )
+    yield from _apart(local, suffix=suffix, placement=placement or shard.text)
+
+
+def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of which a subclass is made, by attribute; empty for one that does not say."""
+    if torch._is_functional_tensor(tensor) or type(tensor).__module__.startswith("torch._subclasses"):  # noqa: SLF001
+        raise UnrecordableError(f"it is a {type(tensor).__name__}: the model is being traced, and there are no values")
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    attributes = SUFFIXES if flatten is None and _has_dispatch(tensor) else flatten()[0] if flatten else ()
+    found = {attribute: getattr(tensor, attribute, None) for attribute in attributes}
+    return {attribute: part for attribute, part in found.items() if isinstance(part, torch.Tensor)}
+
+
+def _has_dispatch(tensor: torch.Tensor) -> bool:
+    """Whether operations on it are its class's business: then its own storage may hold nothing."""
+    dispatch = type(tensor).__torch_dispatch__
+    return dispatch is not torch._C._disabled_torch_dispatch_impl and type(tensor) not in _PLAIN  # noqa: SLF001
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What a function transform of `torch.func` has wrapped."""
+    if torch._C._functorch.is_batchedtensor(tensor):  # noqa: SLF001
+        raise UnrecordableError("it is inside of torch.func.vmap, where one tensor stands for many")
+    return torch._C._functorch.get_unwrapped(tensor)  # noqa: SLF001
+
+
+def _plain(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Part:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        raise UnrecordableError(
+            f"it is on {tensor.device} with layout {tensor.layout}, and only dense tensors with values can be recorded"
+        )
+    values = tensor if type(tensor) in _PLAIN else _as_plain(tensor)
+    if dtype_name(values.dtype) not in DTYPES:
+        if values.dtype.is_floating_point and values.dtype.itemsize == 1:
+            # Two 4-bit floats in a byte, for which torch has a dtype and stores do not.
+            values = values.detach().view(torch.uint8)
+        else:
+            raise UnrecordableError(f"its dtype {dtype_name(values.dtype)} cannot be stored")
+    return Part(tensor=values, suffix=suffix, placement=placement)
+
+
+def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  (its own function might record, or raise)
+        return tensor.detach().as_subclass(torch.Tensor)

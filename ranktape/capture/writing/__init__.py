@@ -1,0 +1,1 @@
+"""How does what was staged get into the store, whole, from every rank?"""

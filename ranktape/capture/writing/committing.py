@@ -1,0 +1,214 @@
+"""What is this rank's word on each iteration, and how does it reach the store?
+
+An iteration is committed once all of its tensors are stored; else a marker says why not. A marker that cannot be
+written, as the store does not answer, is owed, and written when it answers again.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ranktape.errors import RanktapeError
+from ranktape.storage import layout
+from ranktape.storage.attempt import check_attempt
+from ranktape.storage.groups import write_group
+from ranktape.storage.layout import Mark
+from ranktape.storage.progress import open_iteration
+from ranktape.storage.upkeep.push import commit_summary
+from ranktape.storage.upkeep.spill import SPILLED_KEY
+
+if TYPE_CHECKING:
+    from ranktape.capture.staging.ring import RingConsumer
+    from ranktape.capture.staging.ring_file import Slot
+    from ranktape.capture.writing.storing import Staged, Storer
+    from ranktape.storage.attempt import Attempt
+    from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.upkeep.spill import SpillingBackend
+    from ranktape.storage.writer import RankWriter
+
+
+def expectations(header: Mapping[str, Any]) -> dict[str, Any]:
+    """What the end of an iteration says of the tensors that it should have; arguments of `RankWriter.commit`."""
+    names = ("expected", "silent_sites", "num_expected", "num_missing")
+    return {name: header[name] for name in names if name in header}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Word:
+    """A marker that is to be written."""
+
+    iteration: int
+    """Training step."""
+    mark: Mark
+    """What became of it."""
+    reason: str
+    """Why."""
+    lacks_space: bool = False
+    """Whether what is stored of it must make room."""
+    waits_in: str | None = None
+    """Where it waits to be pushed: what is stored of it must stay."""
+
+
+class Committer:
+    """Commits iterations in their order, in a thread of its own."""
+
+    def __init__(
+        self,
+        rank_writer: RankWriter,
+        *,
+        storer: Storer,
+        ring: RingConsumer,
+        backend: Backend,
+        spill: SpillingBackend | None,
+        attempt: Attempt,
+        rank: int,
+        ring_is_kept: bool,
+        say: Callable[..., None],
+        on_word: Callable[[int], None],
+    ) -> None:
+        """Begin.
+
+        Args:
+            rank_writer: Commits.
+            storer: Stores the tensors of iterations.
+            ring: Where the ends of iterations are.
+            backend: The store itself, for markers.
+            spill: What the rank's writer writes to, where that may be a directory.
+            attempt: The attempt.
+            rank: Global rank.
+            ring_is_kept: Whether the ring outlives its processes.
+            say: Tells the trainer something.
+            on_word: Called with each iteration on which the rank has had its word.
+        """
+        self._rank_writer = rank_writer
+        self._storer = storer
+        self._ring = ring
+        self._backend = backend
+        self._spill = spill
+        self._attempt = attempt
+        self._rank = rank
+        self._ring_is_kept = ring_is_kept
+        self._say = say
+        self._on_word = on_word
+        # Commits flush the disk: while they do, the tensors of the next iteration are stored.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ranktape-commit")
+        self._owed: list[_Word] = []
+        self._lock = threading.Lock()
+        self.num_ended = 0
+        """Iterations on which the rank has had its word."""
+        self.num_committed = 0
+        """Those of them that it committed into the store."""
+
+    @property
+    def owes(self) -> bool:
+        """Whether something could not be written."""
+        return bool(self._owed)
+
+    def commit(self, staged: Staged, end: Slot) -> None:
+        """Commit an iteration when all before it are settled, and free the slot that ended it."""
+        if not self._ring_is_kept:
+            # At once: the room behind it is free only when it is, and a commit can take as long as an outage.
+            self._ring.free(end)
+        self._pool.submit(self._guarded, partial(self._commit, staged, end))
+
+    def mark(self, iteration: int, mark: Mark, reason: str) -> None:
+        """Say of an iteration, when all before it are settled, that it is not recorded."""
+        word = _Word(iteration=iteration, mark=mark, reason=reason)
+        self._pool.submit(self._guarded, partial(self._mark, word))
+
+    def close(self) -> None:
+        """Wait for all that was asked for, and try once more to write what is owed."""
+        self._pool.shutdown()
+        self._settle()
+
+    def stop(self) -> None:
+        """Begin nothing more."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  # a defect of ours must cost neither what comes after it nor our silence
+            self._say(problem=f"a commit went wrong: {type(error).__name__}: {error}")
+            traceback.print_exc()
+
+    def _commit(self, staged: Staged, end: Slot) -> None:
+        header = end.header
+        num_tensors = header.get("num_tensors", staged.num_tensors)
+        if num_tensors != staged.num_tensors:
+            self._storer.fail(staged, f"{staged.num_tensors} of the {num_tensors} tensors came out of the ring")
+
+        def commit() -> None:
+            self._rank_writer.commit(staged.iteration, **expectations(header))
+
+        failure = self._storer.finish(staged, commit)
+        if failure is not None:
+            self._mark(
+                _Word(iteration=staged.iteration, mark=Mark.FAILED, reason=failure, lacks_space=staged.lacks_space)
+            )
+        elif self._spill is not None and (reason := self._spill.why_spilled(staged.iteration)) is not None:
+            waits = f"it waits in {self._spill.place} for 'ranktape push', as the store did not take it ({reason})"
+            self._mark(_Word(iteration=staged.iteration, mark=Mark.FAILED, reason=waits, waits_in=self._spill.place))
+        else:
+            self._committed(staged)
+        if self._ring_is_kept:
+            # Only now: until it is committed, 'ranktape recover' must know that the iteration had ended.
+            self._ring.free(end)
+
+    def _committed(self, staged: Staged) -> None:
+        self.num_committed += 1
+        if staged.num_counted:
+            self._say(
+                notice=f"iteration {staged.iteration}: {staged.num_counted} of {staged.num_tensors} tensors are kept "
+                f"as histograms, as the store was too slow for their values"
+            )
+        self._had_word(staged.iteration)
+        self._settle()
+
+    def _mark(self, word: _Word) -> None:
+        self._say(problem=f"iteration {word.iteration} is not stored by rank {self._rank}: {word.reason}")
+        with self._lock:
+            self._owed.append(word)
+        self._settle()
+        self._had_word(word.iteration)
+
+    def _had_word(self, iteration: int) -> None:
+        self.num_ended += 1
+        self._on_word(iteration)
+
+    def _settle(self) -> None:
+        """Write what is owed, until the store refuses."""
+        while self._owed:
+            word = self._owed[0]
+            try:
+                self._write(word)
+            except RanktapeError as error:
+                self._say(problem=f"iteration {word.iteration}: {word.reason}; and that cannot be written: {error}")
+                return
+            with self._lock:
+                self._owed.pop(0)
+
+    def _write(self, word: _Word) -> None:
+        attempt, iteration = self._attempt.path, word.iteration
+        if self._rank == 0:
+            open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
+        check_attempt(self._backend, self._attempt)
+        group = layout.rank_iteration_path(attempt, self._rank, iteration)
+        key = layout.document_key(group)
+        commit = self._backend.get(key) if word.mark is Mark.FAILED else None
+        mark, words = word.mark, {"reason": word.reason}
+        if word.waits_in is not None:
+            words[SPILLED_KEY] = word.waits_in
+        if commit is not None:
+            # The answer to its last request was lost, or its marker could not be written: it is whole all the same.
+            mark, words = Mark.COMMITTED, commit_summary(commit, place=f"{self._backend.url}/{key}", key=key)
+            self.num_committed += 1
+        elif word.lacks_space:
+            self._backend.delete(group)
+        write_group(self._backend, layout.marker_path(attempt, iteration, self._rank, mark), words)

@@ -1,0 +1,230 @@
+"""Are there enough iterations, whole and from every rank, and what is to be captured if there are not?
+
+Runs in the writer process of rank 0, so that it outlives the trainers. It looks at the store only: when
+every rank has committed an iteration it writes the iteration commit; when the planned iterations are
+decided and too few of them are complete it names further ones; at the end it writes the verdict. It uses
+no collective, and no rank waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ranktape.capture.settings.cadence import Cadence
+from ranktape.errors import RanktapeError, StorageError
+from ranktape.storage.attempt import complete_iterations, is_attempt_there, read_attempts
+from ranktape.storage.commit import finish_iteration
+from ranktape.storage.layout import Mark
+from ranktape.storage.plan import Plan, write_plan
+from ranktape.storage.progress import Progress, read_progress, write_verdict
+from ranktape.storage.upkeep.retention import drop_iteration, finish_drops
+
+if TYPE_CHECKING:
+    from ranktape.storage.attempt import Attempt
+    from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.status import Verdict
+
+NOTICE_SECONDS = 4.0
+"""How long before it begins a further iteration is named, at the pace of the training: a writer looks for
+new plans about every second."""
+
+_POLL_SECONDS = 0.25
+
+_MAX_POLL_SECONDS = 5.0
+"""Looking costs some LISTs: while nothing changes, it is done less and less often."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What the coordinator works towards."""
+
+    planned: tuple[int, ...]
+    """Iterations that every rank captures without being asked."""
+    cadence: Cadence
+    """Iterations that may be captured."""
+    target: int
+    """Complete iterations at which capture stops, over all attempts."""
+    finish_timeout_seconds: float
+    """Longest wait for other ranks once this one has ended."""
+    keep_last: int | None = None
+    """How many complete iterations stay, over all attempts; None for all."""
+
+
+class Coordinator:
+    """Watches one attempt from a thread of its own."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        attempt: Attempt,
+        goal: Goal,
+        step: Callable[[], int],
+        given_up: Callable[[], Mapping[int, str]] = dict,
+    ) -> None:
+        """Prepare to watch.
+
+        Args:
+            backend: Where the run is.
+            attempt: The attempt to watch.
+            goal: What is wanted.
+            step: Gives the iteration that the training is in.
+            given_up: Gives the ranks that record nothing, each with the reason.
+        """
+        self._backend = backend
+        self._attempt = attempt
+        self._goal = goal
+        self._step = step
+        self._given_up = given_up
+        self._plan = Plan(iterations=goal.planned, is_done=False)
+        self._notices = 0
+        self._started = (time.monotonic(), step())
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ranktape-coordinator", daemon=True)
+        self._undecided = set(goal.planned)
+        self._committed: set[int] = set()
+        self._refused: set[int] = set()
+        self._owes_plan = False
+        self._seen: Progress | None = None
+        self._earlier: list[tuple[Attempt, int]] | None = None
+        self.complete: set[int] = set()
+        self.problems: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def note_commit(self, iteration: int) -> None:
+        """Say that this rank has had its word on an iteration: others may have had theirs."""
+        self._committed.add(iteration)
+
+    def finish(self) -> Verdict:
+        """Stop watching; wait for the other ranks, at most the goal's timeout; write and return the verdict.
+
+        Raises:
+            StorageError: the verdict cannot be written.
+        """
+        self._stop.set()
+        self._thread.join()
+        deadline = time.monotonic() + self._goal.finish_timeout_seconds
+        size = self._attempt.launch.world_size
+        while True:
+            progress = self._look()
+            if progress is not None:
+                if not is_attempt_there(self._backend, self._attempt):
+                    break  # deleted or replaced: writing the verdict says so
+                given_up = self._given_up()
+                self.problems |= {f"rank {rank}": text for rank, text in given_up.items() if text}
+                all_closed = len(progress.closed | given_up.keys()) == size
+                had = progress.complete | progress.dropped
+                is_enough = len(had | set(self._attempt.completed)) >= self._goal.target
+                if all_closed or (progress.opened <= had and is_enough):
+                    break
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        return write_verdict(self._backend, attempt=self._attempt, problems=self.problems)
+
+    def _watch(self) -> None:
+        pause = _POLL_SECONDS
+        seen = None
+        while not self._stop.wait(pause):
+            is_news = bool(self._committed - self.complete - self._refused)
+            if self._plan.is_done or not (is_news or self._owes_plan):
+                pause = _POLL_SECONDS
+                continue
+            progress = self._look()
+            pause = _POLL_SECONDS if progress != seen else min(_MAX_POLL_SECONDS, 1.5 * pause)
+            seen = progress
+            if progress is not None:
+                self._owes_plan = not self._decided(progress)
+
+    def _decided(self, progress: Progress) -> bool:
+        """Whether what follows from the progress could be announced."""
+        try:
+            self._decide(progress)
+        except StorageError as error:
+            self.problems["plan"] = str(error)
+            return False
+        self.problems.pop("plan", None)
+        return True
+
+    def _look(self) -> Progress | None:
+        try:
+            # Only at what was not settled when we looked before.
+            progress = read_progress(self._backend, self._attempt, known=self._seen)
+            finished = {iteration for iteration in progress.ready() if self._finish_iteration(iteration)}
+            progress = dataclasses.replace(progress, complete=progress.complete | finished)
+            self._seen = progress
+            self._retain(progress)
+        except StorageError as error:
+            # The store may come back; the verdict, at the latest, reports that it did not.
+            self.problems["coordinator"] = str(error)
+            return None
+        self.problems.pop("coordinator", None)
+        return progress
+
+    def _retain(self, progress: Progress) -> None:
+        """Remove the oldest complete iterations, as far as there are more than are to be kept."""
+        keep_last = self._goal.keep_last
+        if keep_last is None:
+            return
+        if self._earlier is None:
+            earlier = [one for one in read_attempts(self._backend) if one.number < self._attempt.number]
+            for attempt in earlier:
+                finish_drops(self._backend, attempt=attempt)
+            self._earlier = [(one, number) for one in earlier for number in complete_iterations(self._backend, one)]
+        kept = [*self._earlier, *((self._attempt, number) for number in sorted(progress.complete - progress.dropped))]
+        for attempt, iteration in kept[: max(0, len(kept) - keep_last)]:
+            drop_iteration(self._backend, attempt=attempt, iteration=iteration)
+            self._earlier = [item for item in self._earlier if item != (attempt, iteration)]
+
+    def _finish_iteration(self, iteration: int) -> bool:
+        try:
+            finish_iteration(self._backend, attempt=self._attempt, iteration=iteration)
+        except StorageError:
+            raise
+        except RanktapeError as error:
+            self.problems[f"iteration {iteration}"] = str(error)
+            return False
+        return True
+
+    def _decide(self, progress: Progress) -> None:
+        self.complete |= progress.complete | progress.dropped
+        self._refused |= {
+            iteration
+            for iteration, marks in progress.marks.items()
+            if any(mark is not Mark.COMMITTED for mark in marks.values())
+        }
+        self._undecided -= self.complete | self._refused
+        num_complete = len(self.complete | set(self._attempt.completed))
+        if num_complete >= self._goal.target:
+            self._announce(Plan(iterations=self._plan.iterations, is_done=True))
+        elif not self._undecided:
+            further = self._further(self._goal.target - num_complete)
+            if further:
+                self._announce(Plan(iterations=(*self._plan.iterations, *further), is_done=False))
+                self._undecided |= set(further)
+
+    def _further(self, count: int) -> tuple[int, ...]:
+        """Iterations that no rank has reached yet, as far as the pace of this rank tells.
+
+        A rank that learns of one too late says so, and the next ones are named with twice the notice.
+        """
+        began, first_step = self._started
+        step = self._step()
+        pace = (step - first_step) / max(time.monotonic() - began, 1e-3)
+        notice = math.ceil(pace * NOTICE_SECONDS * 2**self._notices) + 1
+        self._notices += 1
+        after = max(max(self._plan.iterations, default=step), step + notice - 1)
+        return self._goal.cadence.following(after, count=count, without=self._attempt.completed)
+
+    def _announce(self, plan: Plan) -> None:
+        write_plan(self._backend, attempt=self._attempt, plan=plan)
+        self._plan = plan

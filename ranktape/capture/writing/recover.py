@@ -1,0 +1,288 @@
+"""How is what a trainer and its writer left in a ring stored, when both of them are gone?
+
+A ring in a directory (`--ring-dir`) outlives its processes. What is in it, and what they had stored without a
+commit, is put together: an iteration of which every tensor is found, each compared with its checksum, is committed
+as the writer would have; of any other a marker says how much is lost. Everything here can be repeated.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ranktape.capture.staging.ring import RingConsumer
+from ranktape.capture.staging.ring_file import RING_SUFFIX, Slot, SlotKind, boot_id, lock_ring
+from ranktape.capture.writing.committing import expectations
+from ranktape.capture.writing.counting import reduce_to
+from ranktape.capture.writing.storing import staged_record
+from ranktape.errors import CaptureError, DataError, RanktapeError, StorageError
+from ranktape.storage import layout
+from ranktape.storage.attempt import read_attempt
+from ranktape.storage.commit import entries_of, finish_iteration
+from ranktape.storage.decode import parse_array, read_stored
+from ranktape.storage.documents import decode_document
+from ranktape.storage.groups import read_attributes, write_group
+from ranktape.storage.layout import Mark
+from ranktape.storage.names import Site, site_path
+from ranktape.storage.progress import open_iteration, read_progress, write_verdict
+from ranktape.storage.upkeep.push import commit_summary
+from ranktape.storage.writer import RankWriter
+
+if TYPE_CHECKING:
+    from ranktape.storage.attempt import Attempt
+    from ranktape.storage.backends.backend import Backend
+
+
+@dataclass(slots=True)
+class RingReport:
+    """What became of a ring."""
+
+    path: Path
+    """The file."""
+    url: str = ""
+    """The run that it belongs to."""
+    rank: int = -1
+    """The rank."""
+    committed: list[int] = field(default_factory=list)
+    """Iterations that the rank has committed since."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """For each iteration that is lost: why."""
+    finished: list[int] = field(default_factory=list)
+    """Iterations that are complete, with all ranks, since then."""
+    num_tensors: int = 0
+    """Tensors that came out of the ring."""
+    remains: str | None = None
+    """Why the ring is still there; None where it is removed."""
+
+
+@dataclass(slots=True)
+class _Left:
+    """What the ring holds of an iteration."""
+
+    tensors: list[Slot] = field(default_factory=list)
+    """Those that the writer had not freed."""
+    end: Slot | None = None
+    """That the trainer had ended it."""
+    skip: str | None = None
+    """Why the rank did not take it."""
+
+
+def find_rings(directory: Path) -> list[Path]:
+    """The rings in a directory, sorted by name.
+
+    Raises:
+        CaptureError: there is no such directory, or it cannot be read.
+    """
+    try:
+        return sorted(path for path in directory.iterdir() if path.name.endswith(RING_SUFFIX))
+    except OSError as error:
+        raise CaptureError(
+            f"{directory} cannot be read ({error.strerror}): give the --ring-dir of a capture"
+        ) from error
+
+
+def recover_ring(path: Path, *, open_run: Callable[[str], Backend], trusts_other_boots: bool) -> RingReport:
+    """Store what is left in a ring, and remove it.
+
+    Args:
+        path: The ring.
+        open_run: Gives the backend for the URL of a run.
+        trusts_other_boots: Take also what another host wrote, or an earlier start of this one.
+
+    Raises:
+        StorageError: the run cannot be read or written; the ring stays as it is.
+    """
+    report = RingReport(path=path)
+    try:
+        descriptor = lock_ring(path)
+    except OSError as error:
+        report.remains = f"it cannot be opened ({error.strerror})"
+        return report
+    if descriptor is None:
+        report.remains = "its processes still run"
+        return report
+    try:
+        ring = RingConsumer(descriptor)
+    except CaptureError as error:
+        os.close(descriptor)
+        report.remains = str(error)
+        return report
+    try:
+        _recover(ring, report, open_run=open_run, trusts_other_boots=trusts_other_boots)
+        if report.remains is None:
+            path.unlink(missing_ok=True)
+    finally:
+        ring.file.close()
+    return report
+
+
+def _recover(
+    ring: RingConsumer, report: RingReport, *, open_run: Callable[[str], Backend], trusts_other_boots: bool
+) -> None:
+    about = ring.about
+    if about is None:
+        return  # it is described before the first tensor: nothing is lost with it
+    try:
+        report.url, report.rank = str(about["url"]), int(about["rank"])
+        if about["boot_id"] != boot_id() and not trusts_other_boots:
+            report.remains = (
+                f"host {about['host']} wrote it, or an earlier start of this one, and what it wrote last may never "
+                f"have reached the file: give --trust-other-boots if it went down in order"
+            )
+            return
+        backend = open_run(report.url)
+        attempt = read_attempt(backend, str(about["attempt"]))
+        if attempt is None or report.rank not in range(attempt.launch.world_size):
+            report.remains = (
+                f"{report.url} has no {about['attempt']} with a rank {report.rank}: remove it if the run is gone"
+            )
+            return
+        environment, compression = dict(about["environment"]), str(about["compression"])
+        left = _read_slots(ring)
+    except (KeyError, TypeError, ValueError, CaptureError) as error:
+        report.remains = f"it is damaged ({error})"
+        return
+    rank_writer = RankWriter(
+        backend, attempt=attempt, rank=report.rank, environment=environment, compression=compression
+    )
+    recovery = _Recovery(backend, attempt=attempt, rank_writer=rank_writer, report=report)
+    for iteration in sorted({*left, *recovery.uncommitted()}):
+        recovery.settle(iteration, left.get(iteration, _Left()))
+    recovery.close()
+
+
+def _read_slots(ring: RingConsumer) -> dict[int, _Left]:
+    """What the ring holds, by iteration; nothing is freed.
+
+    Raises:
+        CaptureError: the ring is damaged.
+    """
+    left: dict[int, _Left] = {}
+    while (slot := ring.take()) is not None:
+        one = left.setdefault(int(slot.header["iteration"]), _Left())
+        if slot.kind is SlotKind.TENSOR:
+            one.tensors.append(slot)
+        elif slot.kind is SlotKind.END:
+            one.end = slot
+        elif slot.kind is SlotKind.SKIP:
+            one.skip = str(slot.header["reason"])
+    return left
+
+
+class _Recovery:
+    """One rank's share of an attempt, being put in order."""
+
+    def __init__(self, backend: Backend, *, attempt: Attempt, rank_writer: RankWriter, report: RingReport) -> None:
+        self._backend = backend
+        self._attempt = attempt
+        self._rank = report.rank
+        self._rank_writer = rank_writer
+        self._report = report
+
+    def uncommitted(self) -> list[int]:
+        """Iterations of which something is stored."""
+        names = self._backend.list_names(layout.rank_path(self._attempt.path, self._rank))
+        found = (layout.parse_iteration(f"{name}/{layout.DOCUMENT}") for name in names)
+        return [iteration for iteration in found if iteration is not None]
+
+    def settle(self, iteration: int, left: _Left) -> None:
+        """Commit an iteration, or say why it is lost; nothing where the rank has had its word on it."""
+        attempt = self._attempt.path
+        for mark in Mark:
+            if read_attributes(self._backend, layout.marker_path(attempt, iteration, self._rank, mark)) is not None:
+                return
+        if self._rank == 0:
+            open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
+        key = layout.document_key(layout.rank_iteration_path(attempt, self._rank, iteration))
+        commit = self._backend.get(key)
+        if commit is not None:
+            words = commit_summary(commit, place=f"{self._backend.url}/{key}", key=key)
+            write_group(self._backend, layout.marker_path(attempt, iteration, self._rank, Mark.COMMITTED), words)
+            self._report.committed.append(iteration)
+            return
+        if left.skip is not None:
+            self._rank_writer.mark(iteration, mark=Mark.SKIPPED, attributes={"reason": left.skip})
+            return
+        try:
+            self._commit(iteration, left)
+            self._report.committed.append(iteration)
+        except (CaptureError, DataError, KeyError, TypeError, ValueError) as error:
+            reason = (
+                str(error) if isinstance(error, RanktapeError) else f"what the ring says of it is damaged: {error!r}"
+            )
+            self._rank_writer.abandon(iteration)
+            self._rank_writer.mark(iteration, mark=Mark.FAILED, attributes={"reason": reason})
+            self._report.failed[iteration] = reason
+
+    def close(self) -> None:
+        """Say that the rank will commit nothing more, complete the iterations that have all ranks, judge the run."""
+        closed = layout.closed_path(self._attempt.path, self._rank)
+        if read_attributes(self._backend, closed) is None:
+            self._rank_writer.close(reason="its processes were ended; 'ranktape recover' stored what they left")
+        progress = read_progress(self._backend, self._attempt)
+        for iteration in progress.ready():
+            finish_iteration(self._backend, attempt=self._attempt, iteration=iteration)
+            self._report.finished.append(iteration)
+        if len(progress.closed) == self._attempt.launch.world_size:
+            closing = read_attributes(self._backend, layout.verdict_path(self._attempt.path)) or {}
+            write_verdict(self._backend, attempt=self._attempt, problems=closing.get("problems", {}))
+
+    def _commit(self, iteration: int, left: _Left) -> None:
+        """Commit an iteration.
+
+        Raises:
+            CaptureError: some of it is lost.
+        """
+        if left.end is None:
+            raise CaptureError(f"the processes of rank {self._rank} were ended in the middle of the iteration")
+        header = left.end.header
+        stored = self._adopt(iteration)
+        missing = [slot for slot in left.tensors if _site_of(slot) not in stored]
+        num_found, num_tensors = len(stored) + len(missing), int(header["num_tensors"])
+        if num_found != num_tensors:
+            raise CaptureError(
+                f"{num_tensors - num_found} of {num_tensors} tensors are neither stored nor in the ring: they were on "
+                f"their way when the processes of rank {self._rank} were ended"
+            )
+        for slot in missing:
+            array, info = staged_record(slot, rank=self._rank, attempt=self._attempt.number)
+            kept, kept_info = reduce_to(slot.header.get("keep", ""), array, info=info) or (array, info)
+            self._rank_writer.write(kept, info=kept_info)
+        self._rank_writer.commit(iteration, **expectations(header))
+        self._report.num_tensors += len(missing)
+
+    def _adopt(self, iteration: int) -> set[str]:
+        """Take over what is stored of an iteration and whole; the sites of its tensors."""
+        group = layout.rank_iteration_path(self._attempt.path, self._rank, iteration)
+        suffix = f"/{layout.DOCUMENT}"
+        names = [key.removesuffix(suffix) for key in self._backend.list_keys(group) if key.endswith(suffix)]
+        sites: set[str] = set()
+        # Stacks first: a tensor that was given up as values, and whose values are there all the same, may be in one as
+        # a histogram.
+        for name in sorted(names, key=lambda name: (not name.startswith("stack_"), name)):
+            if name == layout.CATALOGUE:
+                continue
+            key = layout.document_key(f"{group}/{name}")
+            document = self._backend.get(key) or b""
+            try:
+                member = decode_document(document, place=f"{self._backend.url}/{key}", key=key)
+                entries = entries_of(name, member)
+                if member["node_type"] == "array":
+                    read_stored(self._backend, parse_array(member, path=f"{group}/{name}", place=f"{group}/{name}"))
+                self._rank_writer.adopt(iteration, name=name, document=document, entries=entries)
+            except StorageError:
+                raise
+            except (RanktapeError, KeyError, TypeError):
+                # It was being written: the ring still has it, or it is counted as lost.
+                self._backend.delete(f"{group}/{name}")
+                continue
+            sites |= {entry.site for entry in entries}
+        return sites
+
+
+def _site_of(slot: Slot) -> str:
+    header: dict[str, Any] = slot.header
+    return site_path(Site(**{name: header[name] for name in Site.__dataclass_fields__ if name in header}))

@@ -1,0 +1,52 @@
+"""What does the trainer tell its writer process at the start?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterConfig:
+    """What the trainer tells its writer at the start."""
+
+    url: str
+    """Where the run is."""
+    storage_options: dict[str, Any] = field(repr=False)
+    """For fsspec; may hold secrets, so this document passes through a pipe."""
+    rank: int
+    """Global rank."""
+    trainer_pid: int
+    """The process whose end is the end of the capture."""
+    launch: dict[str, Any]
+    """Fields of `Launch`."""
+    options: dict[str, Any]
+    """Of the capture, without secrets, for the run's document."""
+    environment: dict[str, Any]
+    """Of the trainer: host, versions, revision."""
+    resume: bool
+    """Continue the run that is there."""
+    overwrite: bool
+    """Delete the run that is there."""
+    cadence: dict[str, Any]
+    """The iterations that may be captured: `Cadence` as JSON."""
+    target: int
+    """Complete iterations at which capture stops."""
+    min_iterations: int
+    """Complete iterations that are guaranteed."""
+    keep_last: int | None
+    """How many complete iterations stay; None for all."""
+    policy: str
+    """What happens when there is no room."""
+    compression: str
+    """How values are packed."""
+    store_timeout_seconds: float
+    """Longest time that a write is tried again."""
+    ring_path: str | None
+    """Where the ring lies, to be removed at the end; None for one in memory."""
+    spill_dir: str | None
+    """Where iterations go that the store does not take; None for nowhere."""
+    join_timeout_seconds: float
+    """Longest wait for rank 0's run to appear."""
+    finish_timeout_seconds: float
+    """Longest wait for other ranks at the end."""

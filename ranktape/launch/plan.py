@@ -1,0 +1,224 @@
+"""How does a user learn what a capture would take, before it is run?
+
+ranktape plan --capture URL [options] train.py [its own arguments], in one process; for all ranks of a launch
+
+    torchrun [its options] -m ranktape.launch.plan --capture URL [options] train.py [its own arguments]
+
+The script runs for a few steps, as the launcher would run it, and is stopped then. What it prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ranktape.errors import CaptureError, RanktapeError
+from ranktape.launch.options import capture_options, capture_request
+from ranktape.launch.place import count_text
+from ranktape.launch.script import Script
+from ranktape.launch.worker import Worker
+
+if TYPE_CHECKING:
+    from ranktape.capture.plans.forecast import Forecast
+    from ranktape.capture.plans.planning import PlanningCapture, RankPlan
+
+PROGRAM = "torchrun [its options] -m ranktape.launch.plan"
+"""What the help page calls us under torchrun."""
+
+_MAX_NAMED = 4
+
+
+@click.command(
+    name="plan",
+    # What follows the script is the script's, though it begins with a dash.
+    context_settings={"allow_interspersed_args": False, "help_option_names": ["--help"]},
+)
+@click.option("--capture", "url", metavar="URL", help="Where the run would be recorded.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON document, with every module named.")
+@click.option("--verbose", is_flag=True, help="Name the modules that match.")
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in 'python -m'.")
+@capture_options()
+@click.argument("script", metavar="SCRIPT")
+@click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
+def command(
+    url: str | None,
+    *,
+    as_json: bool,
+    verbose: bool,
+    is_module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+    **values: Any,
+) -> None:
+    """Say what a capture of SCRIPT would take, and whether it fits; nothing is recorded.
+
+    The script is run with its hooks on for a few training steps and stopped: it does what it does in them. Fails,
+    and names the option to change, if the capture could not work.
+    """
+    _plan(
+        *capture_request(url, values),
+        Script(name=script, arguments=arguments, is_module=is_module),
+        as_json=as_json,
+        verbose=verbose,
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plan with these command line arguments, on one of several ranks; returns the exit code of the process."""
+    from ranktape.launch.owner import stand_aside
+
+    stand_aside()
+    worker = Worker.from_environment(os.environ)
+    try:
+        return int(command.main(list(arguments), prog_name=PROGRAM, standalone_mode=False) or 0)
+    except click.ClickException as error:
+        worker.report(f"{error.format_message()} See 'ranktape plan --help'.")
+        return error.exit_code
+    except RanktapeError as error:
+        worker.report(str(error))
+        return error.exit_code
+
+
+def _plan(url: str, settings: dict[str, Any], script: Script, *, as_json: bool, verbose: bool) -> None:
+    script.check()
+    # Before the heavy imports, so that a folder called `zarr` in the working directory is not taken for the package.
+    script.enter()
+
+    from ranktape.capture.plans.planning import PlanningCapture
+
+    capture = PlanningCapture(url, **settings)
+    with contextlib.redirect_stdout(sys.stderr), capture:
+        script.run()
+    forecast = _agree(capture)
+    if forecast is None:
+        return
+    if as_json:
+        sys.stdout.write(json.dumps(forecast.to_json(), indent=2, allow_nan=False) + "\n")
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in forecast_lines(forecast, verbose=verbose)))
+    sys.stdout.flush()
+    if forecast.refusals:
+        raise CaptureError(f"this capture cannot work: {'; '.join(forecast.refusals)}")
+
+
+def _agree(capture: PlanningCapture) -> Forecast | None:
+    """The forecast from what all ranks found out; None on all ranks but the first.
+
+    Raises:
+        CaptureError: a rank said nothing, or no rank has seen a step of the training.
+    """
+    import torch.distributed as dist
+
+    from ranktape.capture.plans.forecast import make_forecast
+    from ranktape.capture.plans.planning import MEET_SECONDS, RankPlan
+
+    rendezvous = capture.rendezvous
+    rendezvous.share("plan", json.dumps(capture.plan().to_json()))
+    forecast = None
+    try:
+        if capture.rank == 0:
+            texts = rendezvous.gather("plan", seconds=MEET_SECONDS)
+            plans = [RankPlan.from_json(json.loads(text)) for text in texts]
+            forecast = make_forecast(plans, options=capture.options, iterations=capture.iterations, url=capture.url)
+        return forecast
+    finally:
+        # Together: the first rank may hold the store, and a group that some have left keeps the others waiting.
+        rendezvous.share("planned", "")
+        with contextlib.suppress(CaptureError):
+            rendezvous.gather("planned", seconds=MEET_SECONDS)
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def forecast_lines(forecast: Forecast, *, verbose: bool) -> list[str]:
+    """The forecast for a person."""
+    from ranktape.capture.console import size_text
+
+    one = forecast.ranks[forecast.largest_rank]
+    footprint = one.footprint
+    where = f" on rank {one.rank}, which takes most" if len(forecast.ranks) > 1 else ""
+    reduced = ", ".join(f"{count} as {keep}" for keep, count in footprint.kept.items() if keep != "values")
+    kept = reduced and f" ({reduced}: {size_text(footprint.stored_nbytes)} are stored)"
+    free = "" if one.free_nbytes is None else f", {size_text(one.free_nbytes)} free"
+    rows = [
+        ("layers", _counted(one.num_layers) + where),
+        ("tensors", f"{footprint.num_tensors}, {size_text(footprint.nbytes)} per iteration{kept}"),
+        ("largest", f"{footprint.largest}, {size_text(footprint.largest_nbytes)}"),
+        ("iterations", f"{_listed(forecast.iterations)}; {size_text(forecast.iteration_nbytes)} each from all ranks"),
+        ("run", f"{size_text(forecast.run_nbytes)} for {count_text(forecast.num_stored, 'iteration')}"),
+        ("objects", f"{forecast.num_objects} per iteration"),
+        ("memory", f"{size_text(forecast.host_nbytes)} per host; {_room(one, len(forecast.iterations))}"),
+        ("step", _step(forecast)),
+        (
+            "store",
+            f"takes an iteration in {_time(forecast.store_seconds)}, at {size_text(round(one.write_rate))}/s{free}",
+        ),
+        ("slowdown", _slowdown(forecast)),
+    ]
+    lines = [f"plan of a capture into {forecast.url}, {count_text(len(forecast.ranks), 'rank')}"]
+    lines += [f"  {name:<11}{text}" for name, text in rows]
+    if verbose:
+        lines += [f"  {kind}: {module}" for kind, modules in one.layers.items() for module in modules]
+    lines += _missing(one.silent_sites)
+    return [*lines, *(f"cannot work: {refusal}" for refusal in forecast.refusals)] + (
+        [] if forecast.refusals else ["it fits"]
+    )
+
+
+def _counted(num_layers: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in num_layers.items()) or "none"
+
+
+def _listed(iterations: Sequence[int]) -> str:
+    named = ", ".join(str(iteration) for iteration in iterations[:_MAX_NAMED])
+    return named if len(iterations) <= _MAX_NAMED else f"{named}, ... {iterations[-1]} ({len(iterations)})"
+
+
+def _room(one: RankPlan, num_iterations: int) -> str:
+    count = one.budget_nbytes // max(1, one.footprint.staged_nbytes)
+    if count >= num_iterations:
+        return "room for all iterations, should the store take none"
+    if count:
+        return f"room for {count_text(count, 'iteration')} that the store has not taken yet"
+    return "an iteration does not fit as a whole: the training waits for the store in the middle of it"
+
+
+def _step(forecast: Forecast) -> str:
+    if forecast.step_seconds is None or forecast.captured_seconds is None:
+        return f"not known: the training had only {count_text(forecast.ranks[0].num_steps, 'step')}"
+    return f"{_time(forecast.step_seconds)}, {_time(forecast.captured_seconds)} when it is captured"
+
+
+def _slowdown(forecast: Forecast) -> str:
+    if forecast.captured_slowdown is None or forecast.sustained_slowdown is None:
+        return "not known"
+    return (
+        f"{forecast.captured_slowdown:.1%} of a captured step, {forecast.sustained_slowdown:.1%} of the training while "
+        f"it is captured"
+    )
+
+
+def _missing(silent_sites: dict[str, str]) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for place, reason in silent_sites.items():
+        reasons.setdefault(reason, []).append(place)
+    return [f"  not recorded ({reason}): {_places(places)}" for reason, places in reasons.items()]
+
+
+def _places(places: Sequence[str]) -> str:
+    rest = len(places) - _MAX_NAMED
+    return "; ".join(places[:_MAX_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,157 @@
+"""When does a process that was asked to record its training begin to train?
+
+At the first forward pass of a module that has something to learn, in training mode; where none is seen, at the first
+step of an optimizer. Until then one hook looks at every call of a module; then it takes itself off. Compiled code
+is left as it is: the hook says nothing while it is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _calls
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class Standby:
+    """Waits for the training, and calls `begin` once when it comes."""
+
+    def __init__(self, *, begin: Callable[[], None], is_wanted_in_eval: Callable[[], bool]) -> None:
+        """Wait from now on.
+
+        Args:
+            begin: Begins the capture; what it raises ends the training.
+            is_wanted_in_eval: Whether a pass in evaluation mode will do too; asked at most once.
+        """
+        self._begin = begin
+        self._is_wanted_in_eval = functools.cache(is_wanted_in_eval)
+        self._is_never_in_eval = False
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._frozen: Callable[[], nn.Module | None] = lambda: None
+        self._below: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # torch's type says that such a hook returns nothing; what it returns replaces the arguments.
+        on_forward = _calls.register_module_forward_pre_hook(self._on_forward)  # type: ignore[arg-type]
+        self._handles = [on_forward, register_optimizer_step_pre_hook(self._on_optimizer_step)]
+        self._compile = nn.Module.compile
+        nn.Module.compile = self._compiling()  # type: ignore[method-assign]
+        # A compiled module warns of global hooks, which might be called twice; ours is called once.
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
+
+    def _on_forward(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """A global pre-hook: perhaps the training begins with this call."""
+        if torch.compiler.is_compiling() or self._is_over or not self._is_training(module):
+            return None
+        # Hooks that are put on while a module is being called are not called for it: that is done here.
+        earlier = set(_calls._global_forward_pre_hooks)  # noqa: SLF001  (torch has no public way to call one)
+        if not self._end():
+            return None
+        given = args
+        for number, hook in list(_calls._global_forward_pre_hooks.items()):  # noqa: SLF001  (as above)
+            replaced: Any = None if number in earlier else hook(module, given)
+            if replaced is not None:
+                given = replaced if isinstance(replaced, tuple) else (replaced,)
+        return given
+
+    def _on_optimizer_step(self, *_: Any) -> None:
+        """Of a training without a module, or one that is compiled as a whole."""
+        if not torch.compiler.is_compiling():
+            self._end()
+
+    def _is_training(self, module: nn.Module) -> bool:
+        if _is_without_values():
+            return False
+        # Transformations of data are modules in training mode, too.
+        is_training = module.training and torch.is_grad_enabled() and self._can_learn(module)
+        return is_training or self._is_eval(module)
+
+    def _can_learn(self, module: nn.Module) -> bool:
+        """Whether any parameter of a module needs a gradient; of what a frozen model calls inside only some are asked.
+
+        Each module of a deep tree is called, and each would be walked through.
+        """
+        frozen = self._frozen()
+        if module is not frozen and module in self._below:
+            first = _first_parameter(module)
+            if first is None or not first.requires_grad:
+                return False
+        if _needs_gradients(module):
+            return True
+        if module is not frozen:
+            self._frozen = weakref.ref(module)
+            self._below = weakref.WeakSet(module.modules())
+        return False
+
+    def _is_eval(self, module: nn.Module) -> bool:
+        if self._is_never_in_eval or next(module.parameters(), None) is None:
+            return False
+        self._is_never_in_eval = not self._is_wanted_in_eval()
+        return not self._is_never_in_eval
+
+    def _end(self) -> bool:
+        """Wait no more, and begin; False where another thread did so before."""
+        with self._lock:
+            if self._is_over:
+                return False
+            self._is_over = True
+            for handle in self._handles:
+                handle.remove()
+            if getattr(nn.Module.compile, "__wrapped__", None) is self._compile:
+                nn.Module.compile = self._compile  # type: ignore[method-assign]
+        self._begin()
+        return True
+
+    def _compiling(self) -> Callable[..., None]:
+        """`nn.Module.compile`, whose modules run their hooks inside of what is compiled, where ours is silent."""
+
+        @functools.wraps(self._compile)
+        def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            self._compile(module, *args, **kwargs)
+            compiled: Any = module._compiled_call_impl  # noqa: SLF001  (what calling the module calls)
+
+            def call(*call_args: Any, **call_kwargs: Any) -> Any:
+                if not torch.compiler.is_compiling():
+                    if not self._is_over and self._is_training(module):
+                        self._end()
+                    if self._is_over and module._compiled_call_impl is call:  # noqa: SLF001  (as above)
+                        module._compiled_call_impl = compiled  # noqa: SLF001  (as above)
+                return compiled(*call_args, **call_kwargs)
+
+            module._compiled_call_impl = call  # noqa: SLF001  (as above)
+
+        return compile_module
+
+
+def _first_parameter(module: nn.Module | None) -> nn.Parameter | None:
+    """The first parameter below a module, as a rule; quicker than `parameters`, which is a generator in each module."""
+    while module is not None and not module._parameters:  # noqa: SLF001  (torch has no public way that is as quick)
+        module = next(iter(module._modules.values()), None)  # noqa: SLF001  (as above)
+    return None if module is None else next(iter(module._parameters.values()))  # noqa: SLF001  (as above)
+
+
+def _needs_gradients(module: nn.Module) -> bool:
+    """Whether any parameter does; `parameters` takes ten times as long in a deep tree."""
+    seen = {module}
+    waiting = [module]
+    while waiting:
+        one = waiting.pop()
+        if any(weight is not None and weight.requires_grad for weight in one._parameters.values()):  # noqa: SLF001
+            return True
+        parts = [part for part in one._modules.values() if part is not None and part not in seen]  # noqa: SLF001
+        seen.update(parts)
+        waiting += parts
+    return False
+
+
+def _is_without_values() -> bool:
+    """Whether somebody only asks what a model would do: traces it, or asks for shapes."""
+    fake = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001  (torch has no public way)
+    is_fake = torch._C._get_dispatch_mode(fake) is not None  # noqa: SLF001  (as above)
+    return is_fake or torch._C._get_tracing_state() is not None  # noqa: SLF001  (as above)

@@ -1,0 +1,169 @@
+"""Are the statistics those that a direct computation gives, for every dtype, for NaN and infinities and for nothing?"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from ranktape.analyze.histogram import Histogram, count_values
+from ranktape.analyze.moments import statistics_of, statistics_of_histogram
+from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.statistics import STATISTICS, Statistics, merge_statistics
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+def exact(array: Array) -> dict[str, float]:
+    """The sums, in whole numbers and fractions: slow, and without any rounding before the end."""
+    wide = np.abs(array.astype(np.complex128)) if array.dtype.kind == "c" else array.astype(np.float64)
+    values = [Fraction(float(value)) for value in wide.reshape(-1) if math.isfinite(value)]
+    count = len(values)
+    mean = sum(values) / count
+    return {
+        "num_elements": array.size,
+        "num_finite": count,
+        "sum": float(sum(values)),
+        **{f"moment_{power}": float(sum((value - mean) ** power for value in values)) for power in (2, 3, 4)},
+        "sum_magnitudes": float(sum(map(abs, values))),
+        "minimum": float(min(values)),
+        "maximum": float(max(values)),
+        "absmax": float(max(map(abs, values))),
+    }
+
+
+def drawn(dtype: str, count: int, *, mean: float = 0.0, deviation: float = 1.0) -> Array:
+    row = DTYPES[dtype]
+    values = np.random.default_rng(0).normal(mean, deviation, count)
+    if row.is_complex:
+        return (values + 1j * values[::-1]).astype(row.numpy_dtype)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return (values if row.is_floating else np.abs(10 * values)).astype(row.numpy_dtype)
+
+
+def assert_close(found: Statistics, expected: dict[str, float]) -> None:
+    count, spread = expected["num_finite"], math.sqrt(expected["moment_2"] / expected["num_finite"])
+    for name in STATISTICS:
+        # What cancels in a sum is as uncertain as the sum of its magnitudes, which is this large.
+        power = int(name[-1]) if name.startswith("moment") else 1
+        scale = count * spread**power if power > 1 else expected["sum_magnitudes"]
+        assert getattr(found, name) == pytest.approx(expected[name], rel=1e-12, abs=1e-12 * scale), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 7, 5000, 70_000])
+def test_every_dtype_gives_the_exact_sums(dtype: str, count: int) -> None:
+    array = drawn(dtype, count)
+    if count == 70_000:
+        # Repeated, as fractions take their time.
+        few = array[:700]
+        array, wanted = np.tile(few, 100), exact(few)
+        wanted |= {name: 100 * wanted[name] for name in STATISTICS[:7]}
+        assert_close(statistics_of(array), wanted)
+        return
+    assert_close(statistics_of(array), exact(array[:5000]))
+
+
+def test_nothing_is_lost_where_the_mean_is_large() -> None:
+    array = drawn("float64", 100_000, mean=1e6, deviation=1e-3)
+    found = statistics_of(array)
+    assert found.std == pytest.approx(float(array.std()), rel=1e-7)
+    by_powers = float((array**2).mean() - array.mean() ** 2)
+    assert abs(by_powers - 1e-6) > 1e-6, "sums of powers would have done, too"
+
+
+def test_what_follows_is_what_numpy_says() -> None:
+    array = np.random.default_rng(1).gamma(2.0, size=200_000).astype(np.float32)
+    wide = array.astype(np.float64)
+    found = statistics_of(array)
+    centred = wide - wide.mean()
+    assert found.mean == pytest.approx(wide.mean(), rel=1e-12)
+    assert found.mean_magnitude == pytest.approx(np.abs(wide).mean(), rel=1e-12)
+    assert found.variance == pytest.approx(wide.var(), rel=1e-11)
+    assert found.std == pytest.approx(wide.std(), rel=1e-11)
+    assert found.rms == pytest.approx(math.sqrt((wide**2).mean()), rel=1e-11)
+    assert found.norm == pytest.approx(np.linalg.norm(wide), rel=1e-11)
+    assert found.skewness == pytest.approx((centred**3).mean() / wide.std() ** 3, rel=1e-9)
+    assert found.kurtosis == pytest.approx((centred**4).mean() / wide.std() ** 4, rel=1e-9)
+    assert found.skewness == pytest.approx(math.sqrt(2), abs=0.05)
+    assert found.kurtosis == pytest.approx(6, abs=0.5)
+
+
+def test_nan_and_infinities_are_elements_and_nothing_else() -> None:
+    for dtype in (np.float32, np.float16, DTYPES["bfloat16"].numpy_dtype, np.float64):
+        array = np.array([1, np.nan, 2, np.inf, 3, -np.inf, -0.0], dtype=dtype)
+        for repeated in (array, np.tile(array, 10_000)):
+            found = statistics_of(repeated)
+            assert found.num_elements == repeated.size
+            assert found.num_finite == 4 * repeated.size // 7
+            assert (found.mean, found.minimum, found.maximum) == (1.5, 0.0, 3.0)
+
+
+@pytest.mark.parametrize("array", [np.empty((0, 3)), np.full(5, np.nan), np.array(np.inf, dtype=np.float32)])
+def test_where_nothing_is_finite_there_is_no_mean(array: Array) -> None:
+    found = statistics_of(array)
+    assert (found.num_elements, found.num_finite, found.sum, found.moment_2) == (array.size, 0, 0.0, 0.0)
+    assert (found.minimum, found.maximum, found.absmax) == (None, None, None)
+    assert (found.mean, found.variance, found.std, found.rms, found.skewness, found.kurtosis) == (None,) * 6
+    assert found.norm == 0.0
+    assert Statistics.from_vector(found.to_vector()) == found
+
+
+@pytest.mark.parametrize("count", [1, 3, 100_000])
+@pytest.mark.parametrize("value", [0.0, -0.0, 0.1, -3e38])
+def test_equal_values_have_no_deviation(value: float, count: int) -> None:
+    for dtype in (np.float32, np.float64):
+        found = statistics_of(np.full(count, value, dtype=dtype))
+        assert (found.variance, found.std, found.skewness, found.kurtosis) == (0.0, 0.0, None, None)
+        assert found.mean == pytest.approx(value)
+        assert found.rms == pytest.approx(abs(value))
+
+
+def test_the_largest_float64_are_unknown_and_not_wrong() -> None:
+    found = statistics_of(np.array([1e308, -1e308, 1e308, 5.0]))
+    assert (found.maximum, found.num_finite) == (1e308, 4)
+    assert (found.std, found.kurtosis) == (None, None)
+    assert Statistics.from_vector(found.to_vector()).num_elements == 4
+    assert statistics_of(np.array([3e38, -3e38], dtype=np.float32)).kurtosis == pytest.approx(1.0)
+
+
+@given(
+    array=npst.arrays(np.float64, st.integers(1, 200), elements=st.floats(-1e6, 1e6)),
+    cuts=st.lists(st.integers(0, 200), max_size=5),
+)
+def test_statistics_of_parts_give_those_of_the_whole(array: Array, cuts: list[int]) -> None:
+    parts = [statistics_of(part) for part in np.split(array, sorted(min(cut, array.size) for cut in cuts))]
+    whole, merged = exact(array), merge_statistics(parts)
+    scale = max(abs(whole["maximum"]), abs(whole["minimum"]), 1e-300)
+    for name in STATISTICS:
+        power = int(name[-1]) if name.startswith("moment") else 1
+        assert getattr(merged, name) == pytest.approx(whole[name], rel=1e-9, abs=1e-12 * array.size * scale**power)
+    assert merge_statistics([]) == statistics_of(np.empty(0))
+    assert parts[0].merge(statistics_of(np.empty(0))) == parts[0]
+
+
+def test_a_histogram_gives_the_statistics_of_what_it_counted() -> None:
+    array = drawn("bfloat16", 100_000, mean=3)
+    array[:3] = [np.nan, np.inf, -np.inf]
+    assert_close(statistics_of_histogram(count_values(array)), exact(array[:3000]) | vars_of(array))
+    empty = Histogram(dtype=array.dtype, counts=np.zeros(1 << 16, dtype=np.int64))
+    assert statistics_of_histogram(empty) == statistics_of(np.empty(0))
+
+
+def vars_of(array: Array) -> dict[str, float]:
+    """The statistics by another way: the values themselves, in blocks."""
+    found = statistics_of(array.astype(np.float32))
+    return {name: getattr(found, name) for name in STATISTICS}
+
+
+def test_layout_and_shape_do_not_matter() -> None:
+    array = drawn("float32", 24).reshape(2, 3, 4)
+    assert statistics_of(array.transpose(2, 0, 1)).moment_4 == pytest.approx(statistics_of(array).moment_4)
+    assert statistics_of(np.array(2.0)).mean == 2.0
+    assert statistics_of(array[:, ::2]).num_elements == 16

@@ -1,0 +1,121 @@
+"""Which variants of parallel training do the tests run, and what does each of them prove?
+
+A variant is a way of being parallel (`programs/parallel.py`), with the kind of model before it. A way that ends with
+`_all` has several microbatches, checkpoints and autocast; one that ends with `_twice` has no autocast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+MODEL = ("linear", "attention", "layer outputs", "unchanged", "assembly")
+ALL = (*MODEL, "accumulation", "checkpointing", "autocast")
+
+support = pytest.mark.support
+
+VARIANTS: list[Any] = [
+    pytest.param("ddp", marks=support(framework="PyTorch", parallelism="DDP", features=(*MODEL, "accumulation"))),
+    pytest.param("ddp_all", marks=support(framework="PyTorch", parallelism="DDP", features=ALL)),
+    pytest.param("fsdp", marks=support(framework="PyTorch", parallelism="FSDP2", features=MODEL)),
+    pytest.param("fsdp_kept", marks=support(framework="PyTorch", parallelism="FSDP2", features=MODEL)),
+    pytest.param("fsdp_bf16", marks=support(framework="PyTorch", parallelism="FSDP2", features=MODEL)),
+    pytest.param(
+        "fsdp_accumulated",
+        marks=support(framework="PyTorch", parallelism="FSDP2", features=(*MODEL, "accumulation")),
+    ),
+    pytest.param(
+        "fsdp_checkpointed",
+        marks=support(framework="PyTorch", parallelism="FSDP2", features=(*MODEL, "checkpointing")),
+    ),
+    pytest.param("fsdp_all", marks=support(framework="PyTorch", parallelism="FSDP2", features=ALL)),
+    pytest.param("hsdp", marks=support(framework="PyTorch", parallelism="FSDP2", features=MODEL)),
+    pytest.param("tp", marks=support(framework="PyTorch", parallelism="TP", features=MODEL)),
+    pytest.param(
+        "tp_sequence", marks=support(framework="PyTorch", parallelism="TP", features=(*MODEL, "accumulation"))
+    ),
+    pytest.param("tp_all", marks=support(framework="PyTorch", parallelism="TP", features=ALL)),
+    pytest.param("fsdp_tp", marks=support(framework="PyTorch", parallelism="FSDP2 x TP", features=MODEL)),
+    pytest.param("fsdp_tp_all", marks=support(framework="PyTorch", parallelism="FSDP2 x TP", features=ALL)),
+    pytest.param(
+        "llama-ddp", marks=support(framework="HF Llama", parallelism="DDP", features=(*MODEL, "accumulation"))
+    ),
+    pytest.param("llama-ddp_all", marks=support(framework="HF Llama", parallelism="DDP", features=ALL)),
+    pytest.param("llama-fsdp", marks=support(framework="HF Llama", parallelism="FSDP2", features=MODEL)),
+    pytest.param("llama-fsdp_all", marks=support(framework="HF Llama", parallelism="FSDP2", features=ALL)),
+    pytest.param("llama-tp", marks=support(framework="HF Llama", parallelism="TP", features=MODEL)),
+    pytest.param("llama-tp_all", marks=support(framework="HF Llama", parallelism="TP", features=ALL)),
+    pytest.param("llama-fsdp_tp", marks=support(framework="HF Llama", parallelism="FSDP2 x TP", features=MODEL)),
+    pytest.param("llama-fsdp_tp_all", marks=support(framework="HF Llama", parallelism="FSDP2 x TP", features=ALL)),
+    pytest.param("gpt2-ddp", marks=support(framework="HF GPT-2", parallelism="DDP", features=(*MODEL, "accumulation"))),
+    pytest.param("gpt2-ddp_all", marks=support(framework="HF GPT-2", parallelism="DDP", features=ALL)),
+    pytest.param("gpt2-fsdp", marks=support(framework="HF GPT-2", parallelism="FSDP2", features=MODEL)),
+    pytest.param("gpt2-fsdp_all", marks=support(framework="HF GPT-2", parallelism="FSDP2", features=ALL)),
+    pytest.param("moe-ddp", marks=support(framework="MoE", parallelism="DDP", features=(*MODEL, "accumulation"))),
+    pytest.param("moe-ddp_all", marks=support(framework="MoE", parallelism="DDP", features=ALL)),
+    pytest.param("moe-fsdp", marks=support(framework="MoE", parallelism="FSDP2", features=MODEL)),
+    pytest.param("moe-fsdp_all", marks=support(framework="MoE", parallelism="FSDP2", features=ALL)),
+    pytest.param(
+        "moe-tp_twice",
+        marks=support(framework="MoE", parallelism="TP", features=(*MODEL, "accumulation", "checkpointing")),
+    ),
+    pytest.param(
+        "moe-fsdp_tp_twice",
+        marks=support(framework="MoE", parallelism="FSDP2 x TP", features=(*MODEL, "accumulation", "checkpointing")),
+    ),
+]
+
+# Where ranks add up in bfloat16, tokens go to other experts than in one process: there is nothing to compare them with.
+NOT_COMPARED: list[Any] = [
+    pytest.param("moe-tp_all", marks=support(framework="MoE", parallelism="TP", features=("autocast",))),
+    pytest.param("moe-fsdp_tp_all", marks=support(framework="MoE", parallelism="FSDP2 x TP", features=("autocast",))),
+]
+
+
+def way_of(variant: str) -> str:
+    """How it is parallel."""
+    return variant.rpartition("-")[2]
+
+
+def kind_of(variant: str) -> str:
+    """Which model it trains."""
+    return variant.rpartition("-")[0] or "plain"
+
+
+def num_ranks_of(variant: str) -> int:
+    """How many ranks train it."""
+    return 4 if way_of(variant).startswith(("fsdp_tp", "hsdp")) else 2
+
+
+def data_rank_of(variant: str, rank: int) -> int:
+    """Which batches a rank trains with."""
+    way = way_of(variant)
+    return 0 if way.startswith("tp") else rank // 2 if way.startswith("fsdp_tp") else rank
+
+
+def num_microbatches_of(variant: str) -> int:
+    """Of a step."""
+    is_several = way_of(variant) in {"ddp", "fsdp_accumulated", "tp_sequence"}
+    return 2 if is_several or variant.endswith(("_all", "_twice")) else 1
+
+
+def is_autocast(variant: str) -> bool:
+    """Whether it computes in bfloat16, out of float32."""
+    return variant.endswith("_all")
+
+
+def proving(variants: list[Any], *features: str) -> list[Any]:
+    """The variants for a test that proves these features alone of each."""
+    found = []
+    for param in variants:
+        [mark] = param.marks
+        own = tuple(feature for feature in mark.kwargs["features"] if feature in features)
+        found.append(pytest.param(*param.values, marks=support.with_args(**{**mark.kwargs, "features": own})))
+    return found
+
+
+_NAMES = [param.values[0] for param in (*VARIANTS, *NOT_COMPARED)]
+TWO_RANKS = tuple(name for name in _NAMES if num_ranks_of(name) == 2)
+FOUR_RANKS = tuple(name for name in _NAMES if num_ranks_of(name) == 4)
+"""What the program trains in one start."""

@@ -1,0 +1,354 @@
+"""Do a command line, the environment and a file say the same settings, in their order, and is each mistake one line?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranktape.capture import Capture, add_arguments
+from ranktape.capture.settings.arguments import given_arguments
+from ranktape.capture.settings.config import merge, read_config, resolve, stray_variables
+from ranktape.capture.settings.options import SETTINGS, CaptureOptions
+from ranktape.errors import UsageError
+
+YAML = """\
+# what the nightly run records
+capture: s3://bucket/run
+min-iterations: 3
+iteration: 10:20:2
+layer_type: [linear, hidden]
+rank: 0,2
+tensor_name: "grad_*"
+quant_type: no          # a tag, not a false
+resume: true
+block_timeout_seconds: 1e1
+storage_options: {anon: true, retries: 5}
+selections:
+  - {layer_type: attention, every: 100, keep: histogram}
+  - keep=statistics samples=0-3
+max_iterations: ~
+"""
+
+TOML = """\
+capture = "s3://bucket/run"
+min-iterations = 3
+iteration = "10:20:2"
+layer_type = ["linear", "hidden"]
+rank = "0,2"
+tensor_name = "grad_*"
+quant_type = "no"
+resume = true
+block_timeout_seconds = 10.0
+selections = [{layer_type = "attention", every = 100, keep = "histogram"}, "keep=statistics samples=0-3"]
+[storage_options]
+anon = true
+retries = 5
+"""
+
+SAID = {
+    "capture": "s3://bucket/run",
+    "min_iterations": 3,
+    "iteration": ("10:20:2",),
+    "layer_types": ("linear", "hidden"),
+    "rank": ("0", "2"),
+    "tensor_name": ("grad_*",),
+    "quant_type": "no",
+    "resume": True,
+    "block_timeout_seconds": 10.0,
+    "storage_options": {"anon": True, "retries": 5},
+    "selections": (
+        {"layer_type": ("attention",), "every": 100, "keep": "histogram"},
+        "keep=statistics samples=0-3",
+    ),
+}
+"""What both files say."""
+
+
+def write(folder: Path, text: str | bytes, *, name: str = "capture.yaml") -> Path:
+    """A file of settings."""
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(("text", "name"), [(YAML, "capture.yaml"), (YAML, "c.YML"), (TOML, "capture.toml")])
+def test_a_file_says_what_a_command_line_can(text: str, name: str, tmp_path: Path) -> None:
+    path = write(tmp_path, text, name=name)
+    assert read_config(path) == SAID
+    url, settings = resolve({"capture_config": str(path)}, environment={})
+    assert url == "s3://bucket/run"
+    assert CaptureOptions(**settings).document()["selections"] == [
+        {"layer_type": ["attention"], "every": 100, "keep": "histogram"},
+        "keep=statistics samples=0-3",
+    ]
+    assert settings["capture_config"] == str(path)
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    for name in ("empty.yaml", "empty.toml"):
+        assert read_config(write(tmp_path, "# later\n", name=name)) == {}
+
+
+SOURCES = ("command line", "environment", "file")
+
+
+@pytest.mark.parametrize("said_by", [0b000, 0b001, 0b010, 0b011, 0b100, 0b101, 0b110, 0b111])
+def test_the_command_line_comes_before_the_environment_and_that_before_the_file(said_by: int, tmp_path: Path) -> None:
+    speaks = {source: bool(said_by & 1 << index) for index, source in enumerate(SOURCES)}
+    given: dict[str, Any] = {"capture_config": str(write(tmp_path, "policy: skip\n"))}
+    environment = {}
+    if speaks["file"]:
+        write(tmp_path, "every: 3\nlayer_types: [linear]\nmanual: false\ncapture: file\n")
+    if speaks["environment"]:
+        environment = {
+            "RANKTAPE_EVERY": "2",
+            "RANKTAPE_LAYER_TYPES": "attention,hidden",
+            "RANKTAPE_MANUAL": "true",
+            "RANKTAPE_CAPTURE": "environment",
+        }
+    if speaks["command line"]:
+        given |= {"every": 1, "layer_types": ("embedding",), "capture": "command line"}
+    url, settings = resolve(given, environment=environment)
+    first = next((source for source in SOURCES if speaks[source]), None)
+    assert url == first
+    every = {"command line": 1, "environment": 2, "file": 3, None: CaptureOptions().every}
+    assert settings["every"] == every[first]
+    types = {"command line": ("embedding",), "environment": ("attention", "hidden"), "file": ("linear",), None: ()}
+    assert settings["layer_types"] == types[first]
+    # A flag is on or not given on a command line: it is never taken back by it.
+    assert settings["manual"] is speaks["environment"]
+
+
+def test_the_environment_can_name_the_file_and_every_setting(tmp_path: Path) -> None:
+    path = write(tmp_path, "every: 7\ncapture: here\n")
+    url, values = merge({"every": None, "modules": ()}, environment={"RANKTAPE_CAPTURE_CONFIG": str(path)})
+    assert (url, values["every"]) == ("here", 7)
+    environment = {
+        "RANKTAPE_MIN_ITERATIONS": "3",
+        "RANKTAPE_BLOCK_TIMEOUT_SECONDS": "0.5",
+        "RANKTAPE_MODULES": "a.*, b",
+        "RANKTAPE_START_AT": "4",
+        "RANKTAPE_RESUME": "Yes",
+        "RANKTAPE_LAYERS": "0,30",
+        "RANKTAPE_SAMPLES": "0-3",
+        "RANKTAPE_WHERE": "layer_idx < 3",
+        "RANKTAPE_SELECTIONS": "layer_type=linear,attention every=10; keep=histogram",
+        "RANKTAPE_STORAGE_OPTIONS": '{"anon": true}',
+        "RANKTAPE_EVERY": "",
+    }
+    assert merge({}, environment=environment)[1] == {
+        "min_iterations": 3,
+        "block_timeout_seconds": 0.5,
+        "modules": ("a.*", "b"),
+        "start": 4,
+        "resume": True,
+        "layers": "0,30",
+        "samples": "0-3",
+        "where": "layer_idx < 3",
+        "selections": ("layer_type=linear,attention every=10; keep=histogram",),
+        "storage_options": {"anon": True},
+    }
+    for setting in SETTINGS:
+        assert stray_variables({f"RANKTAPE_{alias.upper()}": "" for alias in setting.aliases}) == []
+
+
+def test_variables_that_nobody_reads_are_named_with_the_nearest() -> None:
+    environment = {"RANKTAPE_EVRY": "2", "RANKTAPE_STORAGE_CLIENT": "fsspec", "RANKTAPE_CAPTURE": "x", "PATH": ""}
+    assert stray_variables(environment) == [
+        "the environment has RANKTAPE_EVRY, which is no setting: did you mean RANKTAPE_EVERY?"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANKTAPE_EVERY": "two"}, "RANKTAPE_EVERY='two' is not allowed: set it to a number"),
+        ({"RANKTAPE_BLOCK_TIMEOUT_SECONDS": "inf"}, "--block-timeout-seconds inf is not allowed: give a finite number"),
+        ({"RANKTAPE_EVERY": "0"}, "RANKTAPE_EVERY: --every 0 is not allowed: give 1 or more"),
+        ({"RANKTAPE_EVERY": "9" * 5000}, "is not allowed: set it to a number"),
+        ({"RANKTAPE_RESUME": "maybe"}, "RANKTAPE_RESUME='maybe' is not allowed: set it to true or false"),
+        ({"RANKTAPE_KEEP": "counts"}, "RANKTAPE_KEEP: --keep counts is not allowed: give one of values, histogram"),
+        ({"RANKTAPE_WHERE": "layer_idx <"}, "RANKTAPE_WHERE: expected a field"),
+        ({"RANKTAPE_SELECTIONS": "a=b"}, "RANKTAPE_SELECTIONS: --select, rule 1: tensors have no field 'a'"),
+        ({"RANKTAPE_STORAGE_OPTIONS": "{"}, "RANKTAPE_STORAGE_OPTIONS: --storage-options is not JSON"),
+        ({"RANKTAPE_MODULE": "a", "RANKTAPE_MODULES": "b"}, "is given twice, by two of its names"),
+        ({"RANKTAPE_CAPTURE_CONFIG": "nowhere.yaml"}, "nowhere.yaml cannot be read"),
+    ],
+)
+def test_a_mistake_in_a_variable_names_it(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) as raised:
+        resolve({}, environment=variables)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+LAUGHS = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("evry: 1", "there is no setting 'evry': did you mean every?"),
+        ("Capture: x", "there is no setting 'Capture': did you mean capture?"),
+        ("every: [1]", "every: --every [1] is not allowed: give a whole number"),
+        ("every: '1'", "give a whole number"),
+        ("every: 1.5", "give a whole number"),
+        ("every: true", "give a whole number"),
+        ("every: 0", "give 1 or more"),
+        (f"every: {'9' * 5000}", "cannot be read as YAML"),
+        ("resume: 1", "give true or false"),
+        ("resume: yes", "give true or false"),
+        ("quant_type: 8", "give a text"),
+        ("finish_timeout_seconds: .nan", "give a number"),
+        ("finish_timeout_seconds: .inf", "--finish-timeout-seconds inf is not allowed: give a finite number"),
+        ("capture: 5", "give the URL of a run"),
+        ("capture_config: b.yaml", "a file names no other file"),
+        ("every: 1\nevery: 2", "line 2: 'every' is given twice"),
+        ("module: a\nmodules: b", "is given twice, by two of its names"),
+        ("modules: {a: b}", "is not something a field can hold"),
+        ("modules: [[a]]", "is not something a field can hold"),
+        ("layers: {a: b}", "is not something a field can hold"),
+        ("layers: -3", "counted from 0"),
+        ("samples: [x]", "holds numbers and 'x' is not one"),
+        ("advance_on: [1]", "give a text"),
+        ("where: overflow.nan.count > 0", "overflow.nan.count is not known yet when a tensor is captured"),
+        ("where: [a]", "give a text"),
+        ("selections: [[a]]", "is no rule"),
+        ("selections: {layertype: a}", "tensors have no field 'layertype': did you mean layer_type?"),
+        ("selections: {every: a}", "every 'a' is not allowed"),
+        ("selections: {layer_type: {a: b}}", "is not something a field can hold"),
+        ("storage_options: [1]", "--storage-options is a list"),
+        ("- every", "holds a list, not settings by name"),
+        ("every", "holds a str, not settings by name"),
+        ("a: 1\n---\nb: 1", "line 2: but found another document"),
+        ("every: 'x", "found unexpected end of stream"),
+        ("every: !!python/object/apply:os.system ['touch hacked']", "is not allowed"),
+        ("every: !!binary aGk=", "the tag 'tag:yaml.org,2002:binary' is not allowed"),
+        ("? [a]\n: 1", "is no text"),
+        ("1: 2", "the name 1 is no text"),
+        ("<<: {every: 2}", "there is no setting '<<'"),
+        (LAUGHS, "line 2: aliases (*name) are not allowed"),
+        ("every: " + "[" * 30_000, "nested too deep"),
+        ("every: " + "[" * 12 + "]" * 12, "nested too deep"),
+        ("#" + "x" * 70_000, "has more than 65536 bytes"),
+        (b"every: \xff\xfe", "is not text in UTF-8 (byte 7)"),
+        (b"every: \x01", "special characters are not allowed"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_a_mistake_in_a_file_is_one_line_that_names_it(text: str | bytes, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UsageError, match=re.escape(message)) as raised:
+        read_config(path)
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("every = ", "cannot be read as TOML"),
+        ("every = 2020-01-01", "give a whole number"),
+        ("every = " + "[" * 20_000 + "]" * 20_000, "nested too deep"),
+        (".".join(["a"] * 30_000) + " = 1", "nested too deep"),
+        ("every = 1\nevery = 2", "Cannot overwrite a value"),
+        (f"every = {'9' * 5000}", "cannot be read as TOML"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+@pytest.mark.timeout(20)
+def test_so_is_one_in_toml(text: str, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path, text, name="capture.toml")
+    with pytest.raises(UsageError, match=re.escape(message)) as raised:
+        read_config(path)
+    assert str(path) in str(raised.value)
+
+
+def test_what_is_no_file_of_settings_is_refused_without_waiting(tmp_path: Path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    for name, message in (
+        ("nowhere.yaml", "No such file or directory"),
+        ("folder.yaml", "is not a file"),
+        ("pipe.yaml", "is not a file"),
+        ("loop.yaml", "Too many levels of symbolic links"),
+        ("capture.json", "is neither .yaml nor .toml"),
+        ("zero\0.yaml", "null byte"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            read_config(tmp_path / name)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "every: 1")
+    path.chmod(0)
+    with pytest.raises(UsageError, match="Permission denied"):
+        read_config(path)
+
+
+def test_secrets_in_a_file_are_not_shown(tmp_path: Path) -> None:
+    path = write(tmp_path, "storage_options: {secret: CANARY, bad: .nan, when: [CANARY]}\nevery: {a: CANARY}\n")
+    with pytest.raises(UsageError) as raised:
+        read_config(path)
+    assert "CANARY" not in str(raised.value)
+
+
+def test_the_examples_on_the_page_are_settings(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "selection.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    _, settings = resolve({"capture_config": str(write(tmp_path, text))}, environment={})
+    assert len(CaptureOptions(**settings).selections) == 3
+    words = [
+        word
+        for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+        for word in shlex.split(block.replace("\\\n", " "))
+    ]
+    given = [word for word in words if not word.startswith("--") and word.strip()]
+    where, *rules = given
+    assert len(CaptureOptions(where=where, selections=rules).selections) == 3
+    variables = dict(re.findall(r"`(RANKTAPE_\w+)=\"?([^`\"]+)\"?`", page))
+    assert len(variables) == 4
+    resolve({}, environment=variables)
+
+
+# The doors.
+
+
+def test_python_reads_the_file_too_and_has_the_last_word(tmp_path: Path) -> None:
+    path = write(tmp_path, "every: 3\nstart: 2\ncapture: elsewhere\n")
+    capture = Capture(tmp_path / "run", capture_config=path, every=5)
+    assert (capture.options.every, capture.options.start) == (5, 2)
+    with pytest.raises(UsageError, match="'evry' is no option of a capture: did you mean every"):
+        Capture(tmp_path / "run", evry=1)
+
+
+def test_a_script_keeps_its_own_options_and_ours_have_a_second_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--resume", action="store_true")
+    add_arguments(parser)
+    words = ["--dtype", "fp32", "--resume", "--capture-dtype", "bfloat16", "--every", "2", "--mode", "eval"]
+    args = parser.parse_args([*words, "--capture-phase", "pre,post"])
+    assert (args.dtype, args.resume) == ("fp32", True)
+    given = {name: value for name, value in given_arguments(args).items() if value is not None}
+    assert given == {"dtype": ["bfloat16"], "every": 2, "modes": ["eval"], "phase": ["pre,post"]}
+    assert not Capture.from_arguments(args).is_recording
+    monkeypatch.setenv("RANKTAPE_CAPTURE", str(tmp_path / "run"))
+    monkeypatch.setenv("RANKTAPE_KEEP", "histogram")
+    capture = Capture.from_arguments(args)
+    assert isinstance(capture, Capture)
+    assert capture.options == CaptureOptions(
+        dtype=("bfloat16",), every=2, modes=("eval",), phase=("pre", "post"), keep="histogram"
+    )
+    assert "--capture-where EXPR" in parser.format_help()

@@ -1,0 +1,298 @@
+"""Does a commit say which tensors an iteration should have had, and why some are not there?"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ranktape.capture import Capture
+from ranktape.capture.expected import MAX_PLACES, MAX_REASONS, Expected
+from ranktape.capture.passes.tracker import Call
+from ranktape.capture.source import Source, TensorRole
+from ranktape.storage import IterationStatus, open_run
+from ranktape.storage.attempt import read_attempts
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.commit import read_commit, read_whole_commit
+from ranktape.storage.record import Mode, Operation
+
+WIDTH = 8
+
+
+def linear(*, bias: bool = False) -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, bias=bias)
+
+
+def train(model: nn.Module, url: Path, *, steps: int = 1, **options: Any) -> list[IterationStatus]:
+    """Capture every step of a training of this model; what the run says of the iterations."""
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.01)
+    with Capture(url, model=model, min_iterations=steps, **options):
+        for _ in range(steps):
+            model(torch.randn(4, WIDTH)).sum().backward()
+            optimizer.step()
+    return open_run(url).status()
+
+
+def silent(status: IterationStatus) -> dict[str, str]:
+    return status.silent_sites.get(0, {})
+
+
+class Experts(nn.Module):
+    """One expert has all the tokens, one is skipped in the second iteration, and one never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear()
+        self.experts = nn.ModuleList(linear() for _ in range(3))
+        self.num_calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        hidden = self.experts[0](self.first(hidden))
+        return self.experts[1](hidden) if self.num_calls == 1 else hidden
+
+
+def test_a_module_that_was_not_called_is_one_line(tmp_path: Path) -> None:
+    first, second = train(Experts(), tmp_path / "run", steps=2)
+    assert silent(first) == {"experts.2": "its module was not called"}
+    assert silent(second) == {
+        "experts.1": "its module was not called",
+        "experts.2": "its module was not called",
+    }
+    # Of the first layer no gradient of the input is computed; of what did not run the input's need is not known.
+    assert (first.num_expected, first.num_recorded, first.num_missing) == (5 + 6 + 6 + 5, 5 + 6 + 6, 5)
+    assert second.num_missing == 10
+    backend = open_backend(tmp_path / "run")
+    (attempt,) = read_attempts(backend)
+    for iteration, num_missing in ((0, 5), (1, 10)):
+        # The marker of the rank says what its commit does, from which it can be restored.
+        marker, commit = (read(backend, attempt.path, 0, iteration) for read in (read_commit, read_whole_commit))
+        assert marker.counts() == commit.counts()
+        assert marker.counts()["num_missing"] == num_missing
+
+
+class Tangle(nn.Module):
+    """Layers that lose their gradients in every way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = linear()
+        self.detached = linear()
+        self.unused = linear()
+        self.watched = linear()
+        self.frozen = linear().requires_grad_(requires_grad=False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.used(hidden)
+        self.unused(hidden)
+        with torch.no_grad():
+            self.watched(hidden)
+        adapted = self.frozen(hidden) + self.up(self.down(hidden))
+        return adapted + self.detached(hidden).detach()  # type: ignore[no-any-return]
+
+
+def test_every_missing_gradient_has_its_reason(tmp_path: Path) -> None:
+    (status,) = train(Tangle(), tmp_path / "run")
+    no_backward, without = "no backward pass reached it", "it ran without gradients, as under torch.no_grad"
+    gradients = "grad_output, grad_input, grad_weight"
+    missing = {place: (set(place.split(" ", 1)[1].split(", ")), reason) for place, reason in silent(status).items()}
+    assert {place.split(" ")[0]: found for place, found in missing.items()} == {
+        "detached": (set(gradients.split(", ")), no_backward),
+        "unused": (set(gradients.split(", ")), no_backward),
+        # That its input needed no gradient is not known: it was not followed.
+        "watched": ({"grad_output", "grad_weight"}, without),
+    }
+    # A frozen layer between others has gradients of its input and output, and none of its weight: nothing is missing.
+    names = open_run(tmp_path / "run").select(module="frozen").column("tensor_name")
+    assert sorted(names) == ["grad_input", "grad_output", "input", "output", "weight"]
+
+
+def test_a_branch_of_which_one_call_has_no_gradient_is_not_whole(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = linear()
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.shared(hidden)
+            return self.shared(hidden)  # type: ignore[no-any-return]
+
+    (status,) = train(Twice(), tmp_path / "run")
+    assert silent(status) == {"shared grad_weight, grad_output": "no backward pass reached 1 of its 2 calls"}
+
+
+def test_evaluation_alone_lacks_nothing(tmp_path: Path) -> None:
+    model = nn.Sequential(linear(), linear()).eval()
+    with Capture(tmp_path / "run", model=model, modes=("eval",)) as capture, torch.no_grad():
+        model(torch.randn(4, WIDTH))
+        capture.step()
+    (status,) = open_run(tmp_path / "run").status()
+    assert (status.silent_sites, status.num_expected, status.num_missing) == ({}, 6, 0)
+
+
+def test_what_runs_only_in_evaluation_is_told_from_what_never_runs(tmp_path: Path) -> None:
+    class Headed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head, self.rest = linear(), linear(), linear()
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden = self.body(hidden)
+            return hidden if self.training else self.head(hidden)
+
+    model = Headed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Capture(tmp_path / "run", model=model):
+        model(torch.randn(4, WIDTH)).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(4, WIDTH))
+        model.train()
+        optimizer.step()
+    (status,) = open_run(tmp_path / "run").status()
+    assert silent(status) == {
+        "head": "it ran only in passes that are not recorded",
+        "rest": "its module was not called",
+    }
+
+
+def test_what_was_not_selected_is_not_missing(tmp_path: Path) -> None:
+    (status,) = train(Experts(), tmp_path / "run", tensor_name=("input",), modules=("first", "experts.0"))
+    assert silent(status) == {}
+    assert (status.num_expected, status.num_recorded) == (2, 2)
+
+
+def test_an_iteration_in_which_nothing_ran_is_complete_and_says_so(tmp_path: Path) -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Capture(tmp_path / "run", model=nn.Sequential(model), min_iterations=2, advance_on="step") as capture:
+        model(torch.randn(4, WIDTH)).sum().backward()
+        optimizer.step()
+        capture.step()
+        capture.step()
+    first, second = open_run(tmp_path / "run").status()
+    assert (first.num_missing, silent(second)) == (0, {"0": "its module was not called"})
+
+
+def source(module: str, layer_type: str = "linear") -> Source:
+    return Source(module=module, layer_type=layer_type, layer_idx=-1, component="linear")
+
+
+def role(name: str, operation: Operation = Operation.FORWARD) -> TensorRole:
+    return TensorRole(operation=operation, phase="pre", tensor_name=name)
+
+
+def call(microbatch: int = 0, index: int = 0) -> Call:
+    return Call(iteration=0, microbatch=microbatch, index=index, compute_dtype="float32", batch_size=None)
+
+
+def test_thousands_of_silent_modules_stay_a_small_document() -> None:
+    expected = Expected()
+    expected.begin()
+    for number in range(10 * MAX_PLACES):
+        expected.attach(source(f"experts.{number}"), [role("input"), role("output")])
+    for number in range(2 * MAX_REASONS):
+        expected.refuse(source(f"odd.{number}"), role("input"), f"its shape is {number}")
+    end = expected.end()
+    named = [place for place, reason in end["silent_sites"].items() if reason == "its module was not called"]
+    assert named[:2] == ["experts.0", "experts.1"]
+    assert named[-1] == f"and {9 * MAX_PLACES} more"
+    assert len(end["silent_sites"]) <= MAX_PLACES + MAX_REASONS + 1
+    assert end["silent_sites"][f"and {MAX_REASONS + 1} more: other reasons"] == "other reasons"
+    assert end["num_missing"] == end["num_expected"] == 2 * 10 * MAX_PLACES + 2 * MAX_REASONS
+
+
+def test_a_function_that_ran_before_is_expected_again() -> None:
+    expected, attention = Expected(), source("attend", "attention")
+    for _ in range(2):
+        expected.begin()
+        expected.called(attention)
+        expected.saw(attention, role("query"), call())
+        assert expected.end()["num_missing"] == 0
+    expected.begin()
+    assert expected.end()["silent_sites"] == {"attend forward pre query": "its function was not called"}
+
+
+def test_two_kinds_of_layers_in_one_module_are_told_apart() -> None:
+    expected = Expected()
+    expected.begin()
+    for kind in ("linear", "hidden"):
+        expected.attach(source("layers.0", kind), [role("input"), role("output")])
+    assert list(expected.end()["silent_sites"]) == ["layers.0 (linear)", "layers.0 (hidden)"]
+
+
+class Mixed(nn.Module):
+    """Its layers compute in different dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = linear(bias=True), linear(bias=True)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.body(hidden)
+        return self.head(hidden.float())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compute_dtype": "bfloat16"},
+        {"where": "tensor_name == 'output' or microbatch == 7"},
+        {"where": "mode == 'eval' or tensor_name == 'output'", "modes": ("train", "eval")},
+        {"where": "microbatch == 7 and phase == 'pre' or tensor_name == 'output'"},
+        {"where": "dtype == 'float32'"},
+    ],
+)
+def test_gradients_that_are_left_out_by_their_call_are_not_missing(tmp_path: Path, options: dict[str, Any]) -> None:
+    (status,) = train(Mixed(), tmp_path / "run", **options)
+    assert silent(status) == {}
+    assert status.num_records > 0
+    assert status.num_missing == 0
+    assert status.num_expected is not None
+    assert 0 < status.num_expected <= status.num_records
+
+
+def test_a_gradient_of_a_call_that_is_wanted_is_missing_where_others_were_left_out() -> None:
+    expected, layer, grad = Expected(), source("layer"), role("grad_input", Operation.BACKWARD)
+    expected.begin()
+    expected.called(layer)
+    for index in range(3):
+        expected.expect(layer, grad, call(index))
+    expected.excuse(layer, grad, call(0))
+    expected.saw(layer, grad, call(1))
+    (reason,) = expected.end()["silent_sites"].values()
+    assert reason == "no backward pass reached 1 of its 2 calls"
+
+
+def test_an_evaluation_with_gradients_is_not_taken_for_a_training_pass() -> None:
+    expected, layer, grad = Expected(), source("layer"), role("grad_input", Operation.BACKWARD)
+    expected.begin()
+    expected.called(layer)
+    for index in range(2):
+        expected.expect(layer, grad, call(index))
+    expected.saw(layer, grad, call(0))
+    expected.saw(layer, grad, dataclasses.replace(call(1), mode=Mode.EVAL))
+    (reason,) = expected.end()["silent_sites"].values()
+    assert reason == "no backward pass reached 1 of its 2 calls"
+
+
+def test_nothing_is_missing_in_inference(tmp_path: Path) -> None:
+    model = nn.Sequential(linear(), nn.ReLU(), linear())
+    with Capture(tmp_path / "run", model=model, modes="eval", advance_on="step", min_iterations=2) as capture:
+        for step in range(2):
+            if step:
+                model.train()(torch.randn(4, WIDTH))  # not recorded, and not missing
+            with torch.no_grad():
+                model.eval()(torch.randn(4, WIDTH))
+            capture.step()
+    for status in open_run(tmp_path / "run").status():
+        assert silent(status) == {}
+        assert status.num_missing == 0
+        assert status.num_records == status.num_expected == 6

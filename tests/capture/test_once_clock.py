@@ -1,0 +1,239 @@
+"""Does an iteration advance once, whatever steps in it, and when that was asked for otherwise, then?
+
+Most need no run: a clock is given what a training does, and counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ranktape.capture.passes.optimizers import OptimizerClock
+
+
+class Counter:
+    """Counts the iterations that a clock ends."""
+
+    def __init__(self, advance_on: Any = "optimizer") -> None:
+        self.count = 0
+        self.clock = OptimizerClock(self._tick, advance_on=advance_on)
+
+    def _tick(self) -> None:
+        self.count += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clock.stop()
+
+
+def backward(model: nn.Module, *, scale: float = 1.0) -> torch.Tensor:
+    """Gradients for a step."""
+    loss: torch.Tensor = model(torch.ones(2, 4)).sum() * scale
+    loss.backward()
+    return loss
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """Two layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def test_a_step_that_a_scaler_skips_ends_the_iteration(model: nn.Module) -> None:
+    optimizer = sgd(model)
+    with Counter() as counter:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        weight = next(model.parameters()).detach().clone()
+        for scale, ticks in ((float("inf"), 1), (1.0, 2), (float("nan"), 3)):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).sum() * scale).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert counter.count == ticks
+            assert torch.equal(next(model.parameters()), weight) == (ticks == 1)
+    assert torch.amp.GradScaler.step.__qualname__ == "GradScaler.step"
+    assert not hasattr(torch.amp.GradScaler.step, "__wrapped__")
+
+
+def test_a_scaler_that_is_switched_off_changes_nothing(model: nn.Module) -> None:
+    optimizer = sgd(model)
+    with Counter() as counter:
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        backward(model)
+        scaler.step(optimizer)
+        scaler.update()
+        assert counter.count == 1
+
+
+def test_two_optimizers_advance_once(model: nn.Module) -> None:
+    first, second = sgd(model), sgd(model)
+    with Counter() as counter:
+        for ticks in (1, 2, 3):
+            first.step()
+            second.step()
+            assert counter.count == ticks
+
+
+def test_accumulation_advances_with_the_step_alone(model: nn.Module) -> None:
+    optimizer = sgd(model)
+    with Counter() as counter:
+        for _ in range(4):
+            backward(model)
+        optimizer.step()
+        assert counter.count == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what it imports
+def test_an_optimizer_that_wraps_another_advances_once(model: nn.Module) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch documents it under this name
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        with Counter() as counter:
+            for ticks in (1, 2, 3):
+                backward(model)
+                optimizer.step()
+                assert counter.count == ticks
+        with Counter("optimizer:0") as counter:
+            optimizer.step()
+            assert counter.count == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_subclass_that_steps_through_its_base_advances_once(model: nn.Module) -> None:
+    class Careful(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    optimizer = Careful(model.parameters(), lr=0.1)
+    plain = sgd(model)
+    with Counter() as counter:
+        for ticks in (1, 2):
+            optimizer.step()
+            plain.step()
+            assert counter.count == ticks
+
+
+def test_a_closure_that_runs_several_forwards_is_one_step(model: nn.Module) -> None:
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    num_forwards = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal num_forwards
+        num_forwards += 1
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    with Counter() as counter:
+        optimizer.step(closure)
+        assert counter.count == 1
+    assert num_forwards > 1
+
+
+class Fused:
+    """Optimizers that step in the backward pass, one for each parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.num_steps = 0
+        self.optimizers = {parameter: torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()}
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._step)
+
+    def _step(self, parameter: torch.Tensor) -> None:
+        self.num_steps += 1
+        self.optimizers[parameter].step()  # type: ignore[index]  # it is one of the parameters
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+def test_optimizers_that_step_in_the_backward_pass_advance_once_and_at_its_end(*, use_reentrant: bool | None) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(value: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(layers.children()):
+            is_segment = use_reentrant is not None and number in {1, 2}
+            value = checkpoint(layer, value, use_reentrant=use_reentrant) if is_segment else layer(value)
+        return value
+
+    fused = Fused(layers)
+    counts_in_backward: list[int] = []
+    with Counter() as counter:
+        next(layers.parameters()).register_hook(lambda _: counts_in_backward.append(counter.count))
+        for ticks in (1, 2, 3):
+            forward(torch.ones(2, 4)).sum().backward()
+            assert counter.count == ticks
+    assert fused.num_steps == 3 * 8
+    assert counts_in_backward == [0, 1, 2]
+
+
+def test_a_schedulers_first_step_and_its_wrapping_advance_nothing_of_their_own(model: nn.Module) -> None:
+    optimizer = sgd(model)
+    with Counter() as counter:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+        assert counter.count == 0
+        for ticks in (1, 2):
+            backward(model)
+            optimizer.step()
+            scheduler.step()
+            assert counter.count == ticks
+
+
+def gan_steps() -> Iterator[tuple[torch.optim.Optimizer, torch.optim.Optimizer]]:
+    """The optimizers of a judge and of a generator, which steps after each second step of the judge."""
+    judge, generator = sgd(nn.Linear(4, 4)), sgd(nn.Linear(4, 4))
+    for _ in range(3):
+        judge.step()
+        judge.step()
+        generator.step()
+        yield judge, generator
+
+
+def test_the_optimizer_that_is_named_by_its_place_advances() -> None:
+    with Counter("optimizer:1") as second, Counter("optimizer:0") as first, Counter("step") as by_hand:
+        for ticks, _ in enumerate(gan_steps(), start=1):
+            assert (second.count, first.count, by_hand.count) == (ticks, 2 * ticks, 0)
+
+
+def test_the_optimizer_that_is_given_advances(model: nn.Module) -> None:
+    own, other = sgd(model), sgd(model)
+    with Counter(own) as counter:
+        other.step()
+        assert counter.count == 0
+        other.step()
+        own.step()
+        assert counter.count == 1
+    fused = Fused(model)
+    with Counter(fused.optimizers[next(model.parameters())]) as counter:
+        backward(model)
+        backward(model)
+        assert counter.count == 2
+
+
+def test_an_optimizer_that_never_steps_is_named_with_those_that_do(model: nn.Module) -> None:
+    with Counter("optimizer:2") as counter:
+        sgd(model).step()
+        torch.optim.AdamW(model.parameters()).step()
+        assert counter.clock.explain() == (
+            "optimizer:2, which --advance-on names, never stepped; in the order of their first steps "
+            "optimizer:0 is SGD, optimizer:1 is AdamW: name one of them, or call capture.step() after each iteration"
+        )
+    with Counter(sgd(model)) as counter:
+        assert counter.clock.explain() == "no optimizer stepped: call capture.step() after each iteration"

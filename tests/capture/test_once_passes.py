@@ -1,0 +1,260 @@
+"""Are training and evaluation told apart, do microbatches keep their numbers, and do iterations end when they ought?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ranktape.capture import Capture
+from ranktape.storage import Records, open_run
+from tests.capture.verify import verify_run
+
+WIDTH = 8
+GRADS = {"grad_output", "grad_input", "grad_weight"}
+
+
+class Net(nn.Module):
+    """Two layers; fails where it is told to, between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.fails = False
+
+    def forward(self, *, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(hidden))
+        if self.fails:
+            raise ValueError("a batch that is too long")
+        return self.second(hidden)  # type: ignore[no-any-return]
+
+
+def batch(size: int) -> torch.Tensor:
+    """Some samples."""
+    return torch.randn(size, WIDTH)
+
+
+def places(records: Records, **conditions: Any) -> list[tuple[int, ...]]:
+    """Iteration, microbatch, call and batch size of each input of the first layer."""
+    found = records.select(module="first", tensor_name="input", **conditions)
+    return sorted((one.iteration, one.microbatch, one.call, one.shape[0]) for one in found)
+
+
+@pytest.fixture
+def model() -> Net:
+    """The same each time."""
+    torch.manual_seed(0)
+    return Net()
+
+
+def evaluate(model: Net, *sizes: int) -> None:
+    """Passes of a validation."""
+    model.eval()
+    with torch.no_grad():
+        for size in sizes:
+            model(hidden=batch(size))
+    model.train()
+
+
+def train_with_validation(model: Net) -> Iterator[None]:
+    """A sanity check, then iterations of two microbatches, with a validation between these and after them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_function = nn.MSELoss()
+    evaluate(model, 5, 2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_function(model(hidden=batch(3)), torch.zeros(3, WIDTH)).backward()
+        evaluate(model, 5, 2)
+        with torch.no_grad():
+            model(hidden=batch(1))  # in training mode, but no training
+        loss_function(model(hidden=batch(4)), torch.zeros(4, WIDTH)).backward()
+        optimizer.step()
+        yield
+        evaluate(model, 6)
+
+
+def test_evaluation_is_marked_and_has_numbers_of_its_own(tmp_path: Path, model: Net) -> None:
+    with Capture(tmp_path / "run", modes=("train", "eval"), min_iterations=2) as capture:
+        for number, _ in enumerate(train_with_validation(model), start=1):
+            assert capture.iteration == number
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 1]
+    train = run.select(mode="train")
+    assert places(train) == [(0, 0, 0, 3), (0, 1, 0, 4), (1, 0, 0, 3), (1, 1, 0, 4)]
+    evaluation = run.select(mode="eval")
+    assert places(evaluation) == [
+        *((0, microbatch, 0, size) for microbatch, size in enumerate((5, 2, 5, 2, 1))),
+        *((1, microbatch, 0, size) for microbatch, size in enumerate((6, 5, 2, 1))),
+    ]
+    assert set(evaluation.column("operation")) == {"forward"}
+    sizes = {(one.sample_dim, one.batch_size) for one in evaluation.select(tensor_name="output")}
+    assert sizes == {(0, size) for size in (1, 2, 5, 6)}
+    counts = verify_run(train)
+    assert counts == {"output": 8, "grad_input": 4, "grad_weight": 8}
+
+
+def test_without_being_asked_for_evaluation_is_neither_recorded_nor_counted(tmp_path: Path, model: Net) -> None:
+    with Capture(tmp_path / "run", model=model, min_iterations=2) as capture:
+        for number, _ in enumerate(train_with_validation(model), start=1):
+            assert capture.iteration == number
+    records = open_run(tmp_path / "run").select()
+    assert set(records.column("mode")) == {"train"}
+    assert places(records) == [(0, 0, 0, 3), (0, 1, 0, 4), (1, 0, 0, 3), (1, 1, 0, 4)]
+    assert verify_run(records) == {"output": 8, "grad_input": 4, "grad_weight": 8}
+
+
+@pytest.mark.parametrize("steps_by_hand", [False, True])
+def test_in_inference_each_forward_is_an_iteration(tmp_path: Path, model: Net, *, steps_by_hand: bool) -> None:
+    model.eval()
+    given = model if steps_by_hand else None
+    with Capture(tmp_path / "run", model=given, modes=("eval",), start=1, every=2, min_iterations=3) as capture:
+        for size in range(1, 8):
+            with torch.inference_mode():
+                model(hidden=batch(size))
+            if steps_by_hand:
+                capture.step()
+        assert not any(part._forward_hooks for part in (model.first, model.second))
+    verdict = capture.close()
+    assert verdict.met, verdict.message()
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [1, 3, 5]
+    assert places(run.select(), mode="eval") == [(number, 0, 0, number + 1) for number in (1, 3, 5)]
+    assert verify_run(run) == {"output": 6}
+
+
+def test_the_last_forward_is_complete_when_the_capture_ends(tmp_path: Path) -> None:
+    # A layer alone is its own model, and is left and entered by hooks that change its arguments.
+    layer = nn.Linear(WIDTH, WIDTH).eval()
+    inputs = [batch(2).requires_grad_() for _ in range(3)]
+    with Capture(tmp_path / "run", modes=("eval",), min_iterations=3) as capture:
+        for one in inputs:
+            layer(one)
+    assert capture.close().met
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 1, 2]
+    found = sorted(run.select(tensor_name="input"), key=lambda record: record.iteration)
+    assert [torch.equal(record.tensor(), one) for record, one in zip(found, inputs, strict=True)] == [True] * 3
+
+
+def test_iterations_may_end_with_the_next_forward_in_a_training_too(tmp_path: Path, model: Net) -> None:
+    with Capture(tmp_path / "run", advance_on="forward", min_iterations=3):
+        for size in (2, 3, 4):
+            nn.MSELoss()(model(hidden=batch(size)), torch.zeros(size, WIDTH)).backward()
+            model.zero_grad()
+    run = open_run(tmp_path / "run")
+    assert places(run.select()) == [(0, 0, 0, 2), (1, 0, 0, 3), (2, 0, 0, 4)]
+    assert verify_run(run) == {"output": 6, "grad_input": 3, "grad_weight": 6}
+
+
+def test_a_step_that_a_scaler_skips_ends_an_iteration_that_says_so(tmp_path: Path, model: Net) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with Capture(tmp_path / "run", master=True, min_iterations=3) as capture:
+        for number, factor in enumerate((1.0, float("inf"), 1.0), start=1):
+            optimizer.zero_grad()
+            scaler.scale(model(hidden=batch(2)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert capture.iteration == number
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 1, 2]
+    assert places(run.select()) == [(number, 0, 0, 2) for number in range(3)]
+    reasons = [set(status.silent_sites.get(0, {}).values()) for status in run.status()]
+    assert reasons == [set(), {"the gradient scaler skipped the optimizer's step: a gradient was not finite"}, set()]
+    assert set(run.select(tensor_name="master_weight").column("iteration")) == {0, 2}
+
+
+def gan(generator: nn.Module, judge: nn.Module) -> Iterator[None]:
+    """Iterations in which the judge steps before the generator's loss is computed."""
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (judge, generator)]
+    for _ in range(3):
+        made = generator(batch(4))
+        judge(made.detach()).mean().backward()
+        optimizers[0].step()
+        judge(made).mean().backward()
+        optimizers[1].step()
+        yield
+
+
+def test_where_the_second_optimizer_ends_the_iteration_no_gradient_is_late(tmp_path: Path) -> None:
+    # Each model has a layer before the one whose gradients are counted.
+    generator, judge = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+    with Capture(tmp_path / "run", advance_on="optimizer:1", min_iterations=2) as capture:
+        for number, _ in enumerate(gan(generator, judge), start=1):
+            assert capture.iteration == number
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 1]
+    assert [status.silent_sites for status in run.status()][:2] == [{}, {}]
+    for iteration in (0, 1):
+        records = run.select(iteration=iteration)
+        assert len(records.select(tensor_name="grad_output")) == 2 + 2 * 2
+        assert len(records.select(tensor_name="grad_weight")) == 2 + 2 * 2
+
+
+def test_an_optimizer_that_never_steps_is_named_at_the_end(tmp_path: Path, model: Net) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    capture = Capture(tmp_path / "run", advance_on="optimizer:1")
+    with capture:
+        model(hidden=batch(2)).sum().backward()
+        optimizer.step()
+    verdict = capture.close()
+    assert not verdict.met
+    assert "optimizer:1, which --advance-on names, never stepped" in verdict.message()
+    assert "optimizer:0 is SGD" in verdict.message()
+
+
+def test_microbatches_keep_their_numbers_and_their_samples(tmp_path: Path, model: Net) -> None:
+    head = nn.Linear(WIDTH, WIDTH)
+    model.requires_grad_(requires_grad=False)  # what is frozen is a pass like any other
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    with Capture(tmp_path / "run", min_iterations=2) as capture:
+        for iteration in range(2):
+            for size in (2, 3, 4):
+                capture.set_sample_ids([f"{iteration}.{size}.{place}" for place in range(size)])
+                inputs = batch(size)
+                if size == 3:
+                    model.fails = True
+                    with pytest.raises(ValueError, match="too long"):
+                        model(hidden=batch(7))
+                    model.fails = False
+                loss = head(model(hidden=inputs)).square().mean()
+                capture.set_sample_ids(None)
+                # As autograd does on a device: on another thread.
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                thread.join()
+            optimizer.step()
+    run = open_run(tmp_path / "run")
+    for iteration in range(2):
+        records = run.select(iteration=iteration)
+        # The pass that failed has the first call of its microbatch, and no other number moves.
+        assert [place[1:] for place in places(records)] == [(0, 0, 2), (1, 0, 7), (1, 1, 3), (2, 0, 4)]
+        second = sorted((one.microbatch, one.call) for one in records.select(module="second", tensor_name="input"))
+        assert second == [(0, 0), (1, 1), (2, 0)]
+        assert sorted(records.select(tensor_name="grad_weight").column("microbatch")) == [0, 1, 2]
+        ids = {one.microbatch: one.sample_ids for one in records.select(module="second", tensor_name="input")}
+        assert ids == {place: [f"{iteration}.{place + 2}.{at}" for at in range(place + 2)] for place in range(3)}
+    assert verify_run(run)["grad_weight"] == 6
+
+
+def test_models_that_are_called_one_after_the_other_share_a_microbatch(tmp_path: Path) -> None:
+    encoder, decoder = Net(), Net()
+    optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+    with Capture(tmp_path / "run"):
+        for size in (2, 3):
+            memory = encoder(hidden=batch(size))
+            (decoder(hidden=memory) + decoder(hidden=2 * memory)).sum().backward()
+        optimizer.step()
+    records = open_run(tmp_path / "run").select(tensor_name="input")
+    found = sorted((one.module, one.microbatch, one.call) for one in records.select(module="*first"))
+    assert found == [
+        *(("Net1.first", microbatch, call) for microbatch in range(2) for call in range(2)),
+        *(("first", microbatch, 0) for microbatch in range(2)),
+    ]
+    assert verify_run(open_run(tmp_path / "run")) == {"output": 12, "grad_input": 10, "grad_weight": 12}

@@ -1,0 +1,191 @@
+"""Is a Megatron-core model that is split over tensor parallel ranks captured whole, and left as it was?
+
+Real processes under torchrun, over gloo: the same model on one tensor parallel rank (and two data parallel
+ones), on two, and on two with pieces of the sequence between the blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranktape.storage import Run, open_run
+from tests.capture.test_parallel import ROOT, assert_close, key_of, torchrun
+from tests.capture.verify import verify_run
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+PROGRAM = ROOT / "tests" / "capture" / "programs" / "megatron_model.py"
+VARIANTS = ("alone", "tp", "sequence", "checkpointed", "ddp")
+NUM_LINEARS = 9
+NUM_LAYERS = 2
+STEPS = 2
+MICROBATCHES = 2
+
+support = pytest.mark.support
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the one start that trains all variants."""
+    return torchrun(tmp_path_factory.mktemp("megatron") / "out", VARIANTS, num_ranks=2, program=PROGRAM)
+
+
+def run_of(trained: Path, variant: str) -> Run:
+    return open_run(trained / f"{variant}.run")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "alone",
+        pytest.param("tp", marks=support(framework="Megatron-core", parallelism="TP", features=("unchanged",))),
+        pytest.param("sequence", marks=support(framework="Megatron-core", parallelism="TP", features=("unchanged",))),
+        pytest.param(
+            "checkpointed", marks=support(framework="Megatron-core", parallelism="TP", features=("unchanged",))
+        ),
+        pytest.param("ddp", marks=support(framework="Megatron-core", parallelism="DDP", features=("unchanged",))),
+    ],
+)
+def test_the_training_is_the_same_bit_for_bit(variant: str, trained: Path) -> None:
+    for rank in range(2):
+        bits = json.loads((trained / f"{variant}.rank{rank}.json").read_text())
+        assert bits["captured"] == bits["plain"]
+    assert all(not any(status.silent_sites.values()) for status in run_of(trained, variant).status())
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(
+            "alone", marks=support(framework="Megatron-core", parallelism="one process", features=("accumulation",))
+        ),
+        pytest.param(
+            "ddp",
+            marks=support(
+                framework="Megatron-core",
+                parallelism="DDP",
+                features=("linear", "attention", "accumulation", "checkpointing"),
+            ),
+        ),
+    ],
+)
+def test_layers_of_one_rank_compute_what_was_recorded(variant: str, trained: Path) -> None:
+    num_passes = 2 * STEPS * MICROBATCHES
+    linear = dict.fromkeys(("output", "grad_weight", "grad_input"), num_passes * NUM_LINEARS)
+    names = ("output", "grad_query", "grad_key", "grad_value")
+    attention = {f"attention {name}": num_passes * NUM_LAYERS for name in names}
+    assert verify_run(run_of(trained, variant)) == linear | attention
+
+
+@pytest.mark.support(framework="Megatron-core", parallelism="TP", features=("attention", "accumulation"))
+@pytest.mark.parametrize("variant", ["tp", "sequence", "checkpointed"])
+def test_attention_of_two_ranks_computes_what_was_recorded(variant: str, trained: Path) -> None:
+    """Linear layers on two ranks give sums over ranks, or get gradients that are: those are put together below."""
+    names = ("output", "grad_query", "grad_key", "grad_value")
+    num_calls = 2 * STEPS * MICROBATCHES * NUM_LAYERS
+    attention = run_of(trained, variant).select(layer_type="attention")
+    assert verify_run(attention) == {f"attention {name}": num_calls for name in names}
+
+
+def check_assembled(trained: Path, variant: str) -> None:
+    alone = run_of(trained, "alone").select(iteration=0, rank=0)
+    expected = {key_of(record): record.tensor() for record in alone if record.component != "hidden"}
+    found: Counter[object] = Counter()
+    records = run_of(trained, variant).select(iteration=0)
+    for view in records.where('component != "hidden"').assemble():
+        first = view.records[0]
+        assert view.missing_ranks == (), view
+        assert {record.rank for record in view.records} == {0, 1}, view
+        values = view.tensor()
+        if first.tensor_name in {"weight", "master_weight"}:
+            assert torch.equal(values, expected[key_of(first)]), view
+        else:
+            assert_close(values, expected[key_of(first)], what=view, tolerance=1e-4)
+        found[key_of(first)] += 1
+    assert found == dict.fromkeys(expected, 1)
+
+
+@pytest.mark.support(
+    framework="Megatron-core", parallelism="TP", features=("linear", "attention", "assembly", "accumulation")
+)
+@pytest.mark.parametrize("variant", ["tp", "sequence"])
+def test_what_two_ranks_recorded_is_what_one_records(variant: str, trained: Path) -> None:
+    check_assembled(trained, variant)
+
+
+@pytest.mark.support(
+    framework="Megatron-core", parallelism="TP", features=("linear", "attention", "assembly", "checkpointing")
+)
+def test_what_is_computed_again_is_recorded_once(trained: Path) -> None:
+    check_assembled(trained, "checkpointed")
+
+
+@pytest.mark.support(framework="Megatron-core", parallelism="TP", features=("layer outputs",))
+@pytest.mark.parametrize("variant", ["tp", "sequence", "checkpointed"])
+def test_outputs_of_layers_are_those_of_one_rank(variant: str, trained: Path) -> None:
+    """Each rank has them all, or a piece of the sequence."""
+    alone = run_of(trained, "alone").select(iteration=0, rank=0, component="hidden")
+    records = run_of(trained, variant).select(iteration=0, component="hidden")
+    assert len(alone) == 2 * MICROBATCHES * (NUM_LAYERS + 1)
+    assert len(records) == 2 * len(alone)
+    for record in alone:
+        assert record.layout == "TBH"
+        filters = {name: getattr(record, name) for name in ("module", "tensor_name", "microbatch")}
+        parts = [records.select(rank=rank, **filters)[0].tensor() for rank in range(2)]
+        if variant == "sequence":
+            parts = [torch.cat(parts)]
+        for part in parts:
+            assert_close(part, record.tensor(), what=record, tolerance=1e-4)
+
+
+@pytest.mark.support(framework="Megatron-core", parallelism="DDP", features=("layer outputs",))
+def test_outputs_of_layers_of_each_data_parallel_rank_are_there(trained: Path) -> None:
+    alone = run_of(trained, "alone").select(iteration=0, rank=0, component="hidden")
+    records = run_of(trained, "ddp").select(iteration=0, component="hidden")
+    own = {key_of(record): record for record in records.select(rank=0)}
+    assert own.keys() == {key_of(record) for record in alone} == {key_of(record) for record in records.select(rank=1)}
+    for record in alone.select(tensor_name="output"):  # of the first rank: it has the same batches
+        assert torch.equal(own[key_of(record)].tensor(), record.tensor())
+
+
+@pytest.mark.support(framework="Megatron-core", parallelism="DDP", features=("assembly",))
+def test_the_optimizer_gets_the_mean_of_what_the_data_parallel_ranks_recorded(trained: Path) -> None:
+    records = run_of(trained, "ddp").select(iteration=0)
+    for name in ("weight", "master_weight", "reduced_grad_weight"):
+        views = records.select(tensor_name=name).assemble()
+        assert len(views) == NUM_LINEARS
+        for view in views:
+            assert [record.rank for record in view.records] == [0, 1]
+            assert view.differing_replicas() == []
+            if name == "reduced_grad_weight":
+                grads = records.select(module=view.records[0].module, tensor_name="grad_weight")
+                assert len(grads) == 2 * MICROBATCHES
+                mean = torch.stack([grad.tensor() for grad in grads]).sum(0) / 2
+                assert_close(view.tensor(), mean, what=view, tolerance=1e-5)
+
+
+def test_weights_are_replicas_over_the_data_parallel_ranks(trained: Path) -> None:
+    records = run_of(trained, "alone").select(iteration=0, module="*.linear_fc1", tensor_name="weight")
+    assert len(records) == 2 * NUM_LAYERS
+    for record in records:
+        assert record.placement is not None
+        assert record.placement["mesh"] == {"axes": ["dp", "tp"], "shape": [2, 1], "ranks": [[0], [1]]}
+        assert record.placement["placements"][0] == "replicate"
+        assert record.global_view().differing_replicas() == []
+
+
+def test_the_two_halves_of_a_gated_layer_are_split_each(trained: Path) -> None:
+    """Each rank has a piece of the gate and a piece of what is gated."""
+    [record] = run_of(trained, "tp").select(
+        iteration=0, rank=1, module="decoder.layers.0.mlp.linear_fc1", tensor_name="weight"
+    )
+    assert record.placement is not None
+    assert record.placement["placements"] == ["strided_shard(0, 2)"]
+    assert record.placement["global_shape"] == [64, 16]
+    assert record.placement["offset"] == [16, 0]

@@ -1,0 +1,395 @@
+"""Is every layer of every framework recorded as what it computed, once, and is the training the same bit for bit?
+
+Outputs and gradients are computed again from the recorded inputs (`verify.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
+
+from ranktape.capture import Capture, FunctionRole, ModuleRole, register_role, unregister_role
+from ranktape.capture.hooks.calls import tensor_in
+from ranktape.capture.roles.known import registered_roles, role_of
+from ranktape.errors import UsageError
+from ranktape.storage import open_run
+from tests.capture.role_models import BATCH, LENGTH, WIDTH, Adapted, Bare, Experts, Multihead, Task, train_twice
+from tests.capture.verify import verify_run
+
+ATTENTION = ("attention output", "attention grad_query", "attention grad_key", "attention grad_value")
+
+
+@pytest.mark.support(framework="PyTorch", parallelism="one process", features=("linear", "attention", "unchanged"))
+@pytest.mark.parametrize(
+    ("needs_weights", "is_crossed", "width", "num_products"),
+    [(False, False, None, 3), (True, False, None, 3), (True, True, None, 5), (True, True, 12, 6), (False, True, 12, 6)],
+)
+def test_multihead_attention_is_seen_with_and_without_its_weights(
+    tmp_path: Path, *, needs_weights: bool, is_crossed: bool, width: int | None, num_products: int
+) -> None:
+    task = Task(make=lambda: Multihead(needs_weights=needs_weights, is_crossed=is_crossed, width=width))
+    trained = train_twice(task, tmp_path / "run")
+    assert trained.is_equal
+    counts = verify_run(trained.run)
+    assert [counts[name] for name in ATTENTION] == [2] * 4
+    assert counts["output"] == counts["grad_weight"] == 2 * num_products
+    assert not any(any(status.silent_sites.values()) for status in trained.run.status())
+    names = set(trained.run.select(layer_type="linear").column("module"))
+    separate = {"attention.q_proj", "attention.k_proj", "attention.v_proj"}
+    halves = {"attention.in_proj[0:16]", "attention.in_proj[16:48]"}
+    assert names >= {"attention.out_proj", *(separate if width else halves if is_crossed else {"attention.in_proj"})}
+
+
+@pytest.mark.support(framework="PyTorch", parallelism="one process", features=("linear", "unchanged"))
+def test_a_frozen_layer_has_a_grad_input_and_no_grad_weight(tmp_path: Path) -> None:
+    trained = train_twice(Task(make=lambda: nn.Sequential(Adapted(), Adapted())), tmp_path / "run")
+    assert trained.is_equal
+    records = trained.run.select(iteration=0, module="1.base_layer")
+    assert Counter(records.column("tensor_name")) == Counter(["input", "weight", "output", "grad_output", "grad_input"])
+    assert verify_run(trained.run) == Counter(output=12, grad_weight=8, grad_input=8)
+    assert not any(any(status.silent_sites.values()) for status in trained.run.status())
+
+
+@pytest.mark.support(framework="MoE", parallelism="one process", features=("linear", "unchanged"))
+def test_experts_have_the_tokens_that_they_got(tmp_path: Path) -> None:
+    trained = train_twice(Task(make=Experts, loss=lambda model, batch: model(batch)), tmp_path / "run")
+    assert trained.is_equal
+    inputs = {
+        record.module: record.shape[0] for record in trained.run.select(iteration=0, tensor_name="input", module="*s*")
+    }
+    assert inputs == {"experts.0": 4, "experts.1": 11, "experts.2": 0, "stacked[0]": 7, "stacked[1]": 8}
+    assert verify_run(trained.run) == Counter(output=12, grad_weight=12, grad_input=10)
+    for status in trained.run.status():
+        assert status.silent_sites == {0: {"experts.3": "its module was not called"}}
+
+
+def test_calls_around_hooks_shared_modules_and_tied_weights_each_have_their_share(tmp_path: Path) -> None:
+    layer_types = ("linear", "embedding")
+    trained = train_twice(Task(make=Bare, options={"layer_types": layer_types}), tmp_path / "run")
+    assert trained.is_equal
+    records = trained.run.select(iteration=0)
+    assert records.select(module="first", tensor_name="grad_weight").column("call").tolist() == [2, 1, 0]
+    assert len(records.select(module="first", tensor_name="weight")) == 1
+    assert "again" not in records.column("module")
+    counts = verify_run(trained.run)
+    assert counts["output"] == counts["grad_weight"] == 2 * 4
+    assert counts["embedding grad_weight"] == 2
+    tied = [records.select(module="tied", layer_type=kind, tensor_name="grad_weight") for kind in layer_types]
+    assert [len(found) for found in tied] == [1, 1]
+
+
+def helper(query: torch.Tensor, key: torch.Tensor, attend: object = F.scaled_dot_product_attention) -> torch.Tensor:
+    assert callable(attend)
+    return attend(query, key, key.clone())  # type: ignore[no-any-return]
+
+
+class Holder(nn.Module):
+    """Holds the function of attention in an attribute, in default arguments and in a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key = nn.Linear(WIDTH, WIDTH)
+        self.attend = F.scaled_dot_product_attention
+
+    def forward(self, hidden: torch.Tensor, *, other: object = F.scaled_dot_product_attention) -> torch.Tensor:
+        assert callable(other)
+        query, key = self.query(hidden), self.key(hidden)
+        held = self.attend(query, key, key.clone())
+        return held + other(query, key, key.clone()) + helper(query, key)  # type: ignore[no-any-return]
+
+
+def test_a_function_that_is_held_in_an_object_or_a_default_is_found_and_put_back(tmp_path: Path) -> None:
+    trained = train_twice(Task(make=Holder), tmp_path / "run")
+    assert trained.is_equal
+    assert verify_run(trained.run)["attention output"] == 2 * 3
+    assert trained.model.attend is F.scaled_dot_product_attention
+    assert helper.__defaults__ == (F.scaled_dot_product_attention,)
+    assert Holder.forward.__kwdefaults__ == {"other": F.scaled_dot_product_attention}
+
+
+def test_one_tensor_as_several_operands_changes_no_bit(tmp_path: Path) -> None:
+    """Of a function that is one node of the graph every gradient is there; of one that is not, the reason is."""
+
+    class Same(nn.Module):
+        def __init__(self, num_dims: int) -> None:
+            super().__init__()
+            self.query = nn.Linear(WIDTH, WIDTH)
+            self.num_dims = num_dims
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            query = self.query(hidden)
+            query = query.unsqueeze(1) if self.num_dims == 4 else query
+            for _ in range(3):
+                attended = F.scaled_dot_product_attention(query, query, query)
+                hidden = hidden + attended.reshape(hidden.shape)
+            return hidden
+
+    fused = train_twice(Task(make=lambda: Same(4)), tmp_path / "fused")
+    assert fused.is_equal
+    assert verify_run(fused.run)["attention grad_key"] == 2 * 3
+    composed = train_twice(Task(make=lambda: Same(3)), tmp_path / "composed")
+    assert composed.is_equal
+    reasons = set(composed.run.status()[0].silent_sites[0].values())
+    assert reasons == {"its tensor is another operand, too: one gradient for both"}
+
+
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A package of that name, whose functions are torch's: what we know of the real one are names and arguments."""
+    package = types.ModuleType("flash_attn")
+
+    def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> torch.Tensor:  # noqa: FBT001, FBT002
+        query, key, value = (one.transpose(1, 2) for one in (q, k, v))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2)
+
+    def flash_attn_qkvpacked_func(qkv: torch.Tensor, **named: bool) -> torch.Tensor:
+        return package.flash_attn_func(*qkv.unbind(2), **named)  # type: ignore[no-any-return]
+
+    def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, **named: bool) -> torch.Tensor:
+        return package.flash_attn_func(q, *kv.unbind(2), **named)  # type: ignore[no-any-return]
+
+    def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return package.flash_attn_func(q[None], k[None], v[None])[0]  # type: ignore[no-any-return]
+
+    for function in (flash_attn_func, flash_attn_qkvpacked_func, flash_attn_kvpacked_func, flash_attn_varlen_func):
+        setattr(package, function.__name__, function)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    return package
+
+
+def test_functions_named_as_those_of_flash_attention_are_seen_once(
+    tmp_path: Path, flash_attn: types.ModuleType
+) -> None:
+    class Flash(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projection = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            packed = self.projection(hidden).unflatten(-1, (3, 2, WIDTH // 2))
+            attended = flash_attn.flash_attn_func(*packed.unbind(2), causal=True)
+            attended = attended + flash_attn.flash_attn_qkvpacked_func(packed, causal=True)
+            attended = attended + flash_attn.flash_attn_kvpacked_func(packed[:, :, 0], packed[:, :, 1:], causal=True)
+            return attended + flash_attn.flash_attn_varlen_func(*packed[0].unbind(1))  # type: ignore[no-any-return]
+
+    trained = train_twice(Task(make=Flash), tmp_path / "run")
+    assert trained.is_equal
+    records = trained.run.select(layer_type="attention")
+    counts = verify_run(records.select(call=[0, 1, 2]))
+    assert [counts[name] for name in ATTENTION] == [2 * 3] * 4
+    [query] = records.select(iteration=0, call=1, tensor_name="query")
+    assert (query.layout, query.shape, query.sample_dim) == ("BTHD", (BATCH, LENGTH, 2, WIDTH // 2), 0)
+    ragged = records.select(iteration=0, call=3)
+    assert len(ragged) == 8
+    assert {(record.layout, record.sample_dim) for record in ragged} == {("THD", None)}
+
+
+class Kernel(nn.Module):
+    """A layer that no framework knows: another name of its parameter, and a dictionary as its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"rest": hidden, "out": hidden @ self.kernel.T}
+
+
+class Mine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.kernel = Kernel()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.kernel(hidden=self.before(hidden))["out"]  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def roles() -> Iterator[list[ModuleRole | FunctionRole]]:
+    """Roles of a test's own, which are forgotten after it."""
+    registered: list[ModuleRole | FunctionRole] = []
+    yield registered
+    for role in registered:
+        unregister_role(role)
+
+
+def test_a_role_of_ones_own_is_recorded_as_all_others(
+    tmp_path: Path, roles: list[ModuleRole | FunctionRole], capfd: pytest.CaptureFixture[str]
+) -> None:
+    own = {"operands": {"input": 0, "mask": "mask"}, "parameters": {"weight": "kernel"}, "output": "out"}
+    roles += [
+        ModuleRole(classes=(Kernel,), layer_type="linear", **own),  # type: ignore[arg-type]  # values of several types
+        ModuleRole(classes=("tests.capture.test_roles.Kernal",), layer_type="linear"),
+        FunctionRole(functions=("torch.nn.functional.no_such",), layer_type="linear"),
+    ]
+    for role in roles:
+        register_role(role)
+    trained = train_twice(Task(make=Mine), tmp_path / "run")
+    assert trained.is_equal
+    assert verify_run(trained.run) == Counter(output=4, grad_weight=4, grad_input=2)
+    told = capfd.readouterr().err
+    assert "the role for tests.capture.test_roles.Kernal matches no module of the model: the nearest class is" in told
+    assert "the role for torch.nn.functional.no_such matches no function that is loaded" in told
+    reasons = trained.run.status()[0].silent_sites[0]
+    assert reasons == {"kernel forward pre mask": "its argument 'mask' was not passed"}
+
+
+def scaled(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return first * second
+
+
+def test_a_function_of_ones_own_is_known_by_places_or_by_names(
+    tmp_path: Path, roles: list[ModuleRole | FunctionRole]
+) -> None:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            first = self.before(hidden)
+            return scaled(first, second=first.exp()) + scaled(second=first.exp(), first=first)
+
+    role = FunctionRole(
+        functions=(f"{__name__}.scaled",), layer_type="product", operands={"left": 0, "right": "second"}
+    )
+    roles.append(role)
+    register_role(role)
+    trained = train_twice(Task(make=Calls, options={"layer_types": ["product"]}), tmp_path / "run", steps=1)
+    assert trained.is_equal
+    for call in range(2):
+        names = sorted(trained.run.select(call=call).column("tensor_name"))
+        assert names == ["grad_left", "grad_output", "grad_right", "left", "output", "right"]
+
+
+def test_the_example_of_the_documentation_gives_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "roles.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    [expected] = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    before = registered_roles()
+    try:
+        exec(compile(example, "docs/roles.md", "exec"), {"__name__": "example"})  # noqa: S102  # our own page
+    finally:
+        for role in set(registered_roles()) - set(before):
+            unregister_role(role)
+    assert capsys.readouterr().out == expected
+
+
+def test_roles_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UsageError, match="give a tuple of types or dotted names"):
+        ModuleRole(classes="mine.Linear", layer_type="linear")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"give a type, or 'package\.module\.Class'"):
+        ModuleRole(classes=("Linear",), layer_type="linear")
+    with pytest.raises(UsageError, match="layer_type"):
+        ModuleRole(classes=(nn.Linear,), layer_type="")
+    with pytest.raises(UsageError, match=r"is no role"):
+        register_role(nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="is no operand"):
+        register_role(ModuleRole(classes=(nn.Linear,), layer_type="linear", operands={"input": -1}))
+    with pytest.raises(UsageError, match=r"give 'package\.module\.function'"):
+        FunctionRole(functions=("linear",), layer_type="linear")
+
+
+@dataclasses.dataclass
+class Output:
+    """What a layer may return."""
+
+    cache: None
+    hidden: torch.Tensor
+
+
+def test_the_output_is_found_in_results_of_all_kinds() -> None:
+    hidden, other = torch.zeros(1), torch.ones(1)
+    for result, element in [
+        (hidden, None),
+        ((hidden, other), None),
+        ((None, [hidden]), None),
+        ({"a": None, "b": hidden}, None),
+        (Output(None, hidden), None),
+        (Output(None, hidden), "hidden"),
+        ({"x": other, "y": hidden}, "y"),
+        ((other, hidden), 1),
+    ]:
+        assert tensor_in(result, element) is hidden
+    for result, element in [((), None), (None, None), ((hidden,), 1), ({"x": hidden}, "y"), ((None, hidden), 0)]:
+        assert tensor_in(result, element) is None
+
+
+@pytest.mark.filterwarnings("ignore")  # torch advises to compile it
+def test_flex_attention_is_seen_in_inference(tmp_path: Path) -> None:
+    class Flex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            query = self.query(hidden).unflatten(-1, (2, -1)).transpose(1, 2)
+            return flex_attention(query, query, query)
+
+    model = Flex().eval()
+    with torch.no_grad(), Capture(tmp_path / "run", modes=["eval"], advance_on="step") as capture:
+        model(torch.randn(BATCH, LENGTH, WIDTH))
+        capture.step()
+    run = open_run(tmp_path / "run")
+    assert verify_run(run) == Counter({"output": 1, "attention output": 1})
+    assert set(run.select(layer_type="attention").column("layout")) == {"BHTD"}
+
+
+def test_a_role_is_found_by_the_dotted_name_of_a_base() -> None:
+    base = type("ColumnParallelLinear", (nn.Module,), {"__module__": "megatron.core.tensor_parallel.layers"})
+    derived = type("Mine", (base,), {})
+    role = role_of(derived)
+    assert role is not None
+    assert role.layer_type == "linear"
+    engine = type("Linear", (nn.Module,), {"__module__": "transformer_engine.pytorch.module.linear"})
+    assert role_of(engine) is not None
+    assert role_of(nn.LayerNorm) is None
+    assert role_of(type("Sub", (nn.Linear,), {})) is role_of(nn.Linear)
+
+
+def test_the_gradient_that_a_layer_adds_up_itself_is_recorded_and_said_to_be_so(
+    tmp_path: Path, roles: list[ModuleRole | FunctionRole]
+) -> None:
+    class Fused(nn.Module):
+        gradient_accumulation_fusion = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.weight.main_grad = torch.full((WIDTH, WIDTH), 7.0)  # type: ignore[attr-defined]
+
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return hidden @ self.weight.T, None
+
+    from ranktape.capture.roles.megatron import main_grad
+
+    role = ModuleRole(
+        classes=(Fused,),
+        layer_type="linear",
+        operands={"input": 0},
+        parameters={"weight": "weight"},
+        output=0,
+        accumulated=main_grad,
+    )
+    roles.append(role)
+    register_role(role)
+    task = Task(make=lambda: nn.Sequential(Fused()), loss=lambda model, batch: model(batch)[0].sum())
+    [grad] = train_twice(task, tmp_path / "run", steps=1).run.select(tensor_name="grad_weight")
+    assert grad.metadata == {"accumulated": True}
+    assert torch.equal(grad.tensor(), torch.full((WIDTH, WIDTH), 7.0))

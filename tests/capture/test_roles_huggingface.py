@@ -1,0 +1,183 @@
+"""Are the layers of Hugging Face's models recorded as what they computed, whichever function attends?
+
+Random weights, nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ranktape.capture import Capture, get_layer_hidden_states
+from ranktape.storage import open_run
+from tests.capture.role_models import BATCH, VOCABULARY, Task, Trained, train_twice
+from tests.capture.verify import verify_run
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+LENGTH = 7
+NUM_LAYERS = 2
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]  # transformers warns of its own plans
+
+
+def llama(attention: str) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation=attention,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2(attention: str) -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=NUM_LAYERS,
+        n_head=4,
+        n_positions=32,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        attn_implementation=attention,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def task(make: Any, attention: str, **options: Any) -> Task:
+    return Task(
+        make=lambda: make(attention),
+        loss=lambda model, batch: model(input_ids=batch, labels=batch).loss,
+        batch=lambda: torch.randint(VOCABULARY, (BATCH, LENGTH)),
+        options=options,
+    )
+
+
+def is_whole(trained: Trained) -> bool:
+    return not any(any(status.silent_sites.values()) for status in trained.run.status())
+
+
+@pytest.mark.support(framework="HF Llama", parallelism="one process", features=("linear", "attention", "unchanged"))
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_llama_with_grouped_heads(tmp_path: Path, attention: str) -> None:
+    trained = train_twice(task(llama, attention), tmp_path / "run")
+    assert trained.is_equal
+    assert is_whole(trained)
+    counts = verify_run(trained.run)
+    assert counts["output"] == counts["grad_weight"] == counts["grad_input"] == 2 * (7 * NUM_LAYERS + 1)
+    names = ("output", "grad_query", "grad_key", "grad_value")
+    assert {counts[f"attention {name}"] for name in names} == {2 * NUM_LAYERS}
+    # Fifteen linear layers with six tensors, two attentions with eight: each once.
+    records = trained.run.select(iteration=0)
+    assert len(records) == 15 * 6 + 2 * 8 == len(set(zip(*map(records.column, ("module", "tensor_name")), strict=True)))
+    [key] = records.select(module="model.layers.1.self_attn", tensor_name="key")
+    [output] = records.select(module="model.layers.1.self_attn", tensor_name="output")
+    assert (key.shape, key.layout, key.layer_idx, key.sample_dim) == ((BATCH, 2, LENGTH, 8), "BHTD", 1, 0)
+    assert (output.shape, output.layout, output.component) == ((BATCH, LENGTH, 4, 8), "BTHD", "FA")
+    assert set(records.select(module="lm_head").column("layer_idx")) == {-1}
+    assert set(records.select(module="model.layers.1.*").column("layer_idx")) == {1}
+
+
+@pytest.mark.support(framework="HF GPT-2", parallelism="one process", features=("linear", "attention", "unchanged"))
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_gpt2_with_transposed_and_tied_weights(tmp_path: Path, attention: str) -> None:
+    layer_types = ("linear", "attention", "embedding")
+    trained = train_twice(task(gpt2, attention, layer_types=layer_types), tmp_path / "run")
+    assert trained.is_equal
+    assert is_whole(trained)
+    counts = verify_run(trained.run)
+    assert counts["output"] == counts["grad_weight"] == counts["grad_input"] == 2 * (4 * NUM_LAYERS + 1)
+    assert counts["attention output"] == counts["attention grad_key"] == 2 * NUM_LAYERS
+    # The output layer has the weight of the embedding, and each its own share of the gradient.
+    assert counts["embedding output"] == counts["embedding grad_weight"] == 2 * 2
+    weights = trained.run.select(iteration=0, tensor_name="weight")
+    layouts = {record.module: record.layout for record in weights}
+    assert layouts["transformer.h.1.mlp.c_fc"] == "IO"
+    assert (layouts["lm_head"], layouts["transformer.wte"]) == ("OI", "VH")
+    assert set(weights.select(module="transformer.h.1.*").column("layer_idx")) == {1}
+    [positions] = trained.run.select(iteration=0, module="transformer.wpe", tensor_name="input")
+    assert positions.sample_dim is None
+
+
+@pytest.mark.support(framework="HF Llama", parallelism="one process", features=("checkpointing",))
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_llama_under_checkpointing(tmp_path: Path, *, is_reentrant: bool) -> None:
+    def make(attention: str) -> Any:
+        model = llama(attention)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})
+        return model
+
+    trained = train_twice(task(make, "eager"), tmp_path / "run")
+    assert trained.is_equal
+    assert is_whole(trained)
+    assert verify_run(trained.run)["grad_weight"] == 2 * 15
+    assert len(trained.run.select(iteration=0)) == 15 * 6 + 2 * 8
+
+
+@pytest.mark.support(framework="MoE", parallelism="one process", features=("linear", "unchanged"))
+def test_mixtral_with_experts_in_one_parameter(tmp_path: Path) -> None:
+    def make(attention: str) -> Any:
+        config = transformers.MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=24,
+            num_hidden_layers=NUM_LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            attn_implementation=attention,
+            experts_implementation="eager",
+        )
+        return transformers.MixtralForCausalLM(config)
+
+    trained = train_twice(task(make, "sdpa"), tmp_path / "run")
+    assert trained.is_equal
+    verify_run(trained.run)
+    modules = set(trained.run.select(iteration=0, layer_idx=1).column("module"))
+    assert any(name.startswith("model.layers.1.mlp.experts.gate_up_proj[") for name in modules), modules
+    assert "model.layers.1.mlp.gate" in modules
+    inputs = trained.run.select(iteration=0, module="*.1.mlp.experts.gate_up_proj*", tensor_name="input")
+    assert sum(record.shape[0] for record in inputs) == BATCH * LENGTH * 2
+
+
+def hidden_states(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return model(input_ids=batch, output_hidden_states=True).hidden_states  # type: ignore[no-any-return]
+
+
+def check_layer_outputs(make: Any, url: Path, *, embedding: str) -> None:
+    torch.manual_seed(0)
+    model, batch = make("sdpa").eval(), torch.randint(VOCABULARY, (BATCH, LENGTH))
+    with torch.no_grad(), Capture(url, layers=True, advance_on="step") as capture:
+        expected = hidden_states(model, batch)
+        states = get_layer_hidden_states()
+        capture.step()
+    assert states is not None
+    assert len(states) == NUM_LAYERS + 1
+    records = open_run(url).select()
+    assert records.column("module")[0] == embedding
+    assert records.column("layer_idx").tolist() == [-1, *range(NUM_LAYERS)]
+    for record, state, own in zip(records, states, expected, strict=True):
+        assert torch.equal(record.tensor(), state)
+        # Their last one has gone through the norm at the end.
+        assert record.layer_idx == NUM_LAYERS - 1 or torch.equal(state, own)
+
+
+@pytest.mark.support(framework="HF Llama", parallelism="one process", features=("layer outputs",))
+def test_layer_outputs_of_llama(tmp_path: Path) -> None:
+    check_layer_outputs(llama, tmp_path / "run", embedding="model.embed_tokens")
+
+
+@pytest.mark.support(framework="HF GPT-2", parallelism="one process", features=("layer outputs",))
+def test_layer_outputs_of_gpt2(tmp_path: Path) -> None:
+    check_layer_outputs(gpt2, tmp_path / "run", embedding="transformer.wte")

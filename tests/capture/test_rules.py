@@ -1,0 +1,277 @@
+"""Is a rule read as it is written, and is one that nothing can follow refused before the training begins?"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.settings.rule_text import parse_rules
+from ranktape.capture.settings.rules import check_layer_types, read_selection
+from ranktape.errors import UnknownFieldError, UsageError
+
+KNOWN = ("linear", "attention", "embedding", "hidden")
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        ("keep=histogram", [{"keep": "histogram"}]),
+        ("  layer-type=attention\tevery=100\n", [{"layer_type": "attention", "every": "100"}]),
+        ("a=b; c=d", [{"a": "b"}, {"c": "d"}]),
+        ("where='call > 0 and phase == \"pre\"'", [{"where": 'call > 0 and phase == "pre"'}]),
+        (r"""module="a\"b\\c;d e" call=1""", [{"module": 'a"b\\c;d e', "call": "1"}]),
+        ("module=layers.[0-3].*=x,y", [{"module": "layers.[0-3].*=x,y"}]),
+        ("module=''", [{"module": ""}]),
+    ],
+)
+def test_a_rule_is_read_as_it_is_written(text: str, rules: list[dict[str, str]]) -> None:
+    assert parse_rules(text, label="--select") == rules
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has a rule that says nothing"),
+        ("a=b;", "has a rule that says nothing"),
+        (";a=b", "has a rule that says nothing"),
+        ("attention", "expected NAME=VALUE at character 1, found 'attention'"),
+        ("a=b c", "expected NAME=VALUE at character 5, found 'c'"),
+        ("a = b", "expected NAME=VALUE at character 1"),
+        ("a=", "expected NAME=VALUE at character 1"),
+        ("a='b", "expected NAME=VALUE at character 1"),
+        ("a='b'c", "expected NAME=VALUE at character 1"),
+        ("a=b'c'", "expected NAME=VALUE at character 1"),
+        ("1=2", "expected NAME=VALUE at character 1"),
+        ("a=b a=c", "says a twice in one rule"),
+        ("a-b=1 a_b=1", "says a_b twice in one rule"),
+        ("a=" + "x" * 20_000, "has 20002 characters: give at most 20000"),
+    ],
+)
+def test_a_text_that_is_no_rule_is_refused_where_it_goes_wrong(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parse_rules(text, label="--select")
+
+
+@given(
+    st.dictionaries(st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True), st.text(max_size=20), min_size=1, max_size=4)
+)
+def test_any_text_can_stand_in_quotes(rule: dict[str, str]) -> None:
+    for quote in "'\"":
+        quoted = {name: value.replace("\\", "\\\\").replace(quote, "\\" + quote) for name, value in rule.items()}
+        text = " ".join(f"{name}={quote}{value}{quote}" for name, value in quoted.items())
+        assert parse_rules(text, label="--select") == [rule]
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        CaptureOptions(selections=text)
+    except UsageError:
+        return
+    read_selection(CaptureOptions(selections=text))
+
+
+def test_a_text_and_a_mapping_say_the_same() -> None:
+    text = "layer-type=attention,linear layer_idx=0-3 every=100 samples=0:8:2 keep=histogram where='call < 2'"
+    mapping = {
+        "layer-type": ["attention", "linear"],
+        "layer_idx": "0-3",
+        "every": 100,
+        "samples": "0:8:2",
+        "keep": "histogram",
+        "where": "call < 2",
+    }
+    for each in (text, [text], (mapping,), mapping):
+        general, (rule,) = read_selection(CaptureOptions(selections=each, every=50))
+        assert (general.filters, general.where) == ((), None)
+        assert [one.field for one in rule.filters] == ["layer_type", "layer_idx"]
+        assert (rule.every, rule.keep) == (100, "histogram")
+        assert rule.samples is not None
+        assert rule.samples.below(10) == [0, 2, 4, 6]
+
+
+def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
+    options = CaptureOptions(every=10, keep="statistics", samples=0, selections="layer_type=linear; every=20 samples=1")
+    _, (first, second) = read_selection(options)
+    assert (first.every, first.keep) == (10, "statistics")
+    assert (second.every, second.keep) == (20, "statistics")
+    assert [rule.samples and rule.samples.below(5) for rule in (first, second)] == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"selections": "layertype=a"},
+            "--select, rule 1: tensors have no field 'layertype': did you mean layer_type?",
+        ),
+        ({"selections": "call=1; evry=2"}, "--select, rule 2: tensors have no field 'evry': did you mean every?"),
+        ({"selections": "checksum=1"}, "checksum is not known yet when a tensor is captured"),
+        ({"where": "overflow.ratio > 0"}, "overflow.ratio is not known yet when a tensor is captured"),
+        ({"where": "sample_ids == '1'"}, "sample_ids is not known yet when a tensor is captured"),
+        ({"where": "layer_type == 1"}, "layer_type holds text and 1 is a number"),
+        ({"where": "layer_idx == 'a'"}, "layer_idx holds numbers and 'a' is text"),
+        ({"where": "layer_type = 'a'"}, "write '=='"),
+        ({"where": "__import__('os').system('x')"}, "expected"),
+        ({"where": "x" * 20_000}, "give at most 10000"),
+        ({"where": "(" * 100 + "call == 0" + ")" * 100}, "at most 50 parentheses"),
+        ({"rank": "all"}, "rank holds numbers and 'all' is not one"),
+        ({"layer_idx": "3-0"}, "ends before it begins"),
+        ({"layer_idx": {"a": 1}}, "is not something a field can hold"),
+        ({"operation": "foward"}, "operation 'foward' is not allowed: did you mean forward?"),
+        ({"operation": "x"}, "operation 'x' is not allowed: give forward or backward"),
+        ({"modes": "test"}, "--mode test is not allowed: give one of train, eval"),
+        ({"keep": "counts"}, "--keep counts is not allowed: give one of values, histogram, statistics"),
+        ({"selections": "keep=counts"}, "keep 'counts' is not allowed"),
+        ({"selections": "every=15", "every": 10}, "every 15 is not a multiple of --every 10"),
+        ({"selections": "every=0"}, "every '0' is not allowed"),
+        ({"selections": "every=two"}, "every 'two' is not allowed"),
+        ({"selections": {"every": 2.0}}, "every 2.0 is not allowed"),
+        ({"selections": "samples=-1"}, "counted from 0"),
+        ({"samples": "0.5"}, "counted from 0"),
+        ({"samples": "0,-1"}, "counted from 0"),
+        ({"samples": "none"}, "counted from 0"),
+        ({"samples": [True]}, "counted from 0"),
+        ({"samples": 1.5}, "counted from 0"),
+        ({"selections": [{}]}, "rule 1 is empty"),
+        ({"selections": [3]}, "3 is no rule"),
+        ({"selections": "keep=histogram; call=1"}, "rule 2 is never asked: rule 1 fits everything"),
+        ({"layers": "some"}, "layers holds numbers and 'some' is not one"),
+        ({"layers": -1}, "counted from 0"),
+        ({"layers": [0, None]}, "counted from 0"),
+        ({"advance_on": "optimzer"}, "--advance-on 'optimzer' is not allowed"),
+        ({"advance_on": "optimizer:-1"}, "--advance-on 'optimizer:-1' is not allowed"),
+        ({"advance_on": None}, "--advance-on None is not allowed"),
+        ({"every": 2**60}, "--every 1152921504606846976 is not allowed"),
+        ({"min_iterations": "3"}, "give a whole number"),
+        ({"strict": "yes"}, "give true or false"),
+        ({"finish_timeout_seconds": float("inf")}, "--finish-timeout-seconds inf is not allowed: give a finite number"),
+        ({"block_timeout_seconds": 1e300}, "--block-timeout-seconds 1e+300 is not allowed: give a finite number"),
+        ({"store_timeout_seconds": float("-inf")}, "--store-timeout-seconds -inf is not allowed"),
+        ({"selections": {"layer-type": "a", "layer_type": "b"}}, "rule 1 says layer_type twice"),
+        ({"selections": {"operation": None}}, "operation None is not allowed"),
+        ({"selections": "call=1; mode=eval", "modes": "train"}, "rule 2, is for passes in mode eval, and --mode train"),
+        ({"selections": "mode=eval", "where": "mode == 'train'"}, "is for passes in mode eval, and --where takes only"),
+        ({"selections": "mode=eval where='mode == \"train\"'"}, "is for passes in mode neither train nor eval"),
+        ({"where": "mode == 'eval'", "modes": "train"}, ", with --mode train, takes neither training nor evaluation"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_before_the_training(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) as raised:
+        CaptureOptions(**options)
+    assert isinstance(raised.value, UnknownFieldError) == ("no field" in message or "not known yet" in message)
+
+
+def test_whatever_is_called_by_hostile_names_is_data() -> None:
+    hostile = "'; __import__('os').system('x') #{\n../../etc"
+    options = CaptureOptions(modules=hostile, tensor_name=[hostile], selections=[{"module": hostile}])
+    assert options.wants_module(hostile)
+    assert not options.wants_module("a")
+
+
+# Which kinds of layers.
+
+
+@pytest.mark.parametrize(
+    ("options", "types"),
+    [
+        ({}, ("linear", "attention")),
+        ({"layer_types": "linear"}, ("linear",)),
+        ({"layers": True}, ("embedding", "hidden")),
+        ({"layers": "0-3", "layer_types": ["linear"]}, ("linear", "embedding", "hidden")),
+        ({"layers": False}, ("linear", "attention")),
+        ({"selections": "layer_type=hidden; keep=statistics"}, ("hidden", "linear", "attention")),
+        ({"selections": "layer_type=hidden", "layers": "all"}, ("hidden", "embedding")),
+        ({"where": "layer_idx == 0"}, ("linear", "attention")),
+    ],
+)
+def test_layers_are_attached_to_that_something_asks_for(options: dict[str, Any], types: tuple[str, ...]) -> None:
+    made = CaptureOptions(**options)
+    assert made.wanted_layer_types == types
+    assert all(map(made.wants_layer_type, types))
+    assert not made.wants_layer_type("other")
+    check_layer_types(made, known=KNOWN)
+
+
+def test_layer_outputs_pass_the_filter_that_names_other_layers() -> None:
+    general, _ = read_selection(CaptureOptions(layers="all", layer_types="linear"))
+    (chosen,) = general.filters
+    assert chosen.alternatives == ("linear", "embedding", "hidden")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layer_types": "atention"}, "no kind of layer is called 'atention' (--layer-type): did you mean attention?"),
+        ({"layer_types": ["linear", "hiden"]}, "did you mean hidden?"),
+        ({"layer_types": "conv"}, "no kind of layer is called 'conv' (--layer-type): give one of linear, attention"),
+        ({"selections": "layer_type=atention"}, "did you mean attention?"),
+    ],
+)
+def test_a_kind_of_layer_that_nobody_knows_is_named_with_the_nearest(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_layer_types(CaptureOptions(**options), known=KNOWN)
+
+
+def test_kinds_that_are_recorded_by_hand_are_nobodys_business() -> None:
+    check_layer_types(CaptureOptions(layer_types=["linear", "rotary"]), known=KNOWN)
+    check_layer_types(CaptureOptions(layer_types=["rotary"], manual=True), known=KNOWN)
+    check_layer_types(CaptureOptions(layer_types="lin*"), known=KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("layers", "wanted"),
+    [(True, [0, 1, 2, 3]), ("all", [0, 1, 2, 3]), ([0, 3], [0, 3]), ("0,2-3", [0, 2, 3]), (1, [1]), (range(2), [0, 1])],
+)
+def test_decoder_layers_are_counted_from_0(layers: Any, wanted: list[int]) -> None:
+    options = CaptureOptions(layers=layers)
+    assert [index for index in range(4) if options.wants_layer(index)] == wanted
+    assert options.wants_layers
+    assert options.wanted_modes == ("train", "eval")
+    assert not CaptureOptions().wants_layers
+    assert CaptureOptions(layers="all", modes="train").wanted_modes == ("train",)
+
+
+@pytest.mark.parametrize(
+    ("options", "modes"),
+    [
+        ({}, ("train",)),
+        ({"selections": "mode=eval"}, ("eval",)),
+        ({"selections": "mode=eval layer_type=attention; keep=statistics"}, ("train", "eval")),
+        ({"selections": "mode='*'"}, ("train", "eval")),
+        ({"selections": "where='mode == \"eval\" and call == 0'"}, ("eval",)),
+        ({"where": "mode != 'train'"}, ("eval",)),
+        ({"where": "mode == 'eval'", "selections": "call=0"}, ("eval",)),
+        ({"where": "mode == 'eval' or layer_idx == 0"}, ("train", "eval")),
+        ({"where": "layer_idx == 0"}, ("train",)),
+        ({"modes": ["eval", "train"], "selections": "mode=eval"}, ("eval",)),
+        ({"modes": "eval", "selections": "call=0"}, ("eval",)),
+        ({"layers": "all", "selections": "mode=train"}, ("train",)),
+    ],
+)
+def test_the_modes_are_those_that_something_asks_for(options: dict[str, Any], modes: tuple[str, ...]) -> None:
+    assert CaptureOptions(**options).wanted_modes == modes
+
+
+def test_a_field_that_is_none_is_missing_as_in_a_query() -> None:
+    _, (rule,) = read_selection(CaptureOptions(selections=[{"tensor_name": None, "where": None, "keep": None}]))
+    assert [(one.field, one.alternatives) for one in rule.filters] == [("tensor_name", (None,))]
+    assert (rule.where, rule.keep) == (None, "values")
+
+
+def test_the_documents_of_a_run_hold_what_json_can() -> None:
+    class Optimizer:
+        def step(self) -> None:
+            """What an optimizer can."""
+
+    options = CaptureOptions(
+        layer_idx=range(3), rank={2, 1}, call=slice(0, 2), advance_on=Optimizer(), storage_options={"secret": "CANARY"}
+    )
+    document = options.document()
+    assert (document["layer_idx"], document["rank"], document["advance_on"]) == ("range(0, 3)", [1, 2], "Optimizer")
+    assert "CANARY" not in str(document)

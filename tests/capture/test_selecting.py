@@ -1,0 +1,347 @@
+"""Does a capture choose the tensors that the same words choose when a run is read, and when they are due?"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranktape.capture.passes.tracker import Call
+from ranktape.capture.settings.cadence import Beat, Cadence, cadence_of
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.settings.sampling import keep_samples
+from ranktape.capture.settings.selecting import Decision, Selecting
+from ranktape.capture.source import Source, TensorRole
+from ranktape.capture.tensors.parts import Part
+from ranktape.errors import UsageError
+from ranktape.storage.catalogue import Catalogue, Entry, encode_catalogue
+from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.record import Mode, Operation, RecordInfo
+from ranktape.storage.records import Records
+from tests.runs import describe
+from tests.strategies import AWKWARD_TERMS
+
+MODULES = ("layers.0.attn.query", "layers.1.mlp.up", "layers.10.mlp.up", "head", "", *AWKWARD_TERMS[:9])
+TENSORS = ("input", "weight", "output", "grad_output", "grad_weight")
+
+
+@st.composite
+def infos(draw: st.DrawFn) -> RecordInfo:
+    """Tensors of a small vocabulary, so that filters often fit."""
+    shape = draw(st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple))
+    dtype = draw(st.sampled_from(["bfloat16", "float32"]))
+    return dataclasses.replace(
+        describe(np.zeros(1, dtype=np.float32)),
+        iteration=draw(st.integers(0, 30)),
+        rank=draw(st.integers(0, 3)),
+        microbatch=draw(st.integers(0, 3)),
+        call=draw(st.integers(0, 2)),
+        batch_size=draw(st.one_of(st.none(), st.integers(1, 4))),
+        module=draw(st.sampled_from(MODULES)),
+        layer_type=draw(st.sampled_from(["linear", "attention", "hidden", "my own"])),
+        layer_idx=draw(st.integers(-1, 12)),
+        operation=str(draw(st.sampled_from(list(Operation)))),
+        phase=draw(st.sampled_from(["pre", "post"])),
+        component=draw(st.sampled_from(["FA", "linear"])),
+        quant_type=draw(st.sampled_from(["bf16", "mxfp8"])),
+        tensor_name=draw(st.sampled_from(TENSORS)),
+        dtype=dtype,
+        shape=shape,
+        compute_dtype=draw(st.sampled_from(["bfloat16", "float32"])),
+        mode=str(draw(st.sampled_from(list(Mode)))),
+        nbytes=math.prod(shape) * DTYPES[dtype].itemsize,
+        checksum="crc32c:00000000",
+    )
+
+
+NUMBERS = ("layer_idx", "rank", "microbatch", "call", "iteration")
+TEXTS = ("module", "layer_type", "phase", "component", "tensor_name", "quant_type", "dtype", "compute_dtype")
+
+numbers = st.one_of(
+    st.integers(-1, 12),
+    st.lists(st.integers(-1, 12), max_size=3),
+    st.sampled_from(["0-3", "1:20:2", ":5", "7:", "0,2,5-7", "-1", "none"]),
+    st.builds(range, st.integers(0, 5), st.integers(0, 20), st.integers(1, 3)),
+)
+texts = st.one_of(
+    st.sampled_from([*MODULES, *TENSORS, "linear", "FA", "bf16", "float32"]),
+    st.sampled_from(["*", "layers.*", "layers.?.*", "grad_*", "[lm]*", "*a*", "layers.[01]*", "[", "b*6", ""]),
+    st.lists(st.sampled_from([*TENSORS, "linear", "h*"]), min_size=1, max_size=3),
+)
+
+
+@st.composite
+def expressions(draw: st.DrawFn, *, depth: int = 2) -> str:
+    """Expressions over the fields that are known when a tensor is captured."""
+    if depth and draw(st.booleans()):
+        left, right = draw(expressions(depth=depth - 1)), draw(expressions(depth=depth - 1))
+        return draw(st.sampled_from([f"({left} and {right})", f"({left} or {right})", f"not ({left})"]))
+    number = draw(st.sampled_from([*NUMBERS, "nbytes", "numel", "batch_size"]))
+    text = draw(st.sampled_from(TEXTS))
+    value = draw(st.integers(-1, 12))
+    return draw(
+        st.sampled_from(
+            [
+                f"{number} {draw(st.sampled_from(['==', '!=', '<', '<=', '>', '>=']))} {value}",
+                f"{number} in [0, {value}]",
+                f"{number} is None",
+                f"{text} like '{draw(st.sampled_from(['l*', '*a*', 'grad_*', '?re']))}'",
+                f"{text} == '{draw(st.sampled_from(['linear', 'pre', 'input', 'bf16']))}'",
+                "dtype == compute_dtype",
+                "microbatch <= call",
+                "shape == '[2,3]'",
+            ]
+        )
+    )
+
+
+class Nowhere:
+    """No values; the records are read from a catalogue alone."""
+
+    url = "nowhere"
+
+
+def queried(records: list[RecordInfo], filters: dict[str, Any], where: str | None) -> list[int]:
+    """Which of the records a query selects."""
+    entries = [
+        Entry(site="site", stack="", index=-1, info=dataclasses.replace(info, counter=number))
+        for number, info in enumerate(records)
+    ]
+    catalogue = Catalogue.from_bytes(encode_catalogue(entries), place="here", attempt="attempt_000")
+    reader: Any = Nowhere()
+    found = Records(reader, [catalogue], np.arange(len(records))).select(**filters)
+    return sorted((found if where is None else found.where(where)).column("counter").tolist())
+
+
+def decided(records: list[RecordInfo], options: CaptureOptions) -> dict[int, Decision]:
+    """Which of the records a capture of every iteration takes, and what it keeps of them."""
+    found = {}
+    by_rank = {rank: Selecting(options, rank=rank) for rank in range(4)}
+    for number, info in enumerate(records):
+        selecting = by_rank[info.rank]
+        selecting.begin(info.iteration)
+        decision = decide(selecting, info)
+        # Again from what is remembered, and never what was said to be impossible.
+        assert decision == decide(selecting, info)
+        source, role, call = identity(info)
+        assert decision is None or (selecting.may_take(source, role) and selecting.may_take(source, role, call))
+        if decision is not None:
+            found[number] = decision
+    return found
+
+
+def identity(info: RecordInfo) -> tuple[Source, TensorRole, Call]:
+    """What the hooks know of a tensor."""
+    source = Source(module=info.module, layer_type=info.layer_type, layer_idx=info.layer_idx, component=info.component)
+    role = TensorRole(operation=Operation(info.operation), phase=info.phase, tensor_name=info.tensor_name)
+    call = Call(
+        iteration=info.iteration,
+        microbatch=info.microbatch,
+        index=info.call,
+        compute_dtype=info.compute_dtype,
+        batch_size=info.batch_size,
+        mode=Mode(info.mode),
+    )
+    return source, role, call
+
+
+def decide(selecting: Selecting, info: RecordInfo) -> Decision | None:
+    """The decision for a tensor of that identity."""
+    return selecting.decide(
+        *identity(info), dtype=info.dtype, shape=info.shape, nbytes=info.nbytes, quant_type=info.quant_type
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_a_capture_takes_what_a_query_selects(data: st.DataObject) -> None:
+    records = data.draw(st.lists(infos(), max_size=12))
+    filters: dict[str, Any] = {
+        **data.draw(st.dictionaries(st.sampled_from(NUMBERS), numbers, max_size=2)),
+        **data.draw(st.dictionaries(st.sampled_from(TEXTS), texts, max_size=2)),
+    }
+    where = data.draw(st.one_of(st.none(), expressions()))
+    rule = filters | ({} if where is None else {"where": where})
+    if not rule:
+        return
+    try:
+        options = CaptureOptions(selections=[rule])
+    except UsageError as error:
+        # Iterations that never come are the one thing that only a capture minds.
+        assert "--min-iterations" in str(error)  # noqa: PT017  (either way is right)
+        assert "iteration" in filters or "iteration" in (where or "")
+        return
+    assert sorted(decided(records, options)) == queried(records, filters, where)
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_the_first_rule_that_fits_decides_among_what_holds_for_all(data: st.DataObject) -> None:
+    records = data.draw(st.lists(infos(), max_size=12))
+    general: dict[str, Any] = data.draw(
+        st.dictionaries(st.sampled_from(["layer_idx", "rank", "call"]), numbers, max_size=2)
+    )
+    given_rules = data.draw(
+        st.lists(st.dictionaries(st.sampled_from(["tensor_name", "phase"]), texts, min_size=1, max_size=2), max_size=3)
+    )
+    keeps = ["histogram", "statistics", "values"]
+    rules = [{**rule, "keep": keep} for rule, keep in zip(given_rules, keeps, strict=False)]
+    options = CaptureOptions(selections=rules, **general)
+    left = set(queried(records, {name: value for name, value in general.items() if value != []}, None))
+    expected: dict[int, str] = dict.fromkeys(left, "values") if not rules else {}
+    for rule, keep in zip(given_rules, keeps, strict=False):
+        hits = left & set(queried(records, rule, None))
+        expected |= dict.fromkeys(hits, keep)
+        left -= hits
+    assert {number: decision.keep for number, decision in decided(records, options).items()} == expected
+
+
+def test_a_rule_that_is_not_due_still_decides() -> None:
+    info = dataclasses.replace(describe(np.zeros(1, dtype=np.float32)), layer_type="attention")
+    options = CaptureOptions(
+        selections=[{"layer_type": "attention", "every": 10, "keep": "histogram"}, {"keep": "statistics"}]
+    )
+    selecting = Selecting(options, rank=0)
+    kept = {}
+    for iteration in (0, 5, 10):
+        selecting.begin(iteration)
+        decision = decide(selecting, info)
+        kept[iteration] = decision and decision.keep
+        source, role, _ = identity(info)
+        assert selecting.may_take(source, role) == (decision is not None)
+    assert kept == {0: "histogram", 5: None, 10: "histogram"}
+
+
+def test_quantised_operands_are_chosen_by_their_own_names() -> None:
+    selecting = Selecting(CaptureOptions(tensor_name="weight_codes"), rank=0)
+    source, role, call = identity(dataclasses.replace(describe(np.zeros(1, dtype=np.float32)), tensor_name="weight"))
+    about: dict[str, Any] = {"dtype": "uint8", "shape": (2,), "nbytes": 2, "quant_type": "fp8"}
+    assert selecting.decide(source, role, call, suffix="_codes", **about)
+    assert not selecting.decide(source, role, call, suffix="_scales", **about)
+    assert not selecting.decide(source, role, call, **about)
+    assert selecting.may_take(source, role)
+
+
+# Which iterations.
+
+
+@pytest.mark.parametrize(
+    ("options", "iterations"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"start": 10, "every": 5}, [10, 15, 20, 25, 30]),
+        ({"selections": "layer_type=linear every=4; every=6"}, [0, 4, 6, 8, 12]),
+        ({"start": 3, "every": 2, "selections": "layer_type=linear every=4; every=6"}, [3, 7, 9, 11, 15]),
+        ({"iteration": "10:20:3"}, [10, 13, 16, 19]),
+        ({"iteration": ["3-4", 9], "every": 3}, [3, 9]),
+        ({"start": 100, "where": "iteration >= 200 and layer_idx < 3"}, [200, 201, 202, 203, 204]),
+        ({"where": "not (iteration < 7 or rank == 1)"}, [7, 8, 9, 10, 11]),
+        ({"where": "iteration == microbatch"}, [0, 1, 2, 3, 4]),
+        ({"selections": "iteration=0-2 layer_type=linear; every=50 keep=histogram"}, [0, 1, 2, 50, 100]),
+    ],
+)
+def test_iterations_are_those_in_which_a_rule_is_due(options: dict[str, Any], iterations: list[int]) -> None:
+    cadence = cadence_of(CaptureOptions(**options))
+    first = cadence.following(-1, count=5)
+    assert list(first) == iterations
+    assert Cadence.from_json(cadence.to_json()) == cadence
+    assert all(any(cadence.due(iteration)) for iteration in first)
+    assert cadence.following(first[0], count=2, without={first[1]}) == first[2:4]
+
+
+@given(
+    start=st.integers(0, 50),
+    everys=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    after=st.integers(-1, 200),
+    limited=st.booleans(),
+)
+def test_a_cadence_is_what_it_says(start: int, everys: list[int], after: int, limited: bool) -> None:  # noqa: FBT001
+    options = CaptureOptions(selections=[{"call": index, "every": every} for index, every in enumerate(everys)])
+    cadence = dataclasses.replace(cadence_of(options), start=start)
+    if limited:
+        beats = tuple(dataclasses.replace(beat, wheres=("iteration != 77",)) for beat in cadence.beats)
+        cadence = dataclasses.replace(cadence, beats=beats)
+    wanted = [
+        iteration
+        for iteration in range(max(start, after + 1), 500)
+        if any((iteration - start) % every == 0 for every in everys) and not (limited and iteration == 77)
+    ]
+    assert list(cadence.following(after, count=10)) == wanted[:10]
+
+
+def test_large_distances_are_not_searched_one_by_one() -> None:
+    cadence = Cadence(start=5, beats=(Beat(every=10**12), Beat(every=10**15, wheres=("iteration > 6",))))
+    assert cadence.following(5, count=2) == (5 + 10**12, 5 + 2 * 10**12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"iteration": "3-4", "min_iterations": 3},
+        {"where": "iteration < 2", "min_iterations": 3},
+        {"iteration": 5, "every": 2},
+        {"selections": "iteration=1", "start": 2},
+    ],
+)
+def test_iterations_that_never_come_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"leave \d+ iterations?, fewer than --min-iterations"):
+        CaptureOptions(**options)
+
+
+# Which samples.
+
+
+def part(*shape: int, placement: str | None = None) -> Part:
+    """A part whose values are all different."""
+    return Part(tensor=torch.arange(math.prod(shape)).reshape(shape), placement=placement)
+
+
+def sampled(samples: Any, whole: Part, *, sample_dim: int | None) -> Any:
+    """What is left of a part."""
+    (decision,) = Selecting(CaptureOptions(samples=samples), rank=0)._decisions
+    return keep_samples(whole, decision=decision, sample_dim=sample_dim)
+
+
+@pytest.mark.parametrize(
+    ("samples", "places"),
+    [
+        (0, [0]),
+        ("0-3", [0, 1, 2, 3]),
+        ("0:8:3", [0, 3, 6]),
+        ("1,2,5", [1, 2, 5]),
+        ([6, 0], [0, 6]),
+        (range(2, 5), [2, 3, 4]),
+        ("5-100", [5, 6, 7]),
+    ],
+)
+@pytest.mark.parametrize("sample_dim", [0, 1])
+def test_samples_are_taken_before_the_copy(samples: Any, places: list[int], sample_dim: int) -> None:
+    whole = part(8, 8, 2)
+    kept = sampled(samples, whole, sample_dim=sample_dim)
+    assert torch.equal(kept.part.tensor, whole.tensor.index_select(sample_dim, torch.tensor(places)))
+    assert list(kept.places) == places
+    assert list(kept.sample_ids(None)) == places
+    assert list(kept.sample_ids([f"id{place}" for place in range(8)])) == [f"id{place}" for place in places]
+    evenly = len({after - before for before, after in itertools.pairwise(places)}) <= 1
+    assert (kept.part.tensor.untyped_storage().data_ptr() == whole.tensor.untyped_storage().data_ptr()) == evenly
+
+
+def test_what_has_no_samples_stays_whole_and_what_has_not_these_is_left_out() -> None:
+    whole = part(4, 2)
+    assert sampled("0-1", whole, sample_dim=None).part is whole
+    assert sampled("0-9", whole, sample_dim=0).part is whole
+    assert sampled("7", whole, sample_dim=0) is None
+
+
+def test_the_samples_of_a_shard_are_told_to_the_whole() -> None:
+    kept = sampled("0,2", part(4, 2, placement='{"global_shape": [4, 8], "offset": [0, 2]}'), sample_dim=0)
+    assert kept.part.placement == '{"global_shape": [2, 8], "offset": [0, 2]}'
+    split = part(4, 2, placement='{"global_shape": [8, 2], "offset": [4, 0]}')
+    assert sampled("0,2", split, sample_dim=0).part is split

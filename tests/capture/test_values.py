@@ -1,0 +1,243 @@
+"""Are the recorded values those that the training computed with, and its gradients its own, where tensors have a past?
+
+Each test stands for a defect that a reviewer once made happen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ranktape.capture import Capture
+from ranktape.storage import Run, open_run
+from tests.capture.verify import verify_run
+
+WIDTH = 16
+
+Grads = dict[str, torch.Tensor]
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def both(make: Callable[[], nn.Module], step: Callable[[nn.Module, int], None], url: Path, **options: Any) -> Run:
+    """Train with and without capture: gradients and weights must be the same bits; the run."""
+    plain = train(make, step, contextlib.nullcontext())
+    seen = train(make, step, Capture(url, start=0, min_iterations=2, **options))
+    different = [
+        f"step {place}: {name}"
+        for place, (one, other) in enumerate(zip(plain, seen, strict=True))
+        for name in one
+        if not torch.equal(one[name], other[name])
+    ]
+    assert not different
+    return open_run(url)
+
+
+def train(make: Callable[[], nn.Module], step: Callable[[nn.Module, int], None], capture: Any) -> list[Grads]:
+    """The gradients of two steps, and the weights at the end."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found: list[Grads] = []
+    with capture:
+        for place in range(2):
+            optimizer.zero_grad()
+            step(model, place)
+            grads = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+            found.append({name: grad.clone() for name, grad in grads.items()})
+            optimizer.step()
+    return [*found, {name: one.detach() for name, one in model.named_parameters()}]
+
+
+def reasons_of(run: Run) -> dict[str, str]:
+    """Why tensors are missing, in any iteration."""
+    texts: dict[str, str] = {}
+    for status in run.status():
+        for told in status.silent_sites.values():
+            texts |= told
+    return texts
+
+
+class Reusing(nn.Module):
+    """Whose weights are used more than once in one autocast context: autocast casts each of them once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied.weight = self.first.weight
+        self.bare = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.prompt = nn.Parameter(torch.randn(5, WIDTH))
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.tied(torch.tanh(self.first(self.shared(self.shared(hidden)))))
+        hidden = F.linear(torch.tanh(F.linear(hidden, self.bare)), self.bare)
+        for _ in range(2):
+            hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        return hidden + self.query(self.prompt) * self.key(self.prompt)  # type: ignore[no-any-return]
+
+
+def step_in_autocast(model: nn.Module, place: int) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = (model(batch(place)) * model(batch(place + 9))).float().square().mean()
+    loss.backward()
+
+
+def test_weights_that_autocast_casts_once_keep_their_gradients(tmp_path: Path) -> None:
+    run = both(Reusing, step_in_autocast, tmp_path / "run")
+    true = train(Reusing, step_in_autocast, contextlib.nullcontext())
+    names = {
+        "shared": "shared.weight",
+        "first": "first.weight",
+        "tied": "first.weight",
+        "bare": "bare",
+        "attention.out_proj": "attention.out_proj.weight",
+        "query": "query.weight",
+    }
+    for iteration in run.iterations:
+        for module, parameter in names.items():
+            # Two passes in one graph: one gradient, which is their sum.
+            [record] = run.select(iteration=iteration, module=module, tensor_name="grad_weight")
+            assert torch.equal(record.tensor(), true[iteration][parameter]), module
+    assert run.iterations == [0, 1]
+    reasons = reasons_of(run)
+    assert set(reasons) == {f"{name} backward post grad_input" for name in ("query", "key")}
+    assert all("autocast" in reason for reason in reasons.values())
+
+
+def test_a_weight_is_recorded_again_when_it_changes_within_an_iteration(tmp_path: Path) -> None:
+    def step(model: nn.Module, place: int) -> None:
+        weight = model.get_parameter("0.weight")
+        for pass_ in range(2):
+            model(batch(place + 9 * pass_)).square().mean().backward()
+            with torch.no_grad():
+                weight.mul_(0.5)
+        model.eval()
+        with torch.no_grad():
+            model(batch(place + 20))
+        model.train()
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    run = both(make, step, tmp_path / "run", modes=("train", "eval"))
+    assert verify_run(run)["output"] == 2 * 2 * 3
+    weights = run.select(iteration=0, module="0", tensor_name="weight")
+    found = {(one.mode, one.microbatch): one.tensor() for one in weights}
+    assert list(found) == [("train", 0), ("train", 1), ("eval", 0)]
+    assert torch.equal(found["train", 1], found["train", 0] * 0.5)
+    assert torch.equal(found["eval", 0], found["train", 0] * 0.25)
+    assert len(run.select(iteration=0, module="2", tensor_name="weight", mode="train")) == 1
+    assert not reasons_of(run)
+
+
+class _Product(torch.autograd.Function):
+    """A product with a backward pass of its own, as quantised layers have."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return F.linear(hidden, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].flatten(0, -2).T @ hidden.flatten(0, -2)
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (torch's name)
+        return _Product.apply(input, self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Unusual(nn.Module):
+    """An embedding that writes to its weight, a linear layer with its own backward, attention with appended rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, WIDTH, max_norm=1.0)
+        self.own = OwnLinear(WIDTH, WIDTH, bias=False)
+        self.biased = nn.MultiheadAttention(WIDTH, 2, batch_first=True, add_bias_kv=True)
+        self.both = nn.MultiheadAttention(WIDTH, 2, add_bias_kv=True, add_zero_attn=True, kdim=WIDTH, vdim=8)
+        self.values = nn.Linear(WIDTH, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.own(self.embedding(tokens))
+        hidden = hidden + self.biased(hidden, hidden, hidden)[0]
+        return hidden + self.both(hidden, hidden, self.values(hidden))[0]  # type: ignore[no-any-return]
+
+
+def test_layers_that_treat_their_operands_unusually_are_recorded_as_they_compute(tmp_path: Path) -> None:
+    def step(model: nn.Module, place: int) -> None:
+        model((batch(place)[..., 0].abs() * 5).long().clamp(0, 19)).square().mean().backward()
+
+    run = both(Unusual, step, tmp_path / "run", layer_types=("linear", "attention", "embedding"))
+    true = train(Unusual, step, contextlib.nullcontext())
+    for iteration in run.iterations:
+        for module in ("embedding", "own"):
+            [record] = run.select(iteration=iteration, module=module, tensor_name="grad_weight")
+            assert torch.equal(record.tensor(), true[iteration][f"{module}.weight"]), module
+    counts = verify_run(run)
+    assert counts["embedding output"] == counts["embedding grad_weight"] == len(run.iterations) == 2
+    assert counts["attention output"] == counts["attention grad_query"] == 2 * 2
+    [biased] = run.select(iteration=0, module="biased", tensor_name="key")
+    [plus_zero] = run.select(iteration=0, module="both", tensor_name="value")
+    # Tokens, samples, heads: after the tokens the row of the bias, then zeros.
+    assert (biased.shape, plus_zero.shape) == ((6, 3, 2, 8), (5, 5, 2, 8))
+    assert not plus_zero.tensor()[-1].any()
+    reasons = reasons_of(run)
+    assert set(reasons) == {f"{module} grad_key, grad_value" for module in ("biased", "both")}
+    assert all("a row is appended" in reason for reason in reasons.values())
+
+
+class Viewing(nn.Module):
+    """A layer that returns another shape of what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.loss = torch.zeros(())
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.loss = self.side(hidden).square().mean()
+        return hidden.view(-1, WIDTH)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Viewing(), Viewing()])
+
+
+def test_a_layer_that_returns_a_view_of_its_input_has_the_gradient_of_the_view(tmp_path: Path) -> None:
+    true: list[torch.Tensor] = []
+
+    class Model(Stack):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden = self.embed(hidden).clone()
+            view = self.layers[0](hidden)
+            view.register_hook(lambda grad: true.append(grad.clone()))
+            last = self.layers[1](view + 1)
+            side: Any = self.layers[0].loss
+            return last.square().mean() + hidden.sum() + side  # type: ignore[no-any-return]
+
+    def step(model: nn.Module, place: int) -> None:
+        model(batch(place)).backward()
+
+    run = both(Model, step, tmp_path / "run", layers="all")
+    for iteration in (0, 1):
+        [record] = run.select(iteration=iteration, module="layers.0", tensor_name="grad_output", layer_type="hidden")
+        assert torch.equal(record.tensor(), true[iteration])
