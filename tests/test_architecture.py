@@ -28,8 +28,8 @@ MAY_IMPORT = {
 }
 """The whole of the package's top level, and the folders that each may import."""
 
-EXCEPTIONS = {("capture", "ranktape.analyze.histogram"), ("capture", "ranktape.analyze.moments")}
-"""Single modules across a closed border: the writer counts and adds up values with the kernels that analysis uses."""
+EXCEPTIONS = {("capture", "ranktape.analyze.histograms")}
+"""Single folders across a closed border: the writer counts and adds up values with the kernels that analysis uses."""
 
 SHARED = {"ranktape.errors", "ranktape.__version__", "ranktape.__file__", "ranktape.public_names"}
 """What every folder may take from the top of the package; its public names are for users."""
@@ -157,7 +157,7 @@ def test_beside_the_package_stands_what_torch_calls_and_nothing_else() -> None:
 PLANTED = {
     "storage/run.py": [
         "from ranktape.capture import Capture",
-        "import ranktape.analyze.histogram",
+        "import ranktape.analyze.histograms.histogram",
         "from ..launch import cli",
         "from .. import analyze",
         "def f():\n    from ranktape.capture.settings.options import CaptureOptions",
@@ -174,7 +174,7 @@ PLANTED = {
     ],
     "capture/site.py": [
         "from ranktape.analyze import overflow",
-        "from ranktape.analyze.histograms import measure",
+        "from ranktape.analyze.histogram import measure",
         "from ranktape.launch import cli",
         "from ranktape import analyze",
     ],
@@ -195,8 +195,8 @@ ALLOWED = {
         "from ranktape.storage.layout import capture_path",
     ],
     "capture/site.py": [
-        "from ranktape.analyze.histogram import measure",
-        "from ranktape.analyze import histogram",
+        "from ranktape.analyze.histograms.histogram import measure",
+        "from ranktape.analyze import histograms",
         "from ranktape.storage import open_run",
         "import torch",
     ],
@@ -254,8 +254,9 @@ LIGHT = {
     "ranktape.launch.autostart": HEAVY,
     "ranktape_autoload": (*HEAVY, "ranktape"),
     "ranktape.storage.run": ("torch",),
-    "ranktape.analyze.histogram": ("torch", "zarr"),
-    "ranktape.analyze.moments": ("torch", "zarr"),
+    "ranktape.analyze.histograms.histogram": ("torch", "zarr"),
+    "ranktape.analyze.histograms.block_histogram": ("torch", "zarr"),
+    "ranktape.analyze.histograms.moments": ("torch", "zarr"),
     "ranktape.capture.writer": ("torch", "zarr"),
 }
 """By module, what importing it may not import: `--help` is quick, the writer process small, a laptop has no torch."""

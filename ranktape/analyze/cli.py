@@ -13,18 +13,21 @@ import click
 
 from ranktape.analyze.group import RanktapeGroup
 from ranktape.analyze.options import (
+    NamedPath,
     Output,
     Selection,
     by_option,
     output_options,
     selection_options,
+    sources_options,
     view_option,
 )
+from ranktape.analyze.sweep_arguments import sweep_options
 
 if TYPE_CHECKING:
     from ranktape.analyze.values import View
 
-FORMAT_HELP = "Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, bf16, fp16."
+FORMAT_HELP = "Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16, fp16."
 
 
 @click.group(name="analyze", cls=RanktapeGroup, context_settings={"max_content_width": 100})
@@ -42,7 +45,7 @@ def cli() -> None:
 @by_option
 @output_options
 def ls_command(*, selection: Selection, by: tuple[str, ...], output: Output) -> None:
-    """List the records of RUN, or count them by the values of fields."""
+    """List the records of RUN, or count them by the values of fields. Sizes are before compression."""
     from ranktape.analyze.questions.listing import listing
 
     output.write(listing(selection.records(), by=by))
@@ -72,49 +75,64 @@ def overflow_command(
 
 
 @cli.command(name="sweep")
-@selection_options
-@click.option("--format", "format_name", metavar="NAME", default="fp8_e4m3", show_default=True, help=FORMAT_HELP)
-@click.option("--num-levels", type=int, default=21, show_default=True, help="Scales that are tried.")
-@click.option("--max-scale-exp", type=float, help="First exponent; where the largest value is aligned by default.")
-@click.option("--min-scale-exp", type=float, help="Last exponent; where the smallest value is aligned by default.")
+@sources_options
+@sweep_options
 @click.option("--levels", "with_levels", is_flag=True, help="One row for each level instead of the recommended one.")
+@click.option(
+    "--target-sqnr",
+    type=float,
+    metavar="DB",
+    default=25.0,
+    show_default=True,
+    help="What the best format has to keep of each tensor; narrower ones are preferred.",
+)
+@click.option(
+    "--output-dir",
+    type=NamedPath(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Write figures, pictures and a log into DIR/TENSOR/; for .pt files draw/scaling_analysis by default.",
+)
+@click.option("--no-plots", is_flag=True, help="Draw no pictures.")
 @view_option
 @by_option
 @output_options
 def sweep_command(
     *,
-    selection: Selection,
-    format_name: str,
+    selections: tuple[Selection, ...],
+    formats: tuple[str, ...],
     view: View | None,
     by: tuple[str, ...],
     with_levels: bool,
+    target_sqnr: float,
+    output_dir: Path | None,
+    no_plots: bool,
     output: Output,
     **levels: Any,
 ) -> None:
     """Find the scale with which each tensor loses least in a format.
 
-    A scale is 2**exponent, one for each tensor: values are divided by it, rounded to the nearest value of the
-    format (ties to even, saturating) and multiplied again. The recommended level has the best score: 30 % MSE,
-    30 % cosine, 20 % PSNR, 10 % MAE, 10 % relative error.
-    """
-    from ranktape.analyze.progress import progress
-    from ranktape.analyze.questions.sweep import sweep
-    from ranktape.analyze.scale_sweep import SweepOptions
-    from ranktape.analyze.values import View
+    SOURCE is a run, a folder of .pt files under any name, or one such file. Values are divided by a scale, rounded to
+    the format and multiplied again. In mx mode blocks have scales of their own and a level is an offset to the
+    exponents of all; in tensor mode a level is the exponent of the one scale; legacy computes as the tool before us.
+    The recommended level has the best score: 30 % MSE, 30 % cosine, 20 % PSNR, 10 % MAE, 10 % relative error.
 
-    options = SweepOptions(**levels)
-    records = selection.records()
-    with progress(len(records), description="sweeping") as on_record:
-        table = sweep(
-            records,
-            format=format_name,
-            by=by,
-            view=view or View.COMPUTE,
-            options=options,
-            with_levels=with_levels,
-            on_record=on_record,
-        )
-    output.write(table)
+    The answer is a table. Of .pt files, and with --output-dir of anything, it is a directory for each tensor instead,
+    unless --by, --levels, --json, --csv or --output asks for the table too.
+    """
+    from ranktape.analyze.questions.sweep_command import SweepQuestion, answer_sweep
+
+    question = SweepQuestion(
+        formats=formats,
+        levels=levels,
+        view=view,
+        by=by,
+        with_levels=with_levels,
+        target_sqnr=target_sqnr,
+        output_dir=output_dir,
+        with_plots=not no_plots,
+        output=output,
+    )
+    answer_sweep(selections, question)
 
 
 @cli.command(name="plot")
@@ -124,7 +142,7 @@ def sweep_command(
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NamedPath(path_type=Path, dir_okay=False),
     default=Path("overflow.png"),
     show_default=True,
     metavar="FILE",

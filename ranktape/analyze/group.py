@@ -8,7 +8,10 @@ own mistakes and keep their traceback.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +30,27 @@ class Failure(click.ClickException):
         # Names in it may be a stranger's.
         super().__init__("\n".join(printable(line) for line in str(error).splitlines()))
         self.exit_code = error.exit_code  # type: ignore[misc]  # click reads it from the instance
+
+
+def _is_stdout_broken() -> bool:
+    """Whether stdout takes no more; what it held is in it already, or it has no place for that."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except OSError:  # it is in memory
+        return False
+    try:
+        sys.stdout.flush()
+        os.write(descriptor, b"\n")
+    except OSError:
+        return True
+    return False
+
+
+def _leave_stdout() -> None:
+    """Let what stdout still holds go nowhere: Python writes it when the process ends, and would complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 class RanktapeGroup(click.Group):
@@ -60,6 +84,26 @@ class RanktapeGroup(click.Group):
             nearest = difflib.get_close_matches(name, names, n=2) or names
             ctx.fail(f"no command {name!r}: use {' or '.join(nearest)}")
         return super().resolve_command(ctx, args)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the command line; where stdout takes no more, the user is told so in one line.
+
+        Whoever stops reading (a pipe to `head`) is told nothing.
+        """
+        try:
+            try:
+                return super().main(*args, **extra)
+            finally:
+                # What is written at the end of the process is beyond every handler.
+                if sys.stdout is not None:  # it was closed before we began
+                    sys.stdout.flush()
+        except OSError as error:
+            if not _is_stdout_broken():
+                raise
+            _leave_stdout()
+            if error.errno != errno.EPIPE:
+                click.echo(f"Error: stdout cannot be written: {error.strerror or error}", err=True)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; a `RanktapeError` leaves as one line with its exit code.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.table import Column, Kind
 
 if TYPE_CHECKING:
-    from ranktape.storage import Records
+    from ranktape.storage import Record, Records
 
 IDENTITY = (
     "iteration",
@@ -48,6 +48,11 @@ def identity_columns() -> tuple[Column, ...]:
 def identity_rows(records: Records) -> list[tuple[Any, ...]]:
     """What those columns hold, from the catalogue alone."""
     return list(zip(*(_values(records, field) for field in IDENTITY), strict=True))
+
+
+def identity_row(record: Record) -> tuple[Any, ...]:
+    """What those columns hold for one record."""
+    return tuple(list(record.shape) if field == "shape" else getattr(record, field) for field in IDENTITY)
 
 
 def group_columns(by: Sequence[str]) -> tuple[Column, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ranktape.analyze.sweep_arguments import SWEEP_MODES
 from ranktape.analyze.table import Form, Table, write_table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage.backends.urls import parse_storage_options
@@ -50,6 +52,16 @@ MAX_NAMED_VALUES = 8
 """Values that the message for an empty selection names."""
 
 
+class NamedPath(click.Path):
+    """A path on the command line; an empty one, which would be the working directory, is refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, if it has a name."""
+        if not os.fspath(value):
+            self.fail("an empty path is not allowed: give a name, or . for the working directory", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """Which records a command is about."""
@@ -64,9 +76,13 @@ class Selection:
     """For fsspec."""
     skip_unreadable: bool = False
     """Whether files of a folder that cannot be read are left out, and named."""
+    any_name: bool = False
+    """Whether `.pt` files under any name are taken; those of them that cannot be read are left out, not named."""
 
     def records(self) -> Records:
         """The records of a run, of a folder of `.pt` files, or of one such file; never none.
+
+        What is left out of a folder is named on stderr.
 
         Raises:
             DataError: a file cannot be read.
@@ -76,11 +92,34 @@ class Selection:
             RunNotFoundError: there is no run.
             StorageError: the store cannot be read.
         """
+        source = self.source()
+        say_what_is_left_out(source)
+        return self.chosen(source)
+
+    def source(self) -> Source:
+        """The run or the folder itself.
+
+        Raises:
+            DataError: a file cannot be read.
+            RunNotFoundError: there is no run.
+            StorageError: the store cannot be read.
+        """
         from ranktape.analyze.files.open import open_source
+
+        return open_source(self.run, self.storage_options, skip_unreadable=self.skip_unreadable, any_name=self.any_name)
+
+    def chosen(self, run: Source) -> Records:
+        """The records of a source that the filters leave; never none.
+
+        Raises:
+            DataError: a file cannot be read.
+            NoRecordsError: nothing matches; the message says what would.
+            UnknownFieldError: the expression names no field of a record.
+            UsageError: a filter has a value that its field cannot have.
+            StorageError: the store cannot be read.
+        """
         from ranktape.storage.run import Run
 
-        run = open_source(self.run, self.storage_options, skip_unreadable=self.skip_unreadable)
-        _say_what_is_left_out(run)
         if not run.iterations:
             what = "complete iteration" if isinstance(run, Run) else "file that can be read"
             raise NoRecordsError(f"{run.url} has no {what}: see 'ranktape status {self.run}'")
@@ -122,6 +161,11 @@ class Output:
     output: Path | None
     """A file instead of stdout."""
 
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether any of the options was given."""
+        return self != Output(form=Form.TEXT, wide=False, sort=None, limit=None, output=None)
+
     def write(self, table: Table) -> None:
         """Write the table where and how it was asked for.
 
@@ -141,20 +185,48 @@ def selection_options(command: Command) -> Command:
     """Add the argument RUN and one option for each field; the command gets them as `selection`."""
 
     @functools.wraps(command)
-    def wrapped(
-        *, run: str, where: str | None, storage_options: str | None, skip_unreadable: bool, **values: Any
-    ) -> Any:
-        given = {field: tuple(values.pop(field)) for field in FILTERS}
-        selection = Selection(
-            run=run,
-            filters={field: texts for field, texts in given.items() if texts},
-            where=where,
-            storage_options=parse_storage_options(storage_options) if storage_options is not None else None,
-            skip_unreadable=skip_unreadable,
-        )
+    def wrapped(*, run: str, **values: Any) -> Any:
+        selection = Selection(run=run, **_filters(values))
         return command(selection=selection, **values)
 
-    decorated: Command = wrapped
+    return click.argument("run", metavar="RUN")(_filter_options(wrapped))
+
+
+def sources_options(command: Command) -> Command:
+    """Add the arguments SOURCE..., with `.pt` files under any name, and the options of `selection_options`.
+
+    The command gets a `Selection` of each source as `selections`. A mode of the sweep that is given as a filter is
+    refused: records have none of these.
+    """
+
+    @functools.wraps(command)
+    def wrapped(*, sources: tuple[str, ...], **values: Any) -> Any:
+        filters = _filters(values)
+        for word in ",".join(filters["filters"].get("mode", ())).split(","):
+            if word.strip() in SWEEP_MODES:
+                raise UsageError(
+                    f"--mode {word.strip()} is not allowed: it leaves out records of training (train) or of "
+                    f"evaluation (eval); did you mean --sweep-mode {word.strip()}?"
+                )
+        selections = tuple(Selection(run=source, any_name=True, **filters) for source in dict.fromkeys(sources))
+        return command(selections=selections, **values)
+
+    return click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)(_filter_options(wrapped))
+
+
+def _filters(values: dict[str, Any]) -> dict[str, Any]:
+    """What the options of `_filter_options` say of a `Selection`; they are taken out of `values`."""
+    given = {field: tuple(values.pop(field)) for field in FILTERS}
+    storage_options = values.pop("storage_options")
+    return {
+        "filters": {field: texts for field, texts in given.items() if texts},
+        "where": values.pop("where"),
+        "storage_options": parse_storage_options(storage_options) if storage_options is not None else None,
+        "skip_unreadable": values.pop("skip_unreadable"),
+    }
+
+
+def _filter_options(decorated: Command) -> Command:
     decorated = click.option(
         "--skip-unreadable", is_flag=True, help="Of a folder of .pt files: name and leave out what cannot be read."
     )(decorated)
@@ -162,9 +234,9 @@ def selection_options(command: Command) -> Command:
     decorated = click.option("--where", metavar="EXPR", help="As in \"overflow.ratio > 0 and phase == 'pre'\".")(
         decorated
     )
-    for field, text in reversed(FILTERS.items()):
+    for field, text in reversed(list(FILTERS.items())):
         decorated = click.option(_flag(field), field, multiple=True, metavar="VALUE", help=text)(decorated)
-    return click.argument("run", metavar="RUN")(decorated)
+    return decorated
 
 
 def output_options(command: Command) -> Command:
@@ -191,7 +263,7 @@ def output_options(command: Command) -> Command:
         click.option(
             "--output",
             "-o",
-            type=click.Path(path_type=Path),
+            type=NamedPath(path_type=Path),
             metavar="FILE",
             help="Write to a file; by its name also JSON or CSV.",
         ),
@@ -235,11 +307,11 @@ def view_option(command: Command) -> Command:
     )(wrapped)
 
 
-def _say_what_is_left_out(run: Source) -> None:
+def say_what_is_left_out(run: Source, *, with_unreadable: bool = True) -> None:
     """Name on stderr the files of a folder that no record is of."""
     for names, why in (
         ([name for name in getattr(run, "foreign", ()) if name.endswith(".pt")], "not under a name that we know"),
-        (list(getattr(run, "unreadable", {}).values()), "cannot be read"),
+        (list(getattr(run, "unreadable", {}).values()) if with_unreadable else [], "cannot be read"),
     ):
         if names:
             shown = "; ".join(names[:MAX_NAMED_FILES])

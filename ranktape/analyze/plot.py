@@ -145,8 +145,7 @@ def draw_overflow(table: Table) -> Figure:
     layers = sorted({row["layer_idx"] for row in rows})
     layer_types = sorted({row["layer_type"] for row in rows})
     styles = {name: _style(index) for index, name in enumerate(layer_types)}
-    has_flushed = any(column.name == "overflow.flushed.count" for column in table.columns)
-    panels = PANELS if has_flushed else PANELS[:-1]
+    panels = PANELS if _is_against_format(table) else PANELS[:-1]
     limits = _only_limits(table)
     width = min(20.0, max(4.5, 2.5 + 0.06 * len(layers)) * len(operations) + 1.5)
     figure = Figure(figsize=(width, 2.2 * len(panels) + 1.6), layout="constrained")
@@ -278,7 +277,7 @@ def _title(table: Table) -> str:
     ranks = {row["rank"] for row in rows}
     span = f"iteration {iterations[0]}" if len(iterations) == 1 else f"iterations {iterations[0]} to {iterations[-1]}"
     elements = sum(row["elements"] for row in rows)
-    limits = [_limits(name) for name in names[:MAX_NAMED_LIMITS]]
+    limits = [_limits(name, table=table) for name in names[:MAX_NAMED_LIMITS]]
     rest = [f"and {len(names) - MAX_NAMED_LIMITS} more types"] if len(names) > MAX_NAMED_LIMITS else []
     plural = "s" if len(ranks) > 1 else ""
     drawn = f"{span}, {len(ranks)} rank{plural}, {len(rows):,} tensors, {elements:,} elements"
@@ -288,15 +287,21 @@ def _title(table: Table) -> str:
 def _only_limits(table: Table) -> Format | None:
     """The limits that count for every tensor; None if there are several, or those of integers."""
     names = set(table.column("limits_of"))
-    return _format(names.pop()) if len(names) == 1 else None
+    return _format(names.pop(), table=table) if len(names) == 1 else None
 
 
-def _format(name: str) -> Format | None:
-    return FORMATS.get(name) or BY_DTYPE.get(name)
+def _is_against_format(table: Table) -> bool:
+    """Whether the limits are those of a format: of what is stored already nothing is flushed."""
+    return any(column.name == "overflow.flushed.count" for column in table.columns)
 
 
-def _limits(name: str) -> str:
-    row = _format(name)
+def _format(name: str, *, table: Table) -> Format | None:
+    # int8 is the name of a format and of an element type, and they have different limits.
+    return (FORMATS if _is_against_format(table) else BY_DTYPE).get(name)
+
+
+def _limits(name: str, *, table: Table) -> str:
+    row = _format(name, table=table)
     if row is None:
         return name
     return f"{name}: largest value {row.maximum:.4g}, smallest normal {row.min_normal:.3g}"

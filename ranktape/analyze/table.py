@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ranktape.analyze.console import encodable
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Table:
             "columns": [
                 {"name": column.name, "kind": column.kind.value, "unit": column.unit} for column in self.columns
             ],
-            "rows": [{name: _plain(value) for name, value in row.items()} for row in self.records()],
+            "rows": [{name: json_value(value) for name, value in row.items()} for row in self.records()],
             "notes": list(self.notes),
         }
 
@@ -192,7 +193,7 @@ def write_text(text: str, *, output: Path | None) -> None:
         UsageError: the file cannot be written.
     """
     if output is None:
-        sys.stdout.write(text)
+        sys.stdout.write(encodable(text, sys.stdout))
         return
     try:
         output.write_text(text, encoding="utf-8")
@@ -237,22 +238,25 @@ def _print_rich(table: Table, *, wide: bool) -> None:
     from rich.table import Table as RichTable
     from rich.text import Text
 
+    def shown(text: str, *, style: str = "") -> Text:
+        return Text(encodable(text, sys.stdout), style=style)
+
     heading, columns, rows = _for_people(table, wide=wide)
     rich_table: RichTable = RichTable(box=None, pad_edge=False, header_style="bold")
     for column, _ in columns:
-        rich_table.add_column(Text(_head(column)), justify="left" if _is_left(column.kind) else "right", no_wrap=True)
+        rich_table.add_column(shown(_head(column)), justify="left" if _is_left(column.kind) else "right", no_wrap=True)
     for row in rows:
-        rich_table.add_row(*(Text(_cell(row[index], column.kind)) for column, index in columns))
+        rich_table.add_row(*(shown(_cell(row[index], column.kind)) for column, index in columns))
     # A terminal that is too narrow wraps the lines: better than numbers cut off.
     # (A simple terminal is taken at its word only if the height is given too.)
     size = Console(file=sys.stdout).size
     needed = Console(width=MAX_LINE_LENGTH, height=size.height).measure(rich_table).maximum
     console = Console(file=sys.stdout, highlight=False, width=max(needed, size.width), height=size.height)
     for said in heading:
-        console.print(Text(said, style="italic"))
+        console.print(shown(said, style="italic"))
     console.print(rich_table)
     for note in table.notes:
-        console.print(Text(note, style="dim"))
+        console.print(shown(note, style="dim"))
 
 
 def _head(column: Column) -> str:
@@ -307,20 +311,20 @@ _CELLS: Mapping[Kind, Callable[[Any], str]] = {
 }
 
 
-def _plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """A value that JSON has, numpy scalars included."""
     if hasattr(value, "item") and not isinstance(value, str):
-        return _plain(value.item())
+        return json_value(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [json_value(item) for item in value]
     return value
 
 
 def _csv_field(value: Any) -> Any:
     if value is None:
         return ""
-    return json.dumps(_plain(value)) if isinstance(value, list | tuple | dict) else value
+    return json.dumps(json_value(value)) if isinstance(value, list | tuple | dict) else value

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.formats import BY_DTYPE
-from ranktape.analyze.histogram import Histogram, pattern_values
+from ranktape.analyze.histograms.block_histogram import BlockHistogram, from_counts
+from ranktape.analyze.histograms.histogram import Histogram, pattern_values
 from ranktape.errors import DataError, UsageError
 from ranktape.storage.dtypes import dtype_row, numpy_dtype
 from ranktape.storage.record import Keep
@@ -42,7 +43,11 @@ def viewed_dtype(*, dtype: str, compute_dtype: str, view: View) -> str:
     seen, computed = BY_DTYPE.get(dtype), BY_DTYPE.get(compute_dtype)
     if view is View.SEEN or seen is None or computed is None:
         return dtype
-    is_held = computed.mantissa_bits >= seen.mantissa_bits and computed.emax >= seen.emax and computed.emin <= seen.emin
+    is_held = (
+        computed.mantissa_bits >= seen.mantissa_bits
+        and computed.maximum >= seen.maximum
+        and computed.min_subnormal <= seen.min_subnormal
+    )
     return dtype if is_held else compute_dtype
 
 
@@ -107,6 +112,30 @@ def read_histogram(record: Record, *, view: View) -> Histogram:
     folded = np.zeros(1 << 8 * rounded.itemsize, dtype=np.int64)
     np.add.at(folded, rounded.view(f"u{rounded.itemsize}"), counts)
     return Histogram(dtype=numpy_dtype(wanted), counts=folded)
+
+
+def read_block_histogram(record: Record, *, axis: str = "features", view: View) -> BlockHistogram:
+    """How often each magnitude occurs in blocks of each kind, in a record whose histogram was kept.
+
+    Blocks of 32 along the last dimension (`features`), or along all others taken as one (`tokens`).
+
+    Raises:
+        StorageError: the store cannot be read.
+        DataError: the record's bytes are missing or damaged.
+        UsageError: something else was kept; no blocks along that axis were counted; or they were counted in another
+            type than `viewed_dtype` names.
+    """
+    counted = record.dtype if dtype_row(record.dtype).itemsize == _HALF_NBYTES else record.compute_dtype
+    wanted = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
+    if wanted != counted:
+        raise UsageError(
+            f"of {record!r} blocks of values in {counted} were counted, and nothing is known of them in {wanted}: "
+            f"give --as {View.SEEN if counted == record.dtype else View.COMPUTE}"
+        )
+    dtype = dtype_row(counted).numpy_dtype
+    if dtype.itemsize != _HALF_NBYTES:
+        raise DataError(f"the histogram of {record!r} is damaged: no values of {counted} are counted")
+    return from_counts(record.block_counts(axis=axis), dtype=dtype)
 
 
 _HALF_NBYTES = 2

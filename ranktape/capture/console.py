@@ -86,6 +86,8 @@ class Console:
         stored = kept and f", of which {size_text(tally.stored_nbytes)} are stored"
         if tally.stored_nbytes > tally.nbytes:
             stored = f", for which {size_text(tally.stored_nbytes)} are stored"
+        if tally.kept["histogram"]:
+            stored += " before compression"
         self.say(
             f"capturing {layers} layers into {url}: {tally.num_tensors} tensors{kept}, {size_text(tally.nbytes)} per "
             f"iteration and rank{stored} (host budget {size_text(budget_nbytes)}); iterations {shown}{more}; "

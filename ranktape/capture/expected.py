@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ranktape.capture.guard import Guard, OnFailure
+from ranktape.capture.sites import MAX_ALL_FORMS, Form, Site
 from ranktape.storage.record import Operation
 
 if TYPE_CHECKING:
@@ -41,47 +42,97 @@ MAX_EXPECTED = 10_000
 
 _OTHER_REASONS = "other reasons"
 
-_Calls = set[tuple[str, int, int]]
-"""Calls by mode, microbatch and place in it."""
 
-
-@dataclass(slots=True)
 class _Watched:
-    """What is known of one source in the running iteration."""
+    """What is known of one source."""
 
-    attached: dict[TensorRole, None] = field(default_factory=dict)
-    """The roles that its module's hooks will show, if it runs with gradients."""
-    hooked: dict[TensorRole, _Calls] = field(default_factory=dict)
-    """For each role that has gradient hooks: their calls."""
-    seen: dict[TensorRole, _Calls] = field(default_factory=dict)
-    """What was taken, and of which calls."""
-    refused: dict[TensorRole, str] = field(default_factory=dict)
-    """What was not, or not whole, and why."""
-    excused: dict[TensorRole, _Calls] = field(default_factory=dict)
-    """What the selection left out, and in which calls, as far as that was for the call."""
-    is_called: bool = False
-    """Whether it ran in a pass that is recorded."""
-    is_passed: bool = False
-    """Whether it ran in another one."""
-    has_gradients: bool = False
-    """Whether one of its calls ran with gradients."""
-    is_training: bool = False
-    """Whether one of its calls was in a training pass."""
+    __slots__ = ("attached", "guard", "has_gradients", "is_called", "is_passed", "is_training", "sites")
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+        """Contains what goes wrong with it."""
+        self.sites: dict[TensorRole, Site] = {}
+        """All that was met of it since it was met first."""
+        self.begin()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the iteration had nothing to do with it."""
+        is_used = self.attached or self.is_called or self.is_passed
+        return not is_used and all(site.is_idle for site in list(self.sites.values()))
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self.attached: dict[TensorRole, None] = {}
+        """The roles that its module's hooks will show, if it runs with gradients."""
+        self.is_called = False
+        """Whether it ran in a pass that is recorded."""
+        self.is_passed = False
+        """Whether it ran in another one."""
+        self.has_gradients = False
+        """Whether one of its calls ran with gradients."""
+        self.is_training = False
+        """Whether one of its calls was in a training pass."""
+        for site in list(self.sites.values()):
+            site.begin()
+
+
+def _raise(error: Exception, source: Source | None, role: TensorRole | None) -> None:  # noqa: ARG001  (as `OnFailure`)
+    raise error
 
 
 class Expected:
     """The sites of an iteration: expected, seen, refused; and those that are disabled for good."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_failure: OnFailure = _raise) -> None:
+        """Know of none.
+
+        Args:
+            on_failure: What the guards of sites and sources do.
+        """
+        self._on_failure = on_failure
         self._sources: dict[Source, _Watched] = {}
         self._functions: dict[Source, tuple[TensorRole, ...]] = {}
         self._disabled: dict[Source, dict[TensorRole | None, str]] = {}
         self._has_trained = False
+        self._num_forms = 0
 
     def begin(self) -> None:
-        """An iteration begins: everything is attached anew, and functions that ran before should run again."""
-        self._sources.clear()
+        """An iteration begins: everything is attached anew, and functions that ran before should run again.
+
+        What the last one had nothing to do with is forgotten: a training may bring new sources without end.
+        """
+        for source, watched in list(self._sources.items()):
+            if watched.is_idle:
+                del self._sources[source]
+            else:
+                watched.begin()
         self._has_trained = False
+
+    def site(self, source: Source, role: TensorRole) -> Site:
+        """What is known of one tensor of a source."""
+        watched = self._sources.get(source) or self._of(source)
+        site = watched.sites.get(role)
+        if site is None:
+            guard = Guard(self._on_failure, source, role)
+            new = Site(source, role, guard=guard, is_disabled=self._is_disabled(source, role))
+            site = watched.sites.setdefault(role, new)  # another thread may have met it, too
+        return site
+
+    def keep_form(self, site: Site, key: Any, form: Form) -> Form:
+        """Have a form of a site at hand from now on; those of all sites are given up where they become too many."""
+        if self._num_forms >= MAX_ALL_FORMS:
+            self._num_forms = 0
+            for watched in list(self._sources.values()):
+                for one in list(watched.sites.values()):
+                    one.forms.clear()
+        self._num_forms += 1
+        return site.keep_form(key, form)
+
+    def guard(self, source: Source) -> Guard:
+        """Contains what goes wrong with a source as a whole."""
+        watched = self._sources.get(source)
+        return Guard(self._on_failure, source) if watched is None else watched.guard
 
     def attach(self, source: Source, roles: Iterable[TensorRole]) -> None:
         """Hooks were put on a module; they will show these roles when it runs with gradients."""
@@ -109,24 +160,29 @@ class Expected:
 
     def expect(self, source: Source, role: TensorRole, call: Call) -> None:
         """A hook that will see this gradient of this call was attached."""
-        self._of(source).hooked.setdefault(role, set()).add(_key(call))
+        self.site(source, role).hooked.add(call.key)
 
     def saw(self, source: Source, role: TensorRole, call: Call) -> None:
         """The tensor was taken."""
-        self._of(source).seen.setdefault(role, set()).add(_key(call))
+        self.site(source, role).seen.add(call.key)
 
     def refuse(self, source: Source, role: TensorRole, reason: str) -> None:
         """The tensor is not recorded, or not whole, and why."""
-        self._of(source).refused[role] = reason
+        self.site(source, role).refused = reason
 
     def main_refusal(self) -> str | None:
         """The reason that is told of most that was refused; None where nothing was."""
-        reasons = Counter(reason for watched in self._sources.values() for reason in watched.refused.values())
+        sites = (site for watched in list(self._sources.values()) for site in list(watched.sites.values()))
+        reasons = Counter(site.refused for site in sites if site.refused is not None)
         return max(reasons, key=lambda reason: reasons[reason], default=None)
 
     def excuse(self, source: Source, role: TensorRole, call: Call | None = None) -> None:
         """The tensor was not selected: it is not expected, unless another call of it was taken, or should have been."""
-        self._of(source).excused.setdefault(role, set()).update(() if call is None else [_key(call)])
+        site = self.site(source, role)
+        if site.excused is None:
+            site.excused = set()
+        if call is not None:
+            site.excused.add(call.key)
 
     def known(self, source: Source) -> tuple[TensorRole, ...]:
         """What a call of a source is expected to show, before it has shown anything."""
@@ -140,12 +196,9 @@ class Expected:
         roles = self._disabled.setdefault(source, {})
         is_new = role not in roles
         roles.setdefault(role, error)
+        for site in list(self._of(source).sites.values()):
+            site.is_disabled = self._is_disabled(source, site.role)
         return is_new
-
-    def is_disabled(self, source: Source, role: TensorRole) -> bool:
-        """Whether nothing more is recorded of a site."""
-        roles = self._disabled.get(source)
-        return roles is not None and (None in roles or role in roles)
 
     def remembered(self) -> list[tuple[Source, TensorRole]]:
         """What functions that ran in earlier iterations should bring again."""
@@ -155,7 +208,10 @@ class Expected:
         """The iteration ended: what its commit says of expected and missing sites, by module and reason."""
         for source in (*self._functions, *self._disabled):
             self._of(source)
-        expected = {source: self._expected_of(source, watched) for source, watched in self._sources.items()}
+        sources = list(self._sources.items())
+        # Of what did not run gradients are expected where something trained, or where nothing ran at all.
+        is_due = self._has_trained or not any(watched.is_called for _, watched in sources)
+        expected = {source: self._expected_of(source, watched, is_due=is_due) for source, watched in sources}
         missing = {source: self._missing_of(source, roles) for source, roles in expected.items()}
         self._remember_functions(expected)
         names = _names(source for source, roles in expected.items() if roles)
@@ -169,27 +225,33 @@ class Expected:
     def _of(self, source: Source) -> _Watched:
         watched = self._sources.get(source)
         if watched is None:
-            watched = self._sources[source] = _Watched()
+            watched = self._sources.setdefault(source, _Watched(Guard(self._on_failure, source)))
         return watched
 
-    def _expected_of(self, source: Source, watched: _Watched) -> list[TensorRole | None]:
-        """The roles that were expected; None stands for those of a source of which none is known."""
+    def _is_disabled(self, source: Source, role: TensorRole) -> bool:
+        roles = self._disabled.get(source)
+        return roles is not None and (None in roles or role in roles)
+
+    def _expected_of(self, source: Source, watched: _Watched, *, is_due: bool) -> list[TensorRole | None]:
+        """The roles that were expected; None stands for those of a source of which none is known.
+
+        With `is_due`, the gradients of what was not called are among them; evaluation has none.
+        """
         disabled = self._disabled.get(source, {})
         known: Iterable[TensorRole] = watched.attached or self._functions.get(source, ())
-        if not self._may_have_gradients(watched):
+        if not (watched.is_training if watched.is_called else is_due):
             known = (role for role in known if role.operation != Operation.BACKWARD)
-        named = (known, watched.hooked, watched.seen, watched.refused, filter(None, disabled))
-        roles: dict[TensorRole | None, None] = dict.fromkeys(role for group in named for role in group)
-        due = {role for role, calls in watched.hooked.items() if not calls <= watched.excused.get(role, set())}
-        legal = watched.excused.keys() - {*watched.seen, *watched.refused, *disabled, *due}
+        roles: dict[TensorRole | None, None] = dict.fromkeys(known)
+        legal = set()
+        for role, site in list(watched.sites.items()):
+            if not site.is_idle:
+                roles[role] = None
+            is_kept = _is_met(site) or role in disabled
+            if site.excused is not None and not is_kept and site.hooked <= site.excused:
+                legal.add(role)
+        roles.update(dict.fromkeys(filter(None, disabled)))
         expected = [role for role in roles if role not in legal]
         return expected or ([None] if None in disabled else [])
-
-    def _may_have_gradients(self, watched: _Watched) -> bool:
-        """Whether gradients are expected of what is known to have them; evaluation has none."""
-        if watched.is_called:
-            return watched.is_training
-        return self._has_trained or not any(one.is_called for one in self._sources.values())
 
     def _missing_of(self, source: Source, roles: Iterable[TensorRole | None]) -> dict[TensorRole | None, str]:
         watched = self._sources[source]
@@ -203,43 +265,48 @@ class Expected:
         if error is not None:
             return DISABLED.format(error=error)
         assert role is not None, "only of a source that is disabled no role is known"
-        if role in watched.refused:
-            return watched.refused[role]
-        seen = watched.seen.get(role, set())
-        hooked = watched.hooked.get(role, set()) - watched.excused.get(role, set())
-        if seen and seen >= hooked:
+        site = watched.sites.get(role)
+        if site is None:
+            return _silence(watched, role)
+        if site.refused is not None:
+            return site.refused
+        hooked = site.hooked - site.excused if site.excused else site.hooked
+        if site.seen and site.seen >= hooked:
             return None
-        if seen:
-            return f"no backward pass reached {len(hooked - seen)} of its {len(hooked)} calls"
+        if site.seen:
+            return f"no backward pass reached {len(hooked - site.seen)} of its {len(hooked)} calls"
         return NO_BACKWARD if hooked else _silence(watched, role)
 
     def _remember_functions(self, expected: dict[Source, list[TensorRole | None]]) -> None:
-        for source, watched in self._sources.items():
+        for source, roles in expected.items():
+            watched = self._sources[source]
             if watched.is_called and not watched.attached:
-                known = dict.fromkeys((*self._functions.get(source, ()), *filter(None, expected[source])))
+                known = dict.fromkeys((*self._functions.get(source, ()), *filter(None, roles)))
                 self._functions[source] = tuple(known)
 
     def _listed(self, expected: dict[Source, list[TensorRole | None]], *, names: dict[Source, str]) -> list[str]:
         # Where nothing ran at all, nothing was due: an iteration without records is as it should be then.
-        if not any(one.is_called or one.seen or one.refused for one in self._sources.values()):
+        sources = list(self._sources.values())
+        if not any(one.is_called or any(map(_is_met, list(one.sites.values()))) for one in sources):
             return []
         lines = [f"{names[source]}: {_tensor_names(roles)}" for source, roles in expected.items() if roles]
         rest = len(lines) - MAX_EXPECTED
         return lines if rest <= 0 else [*lines[:MAX_EXPECTED], f"and {rest} more"]
 
 
-def _key(call: Call) -> tuple[str, int, int]:
-    return call.mode, call.microbatch, call.index
+def _is_met(site: Site) -> bool:
+    return bool(site.seen) or site.refused is not None
 
 
 def _silence(watched: _Watched, role: TensorRole) -> str:
-    if not watched.is_called and not watched.seen:
+    if not watched.is_called and not any(one.seen for one in list(watched.sites.values())):
         if watched.is_passed:
             return NOT_RECORDED_PASS
         return NOT_CALLED if watched.attached else FUNCTION_NOT_CALLED
     if role.operation == Operation.BACKWARD:
         # Of the gradient of a weight the hook is on the weight, not on a call.
-        return NO_BACKWARD if watched.has_gradients or watched.hooked else WITHOUT_GRADIENTS
+        is_followed = watched.has_gradients or any(one.hooked for one in list(watched.sites.values()))
+        return NO_BACKWARD if is_followed else WITHOUT_GRADIENTS
     return SILENT
 
 

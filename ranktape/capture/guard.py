@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import CaptureError, RanktapeError
+
+if TYPE_CHECKING:
+    from ranktape.capture.source import Source, TensorRole
+
+OnFailure = Callable[[Exception, "Source | None", "TensorRole | None"], None]
+"""Called with what was raised, and at which source and role; None where it is not of one."""
 
 
 class StrictCaptureError(CaptureError):
@@ -14,15 +20,24 @@ class StrictCaptureError(CaptureError):
 
 
 class Guard:
-    """A context that reports exceptions and swallows them: a defect of ours must not end somebody's training."""
+    """A context that reports exceptions and swallows them: a defect of ours must not end somebody's training.
 
-    def __init__(self, on_failure: Callable[[Exception], None]) -> None:
+    It holds nothing of what runs in it: one is entered again and again, and by several threads.
+    """
+
+    __slots__ = ("_on_failure", "_role", "_source")
+
+    def __init__(self, on_failure: OnFailure, source: Source | None = None, role: TensorRole | None = None) -> None:
         """Prepare.
 
         Args:
-            on_failure: Called with what was raised; what it raises itself leaves the context.
+            on_failure: What it raises itself leaves the context.
+            source: Whose tensors are recorded in the context, if they are of one source.
+            role: And which of them, if it is one.
         """
         self._on_failure = on_failure
+        self._source = source
+        self._role = role
 
     def __enter__(self) -> None:
         """Nothing."""
@@ -33,7 +48,7 @@ class Guard:
         """Report an exception; interrupts, exits and what a strict capture raises pass."""
         if not isinstance(error, Exception) or isinstance(error, StrictCaptureError):
             return False
-        self._on_failure(error)
+        self._on_failure(error, self._source, self._role)
         return True
 
 

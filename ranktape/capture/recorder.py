@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +15,14 @@ from ranktape.capture.guard import Guard, Naming, StrictCaptureError, failure_te
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.passes.circumstances import TRANSFORMED, is_transformed
 from ranktape.capture.passes.tracker import Call, Tracker, dtype_name
-from ranktape.capture.settings.sampling import Kept, keep_samples
+from ranktape.capture.settings.sampling import ids_at, keep_samples, narrow
 from ranktape.capture.settings.unmatched import find_unmatched
+from ranktape.capture.sites import Form, Site, form_of
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole, site_name
 from ranktape.capture.staging.device import DeviceStage
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.capture.tally import Tally
-from ranktape.capture.tensors.layout import find_sample_dim, layout_of
+from ranktape.capture.tensors.layout import find_sample_dim
 from ranktape.capture.tensors.parts import Part, UnrecordableError, take_apart
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.record import Mode, Operation
@@ -35,23 +34,6 @@ if TYPE_CHECKING:
 
 MAX_PASSES = 4096
 """Forward passes of one iteration after which nobody will end it any more."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Taken:
-    """A tensor with everything that is known of it."""
-
-    source: Source
-    role: TensorRole
-    tensor: torch.Tensor
-    call: Call
-    tags: Tags
-    placement: str | None = None
-
-    @property
-    def site(self) -> tuple[Source, TensorRole, Mode, int]:
-        """What it is counted by."""
-        return self.source, self.role, self.call.mode, self.call.microbatch
 
 
 class Recorder:
@@ -81,16 +63,15 @@ class Recorder:
         self._tracker = tracker
         self._options = options
         self._selecting = selecting
-        self._prefixes: dict[tuple[Any, ...], str] = {}
         self._on_failure = on_failure
         self._on_site_failure = on_site_failure
         self._guard = Guard(self._fail)
+        self._may_train = Mode.TRAIN in options.wanted_modes
         self._owner = os.getpid()
         self._device: DeviceStage | None = None
         self._counter = 0
-        self._taken: dict[tuple[Source, TensorRole, Mode, int], set[int]] = {}
         self._naming_ring = Naming("the ring")
-        self.expected = Expected()
+        self.expected = Expected(self._fail)
         self.explain_endless: Callable[[], str] = lambda: "call capture.step() after each iteration"
         """Says why no iteration ends, and the way out."""
         self.tally: Tally | None = None
@@ -103,7 +84,6 @@ class Recorder:
         # What the first captured iteration will cost is counted before it is due.
         self._selecting.begin(iteration if is_staged else self._selecting.first)
         self.expected.begin()
-        self._taken.clear()
 
     def end(self) -> dict[str, Any]:
         """The iteration ended: what the commit must say of the expected and the silent tensors."""
@@ -127,13 +107,49 @@ class Recorder:
 
         Raises nothing unless the capture is strict: what goes wrong is reported, and the training goes on.
         """
+        site = self.expected.site(source, role)
+        with site.guard:
+            self.take(site, tensor, call=call, tags=tags, placement=placement)
+
+    def take(
+        self, site: Site, tensor: torch.Tensor, *, call: Call, tags: Tags = NO_TAGS, placement: str | None = None
+    ) -> None:
+        """As `record`, where a site is known already and its guard stands around the call.
+
+        Raises:
+            Exception: whatever goes wrong.
+        """
         tally = self.tally
         # A forked process has the hooks too, and must not write into its parent's ring.
-        if tally is None or os.getpid() != self._owner or self.expected.is_disabled(source, role):
+        if tally is None or site.is_disabled or os.getpid() != self._owner:
             return
-        with self.guarded(source, role):
-            taken = _Taken(source=source, role=role, tensor=tensor, call=call, tags=tags, placement=placement)
-            self._record(tally, taken)
+        if call.iteration != tally.iteration or is_transformed():
+            self._turn_away(site, call, tally)
+            return
+        try:
+            parts = take_apart(tensor, placement=placement)
+        except UnrecordableError as error:
+            self.refuse(site.source, site.role, str(error), call=call)
+            return
+        if self._tracker.num_unended > MAX_PASSES:
+            raise CaptureError(f"{MAX_PASSES} forward passes went by in one iteration: {self.explain_endless()}")
+        own = site.distinct(call)
+        selected = []
+        for part in parts:
+            form = self._form(site, part, own, tags)
+            if form is not None:
+                selected.append((part.tensor, form))
+        if not selected:
+            self.num_left_out += 1
+            self.expected.excuse(site.source, site.role, call)
+            return
+        for whole, form in selected:
+            if tally.is_staged:
+                self._stage(whole, form, own, tags)
+            # Only now: what failed is neither counted nor seen.
+            tally.count(form)
+        site.seen.add(call.key)
+        tally.sources.add(site.source)
 
     def guarded(self, source: Source | None = None, role: TensorRole | None = None) -> Guard:
         """A context in which what goes wrong is reported, and the training goes on.
@@ -143,11 +159,11 @@ class Recorder:
         """
         if source is None:
             return self._guard
-        return Guard(lambda error: self._fail(error, source, role))
+        return self.expected.guard(source) if role is None else self.expected.site(source, role).guard
 
     def attach(self, source: Source, roles: Iterable[TensorRole]) -> None:
         """Say that hooks were put on a module, and which roles they will show when it runs with gradients."""
-        left_out = () if Mode.TRAIN in self._options.wanted_modes else (Operation.BACKWARD,)
+        left_out = () if self._may_train else (Operation.BACKWARD,)
         known = [role for role in roles if role.operation not in left_out and self._selecting.may_take(source, role)]
         self.expected.attach(source, known)
 
@@ -175,26 +191,14 @@ class Recorder:
 
         With `part`, what that makes of the gradient is recorded: another shape, or one of several operands in it.
         """
-
-        def hook(grad: torch.Tensor) -> None:
-            with self.guarded():
-                self._tracker.note_backward()
-            with self.guarded(source, role):
-                if on_grad is not None:
-                    on_grad(call)
-                site = source, role, call.mode, call.microbatch
-                if self._tracker.is_adding_weights and call.index in self._taken.get(site, ()):
-                    return  # it came with the gradients of the inputs
-                seen = grad if part is None else part(grad)
-                self.record(source, role, seen, call=call, placement=placement)
-
-        tensor.register_hook(Hook(hook))
-        if call.mode == Mode.TRAIN and self.wants(source, role, call):
-            self.expected.expect(source, role, call)
+        site = self.expected.site(source, role)
+        tensor.register_hook(_GradHook(self, self._tracker, site, call, part, placement, on_grad))
+        if call.mode is Mode.TRAIN and self.wants(source, role, call):
+            site.hooked.add(call.key)
 
     def wants(self, source: Source, role: TensorRole, call: Call) -> bool:
         """Whether a tensor of that source, role and call may be taken in this iteration, before it is seen."""
-        return self._selecting.may_take(source, role, call)
+        return self._selecting.of_all is not None or self._selecting.may_take(source, role, call)
 
     def find_unmatched(self, paths: Collection[str]) -> list[str]:
         """What the selection names and the iteration has not had; asked once, when it has ended."""
@@ -225,7 +229,8 @@ class Recorder:
 
     def next_index(self, source: Source, role: TensorRole) -> int:
         """How many tensors of that source and role came before in the microbatch; for those without a call."""
-        return len(self._taken.get((source, role, self._tracker.mode, self._tracker.microbatch), ()))
+        taken = self.expected.site(source, role).taken
+        return len(taken.get((self._tracker.mode, self._tracker.microbatch), ()))
 
     def _fail(self, error: Exception, source: Source | None = None, role: TensorRole | None = None) -> None:
         """Disable what failed, or end the training with it where that was asked for."""
@@ -243,73 +248,70 @@ class Recorder:
             name = "" if source is None else f" at {source.module if role is None else site_name(source, role)}"
             raise StrictCaptureError(f"the capture failed{name}: {text} (it is strict)") from error
 
-    def _record(self, tally: Tally, taken: _Taken) -> None:
-        if taken.call.iteration != tally.iteration:
-            late = f"it belongs to iteration {taken.call.iteration}, and came after that had ended"
-            self.refuse(taken.source, taken.role, late)
-            return
-        if is_transformed():
-            self.refuse(taken.source, taken.role, TRANSFORMED, call=taken.call)
-            return
-        try:
-            parts = take_apart(taken.tensor, placement=taken.placement)
-        except UnrecordableError as error:
-            self.refuse(taken.source, taken.role, str(error), call=taken.call)
-            return
-        if self._tracker.num_unended > MAX_PASSES:
-            raise CaptureError(f"{MAX_PASSES} forward passes went by in one iteration: {self.explain_endless()}")
-        call = taken.call
-        taken = self._distinct(taken)
-        selected = [kept for part in parts if (kept := self._select(taken, part)) is not None]
-        if not selected:
-            self.num_left_out += 1
-            self.expected.excuse(taken.source, taken.role, call)
-            return
-        for kept in selected:
-            if tally.is_staged:
-                self._stage(taken, kept)
-            # Only now: what failed is neither counted nor seen.
-            tally.count(kept, compute_dtype=call.compute_dtype)
-        self.expected.saw(taken.source, taken.role, call)
-        tally.sources.add(taken.source)
+    def _turn_away(self, site: Site, call: Call, tally: Tally) -> None:
+        if call.iteration != tally.iteration:
+            late = f"it belongs to iteration {call.iteration}, and came after that had ended"
+            self.refuse(site.source, site.role, late)
+        else:
+            self.refuse(site.source, site.role, TRANSFORMED, call=call)
 
-    def _select(self, taken: _Taken, part: Part) -> Kept | None:
-        """The part as the selection has it; None where it leaves it out."""
-        tensor, role, call = part.tensor, taken.role, taken.call
-        shape = tuple(tensor.shape)
-        decision = self._selecting.of_all or self._selecting.decide(
-            taken.source,
-            role,
+    def _form(self, site: Site, part: Part, call: Call, tags: Tags) -> Form | None:
+        """The form in which a part is recorded; None where the selection leaves it out."""
+        tensor, selecting = part.tensor, self._selecting
+        decision = selecting.of_all or selecting.decide(
+            site.source,
+            site.role,
             call,
             dtype=dtype_name(tensor.dtype),
-            shape=shape,
+            shape=tuple(tensor.shape),
             nbytes=tensor.nbytes,
-            quant_type=self._quant_type(taken),
+            quant_type=self._quant_type(call, tags),
             suffix=part.suffix,
         )
         if decision is None:
             return None
-        given = self._options.sample_dim
+        key = (
+            decision,
+            tensor.dtype,
+            tensor.shape,
+            part.suffix,
+            part.placement,
+            call.compute_dtype,
+            call.batch_size,
+            call.mode,
+            tags.quant_type,
+        )
+        form = site.forms.get(key)
+        if form is not None:
+            return form
         sample_dim = None
-        if role.has_samples:
-            sample_dim = find_sample_dim(shape, batch_size=call.batch_size, given=given, layouts=role.layouts)
-        return keep_samples(part, decision=decision, sample_dim=sample_dim)
+        if site.role.has_samples:
+            given, layouts = self._options.sample_dim, site.role.layouts
+            shape = tuple(tensor.shape)
+            sample_dim = find_sample_dim(shape, batch_size=call.batch_size, given=given, layouts=layouts)
+        kept = keep_samples(part, decision=decision, sample_dim=sample_dim)
+        if kept is None:
+            return None
+        form = form_of(site, kept, call=call, quant_type=self._quant_type(call, tags))
+        return self.expected.keep_form(site, key, form)
 
-    def _quant_type(self, taken: _Taken) -> str:
-        return taken.tags.quant_type or self._options.quant_type or taken.call.quant_type
+    def _quant_type(self, call: Call, tags: Tags) -> str:
+        return tags.quant_type or self._options.quant_type or call.quant_type
 
-    def _stage(self, taken: _Taken, kept: Kept) -> None:
-        tensor = kept.part.tensor
-        header = self._header(taken, kept)
+    def _stage(self, whole: torch.Tensor, form: Form, call: Call, tags: Tags) -> None:
+        tensor = whole
+        if form.places is not None and form.sample_dim is not None:
+            tensor = narrow(whole, form.places, sample_dim=form.sample_dim)
+        header = self._header(form, call, tags)
         with self._naming_ring:
             slot = self._ring.reserve(
-                SlotKind.TENSOR, header, tensor.nbytes, timeout_seconds=self._options.block_timeout_seconds
+                SlotKind.TENSOR, header, form.nbytes, timeout_seconds=self._options.block_timeout_seconds
             )
         try:
-            if tensor.is_cuda and tensor.numel():
+            if form.nbytes and tensor.is_cuda:
                 self._device_stage().copy(tensor, slot)  # publishes the slot when the copy has arrived
                 return
-            if tensor.numel():
+            if form.nbytes:
                 _copy(tensor, slot.payload)
         except BaseException:
             # A slot that is never published would hold up all that come after it.
@@ -323,71 +325,58 @@ class Recorder:
             self._device = DeviceStage(self._ring)
         return self._device
 
-    def _distinct(self, taken: _Taken) -> _Taken:
-        """The tensor under a call of its own: two backward passes over one graph bring each gradient twice."""
-        indices = self._taken.setdefault(taken.site, set())
-        index = taken.call.index
-        while index in indices:
-            index += 1
-        indices.add(index)
-        if index == taken.call.index:
-            return taken
-        return dataclasses.replace(taken, call=dataclasses.replace(taken.call, index=index))
-
-    def _header(self, taken: _Taken, kept: Kept) -> bytes:
-        call, tags, part, sample_dim = taken.call, taken.tags, kept.part, kept.sample_dim
-        dtype, shape = dtype_name(part.tensor.dtype), tuple(part.tensor.shape)
-        quant_type = self._quant_type(taken)
-        key = (
-            taken.source,
-            taken.role,
-            part.suffix,
-            part.placement,
-            dtype,
-            shape,
-            sample_dim,
-            call.compute_dtype,
-            call.batch_size,
-            call.mode,
-            quant_type,
-            kept.keep,
-        )
-        prefix = self._prefixes.get(key)
-        if prefix is None:
-            fixed = {
-                "module": taken.source.module,
-                "layer_type": taken.source.layer_type,
-                "layer_idx": taken.source.layer_idx,
-                "component": taken.source.component,
-                "operation": str(taken.role.operation),
-                "phase": taken.role.phase,
-                "tensor_name": taken.role.tensor_name + part.suffix,
-                "quant_type": quant_type,
-                "dtype": dtype,
-                "shape": list(shape),
-                "layout": layout_of(
-                    taken.source.layer_type, sample_dim=sample_dim, num_dims=len(shape), layouts=taken.role.layouts
-                ),
-                "compute_dtype": call.compute_dtype,
-                "sample_dim": sample_dim,
-                "batch_size": call.batch_size,
-                "mode": str(call.mode),
-                "keep": kept.keep,
-                "placement": None if part.placement is None else json.loads(part.placement),
-            }
-            prefix = self._prefixes[key] = json.dumps(fixed)[:-1]
+    def _header(self, form: Form, call: Call, tags: Tags) -> bytes:
         counter, self._counter = self._counter, self._counter + 1
-        sample_ids = kept.sample_ids(tags.sample_ids or (call.sample_ids if sample_dim is not None else None))
+        sample_ids = ids_at(form.places, tags.sample_ids or (call.sample_ids if form.sample_dim is not None else None))
         ids = "null" if sample_ids is None else json.dumps(sample_ids)
         return (
-            f'{prefix},"iteration":{call.iteration},"microbatch":{call.microbatch},"call":{call.index},'
+            f'{form.header},"iteration":{call.iteration},"microbatch":{call.microbatch},"call":{call.index},'
             f'"counter":{counter},"timestamp":{time.time()!r},"sample_ids":{ids},'
             f'"metadata":{tags.metadata}}}'
         ).encode()
 
 
+class _GradHook(Hook):
+    """Takes the gradient of one call when a backward pass brings it."""
+
+    __slots__ = ("_call_of", "_on_grad", "_part", "_placement", "_recorder", "_site", "_tracker")
+
+    def __init__(  # noqa: PLR0917  (made for each gradient, on the training thread)
+        self,
+        recorder: Recorder,
+        tracker: Tracker,
+        site: Site,
+        call: Call,
+        part: Callable[[torch.Tensor], torch.Tensor] | None,
+        placement: str | None,
+        on_grad: Callable[[Call], None] | None,
+    ) -> None:
+        self._recorder = recorder
+        self._tracker = tracker
+        self._site = site
+        self._call_of = call
+        self._part = part
+        self._placement = placement
+        self._on_grad = on_grad
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        """Take it."""
+        site, call, tracker = self._site, self._call_of, self._tracker
+        tracker.note_backward()
+        with site.guard:
+            if self._on_grad is not None:
+                self._on_grad(call)
+            if tracker.is_adding_weights and call.index in site.taken.get((call.mode, call.microbatch), ()):
+                return  # it came with the gradients of the inputs
+            seen = grad if self._part is None else self._part(grad)
+            self._recorder.take(site, seen, call=call, placement=self._placement)
+
+
 def _copy(tensor: torch.Tensor, payload: memoryview) -> None:
-    # Copying between 8-bit floats is not implemented for every layout; their bytes are.
-    dtype = torch.uint8 if tensor.dtype.itemsize == 1 else tensor.dtype
-    source = tensor.detach().view(dtype) if dtype is not tensor.dtype else tensor.detach()
-    torch.frombuffer(payload, dtype=dtype).view(tensor.shape).copy_(source)
+    source = tensor.detach() if tensor.requires_grad else tensor
+    dtype = source.dtype
+    if dtype.itemsize == 1:
+        # Copying between 8-bit floats is not implemented for every layout; their bytes are.
+        dtype = torch.uint8
+        source = source.view(dtype)
+    torch.frombuffer(payload, dtype=dtype).view_as(source).copy_(source)

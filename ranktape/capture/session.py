@@ -116,59 +116,12 @@ class Capture(Iterations):
         if Capture.current is not None:
             raise CaptureError(Capture.current.is_in_the_way)
         check_layer_types(self.options, known=known_layer_types())
-        # Opened once: the program may change its working directory before the end.
-        self._backend = open_backend(self._url, storage_options=self.options.storage_options)
-        if not self._backend.is_shared:
-            raise UsageError(
-                f"{self._backend.url} exists inside of one process only, and a writer of its own records: "
-                f"give a directory or a URL such as s3://bucket/run"
-            )
-        self._place = find_place()
-        self._console = Console(rank=self._place.rank)
-        self._console.warn_of(self.options)
-        for line in stray_variables():
-            self._console.warn(line)
-        num_ranks = self._place.num_local_ranks
-        budget = self.options.host_budget_nbytes or default_host_budget_nbytes(num_local_ranks=num_ranks)
-        self._process = self._new_process(budget)
-        self._process.ring.on_long_wait = self._tell_of_wait
-        self._recorder = Recorder(
-            ring=self._process.ring,
-            tracker=self._tracker,
-            options=self.options,
-            selecting=Selecting(self.options, rank=self._place.rank),
-            on_failure=self._disable,
-            on_site_failure=self._console.warn_of_site,
-        )
-        self._hooks = ModelHooks(
-            options=self.options,
-            recorder=self._recorder,
-            tracker=self._tracker,
-            is_given=self._model is not None,
-        )
-        if self._model is not None:
-            self._hooks.add_root(self._model)
+        self._find_place()
+        self._make_parts()
         words, self._rendezvous = self._start()
         self._attempt = str(words["attempt"])
         self._schedule = Schedule(words)
-        self._clock = Clock(
-            self.options,
-            on_step=self._on_optimizer_step,
-            on_skip=self._on_skipped_step,
-            on_forward=self._on_forward,
-        )
-        self._recorder.explain_endless = self._clock.explain
-        self._hooks.on_note = self._console.warn_once
-        self._hooks.on_mistake = self._report_mistake
-        self._hooks.tell_of_roots(self._clock.watch)
-        self._master = None
-        if self.options.master:
-            self._master = MasterWeights(
-                recorder=self._recorder,
-                tracker=self._tracker,
-                placements=self._hooks.placements,
-                weights=self._hooks.weights,
-            )
+        self._follow()
         Capture.current = self
         try:
             self._begin_iteration()
@@ -279,6 +232,70 @@ class Capture(Iterations):
             UsageError: an identifier is neither a number nor text.
         """
         self._tracker.sample_ids = None if sample_ids is None else checked_sample_ids(sample_ids)
+
+    def _find_place(self) -> None:
+        """Where the run is, and which rank this is of how many.
+
+        Raises:
+            UsageError: no other process could write there.
+            StorageError: the store cannot be reached.
+        """
+        # Opened once: the program may change its working directory before the end.
+        self._backend = open_backend(self._url, storage_options=self.options.storage_options)
+        if not self._backend.is_shared:
+            raise UsageError(
+                f"{self._backend.url} exists inside of one process only, and a writer of its own records: "
+                f"give a directory or a URL such as s3://bucket/run"
+            )
+        self._place = find_place()
+        self._console = Console(rank=self._place.rank)
+        self._console.warn_of(self.options)
+        for line in stray_variables():
+            self._console.warn(line)
+
+    def _make_parts(self) -> None:
+        """The writer's process, the recorder that it is fed by, and what finds tensors in the models."""
+        num_ranks = self._place.num_local_ranks
+        budget = self.options.host_budget_nbytes or default_host_budget_nbytes(num_local_ranks=num_ranks)
+        self._process = self._new_process(budget)
+        self._process.ring.on_long_wait = self._tell_of_wait
+        self._recorder = Recorder(
+            ring=self._process.ring,
+            tracker=self._tracker,
+            options=self.options,
+            selecting=Selecting(self.options, rank=self._place.rank),
+            on_failure=self._disable,
+            on_site_failure=self._console.warn_of_site,
+        )
+        self._hooks = ModelHooks(
+            options=self.options,
+            recorder=self._recorder,
+            tracker=self._tracker,
+            is_given=self._model is not None,
+        )
+        if self._model is not None:
+            self._hooks.add_root(self._model)
+
+    def _follow(self) -> None:
+        """Listen to what ends iterations, and to what the models turn out to be."""
+        self._clock = Clock(
+            self.options,
+            on_step=self._on_optimizer_step,
+            on_skip=self._on_skipped_step,
+            on_forward=self._on_forward,
+        )
+        self._recorder.explain_endless = self._clock.explain
+        self._hooks.on_note = self._console.warn_once
+        self._hooks.on_mistake = self._report_mistake
+        self._hooks.tell_of_roots(self._clock.watch)
+        self._master = None
+        if self.options.master:
+            self._master = MasterWeights(
+                recorder=self._recorder,
+                tracker=self._tracker,
+                placements=self._hooks.placements,
+                weights=self._hooks.weights,
+            )
 
     def _new_process(self, budget_nbytes: int) -> WriterProcess:
         path = ring_path(self.options, rank=self._place.rank)

@@ -6,11 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ranktape.capture.passes.tracker import dtype_name
-from ranktape.capture.writing.kept_nbytes import kept_nbytes
-
 if TYPE_CHECKING:
-    from ranktape.capture.settings.sampling import Kept
+    from ranktape.capture.sites import Form
     from ranktape.capture.source import Source
 
 
@@ -33,12 +30,9 @@ class Tally:
     sources: set[Source] = field(default_factory=set)
     """What they came from."""
 
-    def count(self, kept: Kept, *, compute_dtype: str) -> None:
-        """One more tensor, of which that is kept."""
-        tensor = kept.part.tensor
+    def count(self, form: Form) -> None:
+        """One more tensor, of that form."""
         self.num_tensors += 1
-        self.nbytes += tensor.nbytes
-        self.stored_nbytes += kept_nbytes(
-            kept.keep, nbytes=tensor.nbytes, dtype=dtype_name(tensor.dtype), compute_dtype=compute_dtype
-        )
-        self.kept[kept.keep] += 1
+        self.nbytes += form.nbytes
+        self.stored_nbytes += form.kept_nbytes
+        self.kept[form.keep] += 1

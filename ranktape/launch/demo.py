@@ -24,6 +24,9 @@ from ranktape.launch.options import capture_arguments, capture_options
 NUM_ITERATIONS = 3
 """Iterations that are captured."""
 
+UNQUANTIZED = "none"
+"""What `--quant` is without fake quantisation."""
+
 _OWN = ("first_iteration", "manual", "dtype", "capture_config", "advance_on", "layer_offset")
 """Settings of a capture that the demo has no option for: they are its own, or of no use to it."""
 
@@ -48,6 +51,13 @@ _OWN = ("first_iteration", "manual", "dtype", "capture_config", "advance_on", "l
     help="What the layers compute in: bf16 by autocast, or fp32.",
 )
 @click.option(
+    "--quant",
+    type=click.Choice([UNQUANTIZED, "mxfp8", "mxfp4", "hifp8", "nvfp4"]),
+    default=UNQUANTIZED,
+    show_default=True,
+    help="What the operands of linear layers are quantised to, forward and backward; computed in --dtype all the same.",
+)
+@click.option(
     "--micro-batches",
     type=click.IntRange(min=1),
     default=1,
@@ -56,7 +66,15 @@ _OWN = ("first_iteration", "manual", "dtype", "capture_config", "advance_on", "l
 )
 @capture_options(without=_OWN, defaults={"min_iterations": NUM_ITERATIONS})
 def command(
-    output: str, *, num_ranks: int, steps: int, text: str | None, dtype: str, micro_batches: int, **values: Any
+    output: str,
+    *,
+    num_ranks: int,
+    steps: int,
+    text: str | None,
+    dtype: str,
+    quant: str,
+    micro_batches: int,
+    **values: Any,
 ) -> None:
     """Train a small GPT on this machine with capture, then analyse what was captured.
 
@@ -64,9 +82,11 @@ def command(
     training.
     """
     read_text(text)
-    settings = plan_capture(values, steps=steps, quant_type=dtype)
+    settings = plan_capture(values, steps=steps, quant_type=dtype if quant == UNQUANTIZED else quant)
     _refuse_existing(output, settings=settings)
     script = ["--steps", str(steps), "--dtype", dtype, "--micro-batches", str(micro_batches)]
+    if quant != UNQUANTIZED:
+        script += ["--quant", quant]
     if text is not None:
         script += ["--text", text]
     train(["--capture", output, *capture_arguments(settings)], script=script, num_ranks=num_ranks)
@@ -129,6 +149,7 @@ ANSWERS = (
     ("status", "RUN"),
     ("analyze", "overflow", "RUN", "--by", "layer_type,operation,tensor_name", "--format", "fp8_e4m3"),
     ("analyze", "sweep", "RUN", "--format", "fp8_e4m3", "--by", "layer_type,operation,tensor_name"),
+    ("analyze", "sweep", "RUN", "--format", "mxfp8,mxfp4,nvfp4", "--by", "layer_type,operation", "--target-sqnr", "20"),
     ("analyze", "plot", "RUN", "--format", "fp8_e4m3", "--output", "PLOT"),
 )
 """The commands that the demo ends with."""

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ranktape.launch.demo_model import GPT, GPTConfig
 from ranktape.launch.demo_text import read_text
+from ranktape.launch.quantized_layers import QUANTIZATIONS, quantize_linears
 
 WARM_UP_STEPS = 10
 """Steps in which the learning rate rises."""
@@ -29,6 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--text", default=None)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--quant", choices=("none", *QUANTIZATIONS), default="none")
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -52,7 +54,10 @@ def main() -> None:
     generator = torch.Generator().manual_seed(1 + arguments.seed * dist.get_world_size() + rank)
 
     config = GPTConfig()
-    model = DistributedDataParallel(GPT(config))
+    gpt = GPT(config)
+    if arguments.quant != "none":
+        quantize_linears(gpt, how=QUANTIZATIONS[arguments.quant])
+    model = DistributedDataParallel(gpt)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)
     text = torch.frombuffer(bytearray(read_text(arguments.text)), dtype=torch.uint8)

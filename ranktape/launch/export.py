@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from ranktape.analyze.options import Selection, selection_options
+from ranktape.analyze.options import NamedPath, Selection, selection_options
 
 
 @click.command(name="export")
 @selection_options
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("folder", metavar="DIR", type=NamedPath(path_type=Path, file_okay=False))
 @click.option(
     "--form",
     type=click.Choice(["seeds", "layers"]),

@@ -143,15 +143,20 @@ def forecast_lines(forecast: Forecast, *, verbose: bool) -> list[str]:
     one = forecast.ranks[forecast.largest_rank]
     footprint = one.footprint
     where = f" on rank {one.rank}, which takes most" if len(forecast.ranks) > 1 else ""
+    # What a histogram is packed to depends on the values: a tenth and less.
+    packed = ", before compression" if footprint.kept.get("histogram") else ""
     reduced = ", ".join(f"{count} as {keep}" for keep, count in footprint.kept.items() if keep != "values")
-    kept = reduced and f" ({reduced}: {size_text(footprint.stored_nbytes)} are stored)"
+    kept = reduced and f" ({reduced}: {size_text(footprint.stored_nbytes)} are stored{packed})"
     free = "" if one.free_nbytes is None else f", {size_text(one.free_nbytes)} free"
     rows = [
         ("layers", _counted(one.num_layers) + where),
         ("tensors", f"{footprint.num_tensors}, {size_text(footprint.nbytes)} per iteration{kept}"),
         ("largest", f"{footprint.largest}, {size_text(footprint.largest_nbytes)}"),
-        ("iterations", f"{_listed(forecast.iterations)}; {size_text(forecast.iteration_nbytes)} each from all ranks"),
-        ("run", f"{size_text(forecast.run_nbytes)} for {count_text(forecast.num_stored, 'iteration')}"),
+        (
+            "iterations",
+            f"{_listed(forecast.iterations)}; {size_text(forecast.iteration_nbytes)} each from all ranks{packed}",
+        ),
+        ("run", f"{size_text(forecast.run_nbytes)} for {count_text(forecast.num_stored, 'iteration')}{packed}"),
         ("objects", f"{forecast.num_objects} per iteration"),
         ("memory", f"{size_text(forecast.host_nbytes)} per host; {_room(one, len(forecast.iterations))}"),
         ("step", _step(forecast)),

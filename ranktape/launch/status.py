@@ -45,7 +45,7 @@ def command(run: str, *, as_json: bool, require_minimum: bool, storage_options: 
 
     RUN is a URL or a path. An iteration is complete (every rank has it), partial (a rank is missing and will
     not come), skipped (a rank could not take it), dropped (it was complete, and removed to keep the run small) or
-    open.
+    open. Sizes are before compression, which leaves little of kept histograms.
     """
     from ranktape.storage import open_run
     from ranktape.storage.upkeep.runs import suggest_nearest

@@ -18,7 +18,7 @@ import google_crc32c
 
 from ranktape.errors import DataError, RunFormatError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Of the layout, the documents and the catalogue; readers refuse what is newer."""
 
 SCHEMA_KEY = "ranktape_schema"

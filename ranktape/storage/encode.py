@@ -9,6 +9,7 @@ chunks, then their offsets and sizes, then a checksum of those.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import google_crc32c
 import numpy as np
 
 from ranktape.errors import DataError, UsageError
+from ranktape.storage.block_counts import NUM_CODES, WIDE_FROM
 from ranktape.storage.crc import combine
 from ranktape.storage.documents import Compression, array_document
 from ranktape.storage.dtypes import DTYPES
@@ -71,7 +73,7 @@ def stored_dtype(info: RecordInfo) -> DtypeRow:
     if info.keep == Keep.STATISTICS:
         return DTYPES["float64"]
     if info.keep == Keep.HISTOGRAM:
-        return DTYPES["uint64" if info.nbytes == np.dtype(np.uint64).itemsize * NUM_CODES else "uint32"]
+        return DTYPES["uint64" if _has_wide_words(info) else "uint32"]
     return DTYPES[info.dtype]
 
 
@@ -79,11 +81,13 @@ def stored_shape(info: RecordInfo) -> tuple[int, ...]:
     """The shape of what is stored of a record: its own, that of counts, or that of statistics."""
     if info.keep == Keep.STATISTICS:
         return (len(STATISTICS),)
-    return (NUM_CODES,) if info.keep == Keep.HISTOGRAM else info.shape
+    return (info.nbytes // stored_dtype(info).itemsize,) if info.keep == Keep.HISTOGRAM else info.shape
 
 
-NUM_CODES = 1 << 16
-"""Bit patterns of a 16-bit value: the length of a histogram."""
+def _has_wide_words(info: RecordInfo) -> bool:
+    # Before schema 4 a large tensor without a large count had narrow words, and nothing but counts of patterns.
+    is_narrow = info.nbytes == np.dtype(np.uint32).itemsize * NUM_CODES
+    return math.prod(info.shape) >= WIDE_FROM and not is_narrow
 
 
 def encode_array(
@@ -101,7 +105,7 @@ def encode_array(
     inner_chunk = None
     if by_sample is not None:
         inner_chunk = [1 if dim == by_sample else extent for dim, extent in enumerate(array.shape)]
-    packing = compression if array.nbytes <= MAX_PACKED_NBYTES else Compression.NONE
+    packing = _packing(compression, info=info) if array.nbytes <= MAX_PACKED_NBYTES else Compression.NONE
     raws = [] if by_sample is None else list(_samples(array, sample_dim=by_sample))
     samples = list(zip(raws, sample_crcs or map(_crc, raws), strict=True))
     attributes = info.to_json()
@@ -137,6 +141,7 @@ def encode_stack(
     """
     first = infos[0]
     row = stored_dtype(first)
+    packing = _packing(compression, info=first)
     shape = (len(arrays), *arrays[0].shape)
     common, captures = shared_fields([info.to_json() for info in infos])
     document = array_document(
@@ -147,10 +152,15 @@ def encode_stack(
         inner_chunk=[1, *shape[1:]],
         dimension_names=[f"capture_{len(arrays)}", *dimension_names(first)],
         attributes={"common": common, "captures": captures},
-        compression=compression,
+        compression=packing,
     )
     chunks = ((_raw(array), crc_of(info.checksum)) for array, info in zip(arrays, infos, strict=True))
-    return EncodedArray(document=document, parts=_shard(chunks, packing=compression))
+    return EncodedArray(document=document, parts=_shard(chunks, packing=packing))
+
+
+def _packing(compression: Compression, *, info: RecordInfo) -> Compression:
+    # Most words of a histogram are zero or small: packed it takes a tenth, and no time to speak of.
+    return Compression.ZSTD if info.keep == Keep.HISTOGRAM else compression
 
 
 def shared_fields(documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -184,7 +194,8 @@ def dimension_names(info: RecordInfo) -> list[str]:
     if info.keep == Keep.STATISTICS:
         return [f"statistic_{len(STATISTICS)}"]
     if info.keep == Keep.HISTOGRAM:
-        return [f"code_{NUM_CODES}"]
+        (num_words,) = stored_shape(info)
+        return [f"code_{NUM_CODES}" if num_words == NUM_CODES else f"word_{num_words}"]
     letters = info.layout if len(info.layout) == len(info.shape) else ""
     labels = letters or [f"dim{dim}" for dim in range(len(info.shape))]
     return [f"{label}_{extent}" for label, extent in zip(labels, info.shape, strict=True)]

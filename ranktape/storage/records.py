@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
-from ranktape.errors import DataError, UsageError
+from ranktape.errors import UsageError
+from ranktape.storage.block_counts import BLOCK_AXES, NUM_CODES
 from ranktape.storage.catalogue import COLUMNS, concatenate
+from ranktape.storage.kept import block_counts_in, expect, statistics_in
 from ranktape.storage.record import Keep
 from ranktape.storage.rows import read_rows
 from ranktape.storage.selection.columns import StringColumn, widened
 from ranktape.storage.selection.filters import check_fields, filter_from_text, parse_filter, parse_where
-from ranktape.storage.statistics import Statistics
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
     import zarr
 
     from ranktape.storage.assemble import GlobalView
+    from ranktape.storage.block_counts import BlockCounts
     from ranktape.storage.catalogue import RecordTable
     from ranktape.storage.record import Overflow, RecordInfo
     from ranktape.storage.selection.columns import Column
+    from ranktape.storage.statistics import Statistics
 
-
-_READ_BY = {Keep.VALUES: "read", Keep.HISTOGRAM: "counts", Keep.STATISTICS: "statistics"}
-"""The method of a record that gives what was kept of it."""
 
 _NUM_THREADS = 16
 """Catalogues in which a column is looked up at once."""
@@ -154,7 +153,7 @@ class Record:
             DataError: bytes are missing, or are not those captured.
             UsageError: there is no such sample, the tensor has no samples, or its values were not kept.
         """
-        self._expect(Keep.VALUES)
+        expect(self, Keep.VALUES)
         return self._reader.read(self, sample=None if sample is None else self._checked_sample(sample))
 
     def counts(self) -> np.ndarray[Any, Any]:
@@ -164,8 +163,20 @@ class Record:
             DataError: bytes are missing, or are not those written.
             UsageError: something else was kept.
         """
-        self._expect(Keep.HISTOGRAM)
-        return self._reader.read(self, sample=None)
+        expect(self, Keep.HISTOGRAM)
+        return self._reader.read(self, sample=None)[:NUM_CODES]
+
+    def block_counts(self, *, axis: str = BLOCK_AXES[0]) -> BlockCounts:
+        """How often each magnitude occurs in blocks of each kind, where the histogram was kept.
+
+        Blocks lie along the last dimension (`features`), or along all others taken as one (`tokens`).
+
+        Raises:
+            DataError: bytes are missing, or are not those written.
+            UsageError: something else was kept; blocks along that axis were not counted, as before schema 4.
+        """
+        expect(self, Keep.HISTOGRAM)
+        return block_counts_in(self._reader.read(self, sample=None), record=self, axis=axis)
 
     def statistics(self) -> Statistics:
         """What the finite values add up to, where the statistics were kept: mean, deviation, extremes and others.
@@ -174,18 +185,8 @@ class Record:
             DataError: bytes are missing, or are not those written.
             UsageError: something else was kept.
         """
-        self._expect(Keep.STATISTICS)
-        statistics = Statistics.from_vector(self._reader.read(self, sample=None))
-        if statistics.num_elements != math.prod(self.info.shape):
-            raise DataError(f"the statistics of {self!r} are damaged: they are of {statistics.num_elements} elements")
-        return statistics
-
-    def _expect(self, keep: Keep) -> None:
-        if self.keep != keep:
-            verb = "was" if self.keep == Keep.HISTOGRAM else "were"
-            raise UsageError(
-                f"of {self!r} the {self.keep} {verb} kept, not the {keep}: use {_READ_BY[Keep(self.keep)]}()"
-            )
+        expect(self, Keep.STATISTICS)
+        return statistics_in(self._reader.read(self, sample=None), record=self)
 
     def tensor(self) -> torch.Tensor:
         """The values as a torch tensor of the captured dtype, on the CPU.

@@ -47,7 +47,7 @@ class IterationStatus:
     num_records: int
     """Records in the iteration commit; 0 before it."""
     nbytes: int
-    """Bytes of their values."""
+    """Bytes of what was kept of them, before compression."""
     problem: str = ""
     """What is wrong with the document of its commit; empty where nothing is."""
     num_expected: int | None = None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from ranktape.errors import RunFormatError
+from ranktape.storage.block_counts import NUM_CODES
 from ranktape.storage.dtypes import DTYPES
 from ranktape.storage.record import TALLY_KINDS, Keep, Mode, Operation
 
@@ -34,6 +35,7 @@ _SHOWN = 60
 
 _OPERATIONS = frozenset(operation.value for operation in Operation)
 _KEEPS = frozenset(keep.value for keep in Keep)
+_WORD_NBYTES = 4
 _MODES = frozenset(mode.value for mode in Mode)
 _REQUIRED = object()
 _RANK = re.compile("[0-9]{1,7}")
@@ -190,6 +192,8 @@ def check_info(info: RecordInfo) -> None:
     dim = info.sample_dim
     if dim is not None and (type(dim) is not int or not 0 <= dim < len(shape)):
         raise ValueError(f"sample_dim {dim!r:.{_SHOWN}} of {len(shape)} dimensions")
+    if info.keep == Keep.HISTOGRAM and (info.nbytes % _WORD_NBYTES or info.nbytes < _WORD_NBYTES * NUM_CODES):
+        raise ValueError(f"a histogram of {info.nbytes} bytes")
     _check_documents(info)
 
 

@@ -32,7 +32,9 @@ OPTIONS = {
     "overflow": SELECTION | OUTPUT | {"--by", "--format", "--as"},
     "sweep": SELECTION
     | OUTPUT
-    | {"--by", "--format", "--as", "--num-levels", "--max-scale-exp", "--min-scale-exp", "--levels"},
+    | {"--by", "--format", "--elem-format", "--as", "--sweep-mode", "--scale-rule"}
+    | {"--rounding", "--block-size", "--axis", "--scale-bits", "--num-levels", "--max-scale-exp", "--min-scale-exp"}
+    | {"--levels", "--target-sqnr", "--output-dir", "--no-plots"},
     "plot": SELECTION | {"--format", "--as", "--output"},
 }
 """The names that scripts rely on: adding one is a decision, removing one breaks somebody."""
@@ -224,6 +226,14 @@ def test_mistakes_are_one_line_and_a_code(run: str, words: list[str], code: int,
         (["sweep", "--format", "fp64"], 2, "'fp64' holds every captured value"),
         (["sweep", "--num-levels", "0"], 2, "--num-levels 0 is not allowed"),
         (["sweep", "--max-scale-exp", "nan"], 2, "--max-scale-exp nan is not allowed"),
+        (["sweep", "--output-dir", ""], 2, "'--output-dir': an empty path is not allowed"),
+        (["sweep", "--mode", "train,tensor"], 2, "did you mean --sweep-mode tensor?"),
+        (["sweep", "--format", "nvfp4", "--scale-rule", "even"], 2, "--scale-rule even has no effect on nvfp4"),
+        (["sweep", "--format", "mxfp8,,mxfp4"], 2, "mxfp8_e4m3"),
+        (["overflow", "--format", "mxfp4"], 2, "give --format fp4_e2m1 for what they hold without a scale"),
+        (["overflow", "--format", "mxfp9"], 2, "did you mean mxfp8"),
+        (["overflow", "--format", "e8m0"], 2, "'e8m0' is one of scales"),
+        (["plot", "--format", "mxint8"], 2, "elements of int8"),
         (["sweep", "--levels", "--by", "rank"], 2, "exclude each other"),
         (["plot", "--output", "/dev/null/a.png"], 1, "the plot cannot be written to /dev/null/a.png"),
     ],
@@ -258,4 +268,21 @@ def test_a_pipe_that_closes_early_is_no_traceback(run: str) -> None:
     script = f'"{sys.executable}" -m ranktape.analyze ls "{run}" --json | head -c 10'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env={**os.environ})
     assert len(done.stdout) == 10
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["ls", "--csv"], ["ls"], ["sweep", "--csv", "--limit", "1"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_line(run: str, words: list[str], unbuffered: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ranktape.analyze", words[0], run, *words[1:]],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1:] == ["Error: stdout cannot be written: No space left on device"]
     assert "Traceback" not in done.stderr

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ranktape.analyze.files import ExportForm, export_records, import_folder, open_folder
-from ranktape.analyze.histogram import measure
+from ranktape.analyze.histograms.histogram import measure
 from ranktape.errors import DataError, NoRecordsError, RunExistsError, StorageError, UsageError
 from ranktape.storage import Run, open_run
 from ranktape.storage.dtypes import dtype_name
@@ -531,6 +531,9 @@ def test_export_says_what_of_a_record_was_not_kept(tmp_path: Path) -> None:
         describe(np.zeros(8, dtype=np.float16)), keep="histogram", nbytes=counts.nbytes, checksum=""
     )
     run = store(tmp_path / "run", [(counts, info)])
-    with pytest.raises(UsageError, match="of 1 records only the histogram was kept"):
+    with pytest.raises(UsageError, match=r"of 1 records only the histogram was kept.* there is nothing to export"):
         export_records(run.select(), tmp_path / "files")
+    mixed = store(tmp_path / "mixed", [(counts, info), *model_tensors(num_layers=1)])
+    with pytest.raises(UsageError, match="leave them out with --where \"keep == 'values'\""):
+        export_records(mixed.select(), tmp_path / "files")
     assert json.loads(json.dumps(run.select()[0].info.to_json()))["keep"] == "histogram"

@@ -17,7 +17,7 @@ import torch
 
 from ranktape.analyze import overflow, sweep
 from ranktape.analyze.files import Folder, open_folder, open_source
-from ranktape.analyze.histogram import measure
+from ranktape.analyze.histograms.histogram import measure
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError, UnknownFieldError, UsageError
 from ranktape.storage.catalogue import COLUMNS, empty_catalogue
 from ranktape.storage.record import RecordInfo
@@ -345,8 +345,12 @@ def test_a_checksum_that_a_file_embeds_is_compared(tmp_path: Path) -> None:
 
 
 def test_places_without_records_are_named(tmp_path: Path) -> None:
-    with pytest.raises(RunNotFoundError, match="there is no run at"):
+    with pytest.raises(RunNotFoundError, match=r"there is no run at .*: it is an empty folder$"):
         open_source(tmp_path)
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(RunNotFoundError, match=r"there is no run at .*pipe\.pt: it is a named pipe"):
+        open_source(tmp_path / "pipe.pt")
+    (tmp_path / "pipe.pt").unlink()
     save(tmp_path / "model.pt", torch.zeros(1))
     with pytest.raises(RunNotFoundError, match=r"under a name of one of the tools before us \(there is model\.pt\)"):
         open_source(tmp_path)
@@ -465,3 +469,8 @@ def test_a_hundred_thousand_files_are_listed_in_seconds(tmp_path: Path) -> None:
     assert len(records) == 2000
     assert records[0].shape == (2, 3)
     assert seconds < 30
+
+
+def test_an_extreme_beyond_float32_is_infinite_without_a_warning(tmp_path: Path) -> None:
+    records = open_source(save(tmp_path / "x.pt", torch.full((3,), 1e300, dtype=torch.float64))).select()
+    assert records.column("overflow.absmax").tolist() == [math.inf]

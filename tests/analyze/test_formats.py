@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,51 +14,53 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.analyze.formats import BY_DTYPE, FORMATS, Format, parse_format, round_to
+from ranktape.analyze.formats import BY_DTYPE, FORMATS, Coding, Format, Rounding, decode, parse_format, round_to
 from ranktape.errors import UsageError
 from ranktape.storage.dtypes import DTYPES, numpy_dtype
 
-SMALL = [row for row in FORMATS.values() if row.exponent_bits + row.mantissa_bits < 16]
+SMALL = [row for row in FORMATS.values() if row.num_bits <= 16]
 """Formats whose codes can all be listed."""
 
 ALL = list(FORMATS.values())
 
+SIGNED = [row for row in ALL if row.coding is not Coding.EXPONENT]
+"""Formats of numbers of either sign, with a zero."""
+
+STORED = [row for row in ALL if row.dtype is not None]
+"""Formats that ml_dtypes or numpy has."""
+
 
 def codes(row: Format) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The value of every code, in the order of the codes."""
-    num_bits = 1 + row.exponent_bits + row.mantissa_bits
+    """The value of every code, in the order of the codes; by ml_dtypes where it has the format."""
+    patterns = np.arange(1 << row.num_bits)
+    if row.dtype is None:
+        return decode(patterns, target=row)
     dtype = numpy_dtype(row.dtype)
-    patterns = np.arange(1 << num_bits).astype(f"u{dtype.itemsize}").view(dtype)
     with np.errstate(invalid="ignore"):
-        return patterns.astype(np.float64)
-
-
-def every_16_bit_value() -> np.ndarray[Any, np.dtype[np.float64]]:
-    """All numbers, infinities and NaN patterns of bfloat16 and float16."""
-    patterns = np.arange(1 << 16, dtype=np.uint16)
-    with np.errstate(invalid="ignore"):
-        return np.concatenate([patterns.view(dtype).astype(np.float64) for dtype in (ml_dtypes.bfloat16, np.float16)])
+        return patterns.astype(f"u{dtype.itemsize}").view(dtype).astype(np.float64)
 
 
 def nearest(value: float, *, row: Format) -> float:
-    """The slow twin: the nearest of all values of the format, of two equally near ones that with an even code."""
+    """The slow twin: the nearest of all values of the format, of two equally near ones the even or the larger one."""
     if math.isnan(value):
         return value
     magnitude = min(abs(value), row.maximum)
-    listed = codes(row)
-    half = listed[: len(listed) // 2]
-    candidates = [
-        (abs(Fraction(float(x)) - Fraction(magnitude)), code % 2, float(x))
-        for code, x in enumerate(half)
-        if math.isfinite(x)
-    ]
-    found = min(candidates)[2]
+    listed = sorted({abs(float(x)) for x in codes(row) if abs(x) <= row.maximum})
+    upper = next(index for index, x in enumerate(listed) if x >= magnitude)
+    lower = upper if listed[upper] == magnitude else upper - 1
+    below, above = (Fraction(listed[index]) for index in (lower, upper))
+    middle = (below + above) / 2
+    is_odd = lower != upper and (below / (above - below)) % 2 == 1
+    goes_up = Fraction(magnitude) > middle or (
+        Fraction(magnitude) == middle and (is_odd or row.rounding is Rounding.AWAY)
+    )
+    found = listed[upper if goes_up else lower]
     return math.copysign(found, value) if found or row.has_negative_zero else 0.0
 
 
-@pytest.mark.parametrize("row", ALL, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", STORED, ids=lambda row: row.name)
 def test_limits_are_those_of_ml_dtypes(row: Format) -> None:
-    info = ml_dtypes.finfo(numpy_dtype(row.dtype))  # type: ignore[no-untyped-call]
+    info = ml_dtypes.finfo(numpy_dtype(str(row.dtype)))  # type: ignore[no-untyped-call]
     assert row.maximum == float(info.max)
     assert row.minimum == float(info.min)
     assert row.min_normal == float(info.smallest_normal)
@@ -64,6 +68,39 @@ def test_limits_are_those_of_ml_dtypes(row: Format) -> None:
     assert row.mantissa_bits == info.nmant
     assert row.emax == info.maxexp - 1
     assert row.emin == info.minexp
+
+
+@pytest.mark.parametrize(
+    ("name", "emax", "emin", "maximum", "min_normal", "min_subnormal", "num_finite"),
+    [
+        # OCP microscaling formats 1.0, 5.3.4: 1.984375 at most, in steps of 2**-6; no number is subnormal.
+        ("int8", 0, 0, 1.984375, 2.0**-6, 2.0**-6, 256),
+        # arXiv 2409.16626.
+        ("hif8", 15, -15, 32768.0, 2.0**-15, 2.0**-22, 253),
+        ("nvfp4", 2, 0, 6.0, 1.0, 0.5, 16),
+    ],
+)
+def test_limits_of_what_ml_dtypes_lacks(  # noqa: PLR0917 - a row of a table
+    name: str, emax: int, emin: int, maximum: float, min_normal: float, min_subnormal: float, num_finite: int
+) -> None:
+    row = FORMATS[name]
+    assert (row.emax, row.emin, row.maximum, row.minimum) == (emax, emin, maximum, -maximum)
+    assert (row.min_normal, row.min_subnormal, row.num_finite) == (min_normal, min_subnormal, num_finite)
+
+
+def test_nvfp4_elements_are_those_of_fp4_e2m1() -> None:
+    assert np.array_equal(codes(FORMATS["nvfp4"]), codes(FORMATS["fp4_e2m1"]))
+    assert sorted(set(np.abs(codes(FORMATS["nvfp4"])).tolist())) == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def test_hif8_has_less_significand_bits_the_larger_the_exponent() -> None:
+    """Bits by the magnitude of the exponent: 3 up to 3, 2 up to 7, 1 up to 15, none below 2**-15."""
+    row = FORMATS["hif8"]
+    listed = sorted({x for x in codes(row).tolist() if 0 < x <= row.maximum})
+    for exponent in range(-22, 15):
+        bits = 3 if abs(exponent) <= 3 else 2 if abs(exponent) <= 7 else 1 if abs(exponent) <= 15 else 0
+        assert sum(2.0**exponent <= x < 2.0 ** (exponent + 1) for x in listed) == 2**bits
+        assert row.unit_exponent(exponent) == exponent - bits
 
 
 @pytest.mark.parametrize("row", SMALL, ids=lambda row: row.name)
@@ -85,6 +122,10 @@ def test_codes_are_counted(row: Format) -> None:
         ("fp4_e2m1", 7.0, 7.0),
         ("fp16", 65520.0, 65520.0),
         ("fp64", math.inf, math.inf),
+        ("hif8", 40960.0, 40960.0),
+        ("int8", 2 - 2.0**-7, 2 - 2.0**-7),
+        ("nvfp4", 7.0, 7.0),
+        ("e8m0", 1.5 * 2.0**127, 1.5 * 2.0**127),
     ],
 )
 def test_overflow_begins_half_a_step_beyond_the_largest_value(name: str, threshold: float, start: float) -> None:
@@ -92,7 +133,7 @@ def test_overflow_begins_half_a_step_beyond_the_largest_value(name: str, thresho
     assert FORMATS[name].overflow_start == start
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "bf16", "fp16", "fp8_e4m3_ieee", "fp8_e3m4"])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "e8m0", "bf16", "fp16", "fp8_e4m3_ieee", "fp8_e3m4"])
 def test_overflow_begins_where_a_cast_leaves_the_finite_values(name: str) -> None:
     row = FORMATS[name]
     # float32 is exact at these ends, and ml_dtypes does not saturate.
@@ -100,27 +141,11 @@ def test_overflow_begins_where_a_cast_leaves_the_finite_values(name: str) -> Non
     if row.overflow_start != float(ends[0]):
         ends = np.array([np.nextafter(np.float32(row.overflow_start), np.float32(np.inf)), row.overflow_threshold])
     with np.errstate(over="ignore"):
-        cast = ends.astype(np.float32).astype(numpy_dtype(row.dtype)).astype(np.float64)
+        cast = ends.astype(np.float32).astype(numpy_dtype(str(row.dtype))).astype(np.float64)
     assert np.isfinite(cast).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("row", SMALL, ids=lambda row: row.name)
-def test_rounding_every_16_bit_value_equals_the_cast(row: Format) -> None:
-    """ml_dtypes is the oracle inside the range; outside of it is the largest value, and NaN is NaN."""
-    values = every_16_bit_value()
-    rounded = round_to(values, target=row)
-    inside = np.abs(values) <= row.maximum
-    # Casting float64 rounds once, also where float16 values meet narrow formats.
-    expected = values[inside].astype(numpy_dtype(row.dtype)).astype(np.float64)
-    assert np.array_equal(rounded[inside].view(np.int64), expected.view(np.int64))
-    beyond = ~inside & ~np.isnan(values)
-    assert np.array_equal(rounded[beyond], np.copysign(row.maximum, values[beyond]))
-    assert np.array_equal(np.isnan(rounded), np.isnan(values))
-
-
-@pytest.mark.parametrize(
-    "row", [row for row in SMALL if row.exponent_bits + row.mantissa_bits < 8], ids=lambda row: row.name
-)
+@pytest.mark.parametrize("row", [row for row in SIGNED if row.num_bits <= 8], ids=lambda row: row.name)
 @given(value=st.floats(width=32))
 def test_rounding_equals_its_twin(row: Format, value: float) -> None:
     rounded = float(round_to(value, target=row))
@@ -129,7 +154,7 @@ def test_rounding_equals_its_twin(row: Format, value: float) -> None:
     assert math.copysign(1, rounded) == math.copysign(1, expected) or math.isnan(expected)
 
 
-@pytest.mark.parametrize("row", ALL, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SIGNED, ids=lambda row: row.name)
 @given(value=st.floats(allow_nan=False))
 def test_rounding_twice_is_rounding_once(row: Format, value: float) -> None:
     once = round_to(value, target=row)
@@ -137,7 +162,7 @@ def test_rounding_twice_is_rounding_once(row: Format, value: float) -> None:
     assert abs(float(once)) <= row.maximum
 
 
-@pytest.mark.parametrize("row", ALL, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SIGNED, ids=lambda row: row.name)
 @given(values=st.lists(st.floats(allow_nan=False), min_size=2, max_size=2))
 def test_rounding_keeps_the_order(row: Format, values: list[float]) -> None:
     low, high = round_to(sorted(values), target=row)
@@ -145,12 +170,75 @@ def test_rounding_keeps_the_order(row: Format, values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("row", ALL, ids=lambda row: row.name)
-def test_values_just_at_the_flush_limit(row: Format) -> None:
-    if row.flush_limit == 0:
-        assert round_to(row.min_subnormal, target=row) == row.min_subnormal
+@pytest.mark.parametrize("rounding", [Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR])
+def test_values_just_at_the_flush_limit(row: Format, rounding: Rounding) -> None:
+    limit = row.flush_limit_of(rounding)
+    if limit == 0:
+        assert round_to(row.min_subnormal, target=row, rounding=rounding) == row.min_subnormal
         return
-    assert round_to(row.flush_limit, target=row) == 0
-    assert round_to(math.nextafter(row.flush_limit, 1), target=row) == row.min_subnormal
+    assert round_to(limit, target=row, rounding=rounding) == 0
+    assert round_to(math.nextafter(limit, 1), target=row, rounding=rounding) == row.min_subnormal
+
+
+def test_chance_may_flush_whatever_is_below_the_smallest_value() -> None:
+    row = FORMATS["fp4_e2m1"]
+    assert set(round_to(np.full(1000, 0.25), target=row, rounding="stochastic").tolist()) == {0.0, row.min_subnormal}
+    assert row.flush_limit_of(Rounding.STOCHASTIC) == math.nextafter(row.min_subnormal, 0)
+
+
+@pytest.mark.parametrize("row", [row for row in ALL if row.name != "fp64"], ids=lambda row: row.name)
+@pytest.mark.parametrize("rounding", [Rounding.STOCHASTIC, Rounding.HYBRID])
+def test_what_chance_may_decide_overflows_beyond_the_largest_value(row: Format, rounding: Rounding) -> None:
+    assert row.overflow_start_of(rounding) == math.nextafter(row.maximum, math.inf)
+
+
+def written(value: float) -> str:
+    """A number as the page writes it, exactly: in digits, or as what a power of two is multiplied by."""
+    fraction, exponent = math.frexp(value)
+    if fraction == 0.5 and abs(exponent) > 4:
+        return f"2^{exponent - 1}"
+    if value < 1e6:
+        return repr(value).removesuffix(".0")
+    num_bits = -math.frexp(1 - fraction)[1]
+    assert 2 * fraction == 2 - 2.0**-num_bits
+    return f"(2 - 2^-{num_bits}) x 2^{exponent - 1}"
+
+
+def page_row(row: Format) -> str:
+    """The line of `docs/formats.md` for a format."""
+    threshold = row.overflow_threshold
+    overflow = "-" if threshold == math.inf else f"above {written(threshold)}"
+    flush = "-" if row.flush_limit == 0 else f"up to {written(row.min_subnormal / 2)}"
+    is_wide = row.num_bits > 16
+    cells = (
+        f"`{row.name}`",
+        str(row.num_bits),
+        f"{row.exponent_bits} + {row.mantissa_bits}",
+        f"{row.emin} to {row.emax}",
+        *map(written, (row.maximum, row.min_normal, row.min_subnormal)),
+        overflow.replace("above", "from") if row.overflow_start == threshold else overflow,
+        flush.replace("up to", "below") if row.rounding is Rounding.AWAY else flush,
+        f"2^{row.num_bits} - 2^{row.mantissa_bits + 1}" if is_wide else f"{row.num_finite:,}",
+        f"{row.num_infinities} / " + (f"2^{row.mantissa_bits + 1} - 2" if is_wide else str(row.num_nans)),
+        "yes" if row.has_negative_zero else "no",
+        f"`{row.dtype}`" if row.dtype else "-",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+
+
+def test_the_page_about_formats_has_a_row_for_each() -> None:
+    lines = [line for line in PAGE.splitlines() if line.startswith("| `") and line.count("|") > 3]
+    assert lines == [page_row(row) for row in ALL]
+    roundings = [line.split("`")[1] for line in PAGE.splitlines() if line.startswith("| `") and line.count("|") == 3]
+    assert roundings == list(Rounding)
+
+
+def test_the_examples_of_the_page_are_true() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(compile(example, "docs/formats.md", "exec"), {})  # noqa: S102 - our own page
 
 
 def test_float64_is_exact_at_its_ends() -> None:
@@ -164,9 +252,12 @@ def test_rounding_keeps_shape_and_takes_no_elements() -> None:
 
 
 def test_every_floating_dtype_of_a_record_has_a_format() -> None:
-    without = {name for name, row in DTYPES.items() if row.is_floating and name not in BY_DTYPE}
-    # No sign, no zero, no fraction: rounding to it is a scale's business.
-    assert without == {"float8_e8m0fnu"}
+    assert {name for name, row in DTYPES.items() if row.is_floating} == BY_DTYPE.keys()
+
+
+@pytest.mark.parametrize(("name", "expected"), [("hifp8", "hif8"), ("hifloat8", "hif8"), ("mxint8", "int8")])
+def test_a_format_is_found_by_other_words_for_it(name: str, expected: str) -> None:
+    assert parse_format(name) is FORMATS[expected]
 
 
 @pytest.mark.parametrize("name", [*FORMATS, *BY_DTYPE])

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.analyze.formats import FORMATS
-from ranktape.analyze.histogram import (
+from ranktape.analyze.histograms.histogram import (
     KINDS,
     Histogram,
     Limits,
@@ -237,6 +237,8 @@ def test_what_is_not_ours_is_refused() -> None:
         count_patterns(np.zeros(3, dtype=np.int32))
     with pytest.raises(UsageError, match="too many patterns"):
         count_values(np.zeros(3, dtype=np.float32))
+    with pytest.raises(UsageError, match=r"big-endian .* convert the array with .astype\('<f2'\)"):
+        count_values(np.zeros(3, dtype=">f2"))
 
 
 def test_values_of_patterns_are_shared_and_cannot_be_changed() -> None:
@@ -258,7 +260,7 @@ def test_kernels_work_where_no_cache_can_be_written() -> None:
         "import numba.core.caching as caching\n"
         "caching.CacheImpl._locator_classes = []\n"
         "import numpy as np\n"
-        "from ranktape.analyze.histogram import count_patterns\n"
+        "from ranktape.analyze.histograms.histogram import count_patterns\n"
         "print(count_patterns(np.ones(3, dtype=np.uint8))[1])\n"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from ranktape.analyze import View, overflow, plot_overflow, sweep
-from ranktape.analyze.histogram import count_values, own_limits, scan, scan_histogram
+from ranktape.analyze.histograms.block_histogram import APART, CELLS, count_blocks
+from ranktape.analyze.histograms.histogram import count_values, own_limits, scan, scan_histogram
+from ranktape.analyze.values import read_block_histogram
+from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import DataError, UsageError
 from ranktape.storage import Run
 from ranktape.storage.dtypes import numpy_dtype
@@ -32,10 +35,15 @@ def sizes(dtype: str) -> np.ndarray[Any, Any]:
 def kept_as_histogram(tensor: Tensor) -> Tensor:
     """The same record as the writer keeps it when there is no room for values."""
     array, info = tensor
-    dtype = info.dtype if array.dtype.itemsize == 2 else info.compute_dtype
-    with np.errstate(over="ignore", invalid="ignore"):
-        counts = count_values(array.astype(numpy_dtype(dtype))).counts.astype(np.uint32)
-    return counts, dataclasses.replace(info, keep="histogram", nbytes=counts.nbytes)
+    reduced = reduce_to("histogram", array, info=info)
+    assert reduced is not None
+    return reduced
+
+
+def kept_before_schema_4(tensor: Tensor) -> Tensor:
+    """The same without counts of blocks."""
+    words, info = kept_as_histogram(tensor)
+    return words[: 1 << 16], dataclasses.replace(info, nbytes=4 << 16)
 
 
 def both(tmp_path: Path, **fields: Any) -> tuple[Run, Run]:
@@ -81,6 +89,46 @@ def test_values_that_were_rounded_cannot_be_looked_at_as_they_were_seen(tmp_path
         overflow(histogram.select(), format="fp8_e4m3", view=View.SEEN)
     # What the dtype's own limits do was counted before: no value is needed.
     assert len(overflow(histogram.select(), view=View.SEEN).rows) == 1
+
+
+@pytest.mark.parametrize("fields", KINDS[:1] + KINDS[3:], ids=str)
+@pytest.mark.parametrize("axis", ["features", "tokens"])
+@pytest.mark.parametrize("shape", [(50, 60), (3000,), (5, 10, 60), (2, 5, 5, 60)], ids=str)
+def test_the_blocks_are_those_of_the_values(
+    tmp_path: Path, fields: dict[str, Any], axis: str, shape: tuple[int, ...]
+) -> None:
+    said = dict(fields)
+    values = sizes(said.pop("dtype")).reshape(shape)
+    tensor = describe_tensor(values, **said)
+    record = store(tmp_path / "run", [kept_as_histogram(tensor)]).select()[0]
+    ours = read_block_histogram(record, axis=axis, view=View.COMPUTE)
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = values.reshape(-1, shape[-1]).astype(numpy_dtype(record.compute_dtype))
+    theirs = count_blocks(rounded, axis=-1 if axis == "features" else 0)
+    assert (ours.axis, ours.dtype, ours.block_size, ours.cuts) == (axis, theirs.dtype, 32, theirs.cuts)
+    for name in CELLS:
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), strict=True)
+    assert {name: getattr(ours, name) for name in APART} == {name: getattr(theirs, name) for name in APART}
+    assert (ours + ours).num_elements == 2 * values.size
+
+
+def test_blocks_are_not_looked_at_in_another_type(tmp_path: Path) -> None:
+    _, rounded = both(tmp_path / "a", dtype="float32", compute_dtype="bfloat16")
+    with pytest.raises(UsageError, match=r"blocks of values in bfloat16 were counted.*in float32: give --as compute"):
+        read_block_histogram(rounded.select()[0], view=View.SEEN)
+    _, half = both(tmp_path / "b", dtype="float16", compute_dtype="bfloat16")
+    with pytest.raises(UsageError, match=r"blocks of values in float16 were counted.*in bfloat16: give --as seen"):
+        read_block_histogram(half.select()[0], view=View.COMPUTE)
+    assert read_block_histogram(half.select()[0], view=View.SEEN).num_elements == 3000
+
+
+def test_histograms_without_blocks_answer_what_they_did(tmp_path: Path) -> None:
+    tensor = describe_tensor(sizes("bfloat16"))
+    values = store(tmp_path / "values", [tensor])
+    earlier = store(tmp_path / "earlier", [kept_before_schema_4(tensor)])
+    assert overflow(earlier.select(), format="fp4_e2m1").rows == overflow(values.select(), format="fp4_e2m1").rows
+    with pytest.raises(UsageError, match="no blocks along 'features' were counted, but single values alone"):
+        read_block_histogram(earlier.select()[0], view=View.SEEN)
 
 
 def test_records_of_both_kinds_stand_in_one_table(tmp_path: Path) -> None:

@@ -161,6 +161,16 @@ def test_several_dtypes_are_named_in_the_title(tmp_path: Path) -> None:
     assert "overflow\nbeyond the largest value" in shown
 
 
+def test_the_element_type_int8_is_not_taken_for_the_format_of_that_name(tmp_path: Path) -> None:
+    records = store(tmp_path, [describe_tensor(np.ones(8, dtype=np.int8))]).select()
+    own, against = (
+        "\n".join(text.get_text() for text in texts(draw_overflow(overflow(records, format=name))))
+        for name in (None, "int8")
+    )
+    assert "int8: largest value" not in own
+    assert "int8: largest value 1.984, smallest normal 0.0156" in against
+
+
 def test_a_png_is_written_and_folders_are_made(records: Records, tmp_path: Path) -> None:
     path = tmp_path / "draw" / "overflow.png"
     table = plot_overflow(records, path=path, format="fp8_e4m3")

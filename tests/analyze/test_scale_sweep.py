@@ -8,14 +8,18 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.analyze.formats import FORMATS, round_to
-from ranktape.analyze.metrics import Level
-from ranktape.analyze.scale_sweep import SweepOptions, sweep_array
+from ranktape.analyze.quantization.scales import ScaleRule
+from ranktape.analyze.questions.swept import is_sweepable
+from ranktape.analyze.sweeps.metrics import Level
+from ranktape.analyze.sweeps.options import SweepOptions
+from ranktape.analyze.sweeps.sweep import sweep_array, sweep_formats
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.dtypes import DTYPES, numpy_dtype
 from tests.strategies import arrays
 
 E4M3 = FORMATS["fp8_e4m3"]
@@ -29,7 +33,7 @@ def at(exponent: float, **options: Any) -> SweepOptions:
 
 
 def test_levels_go_from_the_largest_value_to_the_smallest() -> None:
-    found = sweep_array(np.array([448.0, -3.0, 2.0**-9], dtype=np.float32), target=E4M3)
+    found = sweep_array(np.array([448.0, -3.0, 2.0**-9], dtype=np.float32), format="fp8_e4m3")
     assert [level.exponent for level in found.levels] == np.linspace(0, -3, 21).tolist()
     first, last = found.levels[0], found.levels[-1]
     assert (first.overflow_count, first.underflow_count) == (0, 1)
@@ -39,7 +43,7 @@ def test_levels_go_from_the_largest_value_to_the_smallest() -> None:
 
 def test_figures_are_their_definitions() -> None:
     x = np.array([1.0, -2.7, 0.003, 500.0, 0.0, 1e-5], dtype=np.float32)
-    level = sweep_array(x, target=E4M3, options=at(-0.5)).levels[0]
+    level = sweep_array(x, format="fp8_e4m3", options=at(-0.5)).levels[0]
     exact, scale = x.astype(np.float64), 2**-0.5
     y = round_to(exact / scale, target=E4M3) * scale
     error = exact - y
@@ -71,13 +75,13 @@ def test_figures_are_their_definitions() -> None:
 )
 def test_known_signal_to_noise_ratios(target: str, dtype: Any, sqnr: float) -> None:
     exponent = -5.85 if target == "fp8_e4m3" else 0.0
-    level = sweep_array(GAUSS.astype(dtype), target=FORMATS[target], options=at(exponent)).levels[0]
+    level = sweep_array(GAUSS.astype(dtype), format=target, options=at(exponent)).levels[0]
     assert abs(level.sqnr - sqnr) < 0.1
 
 
 def test_known_error_of_the_tool_that_came_before() -> None:
     """At exponent -5.85 its arithmetic in float32 gave a mean squared error of 7.015e-4 and a cosine of 0.999649."""
-    level = sweep_array(GAUSS.astype(ml_dtypes.bfloat16), target=E4M3, options=at(-5.85)).levels[0]
+    level = sweep_array(GAUSS.astype(ml_dtypes.bfloat16), format="fp8_e4m3", options=at(-5.85)).levels[0]
     assert math.isclose(level.mse, 7.015e-4, rel_tol=0.01)
     assert abs(level.cosine - 0.999649) < 5e-6
 
@@ -86,8 +90,8 @@ def test_known_error_of_the_tool_that_came_before() -> None:
 def test_the_recommended_scale_is_good(name: str) -> None:
     """Within 0.5 dB of the best of 2,001 scales."""
     array = GAUSS[:10_000].astype(np.float32)
-    found = sweep_array(array, target=FORMATS[name])
-    fine = sweep_array(array, target=FORMATS[name], options=SweepOptions(num_levels=2001))
+    found = sweep_array(array, format=name)
+    fine = sweep_array(array, format=name, options=SweepOptions(num_levels=2001))
     recommended, finest = found.recommended, fine.best(lambda level: level.sqnr)
     assert recommended is not None
     assert finest is not None
@@ -99,8 +103,8 @@ def test_the_recommended_scale_is_good(name: str) -> None:
 def test_the_recommendation_moves_with_the_tensor(power: int, dtype: Any) -> None:
     """Gradients of 1e-6 are judged as activations of 1 are: the seeds' score was not invariant."""
     array = GAUSS[:5000].astype(dtype)
-    near = sweep_array(array, target=E4M3)
-    far = sweep_array(np.ldexp(array.astype(np.float64), power).astype(dtype), target=E4M3)
+    near = sweep_array(array, format="fp8_e4m3")
+    far = sweep_array(np.ldexp(array.astype(np.float64), power).astype(dtype), format="fp8_e4m3")
     assert [level.score for level in far.levels] == [level.score for level in near.levels]
     assert [level.exponent - power for level in far.levels] == pytest.approx([level.exponent for level in near.levels])
 
@@ -108,9 +112,7 @@ def test_the_recommendation_moves_with_the_tensor(power: int, dtype: Any) -> Non
 def test_a_level_without_error_is_recommended_and_nothing_is_nan() -> None:
     """PSNR is infinite there, which made the seeds' score NaN."""
     array = np.array([6.0, 3.0, -1.5, 1.0, 0.5, 0.0], dtype=np.float32)
-    found = sweep_array(
-        array, target=FORMATS["fp4_e2m1"], options=SweepOptions(num_levels=5, max_scale_exp=1, min_scale_exp=-1)
-    )
+    found = sweep_array(array, format="fp4_e2m1", options=SweepOptions(num_levels=5, max_scale_exp=1, min_scale_exp=-1))
     recommended = found.recommended
     assert recommended is not None
     assert (recommended.exponent, recommended.mse, recommended.psnr) == (0.0, 0.0, math.inf)
@@ -120,7 +122,7 @@ def test_a_level_without_error_is_recommended_and_nothing_is_nan() -> None:
 @pytest.mark.parametrize("value", [1.0, -3.5, 2.0**-130, 1e38])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.float64])
 def test_a_constant_tensor_is_exact_where_it_is_a_value_of_the_format(value: float, dtype: Any) -> None:
-    found = sweep_array(np.full(7, value).astype(dtype), target=E4M3)
+    found = sweep_array(np.full(7, value).astype(dtype), format="fp8_e4m3")
     assert len(found.levels) == 21
     recommended = found.recommended
     assert recommended is not None
@@ -141,7 +143,7 @@ def test_a_constant_tensor_is_exact_where_it_is_a_value_of_the_format(value: flo
 )
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_tensors_without_a_scale_say_why(values: list[float], note: str, dtype: Any) -> None:
-    found = sweep_array(np.array(values).astype(dtype), target=E4M3)
+    found = sweep_array(np.array(values).astype(dtype), format="fp8_e4m3")
     assert (found.levels, found.recommended, found.note) == ((), None, note)
 
 
@@ -149,18 +151,18 @@ def test_tensors_without_a_scale_say_why(values: list[float], note: str, dtype: 
 def test_nan_and_infinities_are_left_out_and_counted(dtype: Any) -> None:
     clean = np.array([1.0, 2.5, -3.0, 0.0], dtype=dtype)
     spoiled = np.concatenate([clean, np.array([np.nan, np.inf, -np.inf, np.nan], dtype=dtype)])
-    expected, found = sweep_array(clean, target=E4M3), sweep_array(spoiled, target=E4M3)
+    expected, found = sweep_array(clean, format="fp8_e4m3"), sweep_array(spoiled, format="fp8_e4m3")
     assert found.levels == expected.levels
     assert (found.num_elements, found.nan, found.inf, found.zero) == (8, 2, 2, 1)
     assert found.note == "NaN or Inf left out"
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", [name for name in DTYPES if is_sweepable(name)])
 @settings(max_examples=30)
 @given(data=st.data())
 def test_every_dtype_and_all_bits_give_numbers(name: str, data: st.DataObject) -> None:
     array = data.draw(arrays(name=name))
-    found = sweep_array(array, target=E4M3, options=SweepOptions(num_levels=3))
+    found = sweep_array(array, format="fp8_e4m3", options=SweepOptions(num_levels=3))
     assert found.note or found.levels
     for level in found.levels:
         assert 0 <= level.score <= 1 + 1e-12
@@ -168,18 +170,60 @@ def test_every_dtype_and_all_bits_give_numbers(name: str, data: st.DataObject) -
         assert not any(math.isnan(getattr(level, field)) for field in Level.__dataclass_fields__)
 
 
+@pytest.mark.parametrize("name", [name for name in DTYPES if not is_sweepable(name)])
+@pytest.mark.parametrize("format_name", ["fp8_e4m3", "mxfp8"])
+def test_integers_and_bool_are_refused(name: str, format_name: str) -> None:
+    with pytest.raises(UsageError, match="no floating-point numbers"):
+        sweep_array(np.ones((2, 4), dtype=numpy_dtype(name)), format=format_name)
+
+
+@pytest.mark.parametrize(
+    ("formats", "options", "message"),
+    [
+        (["fp8_e4m3"], {"scale_bits": 4}, "--scale-bits 4 has no effect on fp8_e4m3 in tensor mode"),
+        (["fp8_e4m3"], {"scale_bits": 8, "mode": "channel"}, "--scale-bits 8 has no effect on fp8_e4m3 in channel"),
+        (["fp8_e4m3"], {"scale_bits": 4, "mode": "legacy"}, "--scale-bits 4 has no effect on fp8_e4m3 in legacy mode"),
+        (["hif8"], {"scale_bits": 4}, "--scale-bits 4 has no effect on hif8"),
+        (["hif8", "fp8_e5m2"], {"block_size": 8}, "--block-size 8 has no effect on hif8 in tensor mode, fp8_e5m2 in"),
+        (["nvfp4"], {"scale_rule": "floor"}, "--scale-rule floor has no effect on nvfp4 in mx mode"),
+        (["nvfp4", "int8"], {"scale_bits": 4}, "--scale-bits 4 has no effect on nvfp4"),
+    ],
+)
+def test_an_option_that_no_format_uses_is_refused(formats: list[str], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        sweep_formats(GAUSS, formats=formats, options=SweepOptions(**options))
+
+
+def test_an_option_that_some_format_uses_leaves_the_others_as_they_are() -> None:
+    options = SweepOptions(scale_bits=4, scale_rule=ScaleRule.RCEIL, num_levels=3)
+    together = sweep_formats(GAUSS, formats=["nvfp4", "fp8_e4m3", "mxfp4"], options=options)
+    plain = SweepOptions(num_levels=3)
+    for found, name in zip(together, ["nvfp4", "fp8_e4m3"], strict=False):
+        assert found.levels == sweep_array(GAUSS, format=name, options=plain).levels
+    assert together[2].levels == sweep_array(GAUSS, format="mxfp4", options=options).levels
+    assert together[2].levels != sweep_array(GAUSS, format="mxfp4", options=plain).levels
+
+
+def test_the_axis_matters_only_where_there_are_blocks_or_channels() -> None:
+    options = SweepOptions(axis=5)
+    assert sweep_array(GAUSS, format="fp8_e4m3", options=options).levels == sweep_array(GAUSS, format="fp8_e4m3").levels
+    for name in ("mxfp8", "nvfp4"):
+        with pytest.raises(UsageError, match="--axis 5 is not one of a tensor of shape"):
+            sweep_array(GAUSS, format=name, options=options)
+
+
 def test_complex_parts_are_values() -> None:
     parts = GAUSS[:100].astype(np.float32)
-    found = sweep_array(parts.view(np.complex64), target=E4M3)
+    found = sweep_array(parts.view(np.complex64), format="fp8_e4m3")
     assert found.num_elements == 100
     assert [level.mse for level in found.levels] == pytest.approx(
-        [level.mse for level in sweep_array(parts, target=E4M3).levels]
+        [level.mse for level in sweep_array(parts, format="fp8_e4m3").levels]
     )
 
 
 def test_exponents_that_are_given_are_used() -> None:
     options = SweepOptions(num_levels=3, max_scale_exp=4, min_scale_exp=-4)
-    found = sweep_array(np.ones(3, dtype=np.float32), target=E4M3, options=options)
+    found = sweep_array(np.ones(3, dtype=np.float32), format="fp8_e4m3", options=options)
     assert [level.exponent for level in found.levels] == [4.0, 0.0, -4.0]
 
 
@@ -200,4 +244,19 @@ def test_options_that_are_not_allowed(options: dict[str, Any], message: str) -> 
 
 def test_fp64_is_no_target() -> None:
     with pytest.raises(UsageError, match="'fp64' holds every captured value"):
-        sweep_array(np.ones(3), target=FORMATS["fp64"])
+        sweep_array(np.ones(3), format="fp64")
+
+
+def test_tensors_and_lists_are_taken_as_arrays_are() -> None:
+    array = np.linspace(-2, 3, 40, dtype=np.float32)
+    found = sweep_array(array, format="mxfp8")
+    assert sweep_array(torch.from_numpy(array), format="mxfp8").levels == found.levels
+    assert sweep_array(array.astype(">f4"), format="mxfp8").levels == found.levels
+    assert sweep_array(array.tolist(), format="mxfp8").levels == found.levels
+    half = torch.from_numpy(array).bfloat16()
+    assert (
+        sweep_array(half, format="fp8_e4m3").levels
+        == sweep_array(array.astype(ml_dtypes.bfloat16), format="fp8_e4m3").levels
+    )
+    with pytest.raises(UsageError, match="no numbers that records hold"):
+        sweep_array(["a"], format="mxfp8")

@@ -12,23 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.formats import FORMATS, Format, round_to
-from ranktape.analyze.histogram import count_values
-from ranktape.analyze.metrics import levels_of
-from ranktape.analyze.scaling import (
-    BLOCK,
+from ranktape.analyze.formats import FORMATS, Format, Rounding, round_to
+from ranktape.analyze.histograms.histogram import count_values
+from ranktape.analyze.sweeps.metrics import levels_of
+from ranktape.analyze.sweeps.rounding_kernels import kernel_constants, round_block
+from ranktape.analyze.sweeps.scaling import (
     CHUNK,
-    NUM_ACCUMULATORS,
     SUMS,
     Sums,
-    _add_block,
-    _Constants,
     largest_alignment,
     scale_of,
     smallest_alignment,
     sums_of_pairs,
     sums_of_values,
 )
+from ranktape.analyze.sweeps.scaling_kernels import BLOCK, STEP
 from ranktape.storage.dtypes import DTYPES
 from tests.strategies import arrays
 
@@ -36,28 +34,30 @@ Array = np.ndarray[Any, Any]
 
 COUNTS = ("overflow", "underflow", "flushed")
 
-TARGETS = [row for row in FORMATS.values() if row.name != "fp64"]
+TARGETS = [row for row in FORMATS.values() if row.name not in {"fp64", "e8m0"}]
 
 MAGNITUDES = st.floats(min_value=5e-324, max_value=1.7e308)
 
 
-def direct(array: Array, *, exponents: Array, target: Format) -> dict[str, Array]:
+def direct(array: Array, *, exponents: Array, target: Format, rounding: Rounding | None = None) -> dict[str, Array]:
     """The slow twin: the whole tensor is divided, rounded and multiplied at every level."""
     with np.errstate(invalid="ignore"):
         values = array.astype(np.float64).ravel()
     finite = values[np.isfinite(values)]
+    chosen = rounding or target.rounding
     sums: dict[str, list[float]] = {name: [] for name in SUMS}
     for exponent in exponents:
         scale = scale_of(float(exponent))
         scaled = finite / scale
-        results = round_to(scaled, target=target) * scale
+        seen = scaled.astype(np.float32) if chosen is Rounding.HYBRID else scaled
+        results = round_to(seen, target=target, rounding=chosen) * scale
         errors = np.abs(finite - results)
         sums["squared_error"].append(math.fsum(errors * errors))
         sums["absolute_error"].append(math.fsum(errors))
         sums["squared_result"].append(math.fsum(results * results))
         sums["product"].append(math.fsum(finite * results))
         sums["largest_error"].append(errors.max())
-        sums["overflow"].append(float(np.count_nonzero(np.abs(scaled) >= target.overflow_start)))
+        sums["overflow"].append(float(np.count_nonzero(np.abs(scaled) >= target.overflow_start_of(chosen))))
         sums["underflow"].append(float(np.count_nonzero((finite != 0) & (np.abs(scaled) < target.min_normal))))
         sums["flushed"].append(float(np.count_nonzero((finite != 0) & (results == 0))))
     return {name: np.array(values) for name, values in sums.items()}
@@ -74,13 +74,13 @@ def assert_equal(sums: Sums, expected: dict[str, Array]) -> None:
             np.testing.assert_allclose(found, expected[name], rtol=1e-12, atol=0, err_msg=name)
 
 
-def sums_of(array: Array, *, exponents: Array, target: Format) -> Sums:
+def sums_of(array: Array, *, exponents: Array, target: Format, rounding: Rounding | None = None) -> Sums:
     """By the histogram where the type has one, else by the values."""
     if array.dtype.itemsize <= 2:
         values, counts = count_values(array).pairs()
-        return sums_of_pairs(values, counts=counts, exponents=exponents, target=target)
+        return sums_of_pairs(values, counts=counts, exponents=exponents, target=target, rounding=rounding)
     finite = np.abs(array[np.isfinite(array)])
-    return sums_of_values(array, largest=float(finite.max()), exponents=exponents, target=target)
+    return sums_of_values(array, largest=float(finite.max()), exponents=exponents, target=target, rounding=rounding)
 
 
 def special(dtype: Any) -> Array:
@@ -102,29 +102,63 @@ def test_sums_equal_rounding_the_whole_tensor(name: str, target: Format) -> None
     assert_equal(sums_of(array, exponents=exponents, target=target), direct(array, exponents=exponents, target=target))
 
 
+@pytest.mark.parametrize("rounding", [Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR])
+@pytest.mark.parametrize("target", ["fp8_e4m3", "fp4_e2m1", "int8", "hif8"])
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_sums_equal_rounding_the_whole_tensor_in_every_way(name: str, target: str, rounding: Rounding) -> None:
+    array, row = special(DTYPES[name].numpy_dtype), FORMATS[target]
+    exponents = np.array([-9.0, -3.0, -0.1, 2.6])
+    expected = direct(array, exponents=exponents, target=row, rounding=rounding)
+    assert_equal(sums_of(array, exponents=exponents, target=row, rounding=rounding), expected)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_hybrid_rounding_looks_at_the_scaled_values_as_float32(name: str) -> None:
+    array, row = special(DTYPES[name].numpy_dtype), FORMATS["hif8"]
+    exponents = np.array([-9.0, -0.1, 2.6])
+    expected = direct(array, exponents=exponents, target=row, rounding=Rounding.HYBRID)
+    assert_equal(sums_of(array, exponents=exponents, target=row, rounding=Rounding.HYBRID), expected)
+
+
+@pytest.mark.parametrize("target", ["fp8_e4m3", "fp4_e2m1", "int8", "hif8"])
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_sums_of_stochastic_rounding_are_what_is_to_be_expected(name: str, target: str) -> None:
+    """The two neighbours by how likely they are, not by draws."""
+    row, scale = FORMATS[target], 2.0**-1.3
+    values = np.abs(special(DTYPES[name].numpy_dtype).astype(np.float64))
+    finite = values[np.isfinite(values)]
+    scaled = np.minimum(finite / scale, row.maximum)
+    below = round_to(scaled, target=row, rounding=Rounding.FLOOR)
+    step = np.ldexp(1.0, row.unit_exponents(np.maximum(np.frexp(scaled)[1] - 1, row.lowest_exponent)))
+    up = (scaled - below) / step
+    above = np.where(up > 0, below + step, below)
+    likely = {"squared_error": 0.0, "absolute_error": 0.0, "squared_result": 0.0, "product": 0.0}
+    for chance, rounded in ((up, above), (1 - up, below)):
+        result = rounded * scale
+        likely["squared_error"] += math.fsum(chance * (finite - result) ** 2)
+        likely["absolute_error"] += math.fsum(chance * np.abs(finite - result))
+        likely["squared_result"] += math.fsum(chance * result**2)
+        likely["product"] += math.fsum(chance * result * finite)
+    array = special(DTYPES[name].numpy_dtype)
+    found = sums_of(array, exponents=np.array([-1.3]), target=row, rounding=Rounding.STOCHASTIC)
+    for kind, expected in likely.items():
+        assert math.isclose(getattr(found, f"{kind}_L")[0], expected, rel_tol=1e-12), kind
+    assert found.overflow_L[0] == np.count_nonzero(finite / scale > row.maximum)
+    assert found.flushed_L[0] == np.count_nonzero((finite > 0) & (below == 0))
+
+
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("rounding", [Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR])
 @pytest.mark.parametrize("target", TARGETS, ids=lambda row: row.name)
-@pytest.mark.parametrize("scale", [1.0, 2.0**0.35])
-def test_every_16_bit_magnitude_rounds_as_the_reference(target: Format, dtype: Any, scale: float) -> None:
-    """One value for each accumulator, so that no error can hide behind another."""
+def test_every_16_bit_magnitude_rounds_as_the_reference(target: Format, rounding: Rounding, dtype: Any) -> None:
     with np.errstate(invalid="ignore"):
         listed = np.arange(1 << 15, dtype=np.uint16).view(dtype).astype(np.float64)
-    magnitudes = np.where(np.isfinite(listed), listed, 0.0).reshape(-1, NUM_ACCUMULATORS)
-    found = np.zeros((len(magnitudes), len(SUMS), NUM_ACCUMULATORS))
-    constants = _Constants(target.mantissa_bits, target.emin, target.maximum, target.overflow_start, target.min_normal)
-    for values, accumulators in zip(magnitudes, found, strict=True):
-        _add_block(values, np.ones(NUM_ACCUMULATORS), scale, constants, accumulators.reshape(-1))
-    scaled = magnitudes / scale
-    results = round_to(scaled, target=target) * scale
-    expected = {
-        "absolute_error": np.abs(magnitudes - results),
-        "product": magnitudes * results,
-        "overflow": scaled >= target.overflow_start,
-        "underflow": (magnitudes > 0) & (scaled < target.min_normal),
-        "flushed": (magnitudes > 0) & (results == 0),
-    }
-    for name, values in expected.items():
-        assert np.array_equal(found[:, SUMS.index(name)], values), name
+    magnitudes = np.where(np.isfinite(listed), listed, 0.0)
+    for scale in (1.0, 2.0**0.35):
+        scaled = np.concatenate([magnitudes / scale, [math.inf]])
+        rounded = np.empty_like(scaled)
+        round_block(scaled, kernel_constants(target, rounding=rounding), rounded)
+        assert np.array_equal(rounded, round_to(scaled, target=target, rounding=rounding))
 
 
 @settings(max_examples=30)
@@ -144,7 +178,7 @@ def test_any_bits_and_any_layout(data: st.DataObject, name: str, target: Format)
     assert found.num_finite == finite.size
 
 
-@pytest.mark.parametrize("size", [1, 63, BLOCK - 1, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1])
+@pytest.mark.parametrize("size", [1, STEP - 1, STEP, BLOCK - 1, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1])
 def test_values_and_histogram_agree_at_every_size(size: int) -> None:
     array = np.random.default_rng(size).standard_normal(size).astype(ml_dtypes.bfloat16)
     exponents, target = np.linspace(-9, 1, 5), FORMATS["fp8_e4m3"]
@@ -160,12 +194,17 @@ def test_values_and_histogram_agree_at_every_size(size: int) -> None:
     assert math.isclose(by_histogram.absolute, by_values.absolute, rel_tol=1e-12)
 
 
-def test_the_same_bits_every_time() -> None:
+def test_the_same_bits_with_any_threads_and_layout() -> None:
     array = np.random.default_rng(0).standard_normal(3 * CHUNK + 5).astype(np.float32)
     exponents, target = np.linspace(-9, 1, 3), FORMATS["fp4_e2m1"]
-    first, second = (sums_of(array, exponents=exponents, target=target) for _ in range(2))
+    first, *others = (
+        sums_of_values(layout, largest=6.0, exponents=exponents, target=target, threads=threads)
+        for layout, threads in ((array, 1), (array, 2), (array, 3), (np.repeat(array, 2)[::2], 2))
+    )
     for name in SUMS:
-        assert getattr(first, f"{name}_L").tobytes() == getattr(second, f"{name}_L").tobytes()
+        for other in others:
+            assert getattr(first, f"{name}_L").tobytes() == getattr(other, f"{name}_L").tobytes()
+    assert all(other.squared == first.squared for other in others)
 
 
 @pytest.mark.parametrize("power", [-1060, -500, 500, 1010])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from pathlib import Path
 
@@ -10,12 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze import FORMATS, SweepOptions, View, sweep, sweep_array
+from ranktape.analyze import SweepOptions, View, sweep, sweep_array
+from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.storage import Run
 from tests.analyze.runs import describe_tensor, model_tensors, store
-
-E4M3 = FORMATS["fp8_e4m3"]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_each_record_has_its_recommended_level(run: Run) -> None:
     table = sweep(records, format="fp8_e4m3")
     assert len(table.rows) == len(records) == 18
     for record, row in zip(records, table.records(), strict=True):
-        found = sweep_array(record.read(), target=E4M3)
+        found = sweep_array(record.read(), format="fp8_e4m3")
         level = found.recommended
         assert level is not None
         assert {name: row[name] for name in dataclasses.asdict(level)} == dataclasses.asdict(level)
@@ -41,10 +41,16 @@ def test_each_record_has_its_recommended_level(run: Run) -> None:
         assert row["best_mse_exponent"] == row["best_psnr_exponent"] == best.exponent
 
 
+def test_a_tensor_of_which_no_level_keeps_anything_has_a_note(run: Run) -> None:
+    options = SweepOptions(max_scale_exp=40, min_scale_exp=30)
+    notes = sweep(run.select(layer_idx=0), format="fp8_e4m3", options=options).column("note")
+    assert set(notes) == {"no level keeps anything: try smaller scales"}
+
+
 def test_every_level_has_a_row_if_asked(run: Run) -> None:
     records = run.select(tensor_name="weight", layer_idx=0)
     table = sweep(records, format="fp4_e2m1", with_levels=True, options=SweepOptions(num_levels=5))
-    found = sweep_array(records[0].read(), target=FORMATS["fp4_e2m1"], options=SweepOptions(num_levels=5))
+    found = sweep_array(records[0].read(), format="fp4_e2m1", options=SweepOptions(num_levels=5))
     assert table.column("exponent") == [level.exponent for level in found.levels]
     assert table.column("mse") == [level.mse for level in found.levels]
     assert [row["exponent"] for row in table.records() if row["note"] == "recommended"] == [
@@ -87,19 +93,20 @@ def test_tensors_without_a_scale_have_a_row_and_a_note(tmp_path: Path) -> None:
     records = store(tmp_path, tensors).select()
     table = sweep(records, format="fp8_e4m3")
     rows = {row["tensor_name"]: row for row in table.records()}
-    assert {name: rows[name]["note"] for name in ("zeros", "nan", "inf", "empty", "tokens")} == {
+    assert {name: rows[name]["note"] for name in ("zeros", "nan", "inf", "empty")} == {
         "zeros": "all zero: exact at any scale",
         "nan": "no finite number",
         "inf": "NaN or Inf left out",
         "empty": "empty",
-        "tokens": "",
     }
     assert rows["zeros"]["exponent"] is None
-    assert rows["tokens"]["mse"] == 0
-    assert table.notes[1:] == (
-        "2 of 5 tensors hold NaN or Inf, which are left out of the figures",
-        "3 of 5 tensors hold no finite number other than zero: no scale",
+    assert "tokens" not in rows, "no scale is sought for indices"
+    assert table.notes == (
+        "2 of 4 tensors hold NaN or Inf, which are left out of the figures",
+        "3 of 4 tensors hold no finite number other than zero: no scale",
     )
+    with pytest.raises(UsageError, match="no record holds floating-point numbers"):
+        sweep(records.select(tensor_name="tokens"), format="fp8_e4m3")
     grouped = sweep(records, format="fp8_e4m3", by=["tensor_name"]).records()
     assert grouped[0]["tensor_name"] == "empty"
     assert grouped[0]["median_exponent"] is None
@@ -111,7 +118,7 @@ def test_values_are_those_computed_with_unless_asked(tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal(500).astype(np.float32)
     records = store(tmp_path, [describe_tensor(values, compute_dtype="bfloat16")]).select()
     for view, expected in ((View.COMPUTE, values.astype(ml_dtypes.bfloat16)), (View.SEEN, values)):
-        level = sweep_array(expected, target=E4M3).recommended
+        level = sweep_array(expected, format="fp8_e4m3").recommended
         assert level is not None
         assert sweep(records, format="fp8_e4m3", view=view).column("mse") == [level.mse]
 
@@ -124,3 +131,73 @@ def test_what_is_not_allowed_is_refused(run: Run) -> None:
         sweep(records, format="fp8-e4m3")
     with pytest.raises(UnknownFieldError, match="bogus"):
         sweep(records, format="fp8_e4m3", by=["bogus"])
+
+
+FORMATS_AT_ONCE = ("fp8_e4m3", "fp4_e2m1", "mxfp8_e4m3", "nvfp4", "hif8")
+
+
+def test_several_formats_are_what_each_is_alone(run: Run) -> None:
+    records = run.select(layer_idx=0)
+    together = sweep(records, format=FORMATS_AT_ONCE).records()
+    assert [row["format"] for row in together[: len(FORMATS_AT_ONCE)]] == list(FORMATS_AT_ONCE)
+    for name in FORMATS_AT_ONCE:
+        alone = sweep(records, format=name)
+        ours = [row for row in together if row["format"] == name]
+        assert [{column: row[column] for column in alone.records()[0]} for row in ours] == alone.records()
+    assert sweep(records, format="fp8_e4m3,mxfp8").column("format") == ["fp8_e4m3", "mxfp8_e4m3"] * 9
+
+
+def test_the_best_format_of_a_record_is_the_narrowest_that_keeps_enough(run: Run) -> None:
+    records = run.select(layer_idx=0)
+    for target, expected in ((10.0, {"fp4_e2m1", "mxfp4_e2m1"}), (26.0, {"fp8_e4m3"}), (99.0, {"fp8_e4m3"})):
+        rows = sweep(records, format="fp4_e2m1,mxfp4,fp8_e4m3", target_sqnr=target).records()
+        assert {row["best_format"] for row in rows} <= expected
+        assert {row["meets_target"] for row in rows} == {"yes" if target < 99 else "no"}
+        assert all((row["best_format_sqnr"] >= target) is (target < 99) for row in rows)
+
+
+def test_the_common_scale_of_a_group_is_the_best_of_whole_exponents(run: Run) -> None:
+    records = run.select(tensor_name="query")
+    (row,) = sweep(records, format="fp4_e2m1", by=["tensor_name"]).records()
+    preferred = sweep(records, format="fp4_e2m1").column("exponent")
+    first, last = math.ceil(max(preferred)) + 1, math.floor(min(preferred)) - 1
+    grid = SweepOptions(max_scale_exp=first, min_scale_exp=last, num_levels=first - last + 1)
+    levels = [sweep_array(record.read(), format="fp4_e2m1", options=grid).levels for record in records]
+    scores = [statistics.fmean(level.score for level in row) for row in zip(*levels, strict=True)]
+    index = scores.index(max(scores))
+    assert (row["common_exponent"], row["common_score"]) == (first - index, max(scores))
+    assert row["common_scale"] == 2.0 ** row["common_exponent"]
+    assert row["worst_common_price"] == max(max(one.sqnr for one in own) - own[index].sqnr for own in levels)
+
+
+def test_offsets_of_blocks_are_common_without_reading_again(run: Run) -> None:
+    records = run.select(layer_type="linear", operation="forward")
+    readings = []
+    (row,) = sweep(records, format="mxfp4", by=["operation"], on_record=lambda: readings.append(1)).records()
+    assert len(readings) == len(records)
+    assert -10 <= row["common_exponent"] <= 10
+    sweep(records, format="mxfp4,fp4_e2m1", by=["operation"], on_record=lambda: readings.append(1))
+    assert len(readings) == 3 * len(records)
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_kept_counts_of_blocks_answer_as_values_do(tmp_path: Path, axis: int) -> None:
+    array, info = model_tensors(num_layers=1)[0]
+    kept = reduce_to("histogram", array, info=info)
+    assert kept is not None
+    values, counts = store(tmp_path / "values", [(array, info)]).select(), store(tmp_path / "kept", [kept]).select()
+    options = SweepOptions(axis=axis)
+    ours, theirs = (sweep(one, format="mxfp4,fp8_e4m3", options=options).records() for one in (counts, values))
+    figures = ("exponent", "overflow_count", "flushed_count")
+    assert [[row[name] for name in figures] for row in ours] == [[row[name] for name in figures] for row in theirs]
+    assert [row["mse"] for row in ours] == pytest.approx([row["mse"] for row in theirs], rel=1e-12)
+    with pytest.raises(UsageError, match=r"--axis -1 and not 5|--axis"):
+        sweep(counts, format="mxfp4", options=SweepOptions(axis=5))
+    with pytest.raises(UsageError, match="nvfp4"):
+        sweep(counts, format="nvfp4")
+
+
+def test_records_that_tell_no_group_apart_are_one_group(tmp_path: Path) -> None:
+    tensors = [describe_tensor(np.ones(4, np.float32), tensor_name=name, batch_size=None) for name in "ab"]
+    records = store(tmp_path, tensors).select()
+    assert [row["records"] for row in sweep(records, format="mxfp8", by=["batch_size"]).records()] == [2]

@@ -23,6 +23,9 @@ from tests.analyze.runs import describe_tensor, store
         ("bfloat16", "float32", "bfloat16"),
         ("float16", "float32", "float16"),
         ("float32", "float32", "float32"),
+        # Its smallest value, 2**-127, is subnormal in bfloat16.
+        ("float8_e8m0fnu", "bfloat16", "float8_e8m0fnu"),
+        ("float8_e8m0fnu", "float16", "float16"),
         # No rounding is known for these.
         ("int64", "bfloat16", "int64"),
         ("float32", "tf32", "float32"),

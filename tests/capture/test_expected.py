@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch import nn
 from ranktape.capture import Capture
 from ranktape.capture.expected import MAX_PLACES, MAX_REASONS, Expected
 from ranktape.capture.passes.tracker import Call
+from ranktape.capture.sites import MAX_ALL_FORMS, Form
 from ranktape.capture.source import Source, TensorRole
 from ranktape.storage import IterationStatus, open_run
 from ranktape.storage.attempt import read_attempts
@@ -296,3 +300,88 @@ def test_nothing_is_missing_in_inference(tmp_path: Path) -> None:
         assert silent(status) == {}
         assert status.num_missing == 0
         assert status.num_records == status.num_expected == 6
+
+
+def source_of(number: int) -> Source:
+    return Source(module=f"part{number}", layer_type="linear", layer_idx=number, component="linear")
+
+
+INPUT = TensorRole(operation=Operation.FORWARD, phase="pre", tensor_name="input")
+
+
+def test_a_source_of_which_an_iteration_has_nothing_is_forgotten_and_what_is_disabled_stays() -> None:
+    expected = Expected()
+    call = Call(iteration=0, microbatch=0, index=0, compute_dtype="float32", batch_size=1)
+    gone, kept, broken = (source_of(number) for number in range(3))
+    expected.begin()
+    expected.saw(gone, INPUT, call)
+    sites = [expected.site(source, INPUT) for source in (gone, kept)]
+    expected.disable(broken, INPUT, "it broke")
+    for _ in range(3):
+        expected.end()
+        expected.begin()
+        expected.attach(kept, [INPUT])
+    assert expected.site(gone, INPUT) is not sites[0]
+    assert expected.site(kept, INPUT) is not sites[1], "it was attached only after an iteration without it"
+    site = expected.site(kept, INPUT)
+    summary = expected.end()
+    expected.begin()
+    assert expected.site(kept, INPUT) is site
+    assert expected.site(broken, INPUT).is_disabled
+    assert summary["silent_sites"] == {
+        "part1 forward pre input": "its module was not called",
+        "part2 forward pre input": "disabled after an error: it broke",
+    }
+
+
+def test_the_forms_of_all_sites_together_are_bounded() -> None:
+    expected = Expected()
+    form = Form(header="{", keep="values", nbytes=4, kept_nbytes=4, sample_dim=None, places=None)
+    sites = [expected.site(source_of(number), INPUT) for number in range(1000)]
+    for number in range(MAX_ALL_FORMS):
+        assert expected.keep_form(sites[number % len(sites)], number, form) is form
+    assert sum(len(site.forms) for site in sites) == MAX_ALL_FORMS
+    expected.keep_form(sites[0], "one more", form)
+    assert sum(len(site.forms) for site in sites) == 1
+
+
+def test_the_end_of_an_iteration_takes_steps_in_proportion_to_its_sources() -> None:
+    def num_steps(num_sources: int) -> int:
+        expected = Expected()
+        for number in range(num_sources):
+            expected.attach(source_of(number), [INPUT])
+        steps = 0
+
+        def count(_frame: FrameType, _event: str, _argument: object) -> None:
+            nonlocal steps
+            steps += 1
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            expected.end()
+        finally:
+            sys.setprofile(before)
+        return steps
+
+    assert num_steps(400) < 2.5 * num_steps(200)
+
+
+def test_an_iteration_begins_while_other_threads_meet_new_sources() -> None:
+    expected = Expected()
+    interval = sys.getswitchinterval()
+
+    def meet() -> None:
+        for number in range(5000):
+            expected.attach(source_of(number), [INPUT])
+
+    thread = threading.Thread(target=meet)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        while thread.is_alive():
+            expected.begin()
+            expected.end()
+    finally:
+        thread.join()
+        sys.setswitchinterval(interval)

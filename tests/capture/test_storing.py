@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranktape.analyze.histogram import count_values
-from ranktape.analyze.moments import statistics_of
+from ranktape.analyze.histograms.histogram import count_values
+from ranktape.analyze.histograms.moments import statistics_of
 from ranktape.capture.settings.options import Policy
 from ranktape.capture.staging.ring import RingConsumer, RingProducer
 from ranktape.capture.staging.ring_file import Counter, SlotKind
@@ -382,7 +382,7 @@ def test_in_an_outage_the_training_does_not_wait_for_values(make: Callable[..., 
 def test_counts_that_wait_are_bounded_and_the_oldest_iteration_pays(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storing, "HELD_NBYTES", 1 << 20)  # four histograms
+    monkeypatch.setattr(storing, "HELD_NBYTES", 2 << 20)  # four histograms
     bench = make(policy=Policy.HISTOGRAM)
     bench.store.error = UnreachableError
     arrays = tensors(0, num_small=0, num_large=3)
@@ -395,7 +395,7 @@ def test_counts_that_wait_are_bounded_and_the_oldest_iteration_pays(
     bench.close()
     statuses = {status.iteration: status for status in open_run(bench.url).status()}
     for iteration in range(3):
-        assert "takes more than 1048576 bytes of memory" in statuses[iteration].missing[0]
+        assert "takes more than 2097152 bytes of memory" in statuses[iteration].missing[0]
     assert len(bench.records(3)) == 3
 
 

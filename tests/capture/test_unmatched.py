@@ -66,7 +66,10 @@ def test_many_of_them_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[s
     ("keep", "words"),
     [
         ("values", "11 tensors, 480 B per iteration and rank (host"),
-        ("histogram", "11 tensors, 11 as histogram, 240 B per iteration and rank, for which 2.88 MB are stored (host"),
+        (
+            "histogram",
+            "11 tensors, 11 as histogram, 240 B per iteration and rank, for which 3.6 MB are stored before compression",
+        ),
         ("statistics", "11 tensors, 11 as statistics, 240 B per iteration and rank, for which 880 B are stored (host"),
     ],
 )

@@ -116,7 +116,7 @@ def _wrong_values(url: str, *, storage_options: Mapping[str, Any] | None) -> lis
         for iteration in run.iterations:
             for rank in RANKS:
                 expected = {info.module: array for array, info in tensors(iteration, rank)}
-                records = run.select(iteration=iteration, rank=rank)
+                records = list(run.select(iteration=iteration, rank=rank))
                 if sorted(record.info.module for record in records) != sorted(expected):
                     found.append(f"iteration {iteration} of rank {rank} has {len(records)} of {len(expected)} records")
                 found += [

@@ -5,6 +5,7 @@ The values follow from iteration, rank and place: whoever judges a run computes 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -29,7 +30,8 @@ _FORMS: tuple[tuple[tuple[int, ...], type, int | None, int], ...] = (
 """Shape, dtype, dimension of the samples, and how many of it."""
 
 
-def tensors(iteration: int, rank: int, *, version: int = 0) -> list[Tensor]:
+@functools.lru_cache(maxsize=len(ITERATIONS) * NUM_RANKS)
+def tensors(iteration: int, rank: int, *, version: int = 0) -> tuple[Tensor, ...]:
     """Everything that one rank records in one iteration; another `version` has other values of the same form."""
     made: list[Tensor] = []
     for shape, dtype, sample_dim, count in _FORMS:
@@ -39,7 +41,7 @@ def tensors(iteration: int, rank: int, *, version: int = 0) -> list[Tensor]:
             fields = {"module": f"layers.{number}.up", "layer_idx": number, "counter": number}
             info = describe(array, iteration=iteration, rank=rank, sample_dim=sample_dim, **fields)
             made.append((array, info))
-    return made
+    return tuple(made)
 
 
 def values(shape: tuple[int, ...], dtype: Any, *, seed: tuple[int, ...]) -> np.ndarray[Any, Any]:

@@ -31,7 +31,7 @@ CAPTURE = {
 """The settings of a capture."""
 
 OPTIONS = {
-    "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches"}
+    "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches", "quant"}
     | (CAPTURE - {"first_iteration", "manual", "capture_config", "advance_on", "layer_offset"}),
     "plan": {"url", "as_json", "verbose", "is_module", "script", "arguments"} | CAPTURE,
     "status": {"run", "as_json", "require_minimum", "storage_options"},

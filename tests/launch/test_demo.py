@@ -77,6 +77,7 @@ def test_the_model_is_causal_and_predicts_every_byte() -> None:
         (["--steps", "10", "--start-at", "10"], "--steps 10 ends before iteration"),
         (["--every", "0"], "--every 0 is not allowed"),
         (["--dtype", "fp8"], "'fp8' is not one of 'bf16', 'fp32'"),
+        (["--quant", "fp8"], "'fp8' is not one of 'none', 'mxfp8', 'mxfp4', 'hifp8', 'nvfp4'"),
     ],
     ids=lambda value: "".join(value) if isinstance(value, list) else "",
 )
@@ -107,3 +108,21 @@ def test_the_demo_learns_records_and_answers(tmp_path: Path) -> None:
     assert refused.returncode == 1
     assert "there is a run at run already: add --overwrite to delete it" in refused.stderr
     assert "torchrun" not in refused.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_demo_learns_in_low_precision_and_the_run_says_which(tmp_path: Path) -> None:
+    words = ("-m", "ranktape.launch.cli", "demo", "--output", "run", "--steps", "20", "--quant", "mxfp4")
+    words += ("--min-iterations", "1")
+    ended = python(*words, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    losses = [float(line.split()[3]) for line in ended.stdout.splitlines() if line.startswith("step ")]
+    assert losses[0] > 5
+    assert losses[-1] < 4
+    records = open_run(tmp_path / "run").select()
+    assert {record.quant_type for record in records} == {"mxfp4"}
+    weight = next(record for record in records if record.tensor_name == "weight").read()
+    blocks = abs(weight.astype("float32")).reshape(-1, 32)
+    # Eight magnitudes, whatever the scale, and one scale for each block.
+    assert max(len(set(block)) for block in blocks.tolist()) <= 8

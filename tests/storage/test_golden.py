@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from ranktape.errors import UsageError
 from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.block_counts import BLOCK_AXES
 from ranktape.storage.commit import finish_iteration
 from ranktape.storage.progress import open_iteration
 from ranktape.storage.record import Keep
@@ -26,10 +31,11 @@ FILES = {
     "schema_1": "b4be5c3c3bac8c5a5bdd439979329783cc693950eef9eb682549fe0e781d9d20",
     "schema_2": "cb82266df3e09f46a12d5c963260f8f39dff133b377904dc535492f367b20eca",
     "schema_3": "8ca7cd3ea2681204bfe7d5c1f01de33a87129a1f3a2a2190a6979ef9fd51c2ba",
+    "schema_4": "1fbfb720682c976a0dfb675960e77c925a6731500f516c0d5c1f6e32b9022fb8",
 }
 """SHA-256 over the names and bytes of all files: a golden run is never written anew."""
 
-LATEST = {"schema_1": [(0, 0), (5, 0)], "schema_2": [(0, 1), (2, 1)], "schema_3": [(0, 0)]}
+LATEST = {"schema_1": [(0, 0), (5, 0)], "schema_2": [(0, 1), (2, 1)], "schema_3": [(0, 0)], "schema_4": [(0, 0)]}
 """Iterations and attempts that readers show where they are not asked for a certain attempt."""
 
 
@@ -91,7 +97,7 @@ def place(record: dict[str, Any]) -> tuple[int, ...]:
 @pytest.mark.parametrize("name", FILES)
 def test_single_samples_are_read(name: str) -> None:
     records = [record for record in golden(name).select(keep="values") if record.sample_dim is not None]
-    assert len({record.sample_dim for record in records}) == {"schema_1": 1, "schema_2": 2, "schema_3": 1}[name]
+    assert len({record.sample_dim for record in records}) == (2 if name == "schema_2" else 1)
     for record in records:
         assert record.sample_dim is not None
         for sample in range(record.shape[record.sample_dim]):
@@ -256,7 +262,45 @@ def test_the_values_of_schema_3() -> None:
     assert total.read().tolist() == [[10, 12, 14], [16, 18, 20]]
 
 
-@pytest.mark.parametrize("name", ["schema_1", "schema_2"])
+@pytest.mark.parametrize("axis", BLOCK_AXES)
+def test_the_blocks_of_schema_4_are_those_of_the_values(axis: str) -> None:
+    run = golden("schema_4")
+    names = ["bf16", "bf16_like", "cut", "fp16", "wide", "line", "one", "empty"]
+    assert run.select(keep="histogram").column("tensor_name").tolist() == names
+    for name in names:
+        values = run.select(tensor_name=name, keep="values")[0].read()
+        counted = run.select(tensor_name=name, keep="histogram")[0].block_counts(axis=axis)
+        rounded = values.astype(ml_dtypes.bfloat16) if name == "wide" else values
+        lines = rounded.reshape(-1, rounded.shape[-1] if rounded.ndim else 1)
+        lines = lines if axis == "features" else lines.T
+        patterns = np.ascontiguousarray(lines).view(np.uint16) & 0x7FFF
+        infinity = int(np.array(np.inf, rounded.dtype).view(np.uint16))
+        cells: Counter[tuple[int, int]] = Counter()
+        num_zero, num_spoiled = 0, 0
+        for line in patterns.tolist():
+            for first in range(0, len(line), 32):
+                block = line[first : first + 32]
+                num_zero += max(block) == 0
+                num_spoiled += max(block) >= infinity
+                if 0 < max(block) < infinity:
+                    half, exponent = math.frexp(float(np.uint16(max(block)).view(rounded.dtype)))
+                    passed = sum(4096 * half >= cut for cut in counted.cuts)
+                    cells.update(((exponent - 1) << 24 | passed, magnitude) for magnitude in block)
+        kinds = counted.exponents.astype(np.int64) << 24 | counted.classes
+        found = zip(kinds.tolist(), counted.magnitudes.tolist(), counted.counts.tolist(), strict=True)
+        assert Counter({(kind, magnitude): number for kind, magnitude, number in found}) == cells
+        assert (counted.zero_blocks, counted.spoiled_blocks) == (num_zero, num_spoiled)
+        assert (counted.nan, counted.inf) == (int((patterns > infinity).sum()), int((patterns == infinity).sum()))
+
+
+@pytest.mark.parametrize("name", ["schema_2", "schema_3"])
+def test_histograms_of_earlier_schemas_have_no_blocks(name: str) -> None:
+    for record in golden(name).select(keep="histogram"):
+        with pytest.raises(UsageError, match="no blocks along 'tokens' were counted, but single values alone"):
+            record.block_counts(axis="tokens")
+
+
+@pytest.mark.parametrize("name", ["schema_1", "schema_2", "schema_3"])
 def test_a_run_that_is_continued_has_the_schema_of_what_continues_it(name: str, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / name, tmp_path / "run")
     backend, attempt, writers = start(str(tmp_path / "run"), world_size=2, resume=True)
@@ -272,10 +316,10 @@ def test_a_run_that_is_continued_has_the_schema_of_what_continues_it(name: str, 
     before = golden(name).attributes
     kept = {key: value for key, value in before.items() if key not in {"ranktape_schema", "ranktape_checksum"}}
     assert run.attributes | kept == run.attributes
-    assert run.attributes["ranktape_schema"] == 3
+    assert run.attributes["ranktape_schema"] == 4
     assert run.iterations == [iteration for iteration, _ in LATEST[name]] + [7]
     records = run.select()
-    assert len(records.select(mode="eval")) == 2
+    assert len(records.select(mode="eval", iteration=7)) == 2
     assert all(stored(record) is not None for record in records)
     assert run.attributes["first_schema"] == before["ranktape_schema"]
     report = check_run(backend, deep=True)

@@ -12,7 +12,7 @@ import pytest
 
 from ranktape.analyze.files.export import export_records
 from ranktape.analyze.files.open import open_source
-from ranktape.analyze.moments import statistics_of
+from ranktape.analyze.histograms.moments import statistics_of
 from ranktape.analyze.questions.listing import listing
 from ranktape.analyze.questions.overflow import overflow
 from ranktape.errors import DataError, RunFormatError, UsageError

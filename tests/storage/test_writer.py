@@ -169,14 +169,14 @@ def test_histograms_are_records_too(tmp_path: Path, dtype: type[np.unsignedinteg
     counts = np.arange(1 << 16, dtype=dtype)
     for call in range(2):
         info = describe(
-            small(0), call=call, keep=Keep.HISTOGRAM, dtype="bfloat16", shape=(8, 1 << 20), nbytes=counts.nbytes
+            small(0), call=call, keep=Keep.HISTOGRAM, dtype="bfloat16", shape=(8192, 1 << 20), nbytes=counts.nbytes
         )
         writer.write(counts + call, info=info)
     writer.commit(0, expected=[], silent_sites={})
     finish_iteration(backend, attempt=attempt, iteration=0)
     records = open_run(tmp_path / "run").select(keep="histogram")
     assert [int(record.counts()[5]) for record in records] == [5, 6]
-    assert records[0].shape == (8, 1 << 20)
+    assert records[0].shape == (8192, 1 << 20)
     with pytest.raises(Exception, match=r"use counts\(\)"):
         records[0].read()
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from ranktape.analyze.files.described import LAST_SECOND, RECORD_KEY
 from ranktape.analyze.files.payload import read_header, read_plain, read_values
-from ranktape.analyze.histogram import measure
+from ranktape.analyze.histograms.histogram import measure
 from ranktape.errors import DataError, NoRecordsError, StorageError, UsageError
 from ranktape.storage.dtypes import dtype_row
 from ranktape.storage.encode import checksum
@@ -96,10 +96,13 @@ def export_records(
         reduced = records.select(keep=keep.value) if len(records) else []
         if len(reduced):
             verb = "was" if keep is Keep.HISTOGRAM else "were"
-            raise UsageError(
-                f"of {len(reduced)} records only the {keep} {verb} kept, as of {reduced[0]!r}: "
-                f"leave them out with --where \"keep == 'values'\""
+            has_values = bool(len(records.select(keep=Keep.VALUES.value)))
+            way_out = (
+                "leave them out with --where \"keep == 'values'\""
+                if has_values
+                else "of no record the values were kept, so that there is nothing to export"
             )
+            raise UsageError(f"of {len(reduced)} records only the {keep} {verb} kept, as of {reduced[0]!r}: {way_out}")
     files = _Files(folder, overwrite=overwrite)
     if form is ExportForm.LAYERS:
         _export_layers(records, files, on_record=on_record)

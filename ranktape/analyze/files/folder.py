@@ -13,11 +13,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from ranktape.analyze.files.described import described_fields, named_fields
 from ranktape.analyze.files.payload import TensorFile, read_header, read_plain, read_values
 from ranktape.analyze.files.table import FileRecords, FileTable, for_each
-from ranktape.analyze.histogram import measure
+from ranktape.analyze.histograms.histogram import measure
 from ranktape.errors import DataError, StorageError, UsageError
 from ranktape.storage.encode import checksum
 from ranktape.storage.record import Overflow
@@ -33,7 +34,15 @@ _large = threading.Lock()
 class SourceFile:
     """One file with one tensor; what has been read of it stays."""
 
-    def __init__(self, path: Path, *, seed: SeedName | None, layer: LayerOutputName | None, about: Any = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        seed: SeedName | None,
+        layer: LayerOutputName | None,
+        about: Any = None,
+        is_first_enough: bool = False,
+    ) -> None:
         self.path = path
         """Where it is."""
         self.seed = seed
@@ -42,8 +51,11 @@ class SourceFile:
         """The fields of the record that need not be looked up in the file."""
         self.call = 0
         """How many tensors of the same fields were written before it."""
+        self.site = path.name
+        """What the record says of where it is: the name, or where that is not plain ASCII what stands for it."""
         self._layer = layer
         self._about = about
+        self._is_first_enough = is_first_enough
         self._header: TensorFile | None = None
         self._fields: dict[str, Any] | None = None
         self._measured: tuple[Overflow, str] | None = None
@@ -63,7 +75,7 @@ class SourceFile:
             StorageError: it cannot be read.
         """
         if self._fields is None:
-            header = read_header(self.path)
+            header = read_header(self.path, is_first_enough=self._is_first_enough)
             fields = described_fields(
                 header,
                 seed=self.seed,
@@ -158,8 +170,11 @@ class FolderReader:
 class Folder:
     """The tensors of a folder, or of one file; `select` answers as that of a run does."""
 
-    def __init__(self, path: Path, *, skip_unreadable: bool = False) -> None:
+    def __init__(self, path: Path, *, skip_unreadable: bool = False, any_name: bool = False) -> None:
         """List the names; files whose names say neither iteration nor rank are opened.
+
+        With `any_name` a `.pt` file under any other name is taken too, and a list in a file may hold more than its
+        tensor; of such files those that cannot be read are left out.
 
         Raises:
             DataError: a file that must be opened cannot be, and `skip_unreadable` was not given. With it, every file
@@ -174,12 +189,16 @@ class Folder:
         """For each file that was left out the reason."""
         paths = [path] if path.is_file() else self._list(path)
         about = _Folder(paths)
+        self._any_name = any_name
         files = list(filter(None, (self._file(entry, about=about, is_alone=path.is_file()) for entry in paths)))
         if skip_unreadable:
             files = self._readable(files)
             self.unreadable |= about.unreadable
         elif about.unreadable:
             raise DataError(next(iter(about.unreadable.values())))
+        if any_name:
+            self._readable(file for file in files if not file.named)
+            files = [file for file in files if file.path.name not in self.unreadable]
         unnamed = [file for file in files if not {"iteration", "rank"} <= file.named.keys()]
         for_each(unnamed, SourceFile.fields)
         foreign = set(self.foreign)
@@ -187,10 +206,11 @@ class Folder:
         """Every file that was taken for one of ours, whether it can be read or not."""
         self._files = sorted(files, key=_order)
         _number_calls(self._files)
+        _name_sites(self._files)
         self.iterations = sorted({file.field("iteration") for file in self._files})
         """The iterations that files are of, ascending."""
         self._reader = FolderReader(self.url)
-        self._reader.files = {file.path.name: file for file in self._files}
+        self._reader.files = {file.site: file for file in self._files}
 
     def __repr__(self) -> str:
         return f"<Folder {self.url}: {len(self)} files>"
@@ -232,12 +252,18 @@ class Folder:
     def _file(self, path: Path, *, about: _Folder, is_alone: bool) -> SourceFile | None:
         layer = parse_layer_output_name(path.name)
         seed = parse_seed_name(path.name) if layer is None else None
-        if layer is None and seed is None and not is_alone:
+        if layer is None and seed is None and not is_alone and not (self._any_name and path.suffix == ".pt"):
             self.foreign.append(path.name)
             return None
         if layer is not None and layer.file in {LayerFile.STATISTICS, LayerFile.METADATA}:
             return None
-        return SourceFile(path, seed=seed, layer=layer, about=None if layer is None else about.of(path.stem))
+        return SourceFile(
+            path,
+            seed=seed,
+            layer=layer,
+            about=None if layer is None else about.of(path.stem),
+            is_first_enough=self._any_name,
+        )
 
     def _readable(self, files: Iterable[SourceFile]) -> list[SourceFile]:
         def reason(file: SourceFile) -> str | None:
@@ -279,6 +305,18 @@ class _Folder:
 def _order(file: SourceFile) -> tuple[Any, ...]:
     written = ("", 0) if file.seed is None else (file.seed.timestamp, file.seed.counter)
     return (file.field("iteration"), file.field("rank"), *written, file.field("layer_idx"), file.path.name)
+
+
+def _name_sites(files: Sequence[SourceFile]) -> None:
+    """Give each file a name that a record may have, and no other file has: other letters than ASCII's are escaped."""
+    taken = {file.path.name for file in files}
+    for file in files:
+        name = file.path.name
+        if not (name.isascii() and name.isprintable()):
+            file.site = quote(os.fsencode(name))
+            while file.site in taken:
+                file.site += "~"
+            taken.add(file.site)
 
 
 def _number_calls(files: Sequence[SourceFile]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
@@ -48,8 +48,11 @@ def open_source(
     storage_options: Mapping[str, Any] | None = None,
     *,
     skip_unreadable: bool = False,
+    any_name: bool = False,
 ) -> Source:
     """The run at a URL; where a directory of this machine holds no run but `.pt` files, that folder; or one such file.
+
+    With `any_name` the files may have any name, and hold lists of which the first entry is the tensor.
 
     Raises:
         RunNotFoundError: there is neither.
@@ -64,11 +67,13 @@ def open_source(
         # Runs are opened without the kernels that files need.
         from ranktape.analyze.files.folder import Folder
 
-        folder = Folder(path, skip_unreadable=skip_unreadable)
+        folder = Folder(path, skip_unreadable=skip_unreadable, any_name=any_name)
         if len(folder) or folder.unreadable:
             return folder
         if any(name.endswith(".pt") for name in folder.foreign):
             raise RunNotFoundError(_no_names(folder))
+    if path is not None and mode is not None:
+        _check_kind(path, mode)
     return open_run(url, storage_options=storage_options)
 
 
@@ -99,6 +104,23 @@ def _no_names(folder: Folder) -> str:
         + (f" (there is {named})" if named else "")
         + ": give the folder that they wrote to, or one file"
     )
+
+
+def _check_kind(path: Path, mode: int) -> None:
+    """Refuse what is there and can be no run, and say what it is."""
+    if not stat.S_ISDIR(mode):
+        what = next((words for is_kind, words in _KINDS if is_kind(mode)), "a file without a tensor")
+        raise RunNotFoundError(f"there is no run at {path}: it is {what}; give a run or a folder of .pt files")
+    if _is_plain_folder(path, mode) and not any(path.iterdir()):
+        raise RunNotFoundError(f"there is no run at {path}: it is an empty folder")
+
+
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 
 
 def _mode(path: Path) -> int | None:

@@ -102,10 +102,11 @@ class _Extent:
     """Its CRC-32; 0 where none was written."""
 
 
-def read_header(path: Path) -> TensorFile:
+def read_header(path: Path, *, is_first_enough: bool = False) -> TensorFile:
     """What is known of the one tensor in a file; its values are not read.
 
-    The file holds a tensor, a list of one, or a dictionary with one under `tensor`.
+    The file holds a tensor, a list of one, or a dictionary with one under `tensor`; with `is_first_enough` a list
+    of several things, of which the first is a tensor, will do.
 
     Raises:
         DataError: it holds something else, is damaged, or declares more than it holds.
@@ -113,7 +114,7 @@ def read_header(path: Path) -> TensorFile:
     """
     with _opened(path) as file:
         payload, extents = _contents(file, place=str(path))
-        tensor = _tensor_of(payload, place=str(path))
+        tensor = _tensor_of(payload, place=str(path), is_first_enough=is_first_enough)
         described = payload if isinstance(payload, Pairs) else Pairs([])
         return _located(
             tensor,
@@ -237,7 +238,9 @@ def _archive_contents(file: _Bounded, *, place: str) -> tuple[Any, dict[str, _Ex
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise  # EINVAL: it names a place before the file's first byte
-        raise DataError(f"{place} is damaged or cut off: {error}") from error
+        raise DataError(
+            f"{place} is damaged or cut off: it begins as an archive of torch.save does, and does not end as one"
+        ) from error
     by_name = {member.filename: member for member in members}
     prefixes = [
         name.removesuffix("data.pkl") for name in by_name if name.endswith("/data.pkl") and name.count("/") == 1
@@ -319,9 +322,10 @@ def _legacy_pickles(source: IO[bytes], *, place: str) -> tuple[Any, list[str], d
     return payload, [str(key) for key in keys], storages
 
 
-def _tensor_of(payload: Any, *, place: str) -> TensorData:
-    if isinstance(payload, list | tuple) and not isinstance(payload, TensorData) and len(payload) == 1:
-        return _tensor_of(payload[0], place=place) if isinstance(payload[0], TensorData) else _no_tensor(payload, place)
+def _tensor_of(payload: Any, *, place: str, is_first_enough: bool) -> TensorData:
+    is_list = isinstance(payload, list | tuple) and not isinstance(payload, TensorData)
+    if is_list and (len(payload) == 1 or (is_first_enough and payload)):
+        return payload[0] if isinstance(payload[0], TensorData) else _no_tensor(payload, place)
     found = payload.get("tensor") if isinstance(payload, Pairs) else payload
     return found if isinstance(found, TensorData) else _no_tensor(payload, place)
 

@@ -332,7 +332,10 @@ class _Machine:
     def _tensor(self, storage: Any, geometry: tuple[Any, Any, Any], *, dtype: str | None, extra: Any) -> TensorData:
         offset, shape, strides = geometry
         if not isinstance(storage, Storage) or any(extra):
-            self._refuse("a tensor that is conjugated, negated or without a storage: save tensor.clone() instead")
+            raise DataError(
+                f"{self._place} is not read: its tensor is conjugated, negated or without a storage, so that the "
+                "values in the file are not its own: save tensor.resolve_conj().resolve_neg().clone() instead"
+            )
         if len(shape) > MAX_DIMENSIONS:
             self._refuse(f"a tensor of {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
         numbers = (offset, *shape, *strides) if len(shape) == len(strides) else (None,)

@@ -55,7 +55,8 @@ class FileTable:
             values = [json.dumps(value, separators=(",", ":")) if name != "metadata" else value for value in values]
         like = _empty().column(name)
         if not isinstance(like, StringColumn):
-            return np.array(values, dtype=like.dtype)
+            with np.errstate(over="ignore"):  # an extreme beyond the column's type is infinite there
+                return np.array(values, dtype=like.dtype)
         codes: dict[str, int] = {}
         rows = [codes.setdefault(text, len(codes)) for text in values]
         return StringColumn(codes=np.array(rows, dtype=np.uint32), table=list(codes))
@@ -64,7 +65,7 @@ class FileTable:
         if name in _FIXED:
             return [_FIXED[name]] * self.num_rows
         if name == "site":
-            return [file.path.name for file in self.files]
+            return [file.site for file in self.files]
         if name == "checksum":
             return [int(checksum.partition(":")[2], 16) for _, checksum in self._measured()]
         if name.startswith("overflow."):

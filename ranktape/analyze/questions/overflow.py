@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from ranktape.analyze.formats import parse_format
-from ranktape.analyze.histogram import Histogram, Limits, own_limits, scan, scan_histogram
+from ranktape.analyze.formats import Coding
+from ranktape.analyze.histograms.histogram import Histogram, Limits, own_limits, scan, scan_histogram
 from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
+from ranktape.analyze.quantization.schemes import Scaling, parse_scheme
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.values import View, read_numbers, viewed_dtype
+from ranktape.errors import UsageError
 from ranktape.storage.dtypes import dtype_row, numpy_dtype
 
 if TYPE_CHECKING:
@@ -58,10 +60,10 @@ def overflow(
     first, unless `view` says otherwise. `on_record` is called after each record that was read.
 
     Raises:
-        UsageError: the format is not known.
+        UsageError: the format is not known, is one of scales, or one of blocks with scales of their own.
         UnknownFieldError: `by` names no field of a record.
     """
-    target = None if format is None else parse_format(format)
+    target = None if format is None else _parse_target(format)
     chosen = view or (View.SEEN if target is None else View.COMPUTE)
     groups = records.group_by(list(by))
     counter = _Counter(target=target, view=chosen, on_record=on_record)
@@ -74,6 +76,23 @@ def overflow(
         columns=(*columns, *_count_columns(counter.kinds)),
         rows=tuple(rows),
     )
+
+
+def _parse_target(name: str) -> Format:
+    """The format of that name, whose limits are those of values without a scale."""
+    scheme = parse_scheme(name)
+    element = scheme.element
+    if scheme.scaling is Scaling.BLOCK and element.name != scheme.name:
+        raise UsageError(
+            f"format {name!r} has no limits of its own: it puts elements of {element.name} into blocks with scales; "
+            f"give --format {element.name} for what they hold without a scale, or see 'ranktape analyze sweep "
+            f"--format {name}'"
+        )
+    if element.coding is Coding.EXPONENT:
+        raise UsageError(
+            f"format {name!r} is one of scales: it has neither zero nor a sign; give one of values, such as fp8_e4m3"
+        )
+    return element
 
 
 def largest_value(dtype: str) -> float:

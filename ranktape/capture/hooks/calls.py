@@ -16,7 +16,7 @@ import functools
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -219,20 +219,18 @@ class Taking:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Record the operands; the arguments to go on with."""
         values = [argument.find(args, kwargs) for argument in self.ports.arguments]
+        is_repeated = in_backward()
         for argument, value in zip(self.ports.arguments, values, strict=True):
             if not isinstance(value, torch.Tensor):
                 self.refuse(argument, value, call)
-            elif not in_backward():
+            elif not is_repeated:
                 for port in argument.ports:
                     self.record(port, port.take(value), call)
-        counts = Counter(id(value) for value in values if isinstance(value, torch.Tensor))
-        # Where one tensor is passed as several operands, autograd must add their gradients up as it does without us:
-        # for a function that is one node of the graph that is so if the last operand has the first alias.
-        can_share = max(counts.values(), default=1) < 2 or self.is_one_node(values, kwargs)  # noqa: PLR2004
+        twice = self._given_twice(values, kwargs) if len(values) > 1 else ()
         for argument, value in zip(reversed(self.ports.arguments), reversed(values), strict=True):
             if not isinstance(value, torch.Tensor):
                 continue
-            seen = self.watched(value, argument.ports, call, is_shared=not can_share and counts[id(value)] > 1)
+            seen = self.watched(value, argument.ports, call, is_shared=id(value) in twice)
             if seen is value:
                 continue
             if argument.position is not None and argument.position < len(args):
@@ -240,6 +238,16 @@ class Taking:
             else:
                 kwargs = {**kwargs, argument.keyword: seen}
         return args, kwargs
+
+    def _given_twice(self, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Collection[int]:
+        """By identity the tensors that are passed as several operands, and of which no operand may be replaced.
+
+        Autograd must add their gradients up as it does without us: for a function that is one node of the graph that
+        is so if the last operand has the first alias.
+        """
+        counts = Counter(id(value) for value in values if isinstance(value, torch.Tensor))
+        twice = [number for number, count in counts.items() if count > 1]
+        return () if not twice or self.is_one_node(values, kwargs) else twice
 
     def refuse(self, argument: Argument, value: Any, call: Call | None = None) -> None:
         """Say of an argument that is no tensor why it is not recorded."""

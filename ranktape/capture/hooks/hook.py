@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 class Hook:
     """A hook on a module or a tensor; its copies and pickles do nothing, and name nothing of ours."""
 
+    __slots__ = ("_call",)
+
     __torch_unserializable__ = True
     """Torch's word for tensor hooks that are not missed in a pickle: without it there is a warning."""
 

@@ -22,7 +22,7 @@ from ranktape.capture.hooks.layers import LayerHooks, check_layers
 from ranktape.capture.hooks.module_hooks import ModuleHooks
 from ranktape.capture.hooks.multihead import MultiheadHooks
 from ranktape.capture.hooks.owners import Owners
-from ranktape.capture.hooks.stacks import Stack, find_stacks, module_path, number_in, stated_idx
+from ranktape.capture.hooks.survey import Surveys
 from ranktape.capture.passes.checkpointing import CheckpointHooks
 from ranktape.capture.passes.circumstances import in_backward, is_traced
 from ranktape.capture.passes.forwards import Arguments
@@ -37,6 +37,7 @@ from ranktape.capture.tensors.placement import Placements
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
+    from ranktape.capture.guard import Guard
     from ranktape.capture.passes.tracker import Tracker
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.settings.options import CaptureOptions
@@ -63,6 +64,7 @@ class ModelHooks:
         self._recorder = recorder
         self._tracker = tracker
         self._is_given = is_given
+        self._surveys = Surveys(layer_offset=options.layer_offset)
         self._roots: list[tuple[weakref.ref[nn.Module], str]] = []
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._attached: set[nn.Module] = set()
@@ -105,7 +107,7 @@ class ModelHooks:
         """
         self._check_layers(root)
         stage = self._stage_prefixes.get(root, "")
-        new = {stage + path for path, module, _ in self._numbered(root) if path and module not in self._known}
+        new = {stage + path for path, module, _ in self._surveys.of(root).places if path and module not in self._known}
         is_alone = role_of(type(root)) is not None and bool(self._roots)
         prefix = f"{type(root).__name__}{len(self._roots)}." if is_alone or new & self.paths else ""
         self._roots.append((weakref.ref(root), prefix))
@@ -119,7 +121,8 @@ class ModelHooks:
         if module in self._stage_prefixes or (self._is_given and module not in self._known):
             return
         offset = self._options.layer_offset
-        prefix = "" if offset else stage_prefix(stage, [layer_idx for _, _, layer_idx in self._numbered(module)])
+        numbers = [layer_idx for _, _, layer_idx in self._surveys.of(module).places]
+        prefix = "" if offset else stage_prefix(stage, numbers)
         for part in module.modules():
             self._stage_prefixes[part] = prefix
         if module not in self._known:
@@ -195,8 +198,9 @@ class ModelHooks:
         """Do what a model's own pre-hooks would, in the call in which they were attached; the arguments after that."""
         args, kwargs = arguments
         prefix = next(prefix for reference, prefix in self._roots if reference() is module)
-        path, part, layer_idx = next(self._walk(module, prefix=prefix))
-        self._tracker.enter(Frame(module=part, path=path, layer_idx=layer_idx), args, kwargs)
+        bare, _, layer_idx = self._surveys.of(module).places[0]
+        frame = Frame(module=module, path=self._path(module, prefix + bare), layer_idx=layer_idx)
+        self._tracker.enter(frame, args, kwargs)
         return self._modules[module].call_before(module, args, kwargs) if module in self._modules else None
 
     def detach(self) -> None:
@@ -220,19 +224,20 @@ class ModelHooks:
         if not self._tracker.records(module):
             self._tracker.pass_over(module)
             return None
-        try:
-            self._check_layers(module)  # a mistake of the user's, who is told at once
-        except UsageError as error:
-            self.on_mistake(error)
-            return None
+        mistakes: list[UsageError] = []
         with self._recorder.guarded():
-            if self._refresh():
-                return None
-            self.add_root(module, is_running=True)
-            self._attach_to(module, self._roots[-1][1])
-            # Its own pre-hooks came too late for this call, and torch gives a global one no keywords.
-            changed = self.enter_late(module, (args, keyword_arguments(module)))
-            return None if changed is None else changed[0]
+            try:
+                self._check_layers(module)
+            except UsageError as error:
+                mistakes.append(error)
+            if not mistakes and not self._refresh():
+                self.add_root(module, is_running=True)
+                self._attach_to(module, self._roots[-1][1])
+                # Its own pre-hooks came too late for this call, and torch gives a global one no keywords.
+                changed = self.enter_late(module, (args, keyword_arguments(module)))
+                return None if changed is None else changed[0]
+        for mistake in mistakes:
+            self.on_mistake(mistake)  # it is the user's, who is told at once
         return None
 
     def _check_layers(self, root: nn.Module) -> None:
@@ -241,7 +246,7 @@ class ModelHooks:
         Raises:
             UsageError: it has not all of them.
         """
-        stacks = [] if self._has_stack else find_stacks(root, layer_offset=self._options.layer_offset)
+        stacks = [] if self._has_stack else self._surveys.of(root).stacks
         if stacks:
             self._has_stack = True
             check_layers(self._options, root, stacks[0])
@@ -259,23 +264,9 @@ class ModelHooks:
             if module is not None:
                 self._attach_to(module, prefix)
 
-    def _walk(self, root: nn.Module, *, prefix: str) -> Iterator[tuple[str, nn.Module, int]]:
-        for path, module, layer_idx in self._numbered(root):
-            yield (self._stage_prefixes.get(module, "") + prefix + path).rstrip("."), module, layer_idx
-
-    def _numbered(self, root: nn.Module, stacks: list[Stack] | None = None) -> Iterator[tuple[str, nn.Module, int]]:
-        """Every module with its path and the number of its layer."""
-        offset = self._options.layer_offset
-        found = find_stacks(root, layer_offset=offset) if stacks is None else stacks
-        for name, module in root.named_modules():
-            path = module_path(name)
-            layer_idx = stated_idx(module)
-            if layer_idx is None and found:
-                layer_idx = next((idx for idx in (stack.idx_of(name) for stack in found) if idx is not None), -1)
-            elif layer_idx is None:
-                number = number_in(path)
-                layer_idx = number if number < 0 else number + offset
-            yield path, module, layer_idx
+    def _path(self, module: nn.Module, bare: str) -> str:
+        """The path of a module, with the stage of a pipeline that it is in."""
+        return (self._stage_prefixes.get(module, "") + bare).rstrip(".")
 
     def weights(self) -> Iterator[tuple[Source, nn.Module, str]]:
         """The parameters of the modules that hooks are on: what each belongs to, its module, its name there."""
@@ -296,25 +287,26 @@ class ModelHooks:
 
     def _attach_to(self, root: nn.Module, prefix: str) -> None:
         assert self._functions is not None, "only called while hooks are attached"
-        self.placements.learn(root)
+        if dist.is_available() and dist.is_initialized():
+            self.placements.learn(root)
         self._functions.learn(root)
         stage = self._stage_prefixes.get(root, "")
-        stacks = find_stacks(root, layer_offset=self._options.layer_offset)
-        for bare, module, layer_idx in self._numbered(root, stacks):
+        survey = self._surveys.of(root)
+        tracker, guard, leave = self._tracker, self._recorder.guarded(), Hook(self._on_leave)
+        for bare, module, layer_idx in survey.places:
             if module in self._attached:
                 continue
             self._attached.add(module)
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks; what it does inside is not Python either
-            path = (self._stage_prefixes.get(module, "") + prefix + bare).rstrip(".")
-            frame = Frame(module=module, path=path, layer_idx=layer_idx)
+            frame = Frame(module=module, path=self._path(module, prefix + bare), layer_idx=layer_idx)
             self._owners.add(frame)
-            self._handles.append(module.register_forward_pre_hook(self._on_enter(frame), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(Hook(self._on_leave), always_call=True))
+            self._handles.append(module.register_forward_pre_hook(_Enter(frame, tracker, guard), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
             with self._recorder.guarded(_source(frame, "module", "unknown")):
                 self._attach_role(frame)
-        if self._layers is not None and stacks:
-            self._layers.attach(root, stacks[0], prefix=stage + prefix)
+        if self._layers is not None and survey.stacks:
+            self._layers.attach(root, survey.stacks[0], prefix=stage + prefix)
 
     def _attach_role(self, frame: Frame) -> None:
         """Put hooks on a module that has a role."""
@@ -361,16 +353,6 @@ class ModelHooks:
 
         return placement
 
-    def _on_enter(self, frame: Frame) -> Hook:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-            # Without keywords: torch's word for a hook that was taken off while its module is called.
-            if kwargs is None or is_traced():
-                return
-            with self._recorder.guarded():
-                self._tracker.enter(frame, args, kwargs)
-
-        return Hook(hook)
-
     def _on_leave(self, module: nn.Module, _args: Any, output: Any) -> None:
         if is_traced():
             return
@@ -389,6 +371,25 @@ class ModelHooks:
 
     def _is_wanted(self, path: str) -> bool:
         return self._options.wants_module(path)
+
+
+class _Enter(Hook):
+    """Tells the tracker that a module begins."""
+
+    __slots__ = ("_frame", "_guard", "_tracker")
+
+    def __init__(self, frame: Frame, tracker: Tracker, guard: Guard) -> None:
+        self._frame = frame
+        self._tracker = tracker
+        self._guard = guard
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:  # noqa: ARG002  (torch's signature)
+        """It begins."""
+        # Without keywords: torch's word for a hook that was taken off while its module is called.
+        if kwargs is None or is_traced():
+            return
+        with self._guard:
+            self._tracker.enter(self._frame, args, kwargs)
 
 
 def _source(frame: Frame, layer_type: str, component: str) -> Source:

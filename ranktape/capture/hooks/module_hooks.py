@@ -143,10 +143,20 @@ class ModuleHooks:
 
     def _sample(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The tensor that says what is computed in: the first operand of real numbers, or a parameter."""
-        found = [argument.find(args, kwargs) for argument in self._ports.arguments]
-        found += [module._parameters.get(attribute) for attribute, _ in self._ports.parameters]  # noqa: SLF001
-        tensors = [one for one in found if isinstance(one, torch.Tensor)]
-        return next((one for one in tensors if one.is_floating_point()), tensors[0] if tensors else None)
+        first = None
+        for value in self._values(module, args, kwargs):
+            if isinstance(value, torch.Tensor):
+                if value.is_floating_point():
+                    return value
+                first = value if first is None else first
+        return first
+
+    def _values(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+        """The operands, then the parameters."""
+        for argument in self._ports.arguments:
+            yield argument.find(args, kwargs)
+        for attribute, _ in self._ports.parameters:
+            yield module._parameters.get(attribute)  # noqa: SLF001  (runs no parametrization)
 
     def _take_parameter(
         self, entry: Entry, module: nn.Module, attribute: str, port: Port, kwargs: dict[str, Any]

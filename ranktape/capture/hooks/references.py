@@ -1,15 +1,18 @@
 """Where is a function known, and how is another put there for a while?
 
-Under every module-level name of all modules that are loaded; in the attributes of a model's modules; in the default
-arguments and the closures of their methods and of the functions beside them. What a list, a dictionary or a partial
-function holds is not found, and neither is a local name.
+Under every module-level name of all modules that are loaded, but those of the standard library and of the packages
+beneath torch; in the attributes of a model's modules; in the default arguments and the closures of their methods and
+of the functions beside them. What a list, a dictionary or a partial function holds is not found, and neither is a
+local name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,15 @@ if TYPE_CHECKING:
 
 _LEFT_ALONE = ("torch._dynamo", "torch._inductor", "torch.overrides", "ranktape.")
 """Beginnings of modules that hold functions to compare with them, not to call them."""
+
+_BENEATH = frozenset({"numpy", "sympy", "mpmath"})
+"""Packages on which torch is built: half of all names there are, and none of them is a function of torch."""
+
+_WITHOUT_FILES = ("built-in", "frozen")
+"""Where modules of the standard library come from that have no file."""
+
+_STDLIB = f"{Path(os.__file__).parent}{os.sep}"
+_SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"
 
 Table = Mapping[int, tuple[Any, Any]]
 """By the identity of a function: itself, and what takes its place."""
@@ -37,7 +49,7 @@ def replace_names(table: Table, *, but: Collection[str] = ()) -> Places:
     places: list[tuple[dict[str, Any], str, Any, Any]] = []
     for name, module in sys.modules.copy().items():
         namespace = getattr(module, "__dict__", None)
-        if name in but or name.startswith(_LEFT_ALONE) or not isinstance(namespace, dict):
+        if name in but or not isinstance(namespace, dict) or _is_left_alone(name, namespace):
             continue
         # Thousands of modules have none of them: that is found out without a step of Python for each name.
         if not table.keys().isdisjoint(map(id, list(namespace.values()))):
@@ -45,6 +57,17 @@ def replace_names(table: Table, *, but: Collection[str] = ()) -> Places:
             places += [(namespace, key, old, new) for key, (old, new) in found if namespace[key] is old]
             _replace_in(namespace, table)
     return places
+
+
+def _is_left_alone(name: str, namespace: dict[str, Any]) -> bool:
+    package = name.partition(".")[0]
+    if package not in sys.stdlib_module_names:
+        return package in _BENEATH or name.startswith(_LEFT_ALONE)
+    # A program may have a module of its own under such a name, with a file or without one.
+    file = namespace.get("__file__")
+    if not isinstance(file, str):
+        return getattr(namespace.get("__spec__"), "origin", None) in _WITHOUT_FILES
+    return file.startswith(_STDLIB) and _SITE_PACKAGES not in file
 
 
 def restore_names(places: Places) -> None:
@@ -99,6 +122,9 @@ def is_loaded(name: str) -> bool:
 
 def _replace_in(namespace: dict[str, Any], table: Table) -> list[Callable[[], None]]:
     undo: list[Callable[[], None]] = []
+    # Almost none has any: that is found out without a step of Python for each name.
+    if table.keys().isdisjoint(map(id, list(namespace.values()))):
+        return undo
     for name, value in list(namespace.items()):
         pair = table.get(id(value))
         if pair is not None and pair[0] is value:

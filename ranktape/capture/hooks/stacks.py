@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ranktape.capture.guard import asked
 from ranktape.capture.roles.known import role_of
@@ -82,16 +83,22 @@ def find_stacks(root: nn.Module, *, layer_offset: int = 0) -> list[Stack]:
         layers = _layers_in(name, module)
         if layers:
             stacks.append(_stack(name, layers, layer_offset=layer_offset))
-            sizes[name] = sum(parameter.numel() for parameter in module.parameters())
+            sizes[name] = sum(map(_numel, module.parameters()))
     return sorted(stacks, key=lambda stack: (_is_aside(stack.name), -sizes[stack.name]))
 
 
 def stated_idx(module: nn.Module) -> int | None:
     """The number of its layer that a module itself tells; None where it tells none."""
-    own, number = asked(module, "layer_idx"), asked(module, "layer_number")
+    own, number = _told(module, "layer_idx"), _told(module, "layer_number")
     if _is_idx(own):
         return own  # type: ignore[no-any-return]  # it is an int
     return number - 1 if _is_idx(number) and number > 0 else None
+
+
+def shapes_of(module: nn.Module) -> tuple[tuple[int, ...] | None, ...]:
+    """The shapes of a module's own parameters; None for one that is not made yet."""
+    parameters = module._parameters.values()  # noqa: SLF001  (runs no parametrization)
+    return tuple(None if one is None or is_lazy(one) else tuple(one.shape) for one in parameters)
 
 
 def number_in(path: str) -> int:
@@ -99,8 +106,21 @@ def number_in(path: str) -> int:
     return next((int(part) for part in path.split(".") if _is_number(part)), -1)
 
 
+def _told(module: nn.Module, name: str) -> Any:
+    # Most modules tell nothing, and torch's own way to find that out is slow.
+    kind = type(module)
+    is_plain = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
+    if is_plain and name not in vars(module) and not hasattr(kind, name):
+        return None
+    return asked(module, name)
+
+
 def _is_idx(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**_MAX_DIGITS
+
+
+def _numel(parameter: Any) -> int:
+    return 0 if is_lazy(parameter) else int(parameter.numel())
 
 
 def _is_number(text: str) -> bool:
@@ -218,5 +238,5 @@ def embedding_path(root: nn.Module, stack: Stack) -> str:
 
 
 def _children(root: nn.Module, above: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in root.get_submodule(above).named_children():
+    for name, child in dict(root.named_modules())[above].named_children():
         yield f"{above}.{name}".lstrip("."), child

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import torch
 
+# Torch has no public way to ask; its own module tracker asks the same. Looked up once: each tensor asks.
+_current_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
+_get_dispatch_mode = torch._C._get_dispatch_mode  # noqa: SLF001
+_get_tracing_state = torch._C._get_tracing_state  # noqa: SLF001
+_maybe_current_level = torch._C._functorch.maybe_current_level  # noqa: SLF001
+_FAKE = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001
+
 
 def in_backward() -> bool:
     """Whether a backward pass is running on this thread; in a forward hook: whether this is a recomputation."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001  (torch's own module tracker asks the same)
+    return _current_graph_task_id() != -1
 
 
 def is_traced() -> bool:
     """Whether a graph is made of what runs, or it is asked for shapes: it has no values, and must not be changed."""
     if torch.compiler.is_compiling():
         return True  # torch looks into all that follows where it makes the graph of the source (torch.export)
-    fake = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001  (torch has no public way to ask)
-    is_fake = torch._C._get_dispatch_mode(fake) is not None  # noqa: SLF001  (as above)
-    return is_fake or torch._C._get_tracing_state() is not None  # noqa: SLF001  (as above)
+    return _get_dispatch_mode(_FAKE) is not None or _get_tracing_state() is not None
 
 
 def is_transformed() -> bool:
     """Whether what runs is inside of a transform of `torch.func`: its tensors are no values that could be stored."""
-    return torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001  (torch has no public way to ask)
+    return _maybe_current_level() is not None
 
 
 TRANSFORMED = "it ran inside of a transform of torch.func, whose tensors are not recorded"

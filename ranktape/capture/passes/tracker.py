@@ -15,7 +15,7 @@ import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,12 @@ class Call:
     """The user's identifiers of the samples; None where none were given."""
     mode: Mode = Mode.TRAIN
     """Whether it was a training pass."""
+    key: tuple[Mode, int, int] = field(init=False, repr=False, compare=False)
+    """Mode, microbatch and index: what it is counted by among the calls of its module in the iteration."""
+
+    def __post_init__(self) -> None:
+        """Made once, and not for each of its tensors."""
+        object.__setattr__(self, "key", (self.mode, self.microbatch, self.index))
 
     @property
     def quant_type(self) -> str:
@@ -111,6 +117,8 @@ class Tracker:
         """Outermost forwards, of those that are recorded and of all training passes."""
         self.num_train_passes = 0
         """Training passes, recorded or not."""
+        self.num_unended = 0
+        """Passes of which an optimizer should have ended the iteration; in a training, validation is none."""
         self.is_adding_weights = False
         """Whether a pipeline schedule runs a backward pass again for its weights, on whichever thread autograd is."""
         self._is_backward_seen = False
@@ -147,13 +155,8 @@ class Tracker:
 
     def pass_over(self, module: nn.Module) -> None:
         """A pass begins with a module that nobody follows."""
-        self.num_train_passes += mode_of(module) is Mode.TRAIN and not self._thread.is_rehearsing
-
-    @property
-    def num_unended(self) -> int:
-        """Passes of which an optimizer should have ended the iteration; in a training, validation is none."""
-        self._is_training |= self.num_train_passes > 0
-        return self.num_train_passes if self._is_training else self.num_passes
+        if mode_of(module) is Mode.TRAIN and not self._thread.is_rehearsing:
+            self._count_pass(Mode.TRAIN)
 
     def enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module begins; the outermost one begins a pass."""
@@ -300,7 +303,7 @@ class Tracker:
         microbatch = self._next_microbatch(mode, module, thread.stage)
         microbatch.roots.add(id(module))
         self.num_passes += 1
-        self.num_train_passes += mode is Mode.TRAIN
+        self._count_pass(mode)
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim)
         first = next(tensors, None)
         thread.running = self._last = self._latest[mode] = self._new_pass(
@@ -325,6 +328,11 @@ class Tracker:
         else:
             is_over = id(module) in current.roots
         return self._microbatch(mode, current.index + 1) if is_over else current
+
+    def _count_pass(self, mode: Mode) -> None:
+        self.num_train_passes += mode is Mode.TRAIN
+        self._is_training |= mode is Mode.TRAIN
+        self.num_unended = self.num_train_passes if self._is_training else self.num_passes
 
     def _microbatch_index(self, mode: Mode) -> int:
         latest = self._latest.get(mode)

@@ -5,6 +5,7 @@ Objects are counted by the writer's own rule: small tensors of one kind go into 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.histogram import measure
+from ranktape.analyze.histograms.histogram import measure
 from ranktape.capture.settings.options import Policy
 from ranktape.capture.writing.counting import reduce_to
+from ranktape.capture.writing.kept_nbytes import kept_nbytes
 from ranktape.capture.writing.storing import COUNT_FROM_NBYTES
 from ranktape.storage import stack
 from ranktape.storage.dtypes import numpy_dtype
@@ -89,10 +91,13 @@ def _info_of(header: dict[str, Any]) -> RecordInfo:
 
 
 def _kept_of(header: dict[str, Any], info: RecordInfo) -> RecordInfo:
-    # Of one value as of all of them: what stands for a tensor is of one size, for a billion values and more of two.
+    # Of one value as of all of them it is known whether something else is kept.
     one = np.zeros(1, dtype=numpy_dtype(info.dtype))
-    reduced = reduce_to(str(header.get("keep", Keep.VALUES.value)), one, info=info)
-    return info if reduced is None else reduced[1]
+    keep = str(header.get("keep", Keep.VALUES.value))
+    if reduce_to(keep, one, info=info) is None:
+        return info
+    nbytes = kept_nbytes(keep, nbytes=info.nbytes, dtype=info.dtype, compute_dtype=info.compute_dtype)
+    return dataclasses.replace(info, keep=keep, nbytes=nbytes)
 
 
 def _num_arrays(kept: Sequence[RecordInfo], options: CaptureOptions) -> int:

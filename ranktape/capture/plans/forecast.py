@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.capture.console import size_text
 from ranktape.capture.settings.options import Policy
 from ranktape.errors import CaptureError
+from ranktape.storage.record import Keep
 
 if TYPE_CHECKING:
     from ranktape.capture.plans.planning import RankPlan
@@ -162,8 +163,9 @@ def _space_refusals(ranks: Sequence[RankPlan], *, num_stored: int) -> list[str]:
         if count
         else "not one fits: select less by --module or --select, or keep less by --keep statistics"
     )
+    packed = " before compression" if any(one.footprint.kept.get(Keep.HISTOGRAM) for one in ranks) else ""
     text = (
-        f"the run takes {size_text(iteration * num_stored)} for {num_stored} iterations, and "
+        f"the run takes {size_text(iteration * num_stored)}{packed} for {num_stored} iterations, and "
         f"{size_text(min(known))} are free at its place: {way_out}"
     )
     return [text]

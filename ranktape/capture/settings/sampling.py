@@ -32,11 +32,7 @@ class Kept:
 
     def sample_ids(self, ids: Sequence[int | str] | None) -> Sequence[int | str] | None:
         """The identifiers of the samples that are kept: of those given for the whole batch, else their places."""
-        if self.places is None:
-            return ids
-        if ids is None or len(ids) <= self.places[-1]:
-            return self.places
-        return [ids[place] for place in self.places]
+        return ids_at(self.places, ids)
 
 
 def keep_samples(part: Part, *, decision: Decision, sample_dim: int | None) -> Kept | None:
@@ -59,13 +55,22 @@ def keep_samples(part: Part, *, decision: Decision, sample_dim: int | None) -> K
         placement = _narrowed(placement, sample_dim, count, len(places))
         if placement is None:
             return whole
-    tensor = _narrow(part.tensor, places, sample_dim=sample_dim)
+    tensor = narrow(part.tensor, places, sample_dim=sample_dim)
     narrowed = dataclasses.replace(part, tensor=tensor, placement=placement)
     return Kept(part=narrowed, keep=decision.keep, sample_dim=sample_dim, places=places)
 
 
-def _narrow(tensor: torch.Tensor, places: Sequence[int], *, sample_dim: int) -> torch.Tensor:
-    """A view where the places are evenly apart."""
+def ids_at(places: Sequence[int] | None, ids: Sequence[int | str] | None) -> Sequence[int | str] | None:
+    """The identifiers of the samples at those places, of those given for the whole batch, else the places."""
+    if places is None:
+        return ids
+    if ids is None or len(ids) <= places[-1]:
+        return places
+    return [ids[place] for place in places]
+
+
+def narrow(tensor: torch.Tensor, places: Sequence[int], *, sample_dim: int) -> torch.Tensor:
+    """The samples at those places; a view where they are evenly apart."""
     first, last = places[0], places[-1]
     step = places[1] - first if len(places) > 1 else 1
     if places == list(range(first, last + 1, step)):

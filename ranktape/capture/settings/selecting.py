@@ -37,9 +37,9 @@ _SUFFIXES = ("", "_codes", "_scales")
 """What may follow the name of a tensor: quantised operands are recorded as codes and scales."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
-    """What is kept of a tensor that is taken."""
+    """What is kept of a tensor that is taken; there is one for each rule."""
 
     keep: str
     """`values`, `histogram` or `statistics`."""

@@ -69,6 +69,8 @@ class RingProducer:
         self.on_long_wait: Callable[[], None] = _nothing
         """Called once in a wait that is long."""
         self._reserved = 0
+        self._limit = self.file.capacity
+        """Up to where there was room when the writer's counter was read last; there may be more by now."""
         self._slots: deque[Slot] = deque()
         # Waiting for room must not keep another thread from publishing what it has filled: two locks.
         self._reserve_lock = threading.Lock()
@@ -101,20 +103,24 @@ class RingProducer:
             gap = self.file.capacity - self._reserved % self.file.capacity
             if gap < total:
                 self._wait_for_room(gap, timeout_seconds=timeout_seconds)
-                self.publish(self._append(SlotKind.GAP, b"", header_nbytes=0, payload_nbytes=gap))
-            self._wait_for_room(total, timeout_seconds=timeout_seconds)
-            return self._append(kind, header, header_nbytes=header_nbytes, payload_nbytes=payload_nbytes)
+                # A gap has no header: its payload is the whole of it, its prefix included.
+                self.publish(self._append(SlotKind.GAP, b"", header_nbytes=0, payload_nbytes=gap, nbytes=gap))
+            if self._reserved + total > self._limit:
+                self._wait_for_room(total, timeout_seconds=timeout_seconds)
+            return self._append(kind, header, header_nbytes=header_nbytes, payload_nbytes=payload_nbytes, nbytes=total)
 
     def publish(self, slot: Slot) -> None:
         """Give a filled slot to the writer, once all slots before it are filled too."""
         with self._publish_lock:
             slot.is_done = True
-            published = None
-            while self._slots and self._slots[0].is_done:
-                published = self._slots.popleft().end
-            if published is not None:
-                self.file.set_counter(Counter.PUBLISHED, published)
-        if published is not None:
+            published, slots = None, self._slots
+            while slots and slots[0].is_done:
+                published = slots.popleft().end
+            if published is None:
+                return
+            self.file.set_counter(Counter.PUBLISHED, published)
+        # A writer that is busy looks again before it sleeps. Should the two miss each other, it looks by itself soon.
+        if self.file.counter(Counter.ASLEEP):
             self._wake()
 
     def cancel(self, slot: Slot) -> None:
@@ -160,21 +166,26 @@ class RingProducer:
         return self.file.hear(Words.WRITER)
 
     def _wait_for_room(self, nbytes: int, *, timeout_seconds: float) -> None:
-        if self.free_nbytes >= nbytes:
+        if self._has_room(nbytes):
             return
         self.file.set_counter(Counter.WAITING, 1)
         # The writer may hold small tensors back, to write them together: it learns that they are in the way.
-        self._wake()
+        if self.file.counter(Counter.ASLEEP):
+            self._wake()
         try:
             self._wait(nbytes, timeout_seconds=timeout_seconds)
         finally:
             self.file.set_counter(Counter.WAITING, 0)
 
+    def _has_room(self, nbytes: int) -> bool:
+        self._limit = self.file.counter(Counter.FREED) + self.file.capacity
+        return self._reserved + nbytes <= self._limit
+
     def _wait(self, nbytes: int, *, timeout_seconds: float) -> None:
         start = time.monotonic()
         next_check = start + _LIVENESS_SECONDS
         is_told = False
-        while self.free_nbytes < nbytes:
+        while not self._has_room(nbytes):
             time.sleep(_WAIT_SECONDS)
             self.on_wait()
             now = time.monotonic()
@@ -191,23 +202,18 @@ class RingProducer:
                     f"raise it or --host-budget-nbytes, or capture less"
                 )
 
-    def _append(self, kind: SlotKind, header: bytes, *, header_nbytes: int, payload_nbytes: int) -> Slot:
-        offset = self._reserved % self.file.capacity
-        start = self.file.slots(offset, PREFIX_NBYTES + len(header))
-        start[:] = _PREFIX.pack(kind, len(header), payload_nbytes) + header
-        # A gap has no header: its payload is the whole of it, its prefix included.
-        nbytes = payload_nbytes if kind is SlotKind.GAP else header_nbytes + aligned(payload_nbytes)
+    def _append(self, kind: SlotKind, header: bytes, *, header_nbytes: int, payload_nbytes: int, nbytes: int) -> Slot:
+        room = self.file.slots(self._reserved % self.file.capacity, nbytes)
+        room[: PREFIX_NBYTES + len(header)] = _PREFIX.pack(kind, len(header), payload_nbytes) + header
         self._reserved += nbytes
-        payload = self.file.slots(offset + header_nbytes, payload_nbytes)
+        payload = room[header_nbytes : header_nbytes + payload_nbytes]
         slot = Slot(kind=kind, header={}, payload=payload, end=self._reserved, nbytes=nbytes)
-        with self._publish_lock:
-            self._slots.append(slot)
+        self._slots.append(slot)  # in one step: who publishes meanwhile takes from the other end
         return slot
 
     def _wake(self) -> None:
-        # A writer that is busy looks again before it sleeps. Should the two miss each other, it looks by itself soon.
-        if not self.file.counter(Counter.ASLEEP):
-            return
+        # One call wakes it, however many slots are published until it runs: what comes now need not call again.
+        self.file.set_counter(Counter.ASLEEP, 0)
         try:
             os.write(self._wake_write, b"\0")
         except BlockingIOError:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ranktape.analyze.histogram import warm_up
+from ranktape.analyze.histograms.histogram import warm_up
 from ranktape.capture.writing.recover import RingReport, find_rings, recover_ring
 from ranktape.errors import RanktapeError
 from ranktape.storage.attempt import Launch
@@ -214,6 +214,9 @@ def main() -> None:
     # Children of a killed process become ours: they are waited for like our own.
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     warm_up()
+    for iteration in ITERATIONS:
+        for rank in range(NUM_RANKS):
+            tensors(iteration, rank)  # every child has them from then on
     draw = random.Random(args.seed)  # noqa: S311  # moments, no secrets; drawn alike in each run
     with tempfile.TemporaryDirectory() as folder:
         undisturbed = 0.0

@@ -1,0 +1,1 @@
+"""What does a tensor become in a low-precision format, with which scales?"""

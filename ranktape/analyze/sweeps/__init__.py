@@ -1,0 +1,1 @@
+"""What does a tensor lose at every scale that is tried?"""

@@ -1,0 +1,100 @@
+"""Where in a model is each module: its path, the number of its layer, the stacks? Found anew when the model changed.
+
+What is remembered of a model are names and numbers, never the modules: a model that the training drops is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ranktape.capture.hooks.stacks import (
+    Layer,
+    Stack,
+    find_stacks,
+    module_path,
+    number_in,
+    shapes_of,
+    stated_idx,
+)
+from ranktape.capture.roles.known import role_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What there is in a model."""
+
+    places: list[tuple[str, nn.Module, int]]
+    """Every module with its path and the number of its layer, the model itself first."""
+    containers: list[tuple[str, nn.Module, dict[str, int]]]
+    """For each stack its name, the module that holds its layers, and their numbers by their keys in it."""
+
+    @property
+    def stacks(self) -> list[Stack]:
+        """Its stacks, that of its decoder first."""
+        return [_stack(name, container, keys) for name, container, keys in self.containers]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Findings:
+    """What is remembered of a model."""
+
+    members: list[tuple[Any, ...]]
+    """All that was read of each module: where that is another, it is another model."""
+    places: list[tuple[str, int]]
+    """For each of them the path and the number of the layer."""
+    stacks: list[tuple[str, dict[str, int]]]
+    """For each stack its name, and the numbers of its layers by the first part of a name inside of it."""
+
+
+class Surveys:
+    """The surveys of a training's models."""
+
+    def __init__(self, *, layer_offset: int) -> None:
+        self._layer_offset = layer_offset
+        self._findings: weakref.WeakKeyDictionary[nn.Module, _Findings] = weakref.WeakKeyDictionary()
+
+    def of(self, root: nn.Module) -> Survey:
+        """The survey of a model as it is now."""
+        named = list(root.named_modules())
+        members = [_member(name, module) for name, module in named]
+        known = self._findings.get(root)
+        if known is None or known.members != members:
+            stacks = find_stacks(root, layer_offset=self._layer_offset)
+            known = self._findings[root] = _Findings(
+                members=members,
+                places=[(module_path(name), self._layer_idx(name, module, stacks)) for name, module in named],
+                stacks=[(stack.name, stack.keys) for stack in stacks],
+            )
+        places = [(path, module, layer_idx) for (_, module), (path, layer_idx) in zip(named, known.places, strict=True)]
+        modules = dict(named)
+        return Survey(places=places, containers=[(name, modules[name], keys) for name, keys in known.stacks])
+
+    def _layer_idx(self, name: str, module: nn.Module, stacks: list[Stack]) -> int:
+        own = stated_idx(module)
+        if own is not None:
+            return own
+        if stacks:
+            return next((idx for idx in (stack.idx_of(name) for stack in stacks) if idx is not None), -1)
+        number = number_in(module_path(name))
+        return number if number < 0 else number + self._layer_offset
+
+
+def _member(name: str, module: nn.Module) -> tuple[Any, ...]:
+    kind = type(module)
+    # A module that stands under two names has one of them in the list: its other place is among the children.
+    children = tuple((key, id(child)) for key, child in module.named_children())
+    return name, id(module), kind, role_of(kind), stated_idx(module), shapes_of(module), children
+
+
+def _stack(name: str, container: nn.Module, keys: dict[str, int]) -> Stack:
+    # By its children, not by its attributes: a class may have something else under the name of a stack.
+    children = dict(container.named_children())
+    layers = [
+        Layer(idx=idx, path=module_path(f"{name}.{key}".lstrip(".")), module=children[key]) for key, idx in keys.items()
+    ]
+    return Stack(name=name, layers=tuple(sorted(layers, key=lambda layer: layer.idx)), keys=keys)

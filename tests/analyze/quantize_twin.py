@@ -1,0 +1,236 @@
+"""What does quantisation mean, block by block in plain words? The slow twin of `quantize`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ranktape.analyze.formats import FORMATS, Format, Rounding, codes_of, round_to
+from ranktape.analyze.quantization.schemes import Scaling, parse_scheme
+
+AnyArray = np.ndarray[Any, np.dtype[Any]]
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class Expected(NamedTuple):
+    """What `quantize` must give."""
+
+    values: AnyArray
+    codes: AnyArray | None
+    """None where an element is NaN, and the format has no code for that."""
+    scales: AnyArray | None
+    scale_values: FloatArray | None
+    tensor_scale: float | None
+    losses: dict[str, int]
+
+
+class _Scale(NamedTuple):
+    stored: float
+    value: float
+    factor: float
+    reciprocal: float | None
+
+
+@np.errstate(all="ignore")
+def quantize_slowly(
+    x: AnyArray,
+    scheme: str,
+    *,
+    scaling: str | None = None,
+    block_size: int | None = None,
+    axis: int = -1,
+    scale_rule: str | None = None,
+    rounding: str | None = None,
+    scale_offset: int = 0,
+    saturate: bool = True,
+    seed: int | None = None,
+    scale_bits: int = 8,
+) -> Expected:
+    """The same for numpy arrays, one group of elements after the other."""
+    named = parse_scheme(scheme)
+    element = named.element
+    how = Rounding(rounding) if rounding else element.rounding
+    kind = Scaling(scaling) if scaling else named.scaling
+    rows = np.atleast_1d(x)
+    exact = rows.astype(np.float64)
+    tensor_scale = _tensor_scale(exact, scale_offset) if scheme == "nvfp4" else None
+    scaled, factors = exact.copy(), np.ones(rows.shape)
+    groups = _groups(rows.shape, kind=kind, axis=axis, block_size=block_size or named.block_size or 32)
+    shape = _scales_shape(rows.shape, kind=kind, axis=axis, block_size=block_size or named.block_size or 32)
+    stored, stored_values = np.zeros(shape), np.zeros(shape)
+    for place, place_of_scale in groups:
+        largest = np.abs(exact[place])
+        if kind is not Scaling.BLOCK:
+            largest = largest[np.isfinite(largest)]
+        amax = float(largest.max(initial=0.0))
+        if tensor_scale is not None:
+            scale = _nvfp4(amax, tensor_scale)
+        elif kind is Scaling.BLOCK or scale_rule not in {None, "exact"}:
+            scale = _power(amax, rule=scale_rule or "floor", element=element, offset=scale_offset, bits=scale_bits)
+        else:
+            scale = _exact(amax, element=element, offset=scale_offset)
+        if math.isnan(scale.value):
+            scaled[place] = np.nan
+        elif scale.reciprocal is None:
+            scaled[place] = exact[place] / scale.factor
+        else:
+            product = np.abs(exact[place]) * scale.reciprocal
+            scaled[place] = np.copysign(_float32(product), exact[place])
+        factors[place] = scale.factor
+        stored[place_of_scale] = scale.stored if kind is Scaling.BLOCK else scale.value
+        stored_values[place_of_scale] = scale.value
+    source = scaled.astype(np.float32) if kind is not Scaling.NONE else rows
+    rounded = round_to(
+        source if how is Rounding.HYBRID else scaled, target=element, rounding=how, saturate=saturate, seed=seed
+    )
+    unspoiled = np.where(np.isnan(factors), 0.0, rounded)
+    can_encode = element.num_nans or not np.isnan(unspoiled).any()
+    codes = codes_of(unspoiled, target=element).reshape(x.shape) if can_encode else None
+    is_counted = np.isfinite(exact) & ~np.isnan(scaled) & (exact != 0)
+    losses = {
+        "num_elements": exact.size,
+        "underflow": int((is_counted & (np.abs(scaled) < element.min_normal)).sum()),
+        "flushed": int((is_counted & (rounded == 0)).sum()),
+        "overflow": int((is_counted & (np.abs(scaled) >= element.overflow_start_of(how))).sum()),
+        "spoiled": int((np.isfinite(exact) & np.isnan(scaled)).sum()),
+        "nan": int(np.isnan(exact).sum()),
+        "inf": int(np.isinf(exact).sum()),
+    }
+    dtype = np.float64 if x.dtype == np.float64 else np.float32
+    values = (rounded * factors).astype(dtype).reshape(x.shape)
+    has_scales = kind is not Scaling.NONE
+    scale_shape = stored.shape if x.ndim else ()
+    return Expected(
+        values=values,
+        codes=codes,
+        scales=stored.astype(np.uint8 if kind is Scaling.BLOCK else np.float32).reshape(scale_shape)
+        if has_scales
+        else None,
+        scale_values=stored_values.reshape(scale_shape) if has_scales else None,
+        tensor_scale=tensor_scale,
+        losses=losses,
+    )
+
+
+def _scales_shape(shape: tuple[int, ...], *, kind: Scaling, axis: int, block_size: int) -> tuple[int, ...]:
+    if kind is Scaling.CHANNEL:
+        return (shape[axis],)
+    if kind is not Scaling.BLOCK:
+        return ()
+    sizes = list(shape)
+    sizes[axis] = math.ceil(sizes[axis] / block_size)
+    return tuple(sizes)
+
+
+def _groups(shape: tuple[int, ...], *, kind: Scaling, axis: int, block_size: int) -> Iterator[tuple[Any, Any]]:
+    """The elements of each group, and where its scale is."""
+    axis %= len(shape)
+    if kind is Scaling.TENSOR:
+        yield ..., ()
+    elif kind is Scaling.CHANNEL:
+        for channel in range(shape[axis]):
+            yield (*[slice(None)] * axis, channel), (channel,)
+    elif kind is Scaling.BLOCK:
+        for index in np.ndindex(*shape[:axis], 1, *shape[axis + 1 :]):
+            for block, start in enumerate(range(0, shape[axis], block_size)):
+                run = slice(start, start + block_size)
+                yield (*index[:axis], run, *index[axis + 1 :]), (*index[:axis], block, *index[axis + 1 :])
+
+
+def _power(amax: float, *, rule: str, element: Format, offset: int, bits: int) -> _Scale:
+    """A power of two by the definition of the rule, in exact rational numbers."""
+    if not math.isfinite(amax):
+        return _Scale(255, math.nan, math.nan, None)
+    end = 2 ** (bits - 1) - 1
+    exponent = -end
+    if amax:
+        exponent = max(-end, min(end, _rule_exponent(Fraction(amax), rule=rule, element=element) + offset))
+    return _Scale(exponent + 127, 2.0**exponent, 2.0**exponent, None)
+
+
+def _rule_exponent(amax: Fraction, *, rule: str, element: Format) -> int:
+    floor = math.frexp(float(amax))[1] - 1
+    assert Fraction(2) ** floor <= amax < Fraction(2) ** (floor + 1)
+    if rule == "floor":
+        return floor - element.emax
+    if rule == "ceil":
+        return floor + (amax > Fraction(2) ** floor) - element.emax
+    if rule == "even":
+        half_a_step = Fraction(2) ** (floor - element.mantissa_bits - 1)
+        return floor + (amax + half_a_step >= Fraction(2) ** (floor + 1)) - element.emax
+    exponent = floor - element.emax - 1
+    while amax > Fraction(element.maximum) * Fraction(2) ** exponent:
+        exponent += 1
+    return exponent
+
+
+def _exact(amax: float, *, element: Format, offset: int) -> _Scale:
+    target = 8.0 if element.name == "hif8" else element.maximum
+    scale = 1.0
+    if amax:
+        scale = float(_float32(math.ldexp(float(_float32(amax / target)), offset)))
+        scale = min(max(scale, 2.0**-149), float(np.finfo(np.float32).max))
+    return _Scale(scale, scale, scale, None)
+
+
+def _tensor_scale(exact: FloatArray, offset: int) -> float:
+    amax = float(np.abs(exact[np.isfinite(exact)]).max(initial=0.0))
+    if not amax:
+        return 1.0
+    scale = float(_float32(math.ldexp(float(_float32(amax / 2688)), offset)))
+    return min(max(scale, 2.0**-121), float(np.finfo(np.float32).max))
+
+
+def _nvfp4(amax: float, tensor_scale: float) -> _Scale:
+    """In numpy's own float32."""
+    if not math.isfinite(amax):
+        return _Scale(0x7F, math.nan, math.nan, math.nan)
+    one, six, per_tensor = np.float32(1), np.float32(6), np.float32(tensor_scale)
+    largest = np.finfo(np.float32).max
+    share = _float32(amax) / six if np.isfinite(_float32(amax)) else min(_float32(amax / 6), largest)
+    wanted = np.clip(share / per_tensor, np.float32(2.0**-6), np.float32(448))
+    block = np.float32(wanted.astype(ml_dtypes.float8_e4m3fn))
+    code = int(wanted.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+    reciprocal = one / per_tensor / block
+    return _Scale(code, float(block), float(min(block * per_tensor, largest)), float(reciprocal))
+
+
+def _float32(number: Any) -> Any:
+    return np.asarray(number, dtype=np.float64).astype(np.float32)[()]
+
+
+def same_bits(found: AnyArray, expected: AnyArray) -> bool:
+    """Whether two arrays hold the same numbers bit for bit, every NaN being the same."""
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    is_nan = np.isnan(found)
+    pattern = f"u{found.dtype.itemsize}"
+    equal = found.reshape(-1).view(pattern) == expected.reshape(-1).view(pattern)
+    return bool((equal | is_nan.reshape(-1)).all()) and bool((is_nan == np.isnan(expected)).all())
+
+
+def special_values(shape: tuple[int, ...], *, dtype: Any, seed: int = 0) -> AnyArray:
+    """Numbers of every magnitude that the type has, with zeros, subnormals, NaN and infinities among them."""
+    random = np.random.default_rng(seed)
+    size = math.prod(shape)
+    info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    low, high = math.log2(float(info.smallest_subnormal)), math.log2(float(info.max))
+    # Runs of neighbours have about the same magnitude, as in a tensor; the runs have any.
+    centres = np.repeat(random.uniform(max(low, -160.0), min(high, 160.0), size=size // 16 + 1), 16)[:size]
+    numbers = random.standard_normal(size) * 2.0 ** np.clip(centres, low, high)
+    numbers[random.random(size) < 0.05] = 0.0
+    numbers[random.random(size) < 0.02] = float(info.smallest_subnormal)
+    numbers[random.random(size) < 0.02] = -0.0
+    for special, share in ((np.nan, 0.01), (np.inf, 0.01), (-np.inf, 0.005)):
+        numbers[random.random(size) < share] = special
+    with np.errstate(all="ignore"):
+        return numbers.astype(dtype).reshape(shape)
+
+
+ELEMENTS = [name for name in FORMATS if name not in {"e8m0", "fp64", "nvfp4"}]
+"""Formats that a tensor can be quantised to, with any scaling."""

@@ -1,0 +1,309 @@
+"""Does fake quantisation compute what it says, forward and backward, and leave everything else to torch?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ranktape.analyze import FakeQuantization, fake_quantize, quantize, quantized_linear
+from ranktape.analyze.quantization.fast_values import quantized_values
+from ranktape.analyze.quantization.scales import ScaleRule
+from ranktape.analyze.quantization.schemes import SCHEMES
+from ranktape.errors import UsageError
+
+RECIPES = {
+    "mxfp8": FakeQuantization(forward="mxfp8_e4m3", backward="mxfp8_e5m2", scale_rule="rceil"),
+    "mxfp4": FakeQuantization(forward="mxfp4", backward="mxfp4", block_size=16),
+    "nvfp4": FakeQuantization(forward="nvfp4", backward="nvfp4"),
+    "hif8": FakeQuantization(forward="hif8", backward="hif8", scaling="tensor"),
+    "channel": FakeQuantization(forward="fp8_e4m3", backward="fp8_e5m2", scaling="channel"),
+    "forward alone": FakeQuantization(forward="mxfp6", backward=None),
+    "backward alone": FakeQuantization(forward=None, backward="mxfp8_e5m2"),
+}
+
+
+def _values(x: torch.Tensor, scheme: str | None, how: FakeQuantization, *, axis: int) -> torch.Tensor:
+    """The slow way: the public function, and its values in the type of the tensor."""
+    if scheme is None:
+        return x
+    options = {"scaling": how.scaling, "block_size": how.block_size, "scale_rule": how.scale_rule}
+    values: torch.Tensor = quantize(x, scheme, axis=axis, warn=False, **options).values  # type: ignore[arg-type]
+    return values.to(x.dtype)
+
+
+class _Twin:
+    """A linear layer, forward and backward, written out."""
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, how: FakeQuantization) -> None:
+        self.how = how
+        self.x, self.weight, self.bias = x.detach(), weight.detach(), bias.detach()
+        # Blocks lie along what a product adds up, channels beside it.
+        self.first, self.last = (-1, 0) if how.scaling == "channel" else (0, -1)
+        rows = self.x.reshape(-1, self.x.shape[-1])
+        self.narrow_x = _values(rows, how.forward, how, axis=self.last).view(self.x.shape)
+        self.narrow_weight = _values(self.weight, how.forward, how, axis=self.last)
+        self.output = F.linear(self.narrow_x, self.narrow_weight, self.bias)
+
+    def gradients(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        how, tokens = self.how, grad.reshape(-1, grad.shape[-1])
+        weight, x = self.narrow_weight, self.narrow_x.reshape(-1, self.x.shape[-1])
+        if how.backward is not None:
+            weight = _values(self.weight, how.forward, how, axis=self.first)
+            x = _values(self.x.reshape(-1, self.x.shape[-1]), how.forward, how, axis=self.first)
+        grad_x = _values(tokens, how.backward, how, axis=self.last) @ weight
+        grad_weight = _values(tokens, how.backward, how, axis=self.first).T @ x
+        return grad_x.view(self.x.shape), grad_weight, tokens.sum(0)
+
+
+def _leaves(dtype: torch.dtype = torch.float32, *shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (shape or (3, 37, 50), (70, (shape or (50,))[-1]), (70,))
+    found = [torch.randn(one, generator=generator).to(dtype).requires_grad_() for one in shapes]
+    return found[0], found[1], found[2]
+
+
+def _grads(function: Callable[[], torch.Tensor], *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    output = function()
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
+    return (output.detach(), *torch.autograd.grad(output, leaves, weights))
+
+
+def _assert_bits(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_three_products_are_those_of_a_twin_written_out(recipe: str, dtype: torch.dtype) -> None:
+    x, weight, bias = _leaves(dtype)
+    twin = _Twin(x, weight, bias, RECIPES[recipe])
+    output, *grads = _grads(lambda: quantized_linear(x, weight, bias, how=RECIPES[recipe]), x, weight, bias)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    _assert_bits((output, *grads), (twin.output, *twin.gradients(grad)))
+
+
+@pytest.mark.parametrize("shape", [(50,), (1, 50), (33, 50), (2, 3, 5, 50)], ids=str)
+def test_any_number_of_dimensions_and_ragged_blocks_will_do(shape: tuple[int, ...]) -> None:
+    x, weight, bias = _leaves(torch.float32, *shape)
+    how = RECIPES["mxfp8"]
+    twin = _Twin(x, weight, bias, how)
+    output, *grads = _grads(lambda: quantized_linear(x, weight, bias, how=how), x, weight, bias)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    _assert_bits((output, *grads), (twin.output, *twin.gradients(grad)))
+
+
+def test_scales_of_channels_are_factors_of_the_product() -> None:
+    """A token or an output of any size changes nothing but itself; on the axis of the sum it would flush others."""
+    x, weight, _ = _leaves(torch.float32, 4, 50)
+    how, factors = FakeQuantization(forward="fp8_e4m3", scaling="channel"), 2.0 ** (10 * torch.arange(4.0))
+    plain = quantized_linear(x, weight, how=how)
+    assert torch.equal(quantized_linear(x * factors[:, None], weight, how=how), plain * factors[:, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_without_schemes_it_is_a_linear_layer(dtype: torch.dtype) -> None:
+    x, weight, bias = _leaves(dtype)
+    nothing = FakeQuantization(forward=None, backward=None)
+    found = _grads(lambda: quantized_linear(x, weight, bias, how=nothing), x, weight, bias)
+    torch.testing.assert_close(found, _grads(lambda: F.linear(x, weight, bias), x, weight, bias))
+    found = _grads(lambda: quantized_linear(x, weight, how=nothing), x, weight)
+    torch.testing.assert_close(found, _grads(lambda: F.linear(x, weight), x, weight))
+
+
+def test_the_gradient_is_quantised_with_a_scheme_of_its_own() -> None:
+    x = torch.randn(5, 64, requires_grad=True)
+    grad = torch.randn(5, 64) * 1e-3
+    found = fake_quantize(x, forward="mxfp4", backward="mxfp8_e5m2", axis=0)
+    _assert_bits((found.detach(),), (quantize(x, "mxfp4", axis=0, warn=False).values,))
+    (found_grad,) = torch.autograd.grad(found, x, grad)
+    _assert_bits((found_grad,), (quantize(grad, "mxfp8_e5m2", axis=0, warn=False).values,))
+
+
+def test_the_gradient_passes_straight_through_what_is_clamped_or_flushed() -> None:
+    x = torch.tensor([1e9, 1e-9, -0.3, 0.0], requires_grad=True)
+    found = fake_quantize(x, forward="fp8_e4m3")
+    assert found.tolist() == [448.0, 0.0, -0.3125, 0.0]
+    (grad,) = torch.autograd.grad(found.sum(), x)
+    assert grad.tolist() == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_autocast_computes_in_its_type_and_gives_gradients_in_that_of_the_parameters() -> None:
+    x, weight, bias = _leaves()
+    how = RECIPES["mxfp8"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = quantized_linear(x, weight, bias, how=how)
+    assert output.dtype is torch.bfloat16
+    grad = torch.randn(output.shape).to(torch.bfloat16)
+    grads = torch.autograd.grad(output, (x, weight, bias), grad)
+    twin = _Twin(x.to(torch.bfloat16), weight.to(torch.bfloat16), bias.to(torch.bfloat16), how)
+    _assert_bits((output.detach(), *grads), (twin.output, *(one.float() for one in twin.gradients(grad))))
+
+
+def test_a_backward_pass_inside_of_autocast_gives_the_same_gradients() -> None:
+    x, weight, bias = _leaves()
+    output = quantized_linear(x, weight, bias, how=RECIPES["mxfp8"])
+    grad = torch.randn(output.shape)
+    expected = torch.autograd.grad(output, (x, weight, bias), grad, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _assert_bits(torch.autograd.grad(output, (x, weight, bias), grad), expected)
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
+def test_activation_checkpoints_change_no_bit(kind: str) -> None:
+    x, weight, bias = _leaves()
+
+    def layer(given: torch.Tensor) -> torch.Tensor:
+        return F.gelu(quantized_linear(given, weight, bias, how=RECIPES["nvfp4"]))
+
+    expected = _grads(lambda: layer(x), x, weight, bias)
+    output = checkpoint(layer, x, use_reentrant=kind == "reentrant")
+    assert isinstance(output, torch.Tensor)
+    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(1)))
+    grads = tuple(one.grad for one in (x, weight, bias) if one.grad is not None)
+    _assert_bits((output.detach(), *grads), expected)
+
+
+def test_two_uses_of_one_weight_add_up() -> None:
+    x, weight, bias = _leaves()
+    how = RECIPES["mxfp8"]
+    halves = [x.detach()[:, :16], x.detach()[:, 16:]]
+    outputs = [quantized_linear(half, weight, bias, how=how) for half in halves]
+    (found,) = torch.autograd.grad([output.sum() for output in outputs], weight)
+    apart = [torch.autograd.grad(quantized_linear(half, weight, bias, how=how).sum(), weight)[0] for half in halves]
+    _assert_bits((found,), (apart[0] + apart[1],))
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    x, weight, bias = _leaves()
+    how = RECIPES["mxfp8"]
+    frozen = quantized_linear(x, weight.detach(), None, how=how)
+    assert torch.autograd.grad(frozen.sum(), x)[0].shape == x.shape
+    first = quantized_linear(x.detach(), weight, bias, how=how)
+    assert torch.autograd.grad(first.sum(), weight)[0].shape == weight.shape
+    assert not quantized_linear(x.detach(), weight.detach(), bias.detach(), how=how).requires_grad
+
+
+def test_the_same_numbers_come_out_every_time_and_on_any_number_of_threads() -> None:
+    x, weight, bias = _leaves()
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 1):
+            torch.set_num_threads(threads)
+            found.append([fake_quantize(x, forward=name, axis=axis) for name in SCHEMES for axis in (0, -1)])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        _assert_bits(tuple(other), tuple(found[0]))
+    first = _grads(lambda: quantized_linear(x, weight, bias, how=RECIPES["nvfp4"]), x, weight)
+    _assert_bits(_grads(lambda: quantized_linear(x, weight, bias, how=RECIPES["nvfp4"]), x, weight), first)
+
+
+def test_a_model_learns_with_it() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(16, 64), nn.Linear(64, 1)
+    x = torch.randn(256, 16)
+    target = x[:, :1] * x[:, 1:2]
+    optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()], lr=1e-2)
+    losses = []
+    for _ in range(60):
+        hidden = torch.relu(quantized_linear(x, first.weight, first.bias, how=RECIPES["mxfp4"]))
+        loss = F.mse_loss(quantized_linear(hidden, second.weight, second.bias, how=RECIPES["mxfp4"]), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_what_cannot_be_quantised_is_refused() -> None:
+    with pytest.raises(UsageError, match="mxfp9"):
+        fake_quantize(torch.zeros(3), forward="mxfp9")
+    with pytest.raises(UsageError, match="mxfp9"):
+        FakeQuantization(forward="mxfp9")
+    with pytest.raises(UsageError, match="backward=3 is not the name of a scheme"):
+        FakeQuantization(backward=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="cannot be quantised"):
+        fake_quantize(torch.zeros(3, dtype=torch.int32), forward="mxfp8")
+    x = torch.randn(3, requires_grad=True)
+    found = fake_quantize(x * x, backward="mxfp8")
+    (grad,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def _every_size() -> torch.Tensor:
+    """Blocks of ordinary numbers, of all sizes at once, at both ends of float32, with NaN, Inf and zeros."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(6, 70, 9, generator=generator)
+    numbers[0] *= torch.exp(30 * torch.randn(70, 9, generator=generator))
+    numbers[1], numbers[1, 1, 1] = 0.0, -0.0
+    numbers[2] *= 1e-37
+    numbers[3] *= 1e37
+    numbers[0].view(-1)[::97] = torch.nan
+    numbers[4].view(-1)[5::131] = torch.inf
+    return numbers
+
+
+FAST: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"scale_rule": rule}) for name in SCHEMES if name != "nvfp4" for rule in ScaleRule),
+    ("mxfp8_e4m3", {"block_size": 5}),
+    ("nvfp4", {}),
+    ("nvfp4", {"block_size": 7}),
+    ("hif8", {}),
+    ("hif8", {"scaling": "tensor"}),
+    ("fp8_e4m3", {}),
+    ("fp8_e4m3", {"scaling": "channel"}),
+    ("bf16", {}),
+    ("int8", {"scaling": "tensor", "scale_rule": "floor"}),
+    ("hif8", {"scaling": "block"}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", FAST, ids=lambda case: "-".join([case[0], *map(str, case[1].values())]))
+def test_the_fast_way_to_the_values_gives_the_bits_of_the_slow_one(
+    case: tuple[str, dict[str, Any]], dtype: torch.dtype
+) -> None:
+    scheme, options = case
+    numbers = _every_size().to(dtype)
+    for axis in (0, 1, 2):
+        for view in (numbers, numbers.transpose(0, 2), numbers[2:3], numbers[5:], numbers[5:] * 1e-30, numbers[:0]):
+            found = quantized_values(view, scheme, axis=axis, **options)
+            expected = quantize(view, scheme, axis=axis, warn=False, **options).values.to(dtype)
+            assert found.dtype is dtype
+            _assert_bits((found,), (expected,))
+            is_number = ~expected.isnan().numpy()
+            signs = [np.signbit(one.float().numpy())[is_number] for one in (found, expected)]
+            np.testing.assert_array_equal(*signs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_value_of_16_bits_may_be_the_largest_of_a_block(scheme: str, dtype: torch.dtype) -> None:
+    every = torch.arange(1 << 16).to(torch.int16).view(dtype).reshape(-1, 1)
+    blocks = every * torch.tensor([1.0, -0.71, 0.33, 0.02]).to(dtype)
+    found = quantized_values(blocks, scheme)
+    _assert_bits((found,), (quantize(blocks, scheme, warn=False).values.to(dtype),))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gpu_quantises_as_a_cpu_does(recipe: str) -> None:
+    x, weight, _ = _leaves()
+    how = RECIPES[recipe]
+    for tensor in (x.detach(), weight.detach()):
+        _assert_bits((how.operand(tensor.cuda(), axis=0).cpu(),), (how.operand(tensor, axis=0),))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        output = quantized_linear(x.cuda(), weight.cuda(), how=how)
+    assert output.dtype is torch.bfloat16
+    output.sum().backward()
+    assert weight.grad is not None

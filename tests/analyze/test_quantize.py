@@ -1,0 +1,375 @@
+"""Is a quantised tensor what its scheme says, bit for bit, whatever the tensor?"""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ranktape.analyze import FORMATS, SCHEMES, quantize
+from ranktape.analyze.formats import codes_of, decode, round_to
+from ranktape.analyze.quantization.encoded import Quantized
+from ranktape.errors import UsageError
+from tests.analyze.quantize_twin import ELEMENTS, AnyArray, Expected, quantize_slowly, same_bits, special_values
+
+DTYPES = [
+    np.dtype(dtype)
+    for dtype in (
+        np.float64,
+        np.float32,
+        np.float16,
+        ml_dtypes.bfloat16,
+        ml_dtypes.float8_e4m3fn,
+        ml_dtypes.float8_e5m2,
+    )
+]
+
+BF16 = DTYPES[3]
+
+
+def assert_same(found: Quantized, expected: Expected) -> None:
+    assert same_bits(found.values, expected.values)
+    assert found.tensor_scale == expected.tensor_scale
+    if expected.scales is None or expected.scale_values is None:
+        assert found.scales is None
+        assert found.scale_values is None
+    else:
+        assert found.scales.dtype == expected.scales.dtype
+        assert np.array_equal(found.scales, expected.scales)
+        assert same_bits(found.scale_values, expected.scale_values)
+    losses = {name: getattr(found.losses, name) for name in expected.losses}
+    assert losses == expected.losses
+    if expected.codes is not None:
+        assert found.codes.dtype == expected.codes.dtype
+        assert np.array_equal(found.codes, expected.codes)
+    else:
+        with pytest.raises(UsageError, match="no code for NaN"):
+            _ = found.codes
+
+
+def compare(x: AnyArray, scheme: str, **options: Any) -> Quantized:
+    found = quantize(x, scheme, warn=False, **options)
+    assert_same(found, quantize_slowly(x, scheme, **options))
+    return found
+
+
+def roundings(name: str) -> list[dict[str, Any]]:
+    """Every rounding that an element format has, and what it needs."""
+    usual: list[dict[str, Any]] = [{"rounding": word} for word in ("even", "away", "floor")]
+    own: list[dict[str, Any]] = [{"rounding": "hybrid"}] if name == "hif8" else []
+    return [*usual, {"rounding": "stochastic", "seed": 7}, *own]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_are_those_of_the_twin_for_every_rule_and_rounding(scheme: str, dtype: np.dtype[Any]) -> None:
+    x = special_values((9, 83), dtype=dtype)
+    rules = [None] if scheme == "nvfp4" else ["floor", "ceil", "even", "rceil"]
+    for rule in rules:
+        for how in roundings(SCHEMES[scheme].element.name):
+            compare(x, scheme, scale_rule=rule, **how)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8_e4m3", "mxint8", "nvfp4"])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 32, 1000])
+def test_blocks_lie_along_any_axis_with_a_shorter_one_at_the_end(scheme: str, block_size: int) -> None:
+    for shape in [(), (5,), (33, 7), (2, 35, 3), (2, 3, 4, 5)]:
+        x = special_values(shape, dtype=BF16, seed=block_size)
+        for axis in range(-len(shape), max(len(shape), 1)):
+            found = compare(x, scheme, block_size=block_size, axis=axis)
+            assert found.values.shape == shape
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_every_format_goes_with_every_scaling(element: str) -> None:
+    x = special_values((7, 50), dtype=BF16)
+    for how in roundings(element):
+        compare(x, element, **how)
+        for rule in ("exact", "floor", "ceil", "even", "rceil"):
+            compare(x, element, scaling="tensor", scale_rule=rule, **how)
+            compare(x, element, scaling="channel", axis=0, scale_rule=rule, **how)
+        compare(x, element, scaling="block", block_size=8, **how)
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_every_16_bit_number_becomes_what_the_reference_says(element: str) -> None:
+    """All patterns of bfloat16 and float16, every rounding, saturating or not: values and codes."""
+    target = FORMATS[element]
+    for dtype in (BF16, np.dtype(np.float16)):
+        x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+        with np.errstate(invalid="ignore"):
+            is_number = ~np.isnan(x)
+        for how in roundings(element):
+            for saturate in (True, False)[: 1 + target.has_overflow_code]:
+                with np.errstate(invalid="ignore"):
+                    expected = round_to(x, target=target, saturate=saturate, **how)
+                found = quantize(x, element, saturate=saturate, warn=False, **how)
+                assert same_bits(found.values, expected.astype(np.float32))
+                if target.num_nans:
+                    assert np.array_equal(found.codes, codes_of(expected, target=target))
+                elif "seed" not in how:
+                    codes = quantize(x[is_number], element, warn=False, **how).codes
+                    assert np.array_equal(codes, codes_of(expected[is_number], target=target))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unscaled_scaled_and_channels_of_every_type(dtype: np.dtype[Any]) -> None:
+    x = special_values((6, 5, 40), dtype=dtype)
+    for element in ("hif8", "fp8_e5m2", "fp16"):
+        compare(x, element)
+        compare(x, element, scaling="tensor")
+        for axis in range(3):
+            compare(x, element, scaling="channel", axis=axis, scale_offset=axis - 1)
+
+
+@pytest.mark.parametrize("element", [name for name in ELEMENTS if FORMATS[name].has_overflow_code])
+def test_without_saturation_what_is_beyond_becomes_inf_or_nan(element: str) -> None:
+    x = special_values((40, 40), dtype=np.float32)
+    for how in roundings(element):
+        found = compare(x, element, saturate=False, **how)
+        compare(x, element, scaling="block", scale_offset=-2, saturate=False, **how)
+        beyond = np.isinf(found.values) if FORMATS[element].num_infinities else np.isnan(found.values)
+        assert beyond.sum() > np.isnan(x).sum()
+
+
+@pytest.mark.parametrize("offset", [-300, -10, -1, 1, 10, 300])
+@pytest.mark.parametrize("scheme", ["mxfp8_e4m3", "mxfp4_e2m1", "nvfp4"])
+def test_an_offset_moves_the_exponents_of_all_scales_as_far_as_they_go(scheme: str, offset: int) -> None:
+    x = special_values((4, 640), dtype=np.float32)
+    compare(x, scheme, scale_offset=offset)
+    compare(x, "fp8_e4m3", scaling="tensor", scale_offset=offset)
+
+
+@pytest.mark.parametrize("scale_bits", range(2, 9))
+def test_narrower_exponents_of_scales_are_clamped(scale_bits: int) -> None:
+    x = special_values((4, 640), dtype=np.float32)
+    found = compare(x, "mxfp8_e4m3", scale_bits=scale_bits)
+    exponents = np.log2(found.scale_values[np.isfinite(found.scale_values)])
+    end = 2 ** (scale_bits - 1) - 1
+    assert {exponents.min(), exponents.max()} <= {-end, end} or scale_bits == 8
+
+
+@pytest.mark.parametrize("rule", ["floor", "ceil", "even", "rceil"])
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "nvfp4"])
+def test_scales_are_exact_where_the_rules_change_their_minds(scheme: str, rule: str) -> None:
+    """The float32 numbers around every significand at which a rule may go up, near and far from 1."""
+    element = SCHEMES[scheme].element
+    cuts = [1.0, 2 - 2.0 ** -(element.mantissa_bits + 1), element.maximum / 2.0**element.emax, 1.5]
+    exponents = [-126, -100, -21, -3, 0, 1, 9, 60, 126]
+    maxima = np.array([cut * 2.0**exponent for cut in cuts for exponent in exponents], dtype=np.float32)
+    around = (maxima.view(np.int32)[:, None] + np.arange(-3, 4, dtype=np.int32)).view(np.float32)
+    compare(
+        np.concatenate([around.reshape(-1), np.array([2.0**-149, 2.0**-127], dtype=np.float32)]),
+        scheme,
+        scale_rule=rule,
+        block_size=1,
+    )
+
+
+@pytest.mark.parametrize("options", [{"axis": 0}, {"axis": 1}, {"axis": 0, "block_size": 5000}, {"block_size": 5000}])
+@pytest.mark.parametrize("shape", [(300, 700), (6000, 40), (3, 70000)])
+def test_tensors_of_many_pieces_are_those_of_the_twin(shape: tuple[int, int], options: dict[str, Any]) -> None:
+    """Large blocks and long rows are cut; the stochastic numbers follow from the index in the whole tensor."""
+    x = special_values(shape, dtype=BF16)
+    options = {"block_size": 500, **options}
+    found = quantize(x, "mxfp6_e3m2", warn=False, rounding="stochastic", seed=3, **options)
+    # Element by element in one go: to make blocks by hand takes the twin too long.
+    axis = options.get("axis", 1)
+    scales = found.scale_values.take(np.arange(shape[axis]) // options["block_size"], axis=axis)
+    with np.errstate(invalid="ignore"):
+        scaled = x.astype(np.float64) / scales
+        expected = round_to(scaled, target=FORMATS["fp6_e3m2"], rounding="stochastic", seed=3) * scales
+    assert same_bits(found.values, expected.astype(np.float32))
+    for row in (0, shape[0] // 2):
+        for column in (0, shape[1] // 2):
+            size = options["block_size"]
+            block = [row, column]
+            block[axis] //= size
+            run = [slice(row, row + 1), slice(column, column + 1)]
+            run[axis] = slice(block[axis] * size, (block[axis] + 1) * size)
+            part = quantize_slowly(x[tuple(run)], "mxfp6_e3m2", block_size=size, axis=axis)
+            assert part.scale_values is not None
+            assert same_bits(found.scale_values[tuple(block)].reshape(-1), part.scale_values.reshape(-1))
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8_e5m2", "nvfp4", "hif8"])
+def test_the_layout_in_memory_changes_nothing(scheme: str) -> None:
+    x = special_values((6, 40, 10), dtype=np.float32)
+    options: dict[str, Any] = {} if scheme == "hif8" else {"axis": 1}
+    for view in (x.transpose(2, 0, 1), x[::2, ::-1, 1:], np.asfortranarray(x), x.astype(">f4")):
+        for how in roundings("int8"):
+            found = quantize(view, scheme, warn=False, **options, **how)
+            expected = quantize(np.ascontiguousarray(view).astype(np.float32), scheme, warn=False, **options, **how)
+            assert same_bits(found.values, expected.values)
+            assert np.array_equal(found.codes, expected.codes)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8_e4m3", "nvfp4", "fp8_e4m3"])
+@pytest.mark.parametrize("shape", [(0,), (0, 64), (4, 0), (3, 0, 5)])
+def test_empty_tensors_give_empty_results(scheme: str, shape: tuple[int, ...]) -> None:
+    for axis in range(len(shape)):
+        found = compare(np.zeros(shape, dtype=np.float32), scheme, axis=axis)
+        assert found.values.shape == found.codes.shape == shape
+        assert found.losses.underflow_ratio == 0
+    compare(np.zeros(shape, dtype=np.float32), "hif8", scaling="tensor")
+    compare(np.zeros(shape, dtype=np.float32), "hif8", scaling="channel")
+
+
+def test_a_block_with_nan_or_inf_becomes_nan_and_the_others_do_not() -> None:
+    x = np.ones((3, 64), dtype=np.float32)
+    x[0, 3], x[1, 40] = np.nan, -np.inf
+    found = quantize(x, "mxfp8_e4m3")
+    assert np.isnan(found.values).reshape(3, 2, 32).all(axis=2).tolist() == [[True, False], [False, True], [False] * 2]
+    assert found.scales.tolist() == [[255, 119], [119, 255], [119, 119]]
+    assert (found.codes[np.isnan(found.values)] == 0).all()
+    assert (found.losses.spoiled, found.losses.nan, found.losses.inf) == (62, 1, 1)
+    nv = quantize(x, "nvfp4")
+    assert nv.scales[0].tolist() == [0x7F, 0x7E, 0x7E, 0x7E]
+    assert nv.tensor_scale == np.float32(1 / 2688)
+
+
+def test_a_tensor_of_zeros_has_the_scales_that_are_documented() -> None:
+    x = np.array([0.0, -0.0] * 16, dtype=np.float32)
+    assert quantize(x, "mxfp8_e4m3").scales.tolist() == [0]
+    assert quantize(x, "fp8_e4m3", scaling="tensor", scale_offset=3).scales == 1
+    assert quantize(x, "fp8_e4m3", scaling="channel", scale_rule="floor").scale_values.tolist() == [2.0**-127] * 32
+    assert quantize(x, "nvfp4").tensor_scale == 1
+    assert quantize(x, "nvfp4").scale_values.tolist() == [2**-6] * 2
+    assert same_bits(quantize(x, "mxfp8_e4m3").values, x)
+    assert same_bits(quantize(x, "mxint8").values, np.abs(x))
+
+
+def test_the_smallest_blocks_are_kept_with_the_smallest_scale() -> None:
+    x = np.full(32, 2.0**-130, dtype=np.float32)
+    found = quantize(x, "mxfp8_e4m3", warn=False)
+    assert found.scale_values.tolist() == [2.0**-127]
+    assert (found.values == x).all()
+
+
+@pytest.mark.parametrize("amax", [2.0**-149, 1e-43, 2.0**-126, 1e-30, 3.4e38])
+def test_nvfp4_of_the_smallest_and_the_largest_numbers_stays_near_them(amax: float) -> None:
+    x = np.array([1.0, 0.5, 0.0, -1.0, 0.25, 1e-3] * 16, dtype=np.float64) * amax
+    found = compare(x.astype(np.float32), "nvfp4")
+    assert np.isfinite(found.values).all()
+    assert np.abs(found.values.astype(np.float64) - x).max() <= max(amax / 6, 2.0**-132)
+
+
+@pytest.mark.parametrize("offset", [-10, 0, 10])
+@pytest.mark.parametrize("amax", [1e38, 1e39, 2e39, 1e41, 1e45, 1e300])
+def test_nvfp4_of_float64_ends_at_six_times_the_largest_float32(amax: float, offset: int) -> None:
+    x = np.array([[amax, -amax / 4, 1.0, 0.0], [1.0, -0.5, 0.25, 0.0]])
+    found = compare(x, "nvfp4", block_size=4, scale_offset=offset)
+    assert np.isfinite(found.values).all()
+    assert (found.values[x == 0] == 0).all()
+    if offset == 0:
+        assert found.values[0, 0] == pytest.approx(min(amax, 6 * 2.0**128), rel=0.07)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "fp8_e4m3", "hif8", "fp16", "fp32"])
+def test_values_are_codes_times_scales(scheme: str) -> None:
+    x = np.random.default_rng(1).standard_normal((5, 96)).astype(np.float32)
+    options = {} if scheme in SCHEMES else {"scaling": "tensor"}
+    found = quantize(x, scheme, warn=False, **options)  # type: ignore[arg-type]
+    block_size = found.scheme.block_size or 1
+    scales = np.repeat(found.scale_values, block_size, axis=-1) if found.scheme.block_size else found.scale_values
+    if found.tensor_scale is not None:
+        scales = (scales * found.tensor_scale).astype(np.float32).astype(np.float64)
+    decoded = decode(found.codes, target=found.scheme.element)
+    assert same_bits(found.values, (decoded * scales).astype(np.float32))
+    stored = FORMATS["fp8_e4m3"] if scheme == "nvfp4" else FORMATS["e8m0"]
+    if found.scheme.block_size:
+        assert np.array_equal(decode(found.scales, target=stored), found.scale_values)
+
+
+def test_an_element_format_in_blocks_is_the_scheme_with_blocks() -> None:
+    x = special_values((3, 50), dtype=BF16)
+    named = quantize(x, "mxfp8_e4m3", warn=False)
+    made = quantize(x, "fp8_e4m3", scaling="block", block_size=32, warn=False)
+    assert made.scheme == named.scheme == SCHEMES["mxfp8_e4m3"]
+    assert same_bits(made.values, named.values)
+    assert quantize(x, "mxfp8", warn=False).scheme == named.scheme
+
+
+def test_the_largest_value_of_a_scaled_tensor_becomes_the_largest_of_the_format() -> None:
+    x = np.array([-3.0, 0.1, 1.5], dtype=np.float32)
+    found = quantize(x, "fp8_e4m3", scaling="tensor")
+    assert found.scales == np.float32(3 / 448)
+    assert decode(found.codes, target=FORMATS["fp8_e4m3"])[0] == -448
+    assert decode(quantize(x, "hif8", scaling="tensor").codes, target=FORMATS["hif8"])[0] == -8
+
+
+def test_stochastic_rounding_is_right_on_average_and_follows_from_the_seed() -> None:
+    x = np.full(40_000, 2.3, dtype=np.float32)
+    one = quantize(x, "fp4_e2m1", rounding="stochastic", seed=5).values
+    assert set(one.tolist()) == {2.0, 3.0}
+    assert abs(one.mean() - 2.3) < 0.01
+    assert same_bits(quantize(x, "fp4_e2m1", seed=5).values, one)
+    assert not same_bits(quantize(x, "fp4_e2m1", seed=6).values, one)
+
+
+def test_memory_beyond_the_result_does_not_grow_with_the_tensor() -> None:
+    x = np.random.default_rng(0).standard_normal((1024, 2048), dtype=np.float32).astype(BF16)
+    quantize(x[:2], "mxfp8_e4m3")
+    for view, axis in ((x, -1), (x, 0), (x.T, -1)):
+        for block_size in (2, 32, 4096):
+            tracemalloc.start()
+            found = quantize(view, "mxfp8_e4m3", axis=axis, warn=False, block_size=block_size)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            kept = sum(a.nbytes for a in (found.values, found.codes, found.scales, found.scale_values))
+            assert peak - kept < 6e6
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "message"),
+    [
+        ("mxfp9", {}, "'mxfp9' is not known"),
+        ("fp8", {}, "did you mean .*fp64.* or mxfp8 or "),
+        ("fp4", {}, r"did you mean fp64 or nvfp4 or fp32 or mxfp4 or mxfp8\?"),
+        ("xyzzy", {}, "use one of fp8_e4m3, .*, mxfp8_e4m3, .*, mxfp8, "),
+        (None, {}, "format None is not a name"),
+        ("mxfp8_e4m3", {"block_size": 0}, "block_size is 0"),
+        ("mxfp8_e4m3", {"block_size": 1.5}, "block_size is 1.5: give an integer"),
+        ("mxfp8_e4m3", {"scaling": "tensor"}, "name its element format fp8_e4m3"),
+        ("nvfp4", {"scaling": "tensor"}, "name its element format fp4_e2m1"),
+        ("nvfp4", {"scale_rule": "floor"}, "has a rule of its own"),
+        ("nvfp4", {"scale_bits": 5}, "scale_bits is 5"),
+        ("fp8_e4m3", {"block_size": 32}, "scaling none has no blocks"),
+        ("fp8_e4m3", {"scaling": "tensor", "block_size": 32}, "scaling tensor has no blocks"),
+        ("fp8_e4m3", {"scale_rule": "floor"}, "has no scales"),
+        ("fp8_e4m3", {"scale_offset": 1}, "has no scales"),
+        ("fp8_e4m3", {"scaling": "row"}, "use one of none, tensor, channel, block"),
+        ("mxfp8_e4m3", {"scale_rule": "exact"}, "use one of floor, ceil, even, rceil"),
+        ("fp8_e4m3", {"scaling": "tensor", "scale_rule": "up"}, "use one of exact, floor, ceil, even, rceil"),
+        ("mxfp8_e4m3", {"rounding": "up"}, "rounding 'up' is not known"),
+        ("mxfp8_e4m3", {"rounding": "hybrid"}, "hybrid is that of hif8"),
+        ("mxfp8_e4m3", {"rounding": "even", "seed": 1}, "draws nothing"),
+        ("mxfp8_e4m3", {"scale_bits": 9}, "2 to 8 bits"),
+        ("mxfp8_e4m3", {"scale_offset": 0.5}, "scale_offset is 0.5: give an integer"),
+        ("mxfp8_e4m3", {"scale_offset": 10**30}, "it is -4096 to 4096"),
+        ("mxfp8_e4m3", {"axis": 2}, "axis is 2: the tensor has 2 dimensions, so it is -2 to 1"),
+        ("mxfp4_e2m1", {"saturate": False}, "no infinity and no NaN"),
+        ("e8m0", {}, "no format to quantise to"),
+        ("fp64", {}, "no format to quantise to"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(scheme: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        quantize(np.zeros((2, 32), dtype=np.float32), scheme, **options)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.complex64, np.uint8, np.str_, np.object_])
+def test_what_is_not_a_real_floating_point_number_is_refused(dtype: Any) -> None:
+    with pytest.raises(UsageError, match="cannot be quantised"):
+        quantize(np.zeros(4, dtype=dtype), "mxfp8_e4m3")
+
+
+def test_nan_without_a_code_is_refused_when_codes_are_asked_for() -> None:
+    found = quantize(np.array([1.0, math.nan]), "fp4_e2m1")
+    assert np.isnan(found.values).tolist() == [False, True]
+    with pytest.raises(UsageError, match="fp4_e2m1 has no code for NaN, and 1 elements are NaN"):
+        _ = found.codes

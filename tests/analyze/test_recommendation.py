@@ -1,0 +1,416 @@
+"""Does the recommendation say what follows from the levels, whatever they are?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ranktape.analyze.advice.recommendation import Recommendation, recommend
+from ranktape.analyze.advice.stability import Variation
+from ranktape.analyze.advice.value_range import Range
+from ranktape.analyze.advice.verdict import Position
+from ranktape.analyze.quantization.losses import Severity
+from ranktape.analyze.quantization.quantizer import quantize
+from ranktape.analyze.sweeps.metrics import METRICS, Level
+from ranktape.analyze.sweeps.options import SweepMode, SweepOptions
+from ranktape.analyze.sweeps.sweep import ScaleSweep, sweep_array
+
+GAUSS = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)
+
+SWEEP = sweep_array(GAUSS, format="fp4_e2m1")
+
+
+def level(exponent: float, **figures: Any) -> Level:
+    """A level with these figures; the rest is ordinary."""
+    overflow, underflow = figures.pop("overflow_ratio", 0.0), figures.pop("underflow_ratio", 0.0)
+    ordinary: dict[str, Any] = {
+        "exponent": exponent,
+        "scale": 2.0**exponent,
+        "mse": 1.0,
+        "rmse": 1.0,
+        "mae": 1.0,
+        "max_abs_error": 2.0,
+        "relative_error": 0.1,
+        "cosine": 0.99,
+        "psnr": 20.0,
+        "sqnr": 15.0,
+        "overflow_count": round(1e6 * overflow),
+        "overflow_ratio": overflow,
+        "underflow_count": round(1e6 * underflow),
+        "underflow_ratio": underflow,
+        "flushed_count": 0,
+        "flushed_ratio": 0.0,
+        "score": 0.5,
+    }
+    return Level(**ordinary | figures)
+
+
+def of(*levels: Level) -> ScaleSweep:
+    """A sweep that found these levels."""
+    return dataclasses.replace(SWEEP, levels=levels)
+
+
+def judged(*levels: Level) -> Recommendation:
+    return recommend(of(*levels))
+
+
+def exponent_of(verdict: Any) -> float:
+    assert verdict is not None
+    return float(verdict.level.exponent)
+
+
+def test_the_best_level_of_each_metric_is_found() -> None:
+    better = {"mse": 0.5, "rmse": 0.5, "cosine": 0.999, "psnr": 30.0, "sqnr": 25.0, "mae": 0.5, "max_abs_error": 1.0}
+    better |= {"relative_error": 0.05}
+    assert better.keys() == METRICS.keys()
+    levels = [level(float(index), **{name: figure}) for index, (name, figure) in enumerate(better.items())]
+    found = judged(*levels)
+    assert {name: exponent_of(verdict) for name, verdict in found.best.items()} == {
+        name: float(index) for index, name in enumerate(better)
+    }
+
+
+def test_the_first_of_equally_good_levels_is_taken() -> None:
+    found = judged(level(2.0), level(1.0), level(0.0))
+    assert {exponent_of(verdict) for verdict in found.best.values()} == {2.0}
+    assert exponent_of(found.recommended) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "severity"),
+    [
+        (0.0, Severity.NONE),
+        (0.001, Severity.NONE),
+        (0.00101, Severity.MODERATE),
+        (0.01, Severity.MODERATE),
+        (0.0101, Severity.HIGH),
+        (1.0, Severity.HIGH),
+    ],
+)
+def test_severity_is_moderate_above_a_thousandth_and_high_above_a_hundredth(ratio: float, severity: Severity) -> None:
+    (verdict,) = judged(level(0.0, overflow_ratio=ratio)).verdicts
+    assert (verdict.overflow, verdict.underflow, verdict.severity) == (severity, Severity.NONE, severity)
+    (verdict,) = judged(level(0.0, underflow_ratio=ratio)).verdicts
+    assert (verdict.overflow, verdict.underflow, verdict.severity) == (Severity.NONE, severity, severity)
+    assert verdict.is_clean is (severity is Severity.NONE)
+
+
+def test_ranges_to_avoid_are_parted_by_their_cause() -> None:
+    found = judged(
+        level(4.0, underflow_ratio=0.5),
+        level(3.0, underflow_ratio=0.02),
+        level(2.0, underflow_ratio=0.005),
+        level(1.0, score=0.9, sqnr=30.0),
+        level(0.0, overflow_ratio=0.0001),
+        level(-1.0, overflow_ratio=0.02, underflow_ratio=0.02),
+        level(-2.0, overflow_ratio=0.3),
+    )
+    assert [(one.exponents, one.overflows, one.underflows) for one in found.avoid] == [
+        (Range(minimum=3.0, maximum=4.0), False, True),
+        (Range(minimum=-1.0, maximum=-1.0), True, True),
+        (Range(minimum=-2.0, maximum=-2.0), True, False),
+    ]
+    assert [one.num_levels for one in found.avoid] == [2, 1, 1]
+    assert found.optimal == Range(minimum=0.0, maximum=1.0)
+    assert found.least_bad is None
+    assert found.num_severe == 5
+    assert "avoid scale exponents 3 to 4: more than 1 % of the values underflow" in found.advice.limits
+    assert "avoid scale exponent -2: more than 1 % of the values overflow" in found.advice.limits
+    assert "free of significant overflow and underflow: scale exponents 0 to 1" in found.advice.limits
+
+
+def test_the_least_bad_level_is_named_where_none_is_clean() -> None:
+    found = judged(
+        level(1.0, underflow_ratio=0.5, flushed_ratio=0.1),
+        level(0.0, overflow_ratio=0.04, underflow_ratio=0.6, flushed_ratio=0.02),
+        level(-1.0, overflow_ratio=0.07),
+    )
+    assert found.optimal is None
+    assert exponent_of(found.least_bad) == 0.0
+    assert any(
+        "become zero at scale exponent 0, overflow 4.00%, underflow 60.00%, of which 2.00% become zero" in one
+        for one in found.advice.limits
+    )
+
+
+def test_of_equally_bad_levels_the_recommended_one_is_named() -> None:
+    found = judged(level(1.0, underflow_ratio=0.5), level(0.0, underflow_ratio=0.4, score=0.9))
+    assert exponent_of(found.least_bad) == exponent_of(found.recommended) == 0.0
+
+
+@pytest.mark.parametrize("name", ["mxfp4_e2m1", "nvfp4"])
+def test_the_recommended_level_is_not_one_to_avoid(name: str) -> None:
+    found = recommend(sweep_array(GAUSS.reshape(-1, 32), format=name))
+    assert exponent_of(found.recommended) == exponent_of(found.least_bad) == 0.0
+    assert found.avoid
+    assert not any(one.exponents.minimum <= 0 <= one.exponents.maximum for one in found.avoid)
+    assert any(one.startswith("the recommended level has high overflow or underflow") for one in found.advice.limits)
+
+
+def test_levels_that_are_as_good_as_the_recommended_one_are_named() -> None:
+    found = recommend(sweep_array(GAUSS.reshape(-1, 32), format="nvfp4"))
+    assert found.as_good == Range(minimum=0.0, maximum=10.0)
+    assert "offsets 0 to 10 are equally good: no more is lost there, to 0.01 dB of SQNR" in found.advice.conclusion
+    alone = recommend(sweep_array(GAUSS.reshape(-1, 32), format="mxfp4_e2m1"))
+    assert alone.as_good == Range(minimum=0.0, maximum=0.0)
+    assert not any("equally good" in one for one in alone.advice.conclusion)
+
+
+@pytest.mark.parametrize(("first", "last", "direction"), [(40, 30, "smaller"), (-20, -30, "larger")])
+def test_levels_that_keep_nothing_are_not_recommended(first: float, last: float, direction: str) -> None:
+    options = SweepOptions(max_scale_exp=first, min_scale_exp=last, num_levels=5)
+    found = recommend(sweep_array(GAUSS, format="fp8_e4m3", options=options))
+    assert found.keeps_nothing
+    assert found.advice.metrics == ()
+    assert found.advice.conclusion == (f"no level keeps anything of the tensor in fp8_e4m3: try {direction} scales",)
+    assert found.advice.limits[0].startswith(f"avoid scale exponents {last} to {first}: ")
+    assert not any("best score" in one or "fewest" in one for one in found.advice.limits)
+
+
+@pytest.mark.parametrize(
+    ("losses", "position", "said"),
+    [
+        ({"overflow_ratio": 0.1}, Position.LARGEST, "that was tried: a larger one may be better"),
+        ({"underflow_ratio": 0.1}, Position.LARGEST, "nothing overflows there, so that a larger one will hardly be"),
+        ({"underflow_ratio": 0.1}, Position.SMALLEST, "that was tried: a smaller one may be better"),
+        ({"overflow_ratio": 0.1}, Position.SMALLEST, "nothing underflows there, so that a smaller one will hardly be"),
+        ({"overflow_ratio": 0.1}, Position.ONLY, "values overflow, a larger one may be better"),
+        ({"underflow_ratio": 0.1}, Position.ONLY, "values underflow, a smaller one may be better"),
+    ],
+)
+def test_what_is_lost_at_the_edge_says_where_to_look(losses: dict[str, float], position: Position, said: str) -> None:
+    chosen = level(0.0, score=0.9, **losses)
+    levels = {
+        Position.LARGEST: [chosen, level(-1.0)],
+        Position.SMALLEST: [level(1.0), chosen],
+        Position.ONLY: [chosen],
+    }
+    found = judged(*levels[position])
+    assert found.position is position
+    assert any(said in one for one in found.advice.conclusion)
+
+
+def test_limits_of_a_tapered_format_do_not_tell_where_to_look() -> None:
+    options = SweepOptions(num_levels=3, max_scale_exp=-10, min_scale_exp=-12)
+    found = recommend(sweep_array(GAUSS, format="hif8", options=options))
+    assert found.position is Position.LARGEST
+    assert found.recommended is not None
+    assert found.recommended.overflow_count == 0
+    assert any("a larger one may be better" in one for one in found.advice.conclusion)
+
+
+@pytest.mark.parametrize("power", [1e200, 1e-310])
+def test_squares_beyond_float64_are_no_figures(power: float) -> None:
+    sweep = sweep_array(GAUSS.astype(np.float64) * power, format="fp8_e4m3")
+    found = recommend(sweep)
+    assert found.stability is not None
+    assert found.stability.is_mse_beyond
+    assert found.best["mse"].level is found.best["rmse"].level is not sweep.levels[-1]
+    assert any("beyond float64" in one for one in found.advice.metrics)
+    assert not any("nothing is lost" in one for one in found.advice.conclusion)
+
+
+def test_extremes_are_the_worst_and_the_best_level() -> None:
+    found = judged(level(1.0, underflow_ratio=0.5), level(0.0, underflow_ratio=0.1), level(-1.0, underflow_ratio=0.2))
+    assert (exponent_of(found.worst_underflow), exponent_of(found.best_underflow)) == (1.0, 0.0)
+    assert (found.worst_overflow, found.best_overflow) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("scores", "position"),
+    [
+        ([0.1, 0.9, 0.2], Position.BALANCED),
+        ([0.9, 0.1, 0.2], Position.LARGEST),
+        ([0.1, 0.2, 0.9], Position.SMALLEST),
+        ([0.9], Position.ONLY),
+        ([0.5, 0.5, 0.5], Position.LARGEST),
+    ],
+)
+def test_the_position_says_whether_another_scale_might_be_better(scores: list[float], position: Position) -> None:
+    found = judged(*(level(-float(index), score=score) for index, score in enumerate(scores)))
+    assert found.position is position
+    assert sum("edge" in one for one in found.advice.conclusion) == (position in {Position.LARGEST, Position.SMALLEST})
+
+
+@pytest.mark.parametrize(
+    ("figures", "metric", "variation"),
+    [
+        ([{"mse": 1.0}, {"mse": 1.09}], "mse", Variation.STABLE),
+        ([{"mse": 1.0}, {"mse": 1.11}], "mse", Variation.VARIES),
+        ([{"mse": 0.0}, {"mse": 1e-30}], "mse", Variation.VARIES),
+        ([{"mse": 0.0}, {"mse": 0.0}], "mse", Variation.STABLE),
+        ([{"cosine": 0.99}, {"cosine": 0.9999}], "cosine", Variation.STABLE),
+        ([{"cosine": 0.98}, {"cosine": 0.9999}], "cosine", Variation.VARIES),
+        ([{"psnr": 30.0}, {"psnr": 39.0}], "psnr", Variation.STABLE),
+        ([{"psnr": 30.0}, {"psnr": 45.0}], "psnr", Variation.MODERATE),
+        ([{"psnr": 30.0}, {"psnr": 51.0}], "psnr", Variation.VARIES),
+        ([{"psnr": 30.0}, {"psnr": math.inf}], "psnr", Variation.VARIES),
+        ([{"psnr": math.inf}, {"psnr": math.inf}], "psnr", Variation.STABLE),
+        ([{"psnr": -math.inf}, {"psnr": math.inf}], "psnr", Variation.VARIES),
+    ],
+)
+def test_stability_has_the_limits_of_the_seeds(
+    figures: list[dict[str, float]], metric: str, variation: Variation
+) -> None:
+    found = judged(*(level(-float(index), **figure) for index, figure in enumerate(figures)))
+    spread = getattr(found.stability, metric)
+    given_figures = [figure[metric] for figure in figures]
+    assert spread.variation is variation
+    assert (spread.lowest, spread.highest) == (min(given_figures), max(given_figures))
+    assert spread.width >= 0
+
+
+def test_deviations_are_those_of_the_levels() -> None:
+    figures = [1.5, 11.0, 2.25, 7.0]
+    found = judged(*(level(-float(index), mse=figure) for index, figure in enumerate(figures)))
+    assert found.stability is not None
+    assert found.stability.mse.deviation == pytest.approx(float(np.std(figures)))
+    huge = judged(level(0.0, mse=1e300), level(-1.0, mse=3e300))
+    assert huge.stability is not None
+    assert huge.stability.mse.deviation == pytest.approx(1e300)
+
+
+FIGURES = st.fixed_dictionaries(
+    {
+        "mse": st.floats(0, allow_nan=False),
+        "cosine": st.floats(0, 1),
+        "psnr": st.floats(allow_nan=False),
+        "sqnr": st.floats(allow_nan=False),
+        "overflow_ratio": st.floats(0, 1),
+        "underflow_ratio": st.floats(0, 1),
+        "score": st.floats(0, 1),
+    }
+)
+
+
+@given(figures=st.lists(FIGURES, max_size=12))
+def test_any_levels_give_a_document_without_nan(figures: list[dict[str, float]]) -> None:
+    found = judged(*(level(-float(index), **figure) for index, figure in enumerate(figures)))
+    document = json.dumps(found.to_json(), allow_nan=False)
+    assert '"nan"' not in document
+    assert found.advice.conclusion
+    assert (found.recommended is None) is (not figures)
+    if figures:
+        assert (found.least_bad is None) is (found.optimal is not None)
+    members = sum(one.num_levels for one in found.avoid)
+    high = [verdict.level.exponent for verdict in found.verdicts if verdict.severity is Severity.HIGH]
+    spared = found.as_good
+    if spared is not None and not found.keeps_nothing:
+        high = [exponent for exponent in high if not spared.minimum <= exponent <= spared.maximum]
+    assert members == len(high)
+
+
+@pytest.mark.parametrize("values", [[], [0.0, -0.0], [np.nan, np.inf]])
+def test_a_tensor_without_levels_has_no_recommendation_and_says_why(values: list[float]) -> None:
+    found = recommend(sweep_array(np.array(values, dtype=np.float32), format="fp8_e4m3"))
+    assert (found.recommended, found.stability, found.position, found.best) == (None, None, None, {})
+    assert found.advice.conclusion == (f"no scale to recommend: {found.note}",)
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_levels_that_lose_nothing_are_recommended() -> None:
+    values = np.array([6.0, -3.0, 1.0], dtype=np.float32)
+    found = recommend(sweep_array(values, format="fp4_e2m1", options=SweepOptions(num_levels=1, max_scale_exp=0)))
+    assert found.position is Position.ONLY
+    assert "nothing is lost there" in found.advice.conclusion
+    assert found.stability is not None
+    assert found.stability.psnr.variation is Variation.STABLE
+
+
+@pytest.mark.parametrize("power", [-80, 60])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp4_e2m1"])
+def test_a_multiple_of_a_tensor_gets_the_same_advice(name: str, power: int) -> None:
+    near = recommend(sweep_array(GAUSS, format=name))
+    far = recommend(sweep_array(np.ldexp(GAUSS, power), format=name))
+    assert [one.severity for one in near.verdicts] == [one.severity for one in far.verdicts]
+    assert near.recommended is not None
+    assert far.recommended is not None
+    assert near.recommended.level.exponent == pytest.approx(far.recommended.level.exponent - power)
+    assert near.position is far.position
+    assert [(one.overflows, one.underflows) for one in near.avoid] == [
+        (one.overflows, one.underflows) for one in far.avoid
+    ]
+
+
+def test_the_range_after_rounding_is_what_the_ends_become() -> None:
+    values = np.array([-7.7, 0.3, 500.0], dtype=np.float32)
+    options = SweepOptions(num_levels=3, max_scale_exp=2, min_scale_exp=-2)
+    found = recommend(sweep_array(values, format="fp8_e4m3", options=options))
+    assert found.before == Range(minimum=float(np.float32(-7.7)), maximum=500.0)
+    assert found.after == (
+        Range(minimum=-7.5, maximum=512.0),
+        Range(minimum=-7.5, maximum=448.0),
+        Range(minimum=-7.5, maximum=112.0),
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_the_range_of_blocks_after_rounding_is_that_of_the_largest_value(dtype: Any) -> None:
+    values = np.array([[1.0, -13.0], [0.1, 0.2]]).astype(dtype)
+    found = recommend(sweep_array(values, format="mxfp4_e2m1"))
+    exponents = [verdict.level.exponent for verdict in found.verdicts]
+    at_zero = found.after[exponents.index(0.0)]
+    assert found.before is not None
+    assert at_zero.minimum == -12.0
+    assert at_zero.maximum <= 12.0
+
+
+def test_a_negative_offset_clamps_the_largest_value() -> None:
+    values = np.array([[1.0, -13.0]], dtype=np.float32)
+    found = recommend(sweep_array(values, format="mxfp4_e2m1"))
+    exponents = [verdict.level.exponent for verdict in found.verdicts]
+    assert found.after[exponents.index(-1.0)].minimum == -6.0
+
+
+def test_infinities_are_in_no_range() -> None:
+    values = np.array([np.inf, 1.0, -2.0, -np.inf], dtype=np.float32)
+    found = recommend(sweep_array(values, format="fp8_e4m3"))
+    assert found.before == Range(minimum=-2.0, maximum=1.0)
+
+
+def test_levels_of_blocks_are_called_offsets() -> None:
+    found = recommend(sweep_array(GAUSS.reshape(-1, 32), format="mxfp8_e4m3"))
+    assert found.recommended is not None
+    expected = f"use offset {found.recommended.level.exponent:.4g} (factor {found.recommended.level.scale:.6g})"
+    assert found.advice.conclusion[0] == f"{expected} for mxfp8_e4m3"
+    assert any(": offsets " in one for one in found.advice.limits)
+
+
+def test_a_legacy_sweep_says_what_the_tool_would_have_recommended() -> None:
+    found = recommend(sweep_array(GAUSS, format="fp8_e4m3", options=SweepOptions(mode=SweepMode.LEGACY)))
+    assert found.original_choice is not None
+    exponent = found.original_choice.level.exponent
+    assert any(f"would recommend scale exponent {exponent:.4g}" in one for one in found.advice.conclusion)
+    assert recommend(sweep_array(GAUSS, format="fp8_e4m3")).original_choice is None
+
+
+@pytest.mark.parametrize("mode", [SweepMode.CHANNEL, SweepMode.MX])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp6_e2m3", "int8"])
+def test_what_the_largest_value_becomes_is_what_quantising_makes_of_it(name: str, mode: SweepMode) -> None:
+    array = GAUSS[:640].reshape(20, 32)
+    sweep = sweep_array(
+        array, format=name, options=SweepOptions(mode=mode, axis=0, block_size=20 if mode == "mx" else None)
+    )
+    found = recommend(sweep)
+    index = np.unravel_index(np.abs(array).argmax(), array.shape)
+    is_negative = array[index] < 0
+    for verdict, after in zip(found.verdicts, found.after, strict=True):
+        options: dict[str, Any] = (
+            {"scaling": "channel", "axis": 0}
+            if mode == "channel"
+            else {
+                "scaling": "block",
+                "block_size": 20,
+                "axis": 0,
+            }
+        )
+        quantized = quantize(array, name, scale_offset=int(verdict.level.exponent), warn=False, **options)
+        assert (after.minimum if is_negative else after.maximum) == quantized.values[index]

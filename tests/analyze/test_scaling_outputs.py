@@ -1,0 +1,486 @@
+"""Are the files about a tensor all there, readable, under safe names, and do they say what the sweep says?"""
+
+from __future__ import annotations
+
+import errno
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ranktape.analyze import SCHEMES, ScaleSweep, SweepMode, SweepOptions, sweep_array
+from ranktape.analyze.advice.recommendation import recommend
+from ranktape.analyze.scaling_outputs.files import (
+    MAX_NAME_NBYTES,
+    FolderNames,
+    SweepFiles,
+    safe_name,
+    titles_of,
+    write_error,
+    write_file,
+)
+from ranktape.analyze.scaling_outputs.log import SweepLog
+from ranktape.analyze.scaling_outputs.plots import PANELS, draw_panels, draw_summary, png_of
+from ranktape.analyze.scaling_outputs.text import Subject, analysis_lines, level_lines, limit_lines, results_text
+from ranktape.analyze.scaling_outputs.words import cosine_text, factor_text, limits_of, share_text, statistics_lines
+from ranktape.analyze.scaling_outputs.write import OutputOptions, Stopwatch, TensorReport
+from ranktape.analyze.sweeps.metrics import METRICS
+from ranktape.errors import AccessDeniedError, DataError, NoSpaceError, StorageError
+from tests.analyze.test_plot import assert_readable, texts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NORMAL = np.random.default_rng(0).standard_normal((64, 128)).astype(ml_dtypes.bfloat16)
+WHOLE = np.random.default_rng(1).integers(-8, 9, (16, 16)).astype(ml_dtypes.bfloat16)
+SUBJECT = Subject(name="a.pt", source="folder/a.pt", dtype="bfloat16", judged_as="bfloat16", shape=(64, 128))
+
+SWEEPS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "e4m3": (NORMAL, "fp8_e4m3", {}),
+    "e2m1": (NORMAL, "fp4_e2m1", {}),
+    "hif8": (NORMAL, "hif8", {}),
+    "int8": (NORMAL, "int8", {}),
+    "mx": (NORMAL, "mxfp8_e4m3", {}),
+    "mx4": (NORMAL, "mxfp4_e2m1", {"block_size": 16}),
+    "nvfp4": (NORMAL, "nvfp4", {}),
+    "channel": (NORMAL, "fp4_e2m1", {"mode": SweepMode.CHANNEL, "axis": 0}),
+    "legacy": (NORMAL, "fp8_e4m3", {"mode": SweepMode.LEGACY}),
+    "gradient": ((NORMAL.astype(np.float32) * 1e-6).astype(ml_dtypes.bfloat16), "fp8_e5m2", {}),
+    "vanishing": (NORMAL.astype(np.float64) * 1e-200, "fp8_e4m3", {}),
+    "one level": (NORMAL, "fp8_e4m3", {"num_levels": 1}),
+    "many levels": (NORMAL, "fp8_e4m3", {"num_levels": 101, "max_scale_exp": 15.0, "min_scale_exp": -30.0}),
+    "some lossless": (WHOLE, "fp8_e4m3", {}),
+    "all lossless": (WHOLE, "fp8_e4m3", {"num_levels": 3, "max_scale_exp": 1.0, "min_scale_exp": -1.0}),
+    "flushed": (NORMAL, "fp4_e2m1", {"num_levels": 2, "max_scale_exp": 90.0, "min_scale_exp": 80.0}),
+    "specials": (np.array([np.nan, np.inf, -0.0, 1.0, -3.0, 1e-30], np.float32), "fp8_e4m3", {}),
+    "zeros": (np.zeros(4, np.float16), "fp8_e4m3", {}),
+    "empty": (np.zeros((0, 4), np.float32), "fp8_e4m3", {}),
+    "nan": (np.full(4, np.nan, np.float32), "fp8_e4m3", {}),
+}
+"""What reports and pictures are made of: the array, the format, the options."""
+
+
+def sweep_of(name: str) -> ScaleSweep:
+    """One of `SWEEPS`."""
+    array, scheme, options = SWEEPS[name]
+    return sweep_array(array, format=scheme, options=SweepOptions(**options))
+
+
+def assert_all_readable(figure: Figure) -> None:
+    """As `assert_readable`; ticks beyond the ends of an axis have texts that are never drawn."""
+    figure.canvas.draw()
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        for tick in axis.get_major_ticks():
+            tick.label1.set_visible(axis.axes.axison and bool(low <= tick.get_loc() <= high))
+    assert_readable(figure)
+
+
+def fraction_of_ink(png: bytes) -> float:
+    """How much of a picture is not white."""
+    from io import BytesIO
+
+    from matplotlib.image import imread
+
+    return float((imread(BytesIO(png))[..., :3].min(axis=-1) < 0.95).mean())
+
+
+@pytest.mark.parametrize(
+    "name", ["e4m3", "mx", "nvfp4", "gradient", "one level", "many levels", "some lossless", "all lossless", "zeros"]
+)
+def test_pictures_are_readable(name: str) -> None:
+    sweep = sweep_of(name)
+    for draw in (draw_panels, draw_summary):
+        figure = draw(sweep, name="tensor $x$ _" + "long name " * 12)
+        assert_all_readable(figure)
+        assert figure.get_suptitle().startswith(r"tensor \$x\$ _long name")
+
+
+@pytest.mark.parametrize("name", ["one level", "all lossless"])
+def test_pictures_are_png_files_with_something_in_them(name: str) -> None:
+    png = png_of(draw_panels(sweep_of(name), name=name))
+    assert png.startswith(b"\x89PNG")
+    assert 0.001 < fraction_of_ink(png) < 0.2
+
+
+def test_lines_are_the_figures_of_the_levels() -> None:
+    sweep = sweep_of("e4m3")
+    figure = draw_panels(sweep, name="x")
+    assert len(figure.axes) == len(PANELS) == 6
+    for axes, panel in zip(figure.axes, PANELS, strict=True):
+        drawn = {line.get_label(): line for line in axes.get_lines() if len(np.atleast_1d(line.get_xdata())) == 21}
+        assert len(drawn) == len(panel.lines)
+        for line, expected in zip(drawn.values(), panel.lines, strict=True):
+            assert list(line.get_xdata()) == [level.exponent for level in sweep.levels]  # type: ignore[arg-type]
+            assert list(line.get_ydata()) == [expected.figure(level) for level in sweep.levels]  # type: ignore[arg-type]
+    assert [axes.get_yscale() for axes in figure.axes] == ["log", "linear", "linear", "log", "log", "symlog"]
+
+
+def test_the_recommended_level_and_the_format_s_limits_are_marked() -> None:
+    sweep = sweep_of("many levels")
+    chosen = sweep.recommended
+    assert chosen is not None
+    for axes in draw_panels(sweep, name="x").axes:
+        upright = [
+            line.get_xdata()[0]  # type: ignore[index]
+            for line in axes.get_lines()
+            if len(set(np.atleast_1d(line.get_xdata()).tolist())) == 1 and len(np.atleast_1d(line.get_xdata())) == 2
+        ]
+        assert upright == [*(limit.place for limit in limits_of(sweep)), chosen.exponent]
+
+
+def test_limits_are_where_the_tensor_meets_them() -> None:
+    sweep = sweep_of("many levels")
+    largest, normal, flush = (limit.place for limit in limits_of(sweep))
+    assert sweep.largest / 2**largest == pytest.approx(448)
+    assert sweep.smallest / 2**normal == pytest.approx(2**-6)
+    assert sweep.smallest / 2**flush == pytest.approx(2**-9)
+    assert limits_of(sweep_of("zeros")) == []
+    assert [limit.place for name in ("mx", "nvfp4", "channel") for limit in limits_of(sweep_of(name))] == [0, 0, 0]
+
+
+def test_where_nothing_is_lost_the_picture_says_so() -> None:
+    shown = [text.get_text() for text in texts(draw_panels(sweep_of("all lossless"), name="x"))]
+    assert shown.count("nothing is lost at any level") == 4
+    assert "nothing is beyond them" in shown
+    none = [text.get_text() for text in texts(draw_summary(sweep_of("zeros"), name="x"))]
+    assert none.count("no level: all zero: exact at any scale") == 3
+
+
+@pytest.mark.parametrize("factor", [1e200, 1e-310])
+def test_errors_beyond_float64_are_not_taken_for_none(factor: float) -> None:
+    sweep = sweep_array(NORMAL.astype(np.float64) * factor, format="fp8_e4m3")
+    for draw in (draw_panels, draw_summary):
+        figure = draw(sweep, name="x")
+        assert_all_readable(figure)
+        shown = [text.get_text() for text in texts(figure)]
+        assert "nothing is lost at any level" not in shown
+        assert "beyond float64, or nearly so, at every level" in shown
+    assert "  MSE            beyond float64" in statistics_lines(sweep)
+    report = results_text(sweep, recommend(sweep), subject=SUBJECT)
+    assert "     - MSE: beyond float64\n" in report
+    assert "MSE Range: beyond float64\n" in report
+    assert "nothing is lost" not in report
+
+
+@pytest.mark.filterwarnings("error")
+def test_letters_that_the_font_lacks_are_escaped() -> None:
+    figure = draw_panels(sweep_of("one level"), name="日本 Größe.pt")
+    assert png_of(figure)
+    assert figure.get_suptitle().splitlines()[0] == r"\u65e5\u672c Größe.pt"
+
+
+def test_titles_keep_the_ends_of_long_names() -> None:
+    site = "20250908_095220_0001_iter000_decoder_layers_12_self_attention,linear_qkv,forward,pre,linear,mxfp8,rank00,"
+    name = site + "group000,input.pt"
+    lines = draw_summary(sweep_of("one level"), name=name).get_suptitle().splitlines()
+    assert "".join(lines[:-1]) == name
+    assert lines[0].endswith(",")
+    cut = draw_summary(sweep_of("one level"), name="start" + "x" * 300 + "end").get_suptitle().splitlines()
+    assert len(cut) == 3
+    assert " ... " in "".join(cut[:-1])
+    assert (cut[0][:5], cut[1][-3:]) == ("start", "end")
+
+
+def test_axes_of_little_width_have_round_ticks() -> None:
+    options = SweepOptions(num_levels=5, max_scale_exp=-4, min_scale_exp=-5)
+    figure = draw_panels(sweep_array(NORMAL, format="fp8_e4m3", options=options), name="x")
+    for axes in figure.axes:
+        if axes.get_yscale() == "log":
+            ticks = axes.get_yticks()
+            assert len(ticks) >= 3
+            digits = [f"{tick:e}".split("e")[0].replace(".", "").rstrip("0") for tick in ticks]
+            assert max(map(len, digits)) <= 2
+
+
+def test_a_legend_is_above_its_panel() -> None:
+    figure = draw_panels(sweep_of("e4m3"), name="x")
+    figure.canvas.draw()
+    legends = [(axes, legend) for axes in figure.axes if (legend := axes.get_legend())]
+    assert len(legends) == 3
+    for axes, legend in legends:
+        assert legend.get_window_extent().y0 >= axes.get_window_extent().y1 - 1
+
+
+def test_one_is_not_many() -> None:
+    sweep = sweep_array(np.ones(1, np.float32), format="fp8_e4m3", options=SweepOptions(num_levels=1))
+    assert draw_panels(sweep, name="x").get_suptitle().endswith(": 1 element, 1 level")
+    text = results_text(sweep, recommend(sweep), subject=SUBJECT)
+    assert "Tested 1 scaling level from" in text
+    assert "Analyzed 1 scaling level\n" in text
+
+
+def test_a_ratio_just_below_zero_is_zero() -> None:
+    text = results_text(sweep_of("flushed"), recommend(sweep_of("flushed")), subject=SUBJECT)
+    assert "SQNR: 0.00 dB" in text
+    assert "-0.00 dB" not in text
+    assert "No level keeps anything" in text
+
+
+def test_counts_of_a_legacy_sweep_are_said_to_be_the_original_s() -> None:
+    sweep = sweep_of("legacy")
+    lines = results_text(sweep, recommend(sweep), subject=SUBJECT).splitlines()
+    assert "Rounding: away" in lines
+    assert "  rounding       away" in statistics_lines(sweep)
+    for line in [*level_lines(sweep), *lines]:
+        assert not re.search(r"(?<!Original )\b(Overflow|Underflow|Flushed|Flush to Zero): ", line) or "Scale" in line
+    assert all("Original Underflow: " in line for line in level_lines(sweep))
+    assert "Original" not in "".join(level_lines(sweep_of("e4m3")))
+
+
+def test_the_box_holds_statistics() -> None:
+    entries = (re.fullmatch(r"  (\S.*?)  +(\S.*)", line) for line in statistics_lines(sweep_of("specials")))
+    lines = [(entry[1], entry[2]) for entry in entries if entry]
+    assert lines[:8] == [
+        ("elements", "6"),
+        ("NaN", "1"),
+        ("Inf", "1"),
+        ("zeros", "1"),
+        ("minimum", "-3"),
+        ("maximum", "1"),
+        ("largest |x|", "3"),
+        ("smallest |x|", "1e-30"),
+    ]
+    assert ("largest", "448") in lines
+
+
+def test_no_global_state_of_matplotlib_is_touched() -> None:
+    source = "import sys, ranktape.analyze.scaling_outputs.plots; print('matplotlib.pyplot' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_reports_hold_the_headings_of_the_seeds_in_ascii(name: str) -> None:
+    sweep = sweep_of(name)
+    text = results_text(sweep, recommend(sweep), subject=SUBJECT)
+    assert text.isascii()
+    assert not re.search(r"(?<![a-z])nan(?![a-z])", text.replace("original_score", "")) or name == "legacy"
+    headings = ["SCALING FACTOR ANALYSIS & RECOMMENDATIONS"]
+    if sweep.levels:
+        headings += [
+            "INDIVIDUAL METRIC OPTIMA:",
+            "COMPOSITE RECOMMENDATION:",
+            "PERFORMANCE ANALYSIS:",
+            "FINAL RECOMMENDATION:",
+            "OVERFLOW/UNDERFLOW ANALYSIS SUMMARY",
+            "OVERFLOW EXTREMES:",
+            "UNDERFLOW EXTREMES:",
+            "OVERFLOW/UNDERFLOW RECOMMENDATIONS:",
+        ]
+    places = [text.index(f"\n{heading}\n") for heading in headings]
+    assert places == sorted(places)
+    assert len(list(level_lines(sweep))) == len(sweep.levels)
+
+
+def test_the_table_of_results_gives_every_figure_back() -> None:
+    sweep = sweep_of("e2m1")
+    lines = results_text(sweep, recommend(sweep), subject=SUBJECT).split("ALL LEVELS:\n")[1].splitlines()
+    names = lines[0].split()
+    for line, level in zip(lines[1:], sweep.levels, strict=False):
+        for name, word in zip(names, line.split(), strict=True):
+            assert float(word) == pytest.approx(getattr(level, name), rel=1e-8)
+
+
+def test_the_report_names_the_best_level_of_each_metric() -> None:
+    sweep = sweep_of("e2m1")
+    found = recommend(sweep)
+    text = "\n".join(analysis_lines(sweep, found))
+    for name, label in (("mse", "MSE"), ("cosine", "Cosine Similarity"), ("psnr", "PSNR")):
+        level = sweep.best(METRICS[name].goodness)
+        assert level is not None
+        assert f"Best {label}: Scale Exp = {level.exponent:.2f}, Factor = {level.scale:.6f}" in text
+    assert sweep.recommended is not None
+    assert f"Composite Score: {sweep.recommended.score:.4f}" in text
+
+
+def test_the_report_lists_the_levels_that_lose_more_than_a_thousandth() -> None:
+    sweep = sweep_of("many levels")
+    lines = list(limit_lines(sweep, recommend(sweep)))
+    listed = [line for line in lines if line.startswith("    Overflow: ")]
+    assert len(listed) == sum(level.overflow_ratio > 0.001 for level in sweep.levels) > 0
+    severities = [line.split()[-1] for line in lines if line.startswith("    Severity: ")]
+    ratios = [level.overflow_ratio for level in sweep.levels if level.overflow_ratio > 0.001]
+    assert severities[: len(ratios)] == ["HIGH" if ratio > 0.01 else "MODERATE" for ratio in ratios]
+
+
+def test_offsets_are_called_offsets() -> None:
+    assert next(level_lines(sweep_of("mx"))).startswith("Level  1/21: Scale Offset: 10.00 (Factor: 1024.000000)")
+    text = results_text(sweep_of("mx"), recommend(sweep_of("mx")), subject=SUBJECT)
+    assert "Scale Offsets: 10.00 to -10.00, 21 levels" in text
+    assert "Block Size: 32, Axis: -1" in text
+    assert "Scale Rule: floor, Scale Bits: 8" in text
+
+
+def test_figures_keep_what_they_would_lose_by_rounding() -> None:
+    assert [factor_text(scale) for scale in (0.015625, 2.0**-30)] == ["0.015625", "9.313226e-10"]
+    assert [cosine_text(cosine) for cosine in (1.0, 0.9999999)] == ["1.000000", "0.999999900000"]
+    assert [share_text(share) for share in (0.0, 0.5, 1e-6)] == ["0.00%", "50.00%", "1.00e-04%"]
+
+
+def test_all_files_are_written_and_the_log_is_what_was_shown(tmp_path: Path) -> None:
+    shown: list[str] = []
+    options = OutputOptions(output_dir=tmp_path / "deep" / "down")
+    with TensorReport(
+        "fp8_e4m3", subject=SUBJECT, folder_name="a", options=options, watch=Stopwatch(), show=shown.append
+    ) as report:
+        assert report.files.log.read_text().splitlines() == shown
+        assert any("Tensor: a.pt" in line for line in shown)
+        report.say_swept(sweep_of("e4m3"))
+        assert re.search(r"  Swept: 21 levels, \d+\.\d{3} s after the start$", shown[-1])
+        report.finish(sweep_of("e4m3"))
+    files = report.files
+    folder = tmp_path / "deep" / "down" / "a"
+    assert {path.name for path in folder.iterdir()} == {
+        "mxfp_scaling_results_fp8_e4m3.txt",
+        "mxfp_scaling_test_fp8_e4m3.png",
+        "mxfp_scaling_summary_fp8_e4m3.png",
+        "mxfp_scaling_test_a_fp8_e4m3.log",
+    }
+    lines = files.log.read_text().splitlines()
+    assert lines == shown
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}(  |$)", line) for line in lines)
+    said = "\n".join(line[25:] for line in lines)
+    for path in (files.results, files.panels, files.summary, files.log):
+        assert f"saved to: {path}" in said
+    assert re.search(r"^Start: \d{4}-\d\d-\d\dT", said, re.MULTILINE)
+    assert re.search(r"^End: \d{4}-\d\d-\d\dT.*, \d+\.\d{3} s after the start$", said, re.MULTILINE)
+    assert "Shape: [64, 128], Data Type: bfloat16" in said
+
+
+def test_pictures_are_left_out_if_asked(tmp_path: Path) -> None:
+    options = OutputOptions(output_dir=tmp_path, with_plots=False)
+    shown: list[str] = []
+    with TensorReport(
+        "fp8_e4m3", subject=SUBJECT, folder_name="a", options=options, watch=Stopwatch(), show=shown.append
+    ) as report:
+        report.finish(sweep_of("zeros"))
+    assert sorted(path.suffix for path in (tmp_path / "a").iterdir()) == [".log", ".txt"]
+    assert any("no scale to recommend: all zero: exact at any scale" in line for line in shown)
+
+
+def test_a_sweep_that_fails_is_the_last_line_of_its_log(tmp_path: Path) -> None:
+    options, shown = OutputOptions(output_dir=tmp_path), list[str]()
+    with (
+        pytest.raises(DataError, match="cut off"),
+        TensorReport(
+            "fp8_e4m3", subject=SUBJECT, folder_name="a", options=options, watch=Stopwatch(), show=shown.append
+        ) as report,
+    ):
+        raise DataError("cut off")
+    lines = report.files.log.read_text().splitlines()
+    assert lines == shown
+    assert lines[-1].endswith("  Failed: cut off")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "..",
+        ".",
+        "",
+        "/",
+        "a/b",
+        "../../etc/passwd",
+        "a\0b",
+        "\n",
+        "-rf",
+        ".hidden",
+        "a\udcff",
+        "x" * 300,
+        "л" * 200,
+        "...",
+    ],
+)
+def test_no_name_leads_out_of_the_directory(text: str, tmp_path: Path) -> None:
+    name = safe_name(text)
+    assert name not in {"", ".", ".."}
+    assert not name.startswith((".", "-"))
+    assert len(name.encode()) <= MAX_NAME_NBYTES
+    (tmp_path / name).mkdir()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_names_that_file_systems_take_stay_as_they_are() -> None:
+    assert [safe_name(name) for name in ("layer_0-q.v2", "张量", "Größe=1")] == ["layer_0-q.v2", "张量", "Größe=1"]
+    assert safe_name("x" * 300) != safe_name("x" * 301)
+
+
+def test_no_two_tensors_share_a_directory() -> None:
+    names = FolderNames()
+    taken = [names.take(text) for text in ("a", "A", "a", "a_2", "a/b", "a:b", "e\u0301", "\u00e9")]
+    assert taken == ["a", "A_2", "a_3", "a_2_2", "a_b", "a_b_2", "\u00e9", "\u00e9_2"]
+    assert len({name.casefold() for name in taken}) == len(taken)
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
+    names = ("x/a.pt", "y/a.pt", "b.pt", "/r/1/c.pt", "/r/2/1/c.pt", "/r/3/1/c.pt", "b2/d", "d")
+    paths = [Path(name) for name in names]
+    titles = ["x/a.pt", "y/a.pt", "b.pt", "r/1/c.pt", "2/1/c.pt", "3/1/c.pt", "b2/d", "d"]
+    assert titles_of(paths) == titles
+    assert titles_of([Path("a.pt"), Path("a.pt")]) == ["a.pt", "a.pt"]
+    assert titles_of([]) == []
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    write_file(path, b"first")
+    write_file(path, b"second")
+    assert path.read_bytes() == b"second"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StorageError, match=r"folder cannot be written: Is a directory: move aside"):
+        write_file(tmp_path / "folder", b"third")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.txt", "folder"]
+
+
+def test_a_full_disk_is_named_as_one() -> None:
+    device = Path("/dev/full")
+    if not device.exists():
+        pytest.skip("there is no /dev/full here")
+    with (
+        pytest.raises(NoSpaceError, match="/dev/full cannot be written: No space left on device: free space"),
+        SweepLog(device, show=lambda _: None) as log,
+    ):
+        log.write(["x" * 100])
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, NoSpaceError),
+        (errno.EDQUOT, NoSpaceError),
+        (errno.EACCES, AccessDeniedError),
+        (errno.EROFS, AccessDeniedError),
+        (errno.ENOTDIR, StorageError),
+    ],
+)
+def test_failed_writes_say_why_and_the_way_out(number: int, kind: type[StorageError]) -> None:
+    error = write_error(OSError(number, "reason"), Path("a\nb"))
+    assert type(error) is kind
+    assert str(error).startswith(r"a\nb cannot be written: reason: ")
+    assert str(error).endswith("give another --output-dir")
+
+
+def test_files_are_named_for_tensor_and_format() -> None:
+    files = SweepFiles(folder=Path("d/a"), tensor_name="a", format="nvfp4")
+    assert files.log == Path("d/a/mxfp_scaling_test_a_nvfp4.log")
+    assert files.panels == Path("d/a/mxfp_scaling_test_nvfp4.png")
+    assert files.summary == Path("d/a/mxfp_scaling_summary_nvfp4.png")
+    assert files.results == Path("d/a/mxfp_scaling_results_nvfp4.txt")
+
+
+def test_every_scheme_has_a_report_and_pictures() -> None:
+    for scheme in SCHEMES:
+        sweep = sweep_array(
+            NORMAL[:8], format=scheme, options=SweepOptions(num_levels=3, max_scale_exp=1, min_scale_exp=-1)
+        )
+        found = recommend(sweep)
+        assert f"use offset {sweep.recommended.exponent:.4g}" in results_text(sweep, found, subject=SUBJECT)  # type: ignore[union-attr]
+        assert math.isfinite(sweep.levels[0].mse)
+        assert len(draw_panels(sweep, name=scheme).axes) == 6

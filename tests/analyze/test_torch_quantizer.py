@@ -1,0 +1,182 @@
+"""Is a tensor quantised by torch operations what the compiled code makes of it, bit for bit?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ranktape.analyze.formats import FORMATS, Coding, uniforms
+from ranktape.analyze.quantization import torch_quantizer
+from ranktape.analyze.quantization.encoded import Quantized
+from ranktape.analyze.quantization.quantizer import quantize
+from ranktape.analyze.quantization.scales import ScaleRule
+from ranktape.analyze.quantization.schemes import SCHEMES
+from ranktape.analyze.quantization.torch_quantizer import quantize_tensor
+from ranktape.analyze.quantization.torch_rounding import round_elements, uniforms_at
+from ranktape.errors import UsageError
+
+WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+NO_TARGETS = ("nvfp4", "fp64", *(name for name, row in FORMATS.items() if row.coding is Coding.EXPONENT))
+ELEMENTS = [name for name in FORMATS if name not in NO_TARGETS]
+BLOCKS = [name for name in SCHEMES if name != "nvfp4"]
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ELEMENTS),
+    *((name, {"scaling": "tensor"}) for name in ELEMENTS),
+    *((name, {"saturate": False}) for name in ELEMENTS if FORMATS[name].has_overflow_code),
+    *((name, {"scale_rule": rule, "block_size": 5}) for name in BLOCKS for rule in ScaleRule),
+    *((name, {"rounding": rounding}) for name in (*BLOCKS, "hif8") for rounding in ("even", "away", "floor")),
+    *((name, {"seed": 3}) for name in ("mxfp8_e4m3", "mxint8", "nvfp4", "hif8")),
+    ("mxfp8_e4m3", {"scale_bits": 5, "scale_offset": -3}),
+    ("mxfp4_e2m1", {"block_size": 1000}),
+    ("nvfp4", {}),
+    ("nvfp4", {"scale_offset": 2, "block_size": 7}),
+    ("fp8_e4m3", {"scaling": "channel"}),
+    ("fp8_e5m2", {"scaling": "channel", "scale_rule": "rceil", "saturate": False}),
+    ("hif8", {"rounding": "hybrid", "scaling": "tensor"}),
+]
+
+
+def _name(case: tuple[str, dict[str, Any]]) -> str:
+    return "-".join([case[0], *(f"{key}={value}" for key, value in case[1].items())])
+
+
+def _numbers(*shape: int) -> torch.Tensor:
+    """Of every size that float32 has, with NaN, Inf, zeros of both signs and blocks of nothing else."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(shape, generator=generator) * torch.exp(20 * torch.randn(shape, generator=generator))
+    flat = numbers.view(-1)
+    flat[::97], flat[5::131], flat[7::133], flat[3::61] = torch.nan, torch.inf, -torch.inf, -0.0
+    flat[: flat.numel() // 5] = torch.randn(flat.numel() // 5, generator=generator)
+    flat[flat.numel() // 2 : flat.numel() * 3 // 4] = 0
+    return numbers
+
+
+def _assert_same(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    if found is None or expected is None:
+        assert found is expected
+        return
+    found_array, expected_array = found.cpu().numpy(), expected.cpu().numpy()
+    assert found_array.dtype == expected_array.dtype
+    np.testing.assert_array_equal(found_array, expected_array)
+    if expected_array.dtype.kind == "f":
+        is_number = ~np.isnan(expected_array)
+        np.testing.assert_array_equal(np.signbit(found_array)[is_number], np.signbit(expected_array)[is_number])
+
+
+def _assert_equal(found: Quantized, expected: Quantized) -> None:
+    for name in ("values", "scales", "scale_values"):
+        _assert_same(getattr(found, name), getattr(expected, name))
+    assert (found.losses, found.tensor_scale, found.scheme) == (
+        expected.losses,
+        expected.tensor_scale,
+        expected.scheme,
+    )
+    if expected.losses.nan and not expected.scheme.element.num_nans and expected.scheme.scale is None:
+        for quantized in (found, expected):
+            with pytest.raises(UsageError, match=r"has no code for NaN, and \d+ elements are NaN: replace them first"):
+                _ = quantized.codes
+    else:
+        _assert_same(found.codes, expected.codes)
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_every_scheme_equals_its_twin(case: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_quantizer, "CPU_BOX_SIZE", 700)
+    scheme, options = case
+    for dtype in WIDE:
+        numbers = _numbers(5, 70, 6).to(dtype)
+        for axis in (0, 1, -1):
+            found = quantize_tensor(numbers, scheme, axis=axis, **options)
+            _assert_equal(found, quantize(numbers, scheme, axis=axis, warn=False, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_every_value_of_16_bits_becomes_what_its_twin_becomes(name: str, dtype: torch.dtype) -> None:
+    every = torch.arange(1 << 16).to(torch.int16).view(dtype)
+    roundings: list[dict[str, Any]] = [{"rounding": one} for one in ("even", "away", "floor")] + [{"seed": 7}]
+    if name == "hif8":
+        roundings.append({"rounding": "hybrid"})
+    for options in roundings:
+        _assert_equal(quantize_tensor(every, name, **options), quantize(every, name, warn=False, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz], ids=str)
+def test_8_bit_floats_are_quantised_too(dtype: torch.dtype) -> None:
+    every = torch.arange(256).to(torch.uint8).view(dtype).reshape(2, 128)
+    _assert_equal(quantize_tensor(every, "mxfp4"), quantize(every, "mxfp4", warn=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64], ids=str)
+def test_hybrid_rounding_refuses_types_whose_bits_it_does_not_know(dtype: torch.dtype) -> None:
+    for function in (quantize_tensor, quantize):
+        with pytest.raises(UsageError, match="give float32, float16, bfloat16, not float"):
+            function(torch.ones(3).to(dtype), "hif8", rounding="hybrid")
+
+
+@pytest.mark.parametrize("offset", [-10, 0, 10])
+def test_nvfp4_of_float64_beyond_float32_equals_its_twin(offset: int) -> None:
+    for largest in (1e39, 1e41, 1e300):
+        numbers = torch.tensor([largest, -largest / 4, 1.0, 0.0], dtype=torch.float64)
+        found = quantize_tensor(numbers, "nvfp4", scale_offset=offset)
+        assert found.values.isfinite().all()
+        _assert_equal(found, quantize(numbers, "nvfp4", scale_offset=offset, warn=False))
+
+
+@pytest.mark.parametrize("scaling", ["none", "tensor", "channel", "block"])
+def test_shapes_without_elements_or_dimensions_have_the_same_answer(scaling: str) -> None:
+    for shape in ((), (0,), (3, 0), (0, 3), (1,)):
+        numbers = torch.full(shape, 3.3)
+        found = quantize_tensor(numbers, "fp8_e4m3", scaling=scaling)
+        _assert_equal(found, quantize(numbers, "fp8_e4m3", scaling=scaling))
+
+
+def test_views_are_quantised_in_place_of_copies() -> None:
+    numbers = _numbers(40, 66)
+    for view in (numbers.T, numbers[::2, 1:], numbers.expand(2, 40, 66)):
+        _assert_equal(quantize_tensor(view, "mxfp8_e4m3"), quantize(view, "mxfp8_e4m3", warn=False))
+
+
+def test_uniform_numbers_are_those_of_the_seed_and_the_index() -> None:
+    for seed in (0, 1, -5, 1 << 70):
+        found = uniforms_at(torch.arange(10, 1010), seed=seed)
+        np.testing.assert_array_equal(found.numpy(), uniforms(seed, start=10, size=1000))
+
+
+def test_codes_are_those_of_the_tensor_as_it_was() -> None:
+    numbers = torch.ones(64)
+    quantized = quantize_tensor(numbers, "fp8_e4m3")
+    numbers.zero_()
+    assert quantized.codes.unique().tolist() == [0x38]
+
+
+def test_gradients_are_not_followed() -> None:
+    assert not quantize_tensor(torch.ones(3, requires_grad=True), "fp8_e4m3").values.requires_grad
+
+
+def test_what_is_no_floating_point_is_refused() -> None:
+    for dtype in (torch.int32, torch.bool, torch.complex64):
+        with pytest.raises(UsageError, match="cannot be quantised: convert them to a floating-point type"):
+            quantize_tensor(torch.zeros(3, dtype=dtype), "mxfp8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_a_gpu_gives_the_same_bits(case: tuple[str, dict[str, Any]]) -> None:
+    scheme, options = case
+    for dtype in WIDE:
+        numbers = _numbers(5, 700, 6).to(dtype)
+        _assert_equal(quantize(numbers.cuda(), scheme, axis=1, **options), quantize(numbers, scheme, axis=1, **options))
+
+
+@pytest.mark.gpu
+def test_a_gpu_divides_and_rounds_as_a_cpu_does() -> None:
+    numbers = torch.rand(1 << 20, dtype=torch.float64) * 500
+    for rounding in (FORMATS["fp8_e4m3"].rounding, FORMATS["hif8"].rounding):
+        expected = round_elements(numbers / 3, target=FORMATS["fp8_e4m3"], rounding=rounding, saturate=True)
+        found = round_elements(numbers.cuda() / 3, target=FORMATS["fp8_e4m3"], rounding=rounding, saturate=True)
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)

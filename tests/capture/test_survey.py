@@ -1,0 +1,200 @@
+"""Is a model surveyed as it is, whatever its classes name their parts, and anew where something in it changed?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ranktape.capture import Capture
+from ranktape.capture.hooks.stacks import stated_idx
+from ranktape.capture.hooks.survey import Survey, Surveys
+from ranktape.storage import open_run
+
+WIDTH = 4
+
+
+class Block(nn.Module):
+    def __init__(self, layer_idx: int | None = None) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.up(hidden)  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    """Three layers that tell their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(idx) for idx in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.layers:
+            hidden = block(hidden)
+        return hidden
+
+
+class Shallow(nn.Module):
+    """Has something else than its stack under the name of that, as models of which a part is run have."""
+
+    depth = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules["layers"] = nn.ModuleList(Block() for _ in range(3))
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        stack = self._modules["layers"]
+        assert isinstance(stack, nn.ModuleList)
+        return list(stack)[: self.depth]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.layers:
+            hidden = block(hidden)
+        return hidden
+
+
+def train(model: nn.Module, *, steps: int = 2, before: Callable[[int], None] = lambda _: None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        before(step)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+
+
+def places(url: Path, iteration: int) -> set[tuple[str, int]]:
+    """Where the run has tensors of the linear layers, and the numbers of these."""
+    records = open_run(url).select(iteration=iteration, layer_type="linear")
+    return {(record.info.module, record.info.layer_idx) for record in records}
+
+
+def numbers(survey: Survey) -> dict[str, int]:
+    return {path: layer_idx for path, _, layer_idx in survey.places}
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["given", "found"])
+def test_a_property_with_the_name_of_the_stack_is_in_nobodys_way(tmp_path: Path, *, is_given: bool) -> None:
+    model = Shallow()
+    options: dict[str, Any] = {"model": model} if is_given else {}
+    with Capture(tmp_path / "run", layer_types=["linear", "hidden"], min_iterations=2, **options):
+        train(model)
+    assert places(tmp_path / "run", 1) == {("layers.0.up", 0), ("layers.1.up", 1)}
+    outputs = open_run(tmp_path / "run").select(iteration=1, layer_type="hidden")
+    assert set(outputs.column("module")) == {"layers.0", "layers.1"}
+
+
+def test_a_model_that_cannot_be_surveyed_is_not_recorded_and_trains_on(tmp_path: Path) -> None:
+    class Nameless(Model):
+        is_open = True
+
+        def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+            if not self.is_open:
+                raise LookupError("the names are lost")
+            yield from super().named_modules(*args, **kwargs)
+
+    model = Nameless()
+    weight = next(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.is_open = False
+    with Capture(tmp_path / "run", min_iterations=2):
+        before = weight.detach().clone()
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+    assert not torch.equal(weight, before)
+    assert "LookupError: the names are lost" in open_run(tmp_path / "run").disabled()[0]
+
+
+def test_layers_that_get_other_numbers_have_them_from_the_next_captured_iteration_on(tmp_path: Path) -> None:
+    model = Model()
+
+    def change(step: int) -> None:
+        if step == 1:
+            for idx, block in enumerate(model.layers):
+                block.layer_idx = idx + 10  # type: ignore[assignment]  # it is no tensor
+
+    with Capture(tmp_path / "run", model=model, min_iterations=3):
+        train(model, steps=3, before=change)
+    for iteration, offset in ((0, 0), (2, 10)):
+        assert places(tmp_path / "run", iteration) == {(f"layers.{idx}.up", idx + offset) for idx in range(3)}
+
+
+def test_a_survey_sees_every_change_that_moves_a_stack() -> None:
+    model: Any = nn.Module()
+    model.small = nn.ModuleList(Block() for _ in range(2))
+    model.large = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
+    surveys = Surveys(layer_offset=0)
+    assert surveys.of(model).stacks[0].name == "large"
+    for block in model.small:
+        block.up.weight = nn.Parameter(torch.ones(100, WIDTH))
+    assert surveys.of(model).stacks[0].name == "small"
+
+    # Layers that stand elsewhere, too: their second place is in no list of a model's modules.
+    model = nn.Module()
+    blocks = [Block(), Block()]
+    model.first = nn.Sequential(blocks[0])
+    model.layers = nn.ModuleList([*blocks, Block()])
+    surveys = Surveys(layer_offset=0)
+    assert [layer.idx for layer in surveys.of(model).stacks[0].layers] == [0, 1, 2]
+    assert surveys.of(model).stacks[0].layers[0].module is blocks[0]
+    model.layers = nn.ModuleList(list(model.layers)[1:])
+    assert [layer.idx for layer in surveys.of(model).stacks[0].layers] == [0, 1]
+    assert surveys.of(model).stacks[0].layers[0].module is blocks[1]
+
+
+def test_a_second_place_that_is_gone_is_no_layer_any_more() -> None:
+    model: Any = nn.Module()
+    shared = Block()
+    model.first = shared
+    model.layers = nn.ModuleDict({"0": Block(), "1": Block(), "2": shared})
+    surveys = Surveys(layer_offset=0)
+    assert len(surveys.of(model).stacks[0].layers) == 3
+    del model.layers["2"]
+    assert [layer.path for layer in surveys.of(model).stacks[0].layers] == ["layers.0", "layers.1"]
+
+
+def test_weights_that_are_made_later_make_a_layer() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter("weight", None)
+
+    model: Any = nn.Module()
+    model.layers = nn.ModuleList(Bare() for _ in range(2))
+    model.lazy = nn.ModuleList(nn.Sequential(nn.LazyLinear(WIDTH)) for _ in range(2))
+    surveys = Surveys(layer_offset=0)
+    assert [stack.name for stack in surveys.of(model).stacks] == ["lazy"], "what is not made yet has no size"
+    for bare in model.layers:
+        bare.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    assert [stack.name for stack in surveys.of(model).stacks] == ["layers", "lazy"]
+
+
+def test_a_number_is_found_wherever_a_module_tells_it() -> None:
+    class Asked(nn.Module):
+        @property
+        def layer_idx(self) -> int:
+            return 3
+
+    class Relayed(nn.Module):
+        def __getattr__(self, name: str) -> Any:
+            return 4 if name == "layer_number" else super().__getattr__(name)
+
+    class Broken(nn.Module):
+        @property
+        def layer_idx(self) -> int:
+            raise ValueError("not yet")
+
+    modules = [Block(2), Asked(), Relayed(), Broken(), nn.Linear(1, 1)]
+    assert [stated_idx(module) for module in modules] == [2, 3, 3, None, None]
+    surveys = Surveys(layer_offset=0)
+    model = Model()
+    assert numbers(surveys.of(model))["layers.1.up"] == 1
+    model.layers[1].layer_idx = 7  # type: ignore[assignment]  # it is no tensor
+    assert numbers(surveys.of(model))["layers.1.up"] == 7

@@ -1,0 +1,185 @@
+"""What is recorded of a training that uses `torch.func`, and does it compute what it would without us?
+
+Inside of a transform a tensor stands for many, or for itself and its tangent: it has no values that could be stored,
+and nothing may be put between it and the transform. What runs outside is recorded as always. `functional_call` is no
+transform: the tensors that it puts in the parameters' place are what is computed with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ranktape.capture import Capture
+from ranktape.storage import open_run
+
+# Torch itself scripts functions where it computes forward derivatives.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+
+WIDTH = 8
+REASON = "it ran inside of a transform of torch.func, whose tensors are not recorded"
+
+Step = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class Layer(nn.Module):
+    """A layer whose products are a module's, a bare one's and an attention's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.bare = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        heads = nn.functional.linear(self.linear(hidden), self.bare).unsqueeze(-3)
+        with sdpa_kernel(SDPBackend.MATH):  # torch transforms no other as a whole
+            return nn.functional.scaled_dot_product_attention(heads, -heads, 0.5 * heads).squeeze(-3)
+
+
+def through_nothing(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    return layer(hidden)  # type: ignore[no-any-return]
+
+
+def through_vmap(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    return vmap(layer)(hidden)  # type: ignore[no-any-return]
+
+
+def through_grad(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """As a penalty on the gradient of what the layer gives."""
+    return grad(lambda one: layer(one).sum())(hidden)  # type: ignore[no-any-return]
+
+
+def through_jvp(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    return jvp(layer, (hidden,), (torch.ones_like(hidden),))[1]  # type: ignore[no-any-return]
+
+
+def through_vjp(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    output, pull = vjp(layer, hidden)  # type: ignore[misc]
+    return pull(torch.ones_like(output))[0]  # type: ignore[no-any-return]
+
+
+def through_jacrev(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    return jacrev(lambda one: layer(one).sum(-1))(hidden)  # type: ignore[no-any-return]
+
+
+def through_per_sample_gradients(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """As differential privacy does: a gradient of the parameters for each sample."""
+    parameters: dict[str, torch.Tensor] = dict(layer.named_parameters())
+
+    def loss(parameters: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
+        return functional_call(layer, parameters, (sample,)).square().sum()  # type: ignore[no-any-return]
+
+    gradients, losses = vmap(grad_and_value(loss), in_dims=(None, 0))(parameters, hidden)
+    return losses + sum(one.flatten(1).square().sum(-1) for one in gradients.values())  # type: ignore[no-any-return]
+
+
+def through_an_ensemble(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    parameters, buffers = stack_module_state([layer, layer])
+    return vmap(lambda one, other: functional_call(layer, (one, other), (hidden,)))(parameters, buffers)  # type: ignore[no-any-return]
+
+
+TRANSFORMS: dict[str, Step] = {
+    "vmap": through_vmap,
+    "grad": through_grad,
+    "jvp": through_jvp,
+    "vjp": through_vjp,
+    "jacrev": through_jacrev,
+    "per_sample_gradients": through_per_sample_gradients,
+    "ensemble": through_an_ensemble,
+}
+
+
+class Model(nn.Module):
+    """A layer for each step, which runs it in its own way."""
+
+    def __init__(self, steps: dict[str, Step]) -> None:
+        super().__init__()
+        self.steps = steps
+        self.layers = nn.ModuleDict({name: Layer() for name in steps})
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        outputs = (step(self.layers[name], hidden).square().mean() for name, step in self.steps.items())
+        return torch.stack(list(outputs)).sum()
+
+
+def trained(steps: dict[str, Step], url: Path | None) -> list[torch.Tensor]:
+    """The losses, gradients and parameters of a training of two steps, captured where there is a URL."""
+    torch.manual_seed(0)
+    model = Model(steps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    found = []
+    with contextlib.nullcontext() if url is None else Capture(url, model=model, strict=True, min_iterations=2):
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.randn(2, 3, WIDTH))
+            loss.backward()
+            found += [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+            optimizer.step()
+    return [*found, *(one.detach().clone() for one in model.parameters())]
+
+
+def is_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def test_what_is_transformed_is_computed_as_without_us_and_said_to_be_missing(tmp_path: Path) -> None:
+    steps = {"nothing": through_nothing, **TRANSFORMS}
+    assert is_equal(trained(steps, tmp_path / "run"), trained(steps, None))
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 1]
+    # The module, the bare product and the attention of each.
+    parts = [f"layers.{name}{part}" for name in TRANSFORMS for part in (".linear", ".bare", "")]
+    for status in run.status():
+        assert {place.split()[0]: reason for place, reason in status.silent_sites[0].items()} == dict.fromkeys(
+            parts, REASON
+        )
+    assert set(run.select().column("module")) == {f"layers.nothing{part}" for part in (".linear", ".bare", "")}
+    assert set(run.select(module="layers.nothing.linear").column("tensor_name")) == {
+        "input",
+        "weight",
+        "output",
+        "grad_output",
+        "grad_weight",
+    }
+
+
+def test_what_runs_with_other_parameters_is_recorded_with_these(tmp_path: Path) -> None:
+    doubled = []
+
+    def step(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        parameters = {name: 2 * one for name, one in layer.named_parameters()}
+        doubled.append(parameters["linear.weight"])
+        return functional_call(layer, parameters, (hidden,))  # type: ignore[no-any-return]
+
+    assert is_equal(trained({"doubled": step}, tmp_path / "run"), trained({"doubled": step}, None))
+    run = open_run(tmp_path / "run")
+    assert set(run.select().column("module")) >= {"layers.doubled", "layers.doubled.linear"}
+    for iteration, weight in enumerate(doubled[: len(run.iterations)]):
+        [record] = run.select(iteration=iteration, module="layers.doubled.linear", tensor_name="weight")
+        assert torch.equal(torch.from_numpy(record.read()), weight.detach())
+        [gradient] = run.select(iteration=iteration, module="layers.doubled.linear", tensor_name="grad_weight")
+        assert gradient.read().any()
+
+
+def test_a_transform_around_the_whole_model_records_nothing_and_breaks_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+    parameters = {name: one.detach() for name, one in model.named_parameters()}
+    samples = torch.randn(4, WIDTH)
+
+    def loss(parameters: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
+        return functional_call(model, parameters, (sample,)).sum()  # type: ignore[no-any-return]
+
+    expected = vmap(grad(loss), in_dims=(None, 0))(parameters, samples)
+    with Capture(tmp_path / "run", model=model, advance_on="step", strict=True, min_iterations=1) as capture:
+        found = vmap(grad(loss), in_dims=(None, 0))(parameters, samples)
+        capture.step()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert open_run(tmp_path / "run").select().column("module").size == 0
