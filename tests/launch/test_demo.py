@@ -113,8 +113,8 @@ def test_the_demo_learns_records_and_answers(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_demo_learns_in_low_precision_and_the_run_says_which(tmp_path: Path) -> None:
-    words = ("-m", "ranktape.launch.cli", "demo", "--output", "run", "--steps", "20", "--quant", "mxfp4")
-    words += ("--min-iterations", "1")
+    words = ["-m", "ranktape.launch.cli", "demo", "--output", "run", "--steps", "20", "--quant", "mxfp4"]
+    words += ["--min-iterations", "1"]
     ended = python(*words, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     losses = [float(line.split()[3]) for line in ended.stdout.splitlines() if line.startswith("step ")]
