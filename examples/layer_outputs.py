@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ranktape.capture import Capture
-from ranktape.capture.hooks.layers import get_layer_hidden_states
+from ranktape.capture import Capture, get_layer_hidden_states
 
 PROMPT = torch.tensor([[1, 5, 9, 2, 6, 5, 3, 5]])
 

@@ -39,6 +39,8 @@ def test_every_limit_that_is_named_is_there() -> None:
 
 
 def test_every_test_of_a_trap_is_on_the_page() -> None:
-    for path in ROOT.glob("tests/capture/test_traps*.py"):
+    paths = list(ROOT.glob("tests/capture/test_traps*.py"))
+    assert paths
+    for path in paths:
         tests = [name for name in _tests_of(path.stem) if name.startswith("test_")]
         assert [name for name in tests if f"`{path.stem}::{name}`" not in PAGE] == []

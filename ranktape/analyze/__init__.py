@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from ranktape.analyze.formats import FORMATS as FORMATS
     from ranktape.analyze.formats import Format as Format
     from ranktape.analyze.formats import parse_format as parse_format
+    from ranktape.analyze.histograms.block_histogram import count_blocks as count_blocks
+    from ranktape.analyze.histograms.histogram import count_values as count_values
+    from ranktape.analyze.histograms.torch_histogram import count_tensor as count_tensor
+    from ranktape.analyze.histograms.torch_histogram import count_tensor_blocks as count_tensor_blocks
     from ranktape.analyze.plot import plot_overflow as plot_overflow
     from ranktape.analyze.quantization.encoded import Quantized as Quantized
     from ranktape.analyze.quantization.fake_quant import FakeQuantization as FakeQuantization
@@ -33,6 +37,9 @@ else:
         __name__,
         homes={
             "advice.recommendation": ["Recommendation", "recommend"],
+            "histograms.block_histogram": ["count_blocks"],
+            "histograms.histogram": ["count_values"],
+            "histograms.torch_histogram": ["count_tensor", "count_tensor_blocks"],
             "formats": ["FORMATS", "Format", "parse_format"],
             "plot": ["plot_overflow"],
             "quantization.encoded": ["Quantized"],

@@ -29,13 +29,15 @@ if TYPE_CHECKING:
     from ranktape.analyze.values import View
     from ranktape.storage import Records
 
-# Okabe and Ito's colours, which people with any colour vision tell apart; marks differ too.
+BLUE, VERMILION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
+"""Okabe and Ito's colours, which people with any colour vision tell apart."""
+
 STYLES = (
-    ("#0072B2", "o"),
-    ("#D55E00", "s"),
-    ("#009E73", "^"),
-    ("#CC79A7", "D"),
-    ("#E69F00", "v"),
+    (BLUE, "o"),
+    (VERMILION, "s"),
+    (GREEN, "^"),
+    (PURPLE, "D"),
+    (ORANGE, "v"),
     ("#56B4E9", "P"),
     ("#000000", "X"),
     ("#7F7F7F", "*"),

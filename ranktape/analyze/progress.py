@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress(total: int, *, description: str) -> Iterator[Callable[[], object]]:
-    """A function to call after each of `total` pieces of work; it moves a bar if stderr is a terminal."""
-    if not sys.stderr.isatty():
+    """A function to call after each of `total` pieces of work; it moves a bar if stderr is a terminal.
+
+    Where `total` is 0 there is none: the work shows itself.
+    """
+    if not total or not sys.stderr.isatty():
         yield lambda: None
         return
     from rich.console import Console

@@ -94,7 +94,7 @@ def read_histogram(record: Record, *, view: View) -> Histogram:
         DataError: the record's bytes are missing or damaged.
         UsageError: the values were kept; or what was kept is rounded already, and is to be looked at as it was seen.
     """
-    counted = record.dtype if dtype_row(record.dtype).itemsize == _HALF_NBYTES else record.compute_dtype
+    counted = _counted_dtype(record)
     wanted = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
     counts = record.counts().astype(np.int64)
     dtype = dtype_row(counted).numpy_dtype
@@ -125,7 +125,7 @@ def read_block_histogram(record: Record, *, axis: str = "features", view: View) 
         UsageError: something else was kept; no blocks along that axis were counted; or they were counted in another
             type than `viewed_dtype` names.
     """
-    counted = record.dtype if dtype_row(record.dtype).itemsize == _HALF_NBYTES else record.compute_dtype
+    counted = _counted_dtype(record)
     wanted = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
     if wanted != counted:
         raise UsageError(
@@ -136,6 +136,10 @@ def read_block_histogram(record: Record, *, axis: str = "features", view: View) 
     if dtype.itemsize != _HALF_NBYTES:
         raise DataError(f"the histogram of {record!r} is damaged: no values of {counted} are counted")
     return from_counts(record.block_counts(axis=axis), dtype=dtype)
+
+
+def _counted_dtype(record: Record) -> str:
+    return record.dtype if dtype_row(record.dtype).itemsize == _HALF_NBYTES else record.compute_dtype
 
 
 _HALF_NBYTES = 2

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.guard import Guard, OnFailure
 from ranktape.capture.sites import MAX_ALL_FORMS, Form, Site
+from ranktape.capture.source import source_name
 from ranktape.storage.record import Operation
 
 if TYPE_CHECKING:
@@ -157,14 +158,6 @@ class Expected:
             self._has_trained |= is_training
         else:
             watched.is_passed = True
-
-    def expect(self, source: Source, role: TensorRole, call: Call) -> None:
-        """A hook that will see this gradient of this call was attached."""
-        self.site(source, role).hooked.add(call.key)
-
-    def saw(self, source: Source, role: TensorRole, call: Call) -> None:
-        """The tensor was taken."""
-        self.site(source, role).seen.add(call.key)
 
     def refuse(self, source: Source, role: TensorRole, reason: str) -> None:
         """The tensor is not recorded, or not whole, and why."""
@@ -312,7 +305,7 @@ def _silence(watched: _Watched, role: TensorRole) -> str:
 
 def _names(sources: Iterable[Source]) -> dict[Source, str]:
     """What a person is told of each source; the kind of layer only where a module has several."""
-    places = {source: source.module or f"{source.layer_type} {source.layer_idx}" for source in sources}
+    places = {source: source_name(source) for source in sources}
     counts = Counter(places.values())
     return {
         source: f"{place} ({source.layer_type})" if counts[place] > 1 else place for source, place in places.items()

@@ -197,16 +197,17 @@ class Iterations:
 
     def _silence_of_all(self) -> CaptureError | None:
         """Warn that this rank has nothing to record, as a stage of a pipeline may; a mistake where now no rank has."""
-        self._silence = (
-            "nothing was recorded: save_tensor was not called in the first iteration"
-            if self.options.manual
-            else self._hooks.explain_silence()
-        )
+        self._silence = self._explain_silence()
         # What was refused with a reason is no mistake in the settings: it does not end the training.
         if self._recorder.expected.main_refusal() is None and self._rendezvous.count("silent"):
             return CaptureError(self._silence)
         self._console.warn(self._silence, is_for_all_ranks=True)
         return None
+
+    def _explain_silence(self) -> str:
+        if self.options.manual:
+            return "nothing was recorded: save_tensor was not called in the first iteration"
+        return self._hooks.explain_silence()
 
     def _report_mistake(self, error: RanktapeError) -> None:
         """Disable a capture that the environment asked for, because of something that a user can mend.

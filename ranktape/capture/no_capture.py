@@ -21,7 +21,7 @@ class NoCapture:
     ) -> None:
         """Nothing."""
 
-    def step(self) -> None:
+    def step(self, iteration: int | None = None) -> None:
         """Nothing."""
 
     def set_sample_ids(self, sample_ids: Any) -> None:

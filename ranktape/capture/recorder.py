@@ -18,7 +18,7 @@ from ranktape.capture.passes.tracker import Call, Tracker, dtype_name
 from ranktape.capture.settings.sampling import ids_at, keep_samples, narrow
 from ranktape.capture.settings.unmatched import find_unmatched
 from ranktape.capture.sites import Form, Site, form_of
-from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole, site_name
+from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole, site_name, source_name
 from ranktape.capture.staging.device import DeviceStage
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.capture.tally import Tally
@@ -236,17 +236,14 @@ class Recorder:
         """Disable what failed, or end the training with it where that was asked for."""
         text = failure_text(error)
         # Our own words are of the ring, the writer or the iteration, whichever site met them.
-        is_of_all = source is None or isinstance(error, RanktapeError)
-        if source is not None and not is_of_all:
-            is_new = self.expected.disable(source, role, text)
-            if is_new and not self._options.strict:
-                name = source.module if role is None else site_name(source, role)
-                self._on_site_failure(f"nothing more is recorded of {name}: {text}")
-        else:
+        name = "" if source is None else source_name(source) if role is None else site_name(source, role)
+        if source is None or isinstance(error, RanktapeError):
             self._on_failure(text)
+        elif self.expected.disable(source, role, text) and not self._options.strict:
+            self._on_site_failure(f"nothing more is recorded of {name}: {text}")
         if self._options.strict:
-            name = "" if source is None else f" at {source.module if role is None else site_name(source, role)}"
-            raise StrictCaptureError(f"the capture failed{name}: {text} (it is strict)") from error
+            where = f" at {name}" if name else ""
+            raise StrictCaptureError(f"the capture failed{where}: {text} (it is strict)") from error
 
     def _turn_away(self, site: Site, call: Call, tally: Tally) -> None:
         if call.iteration != tally.iteration:

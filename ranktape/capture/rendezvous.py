@@ -8,6 +8,7 @@ is a collective.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import socket
@@ -24,7 +25,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from ranktape.errors import CaptureError, FailedElsewhereError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 _PREFIX = "ranktape"
 _serials = itertools.count()
@@ -138,22 +139,21 @@ class Rendezvous:
             self._store.set(self._key(name, self._place.rank), text)
         self._shared[name] = text
 
-    def gather(self, name: str, *, seconds: float, ranks: Iterable[int] | None = None) -> list[str]:
-        """What these ranks, or all of them, have left under a name, waited for.
+    def gather(self, name: str, *, seconds: float) -> list[str]:
+        """What the ranks have left under a name, waited for.
 
         Raises:
-            CaptureError: one left nothing in time.
+            CaptureError: one left nothing in time, or reported that it cannot start.
         """
         if self._store is None:
             return [self._shared[name]]
         deadline = time.monotonic() + seconds
         found = []
-        for rank in range(self._place.world_size) if ranks is None else ranks:
+        for rank in range(self._place.world_size):
             key = self._key(name, rank)
-            while not self._store.check([key]):
-                if time.monotonic() > deadline:
-                    raise CaptureError(f"rank {rank} has not said its {name} within {seconds:g} s")
-                time.sleep(_POLL_SECONDS)
+            is_there = functools.partial(self._store.check, [key])
+            if not self.wait(is_there, seconds=deadline - time.monotonic()):
+                raise CaptureError(f"rank {rank} has not said its {name} within {seconds:g} s")
             found.append(str(self._store.get(key).decode()))
         return found
 

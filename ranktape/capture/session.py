@@ -172,14 +172,7 @@ class Capture(Iterations):
         if reason is None and self._clock.ends_at_close:
             self._end_last_iteration()
         is_interrupted = self.is_recording and self._tracker.num_passes > 0
-        self._recorder.tally = None
-        self._hooks.detach()
-        self._clock.stop()
-        if self._master is not None:
-            self._master.stop()
-        self._recorder.drain()
-        Capture.current = None
-        self._is_closing = True
+        self._take_off()
         ending = self._schedule.describe_end(
             iteration=self._iteration,
             num_steps=self._iteration - self.options.first_iteration,
@@ -296,6 +289,17 @@ class Capture(Iterations):
                 placements=self._hooks.placements,
                 weights=self._hooks.weights,
             )
+
+    def _take_off(self) -> None:
+        """Look at nothing of the training any more; what was seen is published."""
+        self._recorder.tally = None
+        self._hooks.detach()
+        self._clock.stop()
+        if self._master is not None:
+            self._master.stop()
+        self._recorder.drain()
+        Capture.current = None
+        self._is_closing = True
 
     def _new_process(self, budget_nbytes: int) -> WriterProcess:
         path = ring_path(self.options, rank=self._place.rank)

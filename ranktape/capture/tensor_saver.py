@@ -12,6 +12,7 @@ import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from ranktape.capture.roles.table import UNSAMPLED
 from ranktape.capture.session import Capture
 from ranktape.capture.settings.seed_environment import DEFAULT_SAVE_DIR, read_seed_environment
 from ranktape.capture.source import Source, TensorRole
@@ -21,9 +22,6 @@ from ranktape.storage.seed_names import recorded_name
 
 if TYPE_CHECKING:
     import torch
-
-_UNSAMPLED = frozenset({"weight", "grad_weight"})
-"""Tensors without a dimension of samples."""
 
 
 class TensorSaver:
@@ -95,7 +93,7 @@ class TensorSaver:
             operation=Operation(operation),
             phase=check_term(phase, field="phase"),
             tensor_name=name,
-            has_samples=name not in _UNSAMPLED,
+            has_samples=name not in UNSAMPLED,
         )
         return capture.record(
             tensor,

@@ -107,7 +107,7 @@ class Writer:
         cadence = Cadence.from_json(config.cadence)
         planned = cadence.following(cadence.start - 1, count=config.target - len(completed), without=completed)
         self._plan = Plan(iterations=planned, is_done=not planned)
-        self._coordinator = self._start_coordinator(planned) if config.rank == 0 else None
+        self._coordinator = self._start_coordinator(planned, cadence=cadence) if config.rank == 0 else None
         self._start_storing()
         self._say(
             state="ready",
@@ -117,11 +117,11 @@ class Writer:
             is_done=self._plan.is_done,
         )
 
-    def _start_coordinator(self, planned: tuple[int, ...]) -> Coordinator:
+    def _start_coordinator(self, planned: tuple[int, ...], *, cadence: Cadence) -> Coordinator:
         config = self._config
         goal = Goal(
             planned=planned,
-            cadence=Cadence.from_json(config.cadence),
+            cadence=cadence,
             target=config.target,
             finish_timeout_seconds=config.finish_timeout_seconds,
             keep_last=config.keep_last,

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ranktape.capture.settings.setting import SWITCH_WORDS
 from ranktape.errors import CaptureError, FailedElsewhereError, RanktapeError, UsageError
 from ranktape.launch.owner import OWNER, stand_aside
 from ranktape.launch.worker import HEAD_START_SECONDS, Worker, one_line
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ranktape.capture.session import Capture
-
-_YES = frozenset({"true", "1", "yes", "on"})
 
 _CONFIG = "RANKTAPE_CAPTURE_CONFIG"
 
@@ -57,7 +56,7 @@ def begin(folder: str) -> None:
     if not _is_to_be_recorded(os.environ):
         return
     stand_aside()
-    is_strict = os.environ.get("RANKTAPE_STRICT", "").strip().lower() in _YES
+    is_strict = SWITCH_WORDS.get(os.environ.get("RANKTAPE_STRICT", "").strip().lower(), False)
     try:
         from ranktape.capture.session import Capture
 
@@ -212,10 +211,11 @@ class _End:
             except KeyboardInterrupt:
                 verdict = self._capture.close()
             if reason is None and not verdict.met:
-                from ranktape.storage.backends.backend import without_credentials
+                from ranktape.launch.place import shown
 
-                shown = without_credentials(self._url) if "://" in self._url else self._url
-                _worker().warn(f"{verdict.message()} ('ranktape status {shown} --require-minimum' tells a shell)")
+                _worker().warn(
+                    f"{verdict.message()} ('ranktape status {shown(self._url)} --require-minimum' tells a shell)"
+                )
         except BaseException as error:  # noqa: BLE001  (the training has ended well, and says so by its exit code)
             _worker().complain(one_line(f"the capture did not end well: {error}"))
 

@@ -29,10 +29,13 @@ def expect(record: Record, keep: Keep) -> None:
         UsageError: something else was.
     """
     if record.keep != keep:
-        verb = "was" if record.keep == Keep.HISTOGRAM else "were"
-        raise UsageError(
-            f"of {record!r} the {record.keep} {verb} kept, not the {keep}: use {_READ_BY[Keep(record.keep)]}()"
-        )
+        raise UsageError(f"of {record!r} {otherwise_kept(record.keep, wanted=keep)}")
+
+
+def otherwise_kept(keep: str, *, wanted: Keep) -> str:
+    """What to say where something else was kept than is wanted: which, and what reads it."""
+    verb = "was" if keep == Keep.HISTOGRAM else "were"
+    return f"the {keep} {verb} kept, not the {wanted}: use {_READ_BY[Keep(keep)]}()"
 
 
 def statistics_in(vector: np.ndarray[Any, Any], *, record: Record) -> Statistics:

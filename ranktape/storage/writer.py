@@ -17,13 +17,7 @@ from ranktape.storage import layout, stack
 from ranktape.storage.attempt import check_attempt
 from ranktape.storage.blob import write_blob
 from ranktape.storage.catalogue import Entry, encode_catalogue
-from ranktape.storage.documents import (
-    Compression,
-    chunk_key,
-    document_checksum,
-    encode_document,
-    group_document,
-)
+from ranktape.storage.documents import Compression, chunk_key, document_checksum, encode_document, group_document
 from ranktape.storage.encode import (
     check_form,
     checksum,
@@ -201,15 +195,7 @@ class RankWriter:
             DataError: tensors were expected and not one was recorded; the iteration is not committed then.
             StorageError: the run was deleted or replaced, or cannot be written; it may be committed again then.
         """
-        with self._changed:
-            pending = self._begun(iteration)
-            work = self._take_stacks(pending)
-        for held in work:
-            self._write_stack(pending, held)
-        with self._changed:
-            self._changed.wait_for(lambda: not pending.num_busy)
-        if pending.failure is not None:
-            raise pending.failure
+        pending = self._written(iteration)
         if expected and not pending.entries:
             raise DataError(f"nothing was recorded of {len(expected)} expected tensors")
         check_attempt(self._backend, self._attempt)
@@ -278,6 +264,19 @@ class RankWriter:
                 f"iteration {iteration} was committed or given up by rank {self._rank} already: record a later one"
             )
         return self._open.setdefault(iteration, Pending())
+
+    def _written(self, iteration: int) -> Pending:
+        """What there is of an iteration, once all of it is in the store; the first failure on the way is raised."""
+        with self._changed:
+            pending = self._begun(iteration)
+            work = self._take_stacks(pending)
+        for held in work:
+            self._write_stack(pending, held)
+        with self._changed:
+            self._changed.wait_for(lambda: not pending.num_busy)
+        if pending.failure is not None:
+            raise pending.failure
+        return pending
 
     def _settle(self, iteration: int) -> Pending:
         """Nothing more is taken of an iteration; with the lock held."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from ranktape.errors import RunFormatError, UsageError
 from ranktape.storage.dtypes import numpy_dtype
+from ranktape.storage.kept import otherwise_kept
 from ranktape.storage.record import Keep
 from ranktape.storage.validation import check_sample_ids
 
@@ -141,9 +142,7 @@ def _check_alike(records: Records) -> None:
                 f"select one of them first, such as .select({name}={values[0]!r})"
             )
     if records[0].keep != Keep.VALUES:
-        say = "the statistics were" if records[0].keep == Keep.STATISTICS else "the histogram was"
-        use = "statistics()" if records[0].keep == Keep.STATISTICS else "counts()"
-        raise UsageError(f"of these records {say} kept, not the values: use {use} of each")
+        raise UsageError(f"of these records {otherwise_kept(records[0].keep, wanted=Keep.VALUES)} of each")
 
 
 def _dim(records: Records, name: str) -> _Dim:

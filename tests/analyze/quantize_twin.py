@@ -60,10 +60,10 @@ def quantize_slowly(
     exact = rows.astype(np.float64)
     tensor_scale = _tensor_scale(exact, scale_offset) if scheme == "nvfp4" else None
     scaled, factors = exact.copy(), np.ones(rows.shape)
-    groups = _groups(rows.shape, kind=kind, axis=axis, block_size=block_size or named.block_size or 32)
-    shape = _scales_shape(rows.shape, kind=kind, axis=axis, block_size=block_size or named.block_size or 32)
+    length = block_size or named.block_size or 32
+    shape = _scales_shape(rows.shape, kind=kind, axis=axis, block_size=length)
     stored, stored_values = np.zeros(shape), np.zeros(shape)
-    for place, place_of_scale in groups:
+    for place, place_of_scale in _groups(rows.shape, kind=kind, axis=axis, block_size=length):
         largest = np.abs(exact[place])
         if kind is not Scaling.BLOCK:
             largest = largest[np.isfinite(largest)]
@@ -74,13 +74,7 @@ def quantize_slowly(
             scale = _power(amax, rule=scale_rule or "floor", element=element, offset=scale_offset, bits=scale_bits)
         else:
             scale = _exact(amax, element=element, offset=scale_offset)
-        if math.isnan(scale.value):
-            scaled[place] = np.nan
-        elif scale.reciprocal is None:
-            scaled[place] = exact[place] / scale.factor
-        else:
-            product = np.abs(exact[place]) * scale.reciprocal
-            scaled[place] = np.copysign(_float32(product), exact[place])
+        scaled[place] = _divided(exact[place], scale)
         factors[place] = scale.factor
         stored[place_of_scale] = scale.stored if kind is Scaling.BLOCK else scale.value
         stored_values[place_of_scale] = scale.value
@@ -91,8 +85,32 @@ def quantize_slowly(
     unspoiled = np.where(np.isnan(factors), 0.0, rounded)
     can_encode = element.num_nans or not np.isnan(unspoiled).any()
     codes = codes_of(unspoiled, target=element).reshape(x.shape) if can_encode else None
+    scale_shape = stored.shape if x.ndim else ()
+    stored = stored.astype(np.uint8 if kind is Scaling.BLOCK else np.float32)
+    return Expected(
+        values=(rounded * factors).astype(np.float64 if x.dtype == np.float64 else np.float32).reshape(x.shape),
+        codes=codes,
+        scales=None if kind is Scaling.NONE else stored.reshape(scale_shape),
+        scale_values=None if kind is Scaling.NONE else stored_values.reshape(scale_shape),
+        tensor_scale=tensor_scale,
+        losses=_losses(exact, scaled, rounded, element=element, how=how),
+    )
+
+
+def _divided(exact: FloatArray, scale: _Scale) -> FloatArray:
+    if math.isnan(scale.value):
+        return np.full_like(exact, np.nan)
+    if scale.reciprocal is None:
+        return exact / scale.factor
+    product: FloatArray = np.copysign(_float32(np.abs(exact) * scale.reciprocal), exact)
+    return product
+
+
+def _losses(
+    exact: FloatArray, scaled: FloatArray, rounded: FloatArray, *, element: Format, how: Rounding
+) -> dict[str, int]:
     is_counted = np.isfinite(exact) & ~np.isnan(scaled) & (exact != 0)
-    losses = {
+    return {
         "num_elements": exact.size,
         "underflow": int((is_counted & (np.abs(scaled) < element.min_normal)).sum()),
         "flushed": int((is_counted & (rounded == 0)).sum()),
@@ -101,20 +119,6 @@ def quantize_slowly(
         "nan": int(np.isnan(exact).sum()),
         "inf": int(np.isinf(exact).sum()),
     }
-    dtype = np.float64 if x.dtype == np.float64 else np.float32
-    values = (rounded * factors).astype(dtype).reshape(x.shape)
-    has_scales = kind is not Scaling.NONE
-    scale_shape = stored.shape if x.ndim else ()
-    return Expected(
-        values=values,
-        codes=codes,
-        scales=stored.astype(np.uint8 if kind is Scaling.BLOCK else np.float32).reshape(scale_shape)
-        if has_scales
-        else None,
-        scale_values=stored_values.reshape(scale_shape) if has_scales else None,
-        tensor_scale=tensor_scale,
-        losses=losses,
-    )
 
 
 def _scales_shape(shape: tuple[int, ...], *, kind: Scaling, axis: int, block_size: int) -> tuple[int, ...]:

@@ -124,7 +124,9 @@ def test_nvfp4_beyond_float32_loses_what_quantising_to_it_loses(largest: float) 
 
 
 def test_nvfp4_of_the_largest_float64_loses_nearly_all_and_says_so() -> None:
-    for level in sweep_array(np.array([1e300, 0.0]), format="nvfp4").levels:
+    levels = sweep_array(np.array([1e300, 0.0]), format="nvfp4").levels
+    assert len(levels) == 21
+    for level in levels:
         assert (level.mse, level.relative_error) == (math.inf, 1.0)
         assert level.sqnr == pytest.approx(0.0, abs=1e-9)
 
@@ -293,6 +295,7 @@ def test_every_dtype_has_blocks(name: str) -> None:
         ("fp8_e4m3", {"rounding": Rounding.HYBRID}, "rounding hybrid is that of hif8"),
         ("hif8", {"rounding": Rounding.HYBRID, "mode": SweepMode.CHANNEL}, "--rounding hybrid is not allowed"),
         ("e8m0", {}, "format 'e8m0' is one of scales"),
+        ("mxfp8_e4m3", {"num_levels": 1, "min_scale_exp": 0.5}, "--min-scale-exp 0.5 is not allowed with blocks"),
         ("mxfp8_e4m3", {"axis": 3}, r"--axis 3 is not one of a tensor of shape \(4, 9, 140\)"),
         ("mxfp8_e4m3", {"max_scale_exp": 0.5}, "--max-scale-exp 0.5 is not allowed with blocks"),
         ("mxfp8_e4m3", {"num_levels": 22}, "there are 21 whole numbers, give that many or fewer"),

@@ -15,9 +15,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ranktape.analyze import View
+from ranktape.analyze.advice.recommendation import DEFAULT_TARGET_SQNR
 from ranktape.analyze.cli import cli
+from ranktape.analyze.formats import Rounding
 from ranktape.analyze.identity import IDENTITY
 from ranktape.analyze.options import FILTERS
+from ranktape.analyze.quantization.scales import ScaleRule
+from ranktape.analyze.sweeps.options import SweepMode
 from tests.analyze.runs import model_tensors, store
 
 SELECTION = {f"--{field.replace('_', '-')}" for field in FILTERS} | {
@@ -76,6 +80,36 @@ def test_the_set_of_options_is_frozen() -> None:
         assert found == expected
         assert all(parameter.help for parameter in command.params if isinstance(parameter, click.Option))
         assert command.help
+
+
+def test_the_words_of_a_sweep_are_those_of_the_library() -> None:
+    options = {parameter.name: parameter for parameter in cli.commands["sweep"].params}
+    for name, words in (("sweep_mode", SweepMode), ("scale_rule", ScaleRule), ("rounding", Rounding)):
+        kind = options[name].type
+        assert isinstance(kind, click.Choice)
+        assert set(kind.choices) == set(words)
+    assert options["target_sqnr"].default == DEFAULT_TARGET_SQNR
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        """Always."""
+        return True
+
+
+def test_a_bar_is_drawn_for_a_table_and_not_among_the_lines_about_files(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+    for words in (["--csv"], ["--output-dir", str(tmp_path), "--no-plots"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", terminal := Terminal())
+            cli.main(["sweep", run, "--rank", "0", "--iteration", "10", *words], standalone_mode=False)
+        shown.append(terminal.getvalue())
+    assert "sweeping" in shown[0]
+    assert shown[1] == ""
 
 
 def test_there_is_a_filter_for_each_field_that_tells_records_apart() -> None:

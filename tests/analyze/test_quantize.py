@@ -368,6 +368,12 @@ def test_what_is_not_a_real_floating_point_number_is_refused(dtype: Any) -> None
         quantize(np.zeros(4, dtype=dtype), "mxfp8_e4m3")
 
 
+def test_lists_are_arrays_and_ragged_ones_are_refused() -> None:
+    assert quantize([[1.0, 2.1]], "fp8_e4m3", warn=False).values.tolist() == [[1.0, 2.0]]  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="give lists of the same length"):
+        quantize([[1.0], [1.0, 2.0]], "fp8_e4m3")  # type: ignore[arg-type]
+
+
 def test_nan_without_a_code_is_refused_when_codes_are_asked_for() -> None:
     found = quantize(np.array([1.0, math.nan]), "fp4_e2m1")
     assert np.isnan(found.values).tolist() == [False, True]

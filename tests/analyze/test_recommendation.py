@@ -396,21 +396,21 @@ def test_a_legacy_sweep_says_what_the_tool_would_have_recommended() -> None:
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp6_e2m3", "int8"])
 def test_what_the_largest_value_becomes_is_what_quantising_makes_of_it(name: str, mode: SweepMode) -> None:
     array = GAUSS[:640].reshape(20, 32)
-    sweep = sweep_array(
-        array, format=name, options=SweepOptions(mode=mode, axis=0, block_size=20 if mode == "mx" else None)
-    )
+    block_size = 20 if mode is SweepMode.MX else None
+    sweep = sweep_array(array, format=name, options=SweepOptions(mode=mode, axis=0, block_size=block_size))
     found = recommend(sweep)
     index = np.unravel_index(np.abs(array).argmax(), array.shape)
     is_negative = array[index] < 0
+    scaling = {SweepMode.CHANNEL: "channel", SweepMode.MX: "block"}[mode]
+    assert len(found.verdicts) == len(sweep.levels) == 21
     for verdict, after in zip(found.verdicts, found.after, strict=True):
-        options: dict[str, Any] = (
-            {"scaling": "channel", "axis": 0}
-            if mode == "channel"
-            else {
-                "scaling": "block",
-                "block_size": 20,
-                "axis": 0,
-            }
+        quantized = quantize(
+            array,
+            name,
+            scaling=scaling,
+            block_size=block_size,
+            axis=0,
+            scale_offset=int(verdict.level.exponent),
+            warn=False,
         )
-        quantized = quantize(array, name, scale_offset=int(verdict.level.exponent), warn=False, **options)
         assert (after.minimum if is_negative else after.maximum) == quantized.values[index]

@@ -260,3 +260,13 @@ def test_tensors_and_lists_are_taken_as_arrays_are() -> None:
     )
     with pytest.raises(UsageError, match="no numbers that records hold"):
         sweep_array(["a"], format="mxfp8")
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-20])
+def test_a_tapered_format_is_tried_where_it_has_most_bits(scale: float) -> None:
+    # Of few magnitudes: the alignment of the smallest is far from the middle of the format's range.
+    array = scale * np.random.default_rng(0).uniform(0.5, 1.5, 4096).astype(np.float32)
+    found = sweep_array(array, format="hif8")
+    assert found.recommended is not None
+    assert found.recommended.sqnr > 31
+    assert found.recommended is not found.levels[-1]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -26,16 +24,12 @@ from ranktape.analyze.scaling_outputs.files import (
     write_file,
 )
 from ranktape.analyze.scaling_outputs.log import SweepLog
-from ranktape.analyze.scaling_outputs.plots import PANELS, draw_panels, draw_summary, png_of
+from ranktape.analyze.scaling_outputs.plots import draw_panels
 from ranktape.analyze.scaling_outputs.text import Subject, analysis_lines, level_lines, limit_lines, results_text
-from ranktape.analyze.scaling_outputs.words import cosine_text, factor_text, limits_of, share_text, statistics_lines
+from ranktape.analyze.scaling_outputs.words import cosine_text, factor_text, share_text, statistics_lines
 from ranktape.analyze.scaling_outputs.write import OutputOptions, Stopwatch, TensorReport
 from ranktape.analyze.sweeps.metrics import METRICS
 from ranktape.errors import AccessDeniedError, DataError, NoSpaceError, StorageError
-from tests.analyze.test_plot import assert_readable, texts
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NORMAL = np.random.default_rng(0).standard_normal((64, 128)).astype(ml_dtypes.bfloat16)
 WHOLE = np.random.default_rng(1).integers(-8, 9, (16, 16)).astype(ml_dtypes.bfloat16)
@@ -72,142 +66,6 @@ def sweep_of(name: str) -> ScaleSweep:
     return sweep_array(array, format=scheme, options=SweepOptions(**options))
 
 
-def assert_all_readable(figure: Figure) -> None:
-    """As `assert_readable`; ticks beyond the ends of an axis have texts that are never drawn."""
-    figure.canvas.draw()
-    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
-        low, high = sorted(axis.get_view_interval())
-        for tick in axis.get_major_ticks():
-            tick.label1.set_visible(axis.axes.axison and bool(low <= tick.get_loc() <= high))
-    assert_readable(figure)
-
-
-def fraction_of_ink(png: bytes) -> float:
-    """How much of a picture is not white."""
-    from io import BytesIO
-
-    from matplotlib.image import imread
-
-    return float((imread(BytesIO(png))[..., :3].min(axis=-1) < 0.95).mean())
-
-
-@pytest.mark.parametrize(
-    "name", ["e4m3", "mx", "nvfp4", "gradient", "one level", "many levels", "some lossless", "all lossless", "zeros"]
-)
-def test_pictures_are_readable(name: str) -> None:
-    sweep = sweep_of(name)
-    for draw in (draw_panels, draw_summary):
-        figure = draw(sweep, name="tensor $x$ _" + "long name " * 12)
-        assert_all_readable(figure)
-        assert figure.get_suptitle().startswith(r"tensor \$x\$ _long name")
-
-
-@pytest.mark.parametrize("name", ["one level", "all lossless"])
-def test_pictures_are_png_files_with_something_in_them(name: str) -> None:
-    png = png_of(draw_panels(sweep_of(name), name=name))
-    assert png.startswith(b"\x89PNG")
-    assert 0.001 < fraction_of_ink(png) < 0.2
-
-
-def test_lines_are_the_figures_of_the_levels() -> None:
-    sweep = sweep_of("e4m3")
-    figure = draw_panels(sweep, name="x")
-    assert len(figure.axes) == len(PANELS) == 6
-    for axes, panel in zip(figure.axes, PANELS, strict=True):
-        drawn = {line.get_label(): line for line in axes.get_lines() if len(np.atleast_1d(line.get_xdata())) == 21}
-        assert len(drawn) == len(panel.lines)
-        for line, expected in zip(drawn.values(), panel.lines, strict=True):
-            assert list(line.get_xdata()) == [level.exponent for level in sweep.levels]  # type: ignore[arg-type]
-            assert list(line.get_ydata()) == [expected.figure(level) for level in sweep.levels]  # type: ignore[arg-type]
-    assert [axes.get_yscale() for axes in figure.axes] == ["log", "linear", "linear", "log", "log", "symlog"]
-
-
-def test_the_recommended_level_and_the_format_s_limits_are_marked() -> None:
-    sweep = sweep_of("many levels")
-    chosen = sweep.recommended
-    assert chosen is not None
-    for axes in draw_panels(sweep, name="x").axes:
-        upright = [
-            line.get_xdata()[0]  # type: ignore[index]
-            for line in axes.get_lines()
-            if len(set(np.atleast_1d(line.get_xdata()).tolist())) == 1 and len(np.atleast_1d(line.get_xdata())) == 2
-        ]
-        assert upright == [*(limit.place for limit in limits_of(sweep)), chosen.exponent]
-
-
-def test_limits_are_where_the_tensor_meets_them() -> None:
-    sweep = sweep_of("many levels")
-    largest, normal, flush = (limit.place for limit in limits_of(sweep))
-    assert sweep.largest / 2**largest == pytest.approx(448)
-    assert sweep.smallest / 2**normal == pytest.approx(2**-6)
-    assert sweep.smallest / 2**flush == pytest.approx(2**-9)
-    assert limits_of(sweep_of("zeros")) == []
-    assert [limit.place for name in ("mx", "nvfp4", "channel") for limit in limits_of(sweep_of(name))] == [0, 0, 0]
-
-
-def test_where_nothing_is_lost_the_picture_says_so() -> None:
-    shown = [text.get_text() for text in texts(draw_panels(sweep_of("all lossless"), name="x"))]
-    assert shown.count("nothing is lost at any level") == 4
-    assert "nothing is beyond them" in shown
-    none = [text.get_text() for text in texts(draw_summary(sweep_of("zeros"), name="x"))]
-    assert none.count("no level: all zero: exact at any scale") == 3
-
-
-@pytest.mark.parametrize("factor", [1e200, 1e-310])
-def test_errors_beyond_float64_are_not_taken_for_none(factor: float) -> None:
-    sweep = sweep_array(NORMAL.astype(np.float64) * factor, format="fp8_e4m3")
-    for draw in (draw_panels, draw_summary):
-        figure = draw(sweep, name="x")
-        assert_all_readable(figure)
-        shown = [text.get_text() for text in texts(figure)]
-        assert "nothing is lost at any level" not in shown
-        assert "beyond float64, or nearly so, at every level" in shown
-    assert "  MSE            beyond float64" in statistics_lines(sweep)
-    report = results_text(sweep, recommend(sweep), subject=SUBJECT)
-    assert "     - MSE: beyond float64\n" in report
-    assert "MSE Range: beyond float64\n" in report
-    assert "nothing is lost" not in report
-
-
-@pytest.mark.filterwarnings("error")
-def test_letters_that_the_font_lacks_are_escaped() -> None:
-    figure = draw_panels(sweep_of("one level"), name="日本 Größe.pt")
-    assert png_of(figure)
-    assert figure.get_suptitle().splitlines()[0] == r"\u65e5\u672c Größe.pt"
-
-
-def test_titles_keep_the_ends_of_long_names() -> None:
-    site = "20250908_095220_0001_iter000_decoder_layers_12_self_attention,linear_qkv,forward,pre,linear,mxfp8,rank00,"
-    name = site + "group000,input.pt"
-    lines = draw_summary(sweep_of("one level"), name=name).get_suptitle().splitlines()
-    assert "".join(lines[:-1]) == name
-    assert lines[0].endswith(",")
-    cut = draw_summary(sweep_of("one level"), name="start" + "x" * 300 + "end").get_suptitle().splitlines()
-    assert len(cut) == 3
-    assert " ... " in "".join(cut[:-1])
-    assert (cut[0][:5], cut[1][-3:]) == ("start", "end")
-
-
-def test_axes_of_little_width_have_round_ticks() -> None:
-    options = SweepOptions(num_levels=5, max_scale_exp=-4, min_scale_exp=-5)
-    figure = draw_panels(sweep_array(NORMAL, format="fp8_e4m3", options=options), name="x")
-    for axes in figure.axes:
-        if axes.get_yscale() == "log":
-            ticks = axes.get_yticks()
-            assert len(ticks) >= 3
-            digits = [f"{tick:e}".split("e")[0].replace(".", "").rstrip("0") for tick in ticks]
-            assert max(map(len, digits)) <= 2
-
-
-def test_a_legend_is_above_its_panel() -> None:
-    figure = draw_panels(sweep_of("e4m3"), name="x")
-    figure.canvas.draw()
-    legends = [(axes, legend) for axes in figure.axes if (legend := axes.get_legend())]
-    assert len(legends) == 3
-    for axes, legend in legends:
-        assert legend.get_window_extent().y0 >= axes.get_window_extent().y1 - 1
-
-
 def test_one_is_not_many() -> None:
     sweep = sweep_array(np.ones(1, np.float32), format="fp8_e4m3", options=SweepOptions(num_levels=1))
     assert draw_panels(sweep, name="x").get_suptitle().endswith(": 1 element, 1 level")
@@ -232,28 +90,6 @@ def test_counts_of_a_legacy_sweep_are_said_to_be_the_original_s() -> None:
         assert not re.search(r"(?<!Original )\b(Overflow|Underflow|Flushed|Flush to Zero): ", line) or "Scale" in line
     assert all("Original Underflow: " in line for line in level_lines(sweep))
     assert "Original" not in "".join(level_lines(sweep_of("e4m3")))
-
-
-def test_the_box_holds_statistics() -> None:
-    entries = (re.fullmatch(r"  (\S.*?)  +(\S.*)", line) for line in statistics_lines(sweep_of("specials")))
-    lines = [(entry[1], entry[2]) for entry in entries if entry]
-    assert lines[:8] == [
-        ("elements", "6"),
-        ("NaN", "1"),
-        ("Inf", "1"),
-        ("zeros", "1"),
-        ("minimum", "-3"),
-        ("maximum", "1"),
-        ("largest |x|", "3"),
-        ("smallest |x|", "1e-30"),
-    ]
-    assert ("largest", "448") in lines
-
-
-def test_no_global_state_of_matplotlib_is_touched() -> None:
-    source = "import sys, ranktape.analyze.scaling_outputs.plots; print('matplotlib.pyplot' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("name", SWEEPS)
@@ -283,6 +119,7 @@ def test_the_table_of_results_gives_every_figure_back() -> None:
     sweep = sweep_of("e2m1")
     lines = results_text(sweep, recommend(sweep), subject=SUBJECT).split("ALL LEVELS:\n")[1].splitlines()
     names = lines[0].split()
+    assert len(lines) > len(sweep.levels) == 21
     for line, level in zip(lines[1:], sweep.levels, strict=False):
         for name, word in zip(names, line.split(), strict=True):
             assert float(word) == pytest.approx(getattr(level, name), rel=1e-8)

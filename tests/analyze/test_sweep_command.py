@@ -222,6 +222,7 @@ def test_groups_have_a_common_scale_its_price_and_the_best_format(run: str) -> N
     assert all(row["worst_common_price"] >= row["median_common_price"] >= 0 for row in rows)
     assert all(float(row["common_exponent"]).is_integer() for row in rows)
     higher = json.loads(sweep(run, *words, "--target-sqnr", "25").stdout)["rows"]
+    assert len(higher) == len(rows)
     assert {row["best_format"] for row in higher} <= {"mxfp8_e4m3", "fp8_e4m3"}
     highest = json.loads(sweep(run, *words, "--target-sqnr", "90").stdout)["rows"]
     assert {row["meets_target"] for row in highest} == {"no"}

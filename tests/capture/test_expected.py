@@ -217,7 +217,7 @@ def test_a_function_that_ran_before_is_expected_again() -> None:
     for _ in range(2):
         expected.begin()
         expected.called(attention)
-        expected.saw(attention, role("query"), call())
+        expected.site(attention, role("query")).seen.add(call().key)
         assert expected.end()["num_missing"] == 0
     expected.begin()
     assert expected.end()["silent_sites"] == {"attend forward pre query": "its function was not called"}
@@ -268,9 +268,9 @@ def test_a_gradient_of_a_call_that_is_wanted_is_missing_where_others_were_left_o
     expected.begin()
     expected.called(layer)
     for index in range(3):
-        expected.expect(layer, grad, call(index))
+        expected.site(layer, grad).hooked.add(call(index).key)
     expected.excuse(layer, grad, call(0))
-    expected.saw(layer, grad, call(1))
+    expected.site(layer, grad).seen.add(call(1).key)
     (reason,) = expected.end()["silent_sites"].values()
     assert reason == "no backward pass reached 1 of its 2 calls"
 
@@ -280,9 +280,9 @@ def test_an_evaluation_with_gradients_is_not_taken_for_a_training_pass() -> None
     expected.begin()
     expected.called(layer)
     for index in range(2):
-        expected.expect(layer, grad, call(index))
-    expected.saw(layer, grad, call(0))
-    expected.saw(layer, grad, dataclasses.replace(call(1), mode=Mode.EVAL))
+        expected.site(layer, grad).hooked.add(call(index).key)
+    expected.site(layer, grad).seen.add(call(0).key)
+    expected.site(layer, grad).seen.add(dataclasses.replace(call(1), mode=Mode.EVAL).key)
     (reason,) = expected.end()["silent_sites"].values()
     assert reason == "no backward pass reached 1 of its 2 calls"
 
@@ -296,7 +296,10 @@ def test_nothing_is_missing_in_inference(tmp_path: Path) -> None:
             with torch.no_grad():
                 model.eval()(torch.randn(4, WIDTH))
             capture.step()
-    for status in open_run(tmp_path / "run").status():
+    rows = open_run(tmp_path / "run").status()
+    assert [status.iteration for status in rows] == [0, 1]
+    for status in rows:
+        assert status.num_records > 0
         assert silent(status) == {}
         assert status.num_missing == 0
         assert status.num_records == status.num_expected == 6
@@ -314,7 +317,7 @@ def test_a_source_of_which_an_iteration_has_nothing_is_forgotten_and_what_is_dis
     call = Call(iteration=0, microbatch=0, index=0, compute_dtype="float32", batch_size=1)
     gone, kept, broken = (source_of(number) for number in range(3))
     expected.begin()
-    expected.saw(gone, INPUT, call)
+    expected.site(gone, INPUT).seen.add(call.key)
     sites = [expected.site(source, INPUT) for source in (gone, kept)]
     expected.disable(broken, INPUT, "it broke")
     for _ in range(3):

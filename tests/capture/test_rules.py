@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rule_text import parse_rules
-from ranktape.capture.settings.rules import check_layer_types, read_selection
+from ranktape.capture.settings.rules import check_layer_types, read_layers, read_selection
 from ranktape.errors import UnknownFieldError, UsageError
 
 KNOWN = ("linear", "attention", "embedding", "hidden")
@@ -224,13 +224,20 @@ def test_kinds_that_are_recorded_by_hand_are_nobodys_business() -> None:
     check_layer_types(CaptureOptions(layer_types="lin*"), known=KNOWN)
 
 
+@pytest.mark.parametrize(("given", "is_named"), [(None, False), ((), False), ("emb*", True), (["linear"], False)])
+def test_layers_alone_name_no_kind(*, given: Any, is_named: bool) -> None:
+    options = CaptureOptions(layers="all", layer_types=given)
+    assert options.wants_layer_type("embedding")
+    assert options.names_layer_type("embedding") == is_named
+
+
 @pytest.mark.parametrize(
     ("layers", "wanted"),
     [(True, [0, 1, 2, 3]), ("all", [0, 1, 2, 3]), ([0, 3], [0, 3]), ("0,2-3", [0, 2, 3]), (1, [1]), (range(2), [0, 1])],
 )
 def test_decoder_layers_are_counted_from_0(layers: Any, wanted: list[int]) -> None:
     options = CaptureOptions(layers=layers)
-    assert [index for index in range(4) if options.wants_layer(index)] == wanted
+    assert [index for index in range(4) if read_layers(options.layers).holds(index)] == wanted
     assert options.wants_layers
     assert options.wanted_modes == ("train", "eval")
     assert not CaptureOptions().wants_layers

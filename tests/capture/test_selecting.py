@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ranktape.capture.passes.tracker import Call
 from ranktape.capture.settings.cadence import Beat, Cadence, cadence_of
 from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.settings.sampling import keep_samples
+from ranktape.capture.settings.sampling import ids_at, keep_samples
 from ranktape.capture.settings.selecting import Decision, Selecting
 from ranktape.capture.source import Source, TensorRole
 from ranktape.capture.tensors.parts import Part
@@ -327,8 +327,8 @@ def test_samples_are_taken_before_the_copy(samples: Any, places: list[int], samp
     kept = sampled(samples, whole, sample_dim=sample_dim)
     assert torch.equal(kept.part.tensor, whole.tensor.index_select(sample_dim, torch.tensor(places)))
     assert list(kept.places) == places
-    assert list(kept.sample_ids(None)) == places
-    assert list(kept.sample_ids([f"id{place}" for place in range(8)])) == [f"id{place}" for place in places]
+    assert ids_at(kept.places, None) == places
+    assert ids_at(kept.places, [f"id{place}" for place in range(8)]) == [f"id{place}" for place in places]
     evenly = len({after - before for before, after in itertools.pairwise(places)}) <= 1
     assert (kept.part.tensor.untyped_storage().data_ptr() == whole.tensor.untyped_storage().data_ptr()) == evenly
 

@@ -465,6 +465,7 @@ def test_arguments_of_a_script(tmp_path: Path) -> None:
     assert not parser.parse_args([]).capture
     with Capture.from_arguments(parser.parse_args([])) as nothing:
         assert not nothing.is_recording
+        nothing.step(3)
     text = (
         f"--capture {tmp_path / 'run'} --start-at 1 --every 2 --module a.* --module b --layer-type linear --overwrite"
     )

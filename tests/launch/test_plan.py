@@ -96,12 +96,13 @@ def test_what_cannot_work_is_refused_with_the_option_that_would_do(folder: Path)
     ("words", "message"),
     [
         (("--module", "1x", "train.py", "3"), "no module matches --module 1x; nearest: 0, 1, 2"),
+        (("--manual", "train.py", "9"), "save_tensor was not called"),
         (("train.py", "0"), "the script ended before a training step did"),
         (("--capture", "taken", "train.py", "3"), "there is a run at .*taken already: add --resume"),
         (("--capture", "nosuch://bucket/run", "train.py", "3"), "nosuch"),
         (("missing.py",), "no script 'missing.py'"),
     ],
-    ids=["module", "no step", "taken", "protocol", "script"],
+    ids=["module", "by hand", "no step", "taken", "protocol", "script"],
 )
 def test_what_stands_in_the_way_is_one_line(words: tuple[str, ...], message: str, folder: Path) -> None:
 
@@ -127,6 +128,28 @@ def test_the_ranks_of_a_launch_make_one_plan(folder: Path) -> None:
     refused = torchrun(*words[:2], "--capture", "run", "--module", "nothing", "train.py", "50", cwd=folder)
     assert refused.returncode != 0
     assert any("no module matches --module nothing" in line for line in errors(refused))
+
+
+ONE_CANNOT = """
+    from ranktape.capture.rendezvous import Rendezvous, find_place
+    from ranktape.errors import FailedElsewhereError
+
+    place = find_place()
+    rendezvous = Rendezvous(place, seconds=60)
+    if place.rank == 0:
+        rendezvous.report_failure("the disk is full")
+    else:
+        try:
+            rendezvous.gather("place", seconds=60)
+        except FailedElsewhereError as error:
+            print("told:", error)
+"""
+
+
+def test_a_rank_that_cannot_go_on_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "meet.py").write_text(textwrap.dedent(ONE_CANNOT))
+    ended = torchrun("meet.py", cwd=tmp_path)
+    assert "told: the disk is full" in ended.stdout, ended.stderr
 
 
 IN_A_THREAD = """

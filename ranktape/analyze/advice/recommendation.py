@@ -235,7 +235,7 @@ def common_grid(sweeps: Sequence[ScaleSweep]) -> SweepOptions | None:
     if not with_levels:
         return None
     options = with_levels[0].options
-    if with_levels[0].mode in {SweepMode.MX, SweepMode.CHANNEL}:
+    if with_levels[0].has_offsets:
         return options
     preferred = [level.exponent for sweep in with_levels if (level := sweep.recommended) is not None]
     first = min(math.ceil(max(preferred)) + 1, MAX_SCALE_EXPONENT)

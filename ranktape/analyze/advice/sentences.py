@@ -10,6 +10,7 @@ from ranktape.analyze.advice.value_range import Range
 from ranktape.analyze.advice.verdict import Direction, Position, Stretch, Verdict, is_lossless
 from ranktape.analyze.quantization.losses import Severity
 from ranktape.analyze.sweeps.legacy import LegacyLevel
+from ranktape.analyze.sweeps.options import SweepMode
 
 if TYPE_CHECKING:
     from ranktape.analyze.advice.recommendation import Recommendation
@@ -41,7 +42,7 @@ def advise(found: Recommendation) -> Advice:
 
 def level_word(mode: str) -> str:
     """What the exponent of a level is: of the scale itself, or an offset to the exponents of many scales."""
-    return "offset" if mode in {"mx", "channel"} else "scale exponent"
+    return "offset" if SweepMode(mode).has_offsets else "scale exponent"
 
 
 def _on_metrics(stability: Stability) -> list[str]:

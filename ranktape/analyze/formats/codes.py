@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 MAX_TABLE_BITS = 16
 """Formats up to this width are decoded by a table of all their codes."""
 
+NARROW_BITS = 8
+"""Values of formats up to this width are all bfloat16 numbers: `code_table` has their codes."""
+
 TAPER_PREFIXES = (0x08, 0x10, 0x20, 0x40, 0x60)
 """The first bits of HiF8 codes after the sign, for exponents whose magnitude has 0, 1, 2, 3 and 4 bits.
 
@@ -107,6 +110,25 @@ def _table(name: str) -> NDArray[np.float64]:
     table = _values(np.arange(1 << target.num_bits), target)
     table.flags.writeable = False
     return table
+
+
+@functools.cache
+def code_table(name: str) -> NDArray[np.uint8]:
+    """The code that each pattern of bfloat16 has in a format of at most `NARROW_BITS` bits; of others nothing is said.
+
+    NaN has the code 0 where the format has no code for it.
+    """
+    target = FORMATS[name]
+    values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    without_code = np.isnan(values) & (target.num_nans == 0)
+    codes: NDArray[np.uint8] = encode(
+        np.where(without_code, 0.0, values),
+        target=target,
+        rounding=Rounding.FLOOR,
+        saturate=not target.num_infinities,
+    )
+    codes.flags.writeable = False
+    return codes
 
 
 def _values(codes: NDArray[Any], target: Format) -> NDArray[np.float64]:

@@ -23,9 +23,6 @@ from ranktape.errors import UsageError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-MAX_EXPONENT_AWAY = 3
-"""Up to this magnitude of the exponent, HiF8 has all its significand bits."""
-
 NUM_BITS = {np.dtype(np.float32): 14, np.dtype(np.float16): 2, np.dtype(ml_dtypes.bfloat16): 2}
 """The types that can be rounded, and how many of the discarded bits are compared with the threshold."""
 
@@ -57,7 +54,7 @@ def round_hybrid(values: ArrayLike) -> NDArray[np.float64]:
         is_reached = np.floor(np.ldexp(fraction, num_bits)) >= _thresholds(source, num_bits=num_bits)
         # More than one binary order below the smallest value nothing rounds up.
         is_in_reach = (magnitude > 0) & (own_exponent >= target.lowest_exponent - 1)
-        is_up = np.where(np.abs(exponent) <= MAX_EXPONENT_AWAY, fraction >= HALF, is_reached & is_in_reach)
+        is_up = np.where(np.abs(exponent) <= target.taper[0], fraction >= HALF, is_reached & is_in_reach)
         return np.asarray(np.ldexp(whole + is_up, unit_exponent))
 
 

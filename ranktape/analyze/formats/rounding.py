@@ -46,8 +46,7 @@ def round_to(
             has neither infinity nor NaN; the values are complex.
     """
     chosen = parse_rounding(rounding, target=target, seed=seed)
-    if not saturate and not target.has_overflow_code:
-        raise UsageError(f"{target.name} has no infinity and no NaN to overflow to: leave `saturate` True")
+    overflow = target.overflow_value(saturate=saturate)
     if np.iscomplexobj(values):
         raise UsageError("complex numbers are not rounded: give their real and imaginary parts")
     with np.errstate(invalid="ignore"):  # signalling NaN
@@ -60,7 +59,6 @@ def round_to(
         uniform = uniforms(seed or 0, start=0, size=exact.size) if chosen is Rounding.STOCHASTIC else np.zeros(0)
         endless = _rounded(magnitude, target=target, rounding=chosen, uniform=uniform)
         is_over = endless > target.maximum
-    overflow = target.maximum if saturate else np.inf if target.num_infinities else np.nan
     rounded = np.where(is_over, overflow, endless)
     if target.coding is Coding.EXPONENT:
         return np.where(exact < 0, np.nan, np.maximum(rounded, target.min_subnormal))

@@ -129,6 +129,18 @@ class Format:
         """Whether rounding has anything but `maximum` to give for what is beyond it: an infinity, or else NaN."""
         return self.num_infinities + self.num_nans > 0
 
+    def overflow_value(self, *, saturate: bool) -> float:
+        """What a positive number beyond `maximum` becomes: `maximum`, or else an infinity, or NaN without one.
+
+        Raises:
+            UsageError: it is not to saturate, and the format has neither infinity nor NaN.
+        """
+        if saturate:
+            return self.maximum
+        if not self.has_overflow_code:
+            raise UsageError(f"{self.name} has no infinity and no NaN to overflow to: leave `saturate` True")
+        return math.inf if self.num_infinities else math.nan
+
     def unit_exponent(self, exponent: int) -> int:
         """The exponent of the step between the values with that exponent, which is not below `lowest_exponent`."""
         return exponent - self.mantissa_bits + sum(abs(exponent) > limit for limit in self.taper)

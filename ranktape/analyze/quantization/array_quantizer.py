@@ -10,14 +10,14 @@ once in float64, but for the float32 scales of NVFP4, whose operations are those
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.formats import FORMATS, Format, Rounding, encode, round_to
+from ranktape.analyze.formats import Format, Rounding, round_to
+from ranktape.analyze.formats.codes import NARROW_BITS, code_table
 from ranktape.analyze.formats.kernels import state_of
 from ranktape.analyze.quantization.blocks import BOX_SIZE, Box, boxes, grouped_shape
 from ranktape.analyze.quantization.element_kernels import (
@@ -33,16 +33,12 @@ from ranktape.analyze.quantization.group_scales import GroupScales, group_scales
 from ranktape.analyze.quantization.losses import Losses
 from ranktape.analyze.quantization.plan import Plan
 from ranktape.analyze.quantization.schemes import Scaling
-from ranktape.errors import UsageError
 from ranktape.storage.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.histograms.histogram import AnyArray
-
-TABLE_BITS = 8
-"""Codes up to this width are found by a table: bfloat16 holds the values of all such formats."""
 
 
 def quantize_array(array: AnyArray, *, plan: Plan) -> Quantized:
@@ -51,7 +47,7 @@ def quantize_array(array: AnyArray, *, plan: Plan) -> Quantized:
     with np.errstate(all="ignore"):  # what overflows, vanishes or is NaN is part of the answer
         scales = _scales(rows, plan=plan)
         work = _Work.of(rows, plan=plan)
-        for box in boxes(rows.shape, axis=plan.axis, block_size=_block_size(rows.shape, plan=plan)):
+        for box in boxes(rows.shape, axis=plan.axis, block_size=plan.group_length(rows.shape)):
             work.quantize(box, scales=scales)
     losses = Losses(num_elements=array.size, **dict(zip(COUNTS, work.counts.tolist(), strict=True)))
     return Quantized(
@@ -61,29 +57,12 @@ def quantize_array(array: AnyArray, *, plan: Plan) -> Quantized:
         scale_values=None if scales is None else scales.values.reshape(_scales_shape(array, scales)),
         tensor_scale=None if scales is None else scales.tensor_scale,
         losses=losses,
-        encoding=functools.partial(_encoded, work.codes.reshape(array.shape), plan=plan, losses=losses),
+        stored_codes=work.codes.reshape(array.shape),
     )
 
 
 def _scales_shape(array: AnyArray, scales: GroupScales) -> tuple[int, ...]:
     return scales.stored.shape if array.ndim else ()
-
-
-def _encoded(codes: AnyArray, *, plan: Plan, losses: Losses) -> AnyArray:
-    element = plan.scheme.element
-    if losses.nan and not element.num_nans and plan.scheme.scaling is not Scaling.BLOCK:
-        raise UsageError(
-            f"{element.name} has no code for NaN, and {losses.nan} elements are NaN: replace them first, "
-            "or read `values` alone"
-        )
-    return codes
-
-
-def _block_size(shape: tuple[int, ...], *, plan: Plan) -> int:
-    """How long the runs along the axis are that share a scale."""
-    if plan.scheme.scaling is Scaling.BLOCK:
-        return plan.scheme.block_size
-    return 1 if plan.scheme.scaling is Scaling.CHANNEL else max(1, shape[plan.axis])
 
 
 def _scales(rows: AnyArray, *, plan: Plan) -> GroupScales | None:
@@ -173,22 +152,13 @@ class _Work:
 
     def _divide(self, magnitudes_OBEI: NDArray[np.float64], box: Box, scales: GroupScales) -> NDArray[np.float64]:
         """Divide the magnitudes of a piece by their scales, and give the factors that undo it."""
-        values_OBEI = self._of_groups(scales.values, box)
+        values_OBEI = scales.of_box(box, plan=self.plan)
         if scales.tensor_scale is None:
             np.divide(magnitudes_OBEI, values_OBEI, out=magnitudes_OBEI)
             return values_OBEI
         products_OBEI = magnitudes_OBEI * nvfp4_reciprocals(values_OBEI, tensor_scale=scales.tensor_scale)
         magnitudes_OBEI[...] = products_OBEI.astype(np.float32)
         return nvfp4_factors(values_OBEI, tensor_scale=scales.tensor_scale)
-
-    def _of_groups(self, of_groups: NDArray[np.float64], box: Box) -> NDArray[np.float64]:
-        """The numbers of the groups of a piece, with one element for each block, or one for all."""
-        before, count, _, after = box.shape_OBEI
-        if self.plan.scheme.scaling is Scaling.BLOCK:
-            return of_groups[box.groups].reshape(before, count, 1, after)
-        if self.plan.scheme.scaling is Scaling.CHANNEL:
-            return of_groups[box.place[self.plan.axis]].reshape(1, count, 1, 1)
-        return of_groups.reshape(1, 1, 1, 1)
 
     def _round(self, box: Box, magnitudes: NDArray[np.float64], rounded: NDArray[np.float64]) -> None:
         rounding, element = self.plan.rounding, self.plan.scheme.element
@@ -219,21 +189,8 @@ def _code_dtype(element: Format) -> np.dtype[Any]:
 
 def _codes(rounded: NDArray[np.float64], element: Format) -> AnyArray:
     """The codes of values of the format; of NaN 0 where it has no code for that."""
-    if element.num_bits <= TABLE_BITS:
-        codes: AnyArray = _code_table(element.name)[rounded.astype(np.float32).view(np.uint32) >> 16]
+    if element.num_bits <= NARROW_BITS:
+        codes: AnyArray = code_table(element.name)[rounded.astype(np.float32).view(np.uint32) >> 16]
     else:
         codes = rounded.astype(numpy_dtype(str(element.dtype))).view(_code_dtype(element))
-    return codes
-
-
-@functools.cache
-def _code_table(name: str) -> NDArray[np.uint8]:
-    """The code of the value that each pattern of bfloat16 has."""
-    element = FORMATS[name]
-    with np.errstate(all="ignore"):
-        values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).astype(np.float64)
-    special = np.isnan(values) & (element.num_nans == 0)
-    is_bounded = not element.num_infinities
-    codes = encode(np.where(special, 0.0, values), target=element, rounding=Rounding.FLOOR, saturate=is_bounded)
-    codes.flags.writeable = False
     return codes

@@ -45,9 +45,12 @@ class ElementConstants(NamedTuple):
 
 def element_constants(element: Format, *, rounding: Rounding, saturate: bool) -> ElementConstants:
     """What `finish` takes of a format."""
-    beyond = element.maximum if saturate else np.inf if element.num_infinities else np.nan
     return ElementConstants(
-        element.maximum, beyond, element.overflow_start_of(rounding), element.min_normal, element.has_negative_zero
+        maximum=element.maximum,
+        beyond=element.overflow_value(saturate=saturate),
+        overflow_start=element.overflow_start_of(rounding),
+        min_normal=element.min_normal,
+        has_negative_zero=element.has_negative_zero,
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ranktape.analyze.quantization.losses import Losses
-from ranktape.analyze.quantization.schemes import Scheme
+from ranktape.analyze.quantization.schemes import Scaling, Scheme
+from ranktape.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,8 +32,8 @@ class Quantized:
     """The scale of the scales of NVFP4, a float32; None for other schemes."""
     losses: Losses
     """What the scheme could not keep."""
-    encoding: Callable[[], Any] = field(repr=False)
-    """Gives `codes`."""
+    stored_codes: Any = field(repr=False)
+    """`codes`, with 0 for NaN where the format has no code for that."""
 
     @property
     def codes(self) -> Any:
@@ -44,4 +44,10 @@ class Quantized:
         Raises:
             UsageError: elements are NaN, and the format has no code for that.
         """
-        return self.encoding()
+        element, num_nans = self.scheme.element, self.losses.nan
+        if num_nans and not element.num_nans and self.scheme.scaling is not Scaling.BLOCK:
+            raise UsageError(
+                f"{element.name} has no code for NaN, and {num_nans} elements are NaN: replace them first, "
+                "or read `values` alone"
+            )
+        return self.stored_codes

@@ -15,6 +15,7 @@ import numpy as np
 
 from ranktape.analyze.formats.kernels import ONE_FIELD, RoundingConstants, round_away, round_even
 from ranktape.analyze.kernels import compiled
+from ranktape.analyze.quantization.group_scales import MAX_FLOAT32
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,8 +34,6 @@ ONE_FIELD32 = 127
 
 MAX_FIELD32 = 230
 """Exponent field of largest magnitudes up to which no power of two that is added overflows."""
-
-MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class BlockConstants(NamedTuple):

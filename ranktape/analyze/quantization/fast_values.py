@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from ranktape.analyze.quantization.fast_kernels import (
 )
 from ranktape.analyze.quantization.group_scales import group_scales
 from ranktape.analyze.quantization.plan import Plan, plan_of
-from ranktape.analyze.quantization.quantizer import quantize
+from ranktape.analyze.quantization.quantizer import quantize_planned
 from ranktape.analyze.quantization.scales import cut_of
 from ranktape.analyze.quantization.schemes import Scaling
 
@@ -47,10 +47,9 @@ def quantized_values(
     Raises:
         UsageError: as `quantize`.
     """
-    options: dict[str, Any] = {"scaling": scaling, "block_size": block_size, "axis": axis, "scale_rule": scale_rule}
-    plan = plan_of(scheme, num_dims=x.ndim, **options)
+    plan = plan_of(scheme, num_dims=x.ndim, scaling=scaling, block_size=block_size, axis=axis, scale_rule=scale_rule)
     if not _is_fast(x, plan=plan):
-        slow: torch.Tensor = quantize(x, scheme, warn=False, **options).values
+        slow: torch.Tensor = quantize_planned(x, plan=plan).values
         return slow.to(x.dtype)
     import torch
 

@@ -1,5 +1,7 @@
 """Which scales do groups of elements get, whose largest magnitudes are known?"""
 
+# Shapes: O = everything before the axis of blocks, B = blocks, E = elements of a block, I = everything after.
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -7,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.formats import FORMATS, encode, round_to
+from ranktape.analyze.formats import FORMATS, codes_of, round_to
+from ranktape.analyze.quantization.blocks import Box
 from ranktape.analyze.quantization.plan import Plan
 from ranktape.analyze.quantization.scales import scale_exponents
 from ranktape.analyze.quantization.schemes import Scaling
@@ -44,6 +47,15 @@ class GroupScales:
     """The numbers that are stored."""
     tensor_scale: float | None
     """The scale of the scales of NVFP4."""
+
+    def of_box(self, box: Box, *, plan: Plan) -> NDArray[np.float64]:
+        """The scales of a piece's groups, [O, B, 1, I] of blocks and as many dimensions of others."""
+        before, count, _, after = box.shape_OBEI
+        if plan.scheme.scaling is Scaling.BLOCK:
+            return self.values[box.groups].reshape(before, count, 1, after)
+        if plan.scheme.scaling is Scaling.CHANNEL:
+            return self.values[box.place[plan.axis]].reshape(1, count, 1, 1)
+        return self.values.reshape(1, 1, 1, 1)
 
 
 @np.errstate(over="ignore", invalid="ignore")  # what is beyond the largest scale becomes it
@@ -125,7 +137,7 @@ def _nvfp4_scales(largest: NDArray[np.float64], *, tensor_scale: float) -> tuple
     wanted = _float32(np.minimum(share, MAX_FLOAT32) / tensor_scale)
     # Subnormal scales are not used (torchao).
     values = round_to(np.clip(wanted, scale.min_normal, scale.maximum), target=scale)
-    codes = encode(values, target=scale)
+    codes = codes_of(values, target=scale)
     return np.where(is_spoiled, E4M3_NAN, codes), np.where(is_spoiled, np.nan, values)
 
 

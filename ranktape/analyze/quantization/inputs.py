@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -28,17 +28,28 @@ def numbers_of(x: Any) -> AnyArray:
     Raises:
         UsageError: the elements are of another type, lists are ragged, or a tensor is sparse or has no values.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):  # who has a tensor has imported torch
-        check_readable(x)
-        _check_known(str(x.dtype).removeprefix("torch."))
-        return array_of(x.cpu())
+    given = tensor_or_array(x)
+    if not isinstance(given, np.ndarray):
+        check_readable(given)
+        _check_known(str(given.dtype).removeprefix("torch."))
+        return array_of(given.cpu())
+    _check_known(given.dtype.name)
+    return given if given.dtype.isnative else given.astype(given.dtype.newbyteorder("="))
+
+
+def tensor_or_array(x: Any) -> torch.Tensor | AnyArray:
+    """A tensor of torch itself, and anything else as an array of numpy; no element is looked at.
+
+    Raises:
+        UsageError: lists are ragged.
+    """
+    imported = sys.modules.get("torch")
+    if imported is not None and isinstance(x, imported.Tensor):  # who has a tensor has imported torch
+        return cast("torch.Tensor", x)
     try:
-        array = np.asarray(x)
+        return np.asarray(x)
     except ValueError as error:
         raise UsageError(f"this is no array of numbers ({error}): give lists of the same length") from error
-    _check_known(array.dtype.name)
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _check_known(dtype: str) -> None:

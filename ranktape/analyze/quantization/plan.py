@@ -54,6 +54,12 @@ class Plan:
         """What the largest magnitude of a tensor or channel becomes by the exact rule."""
         return HIF8_TARGET if self.scheme.element.name == "hif8" else self.scheme.element.maximum
 
+    def group_length(self, shape: tuple[int, ...]) -> int:
+        """How long the runs along the axis are that share a scale, in a tensor of that shape."""
+        if self.scheme.scaling is Scaling.BLOCK:
+            return self.scheme.block_size
+        return 1 if self.scheme.scaling is Scaling.CHANNEL else max(1, shape[self.axis])
+
 
 def plan_of(
     name: str,
@@ -77,8 +83,7 @@ def plan_of(
     scheme = _scheme(name, scaling=scaling, block_size=block_size)
     element = scheme.element
     constants_of(element)  # refuses what nothing can be quantised to
-    if not saturate and not element.has_overflow_code:
-        raise UsageError(f"{element.name} has no infinity and no NaN to overflow to: leave `saturate` True")
+    element.overflow_value(saturate=saturate)  # refuses what has nothing to overflow to
     return Plan(
         scheme=scheme,
         axis=_axis(axis, num_dims=num_dims),

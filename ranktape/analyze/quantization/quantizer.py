@@ -6,16 +6,14 @@ The door for tensors of every kind: options are read here, and the work is done 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ranktape.analyze.quantization.array_quantizer import quantize_array
 from ranktape.analyze.quantization.encoded import Quantized
-from ranktape.analyze.quantization.inputs import array_of, check_readable
+from ranktape.analyze.quantization.inputs import array_of, check_readable, tensor_or_array
 from ranktape.analyze.quantization.losses import QuantizationWarning, Severity
 from ranktape.analyze.quantization.plan import Plan, plan_of
 from ranktape.analyze.quantization.scales import MAX_SCALE_BITS
@@ -63,16 +61,17 @@ def quantize(
     float32. Accepted are all types of real floating-point numbers.
 
     Raises:
-        UsageError: the elements are not real floating-point numbers; an option is unknown, out of its range or without
-            effect.
+        UsageError: the elements are not real floating-point numbers, or lists are ragged; an option is unknown, out of
+            its range or without effect.
 
     Warns:
         QuantizationWarning: more than 0.1 % of the elements are nonzero and below the smallest normal value of the
             format; not with `warn=False`. The result is the same.
     """
+    given = tensor_or_array(x)
     plan = plan_of(
         scheme,
-        num_dims=np.ndim(x),
+        num_dims=given.ndim,
         scaling=scaling,
         block_size=block_size,
         axis=axis,
@@ -83,25 +82,28 @@ def quantize(
         seed=seed,
         scale_bits=scale_bits,
     )
-    quantized = _quantize_any(x, plan=plan)
+    quantized = quantize_planned(given, plan=plan)
     losses = quantized.losses
     if warn and losses.level is not Severity.NONE:
         warnings.warn(f"{plan.scheme.name}: {losses}", QuantizationWarning, stacklevel=2)
     return quantized
 
 
-def _quantize_any(x: Any, *, plan: Plan) -> Quantized:
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(x, torch.Tensor):  # who has a tensor has imported torch
-        array = np.asarray(x)
-        _check(array.dtype.name)
-        return quantize_array(array, plan=plan)
+def quantize_planned(x: AnyArray | torch.Tensor, *, plan: Plan) -> Quantized:
+    """What `quantize` gives, once the options have been read; it warns of nothing.
+
+    Raises:
+        UsageError: the elements are not real floating-point numbers.
+    """
+    if isinstance(x, np.ndarray):
+        _check(x.dtype.name)
+        return quantize_array(x, plan=plan)
     _check(str(x.dtype).removeprefix("torch."))
     check_readable(x)
     if x.device.type != "cpu":
-        from ranktape.analyze.quantization.torch_quantizer import quantize_planned
+        from ranktape.analyze.quantization import torch_quantizer
 
-        return quantize_planned(x, plan=plan)
+        return torch_quantizer.quantize_planned(x, plan=plan)
     return _as_tensors(quantize_array(array_of(x), plan=plan))
 
 
@@ -123,11 +125,5 @@ def _as_tensors(quantized: Quantized) -> Quantized:
         values=torch.from_numpy(quantized.values),
         scales=torch.from_numpy(quantized.scales) if has_scales else None,
         scale_values=torch.from_numpy(quantized.scale_values) if has_scales else None,
-        encoding=functools.partial(_codes_as_tensor, quantized),
+        stored_codes=torch.from_numpy(quantized.stored_codes),
     )
-
-
-def _codes_as_tensor(quantized: Quantized) -> torch.Tensor:
-    import torch
-
-    return torch.from_numpy(quantized.codes)

@@ -10,7 +10,6 @@ the scales of the groups are made of their largest magnitudes on the CPU, by the
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,18 +80,8 @@ def quantize_planned(tensor: torch.Tensor, plan: Plan) -> Quantized:
         scale_values=None if scales is None else work.moved(scales.values.reshape(work.scales_shape)),
         tensor_scale=None if scales is None else scales.tensor_scale,
         losses=losses,
-        encoding=functools.partial(_encoded, codes.reshape(tensor.shape), plan=plan, losses=losses),
+        stored_codes=codes.reshape(tensor.shape),
     )
-
-
-def _encoded(codes: torch.Tensor, *, plan: Plan, losses: Losses) -> torch.Tensor:
-    element = plan.scheme.element
-    if losses.nan and not element.num_nans and plan.scheme.scaling is not Scaling.BLOCK:
-        raise UsageError(
-            f"{element.name} has no code for NaN, and {losses.nan} elements are NaN: replace them first, "
-            "or read `values` alone"
-        )
-    return codes
 
 
 class _Piece(NamedTuple):
@@ -130,10 +119,8 @@ class _Work:
 
     def boxes(self) -> Iterator[Box]:
         """The pieces of the tensor, one after the other."""
-        scheme, axis = self.plan.scheme, self.plan.axis
-        length = {Scaling.BLOCK: scheme.block_size, Scaling.CHANNEL: 1}.get(scheme.scaling, max(1, self.shape[axis]))
         box_size = CPU_BOX_SIZE if self.tensor.device.type == "cpu" else BOX_SIZE
-        return boxes(self.shape, axis=axis, block_size=length, box_size=box_size)
+        return boxes(self.shape, axis=self.plan.axis, block_size=self.plan.group_length(self.shape), box_size=box_size)
 
     def values(self, box: Box) -> torch.Tensor:
         """The elements of a box as they are."""
@@ -181,15 +168,6 @@ class _Work:
 
         return torch.from_numpy(np.ascontiguousarray(array)).reshape(array.shape).to(self.tensor.device)
 
-    def of_groups(self, numbers: NDArray[np.float64], box: Box) -> NDArray[np.float64]:
-        """The numbers of the groups of a piece: [O, B, 1, I], or what stands for it."""
-        before, count, _, after = box.shape_OBEI
-        if self.plan.scheme.scaling is Scaling.BLOCK:
-            return numbers[box.groups].reshape(before, count, 1, after)
-        if self.plan.scheme.scaling is Scaling.CHANNEL:
-            return numbers[box.place[self.plan.axis]].reshape(1, count, 1, 1)
-        return numbers.reshape(1, 1, 1, 1)
-
     def piece(self, box: Box) -> _Piece:
         """What becomes of the elements of a box."""
         import torch
@@ -197,7 +175,7 @@ class _Work:
         plan, values = self.plan, self.values(box)
         scaled, factor = values, torch.ones((), dtype=torch.float64, device=values.device)
         if self.scales is not None:
-            scales, tensor_scale = self.of_groups(self.scales.values, box), self.scales.tensor_scale
+            scales, tensor_scale = self.scales.of_box(box, plan=plan), self.scales.tensor_scale
             if tensor_scale is None:
                 factor = self.moved(scales)
                 scaled = values / factor

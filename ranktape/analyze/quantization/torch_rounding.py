@@ -6,16 +6,16 @@ to the last bit, so that a CPU and a GPU agree. No logarithm and no power is tak
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ranktape.analyze.formats import Format, Rounding, round_to
-from ranktape.analyze.formats.codes import decode, encode
+from ranktape.analyze.formats.codes import NARROW_BITS, code_table, codes_of
 from ranktape.analyze.formats.kernels import (
     FIRST_FACTOR,
     GOLDEN,
+    HALF,
     ONE_FIELD,
     SECOND_FACTOR,
     UNIFORM_UNIT,
@@ -25,16 +25,9 @@ from ranktape.analyze.quantization.inputs import array_of
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
 
 FIELD_SHIFT = 52
 """Bits of a float64 below its exponent field."""
-
-HALF = 0.5
-"""Of the step between two values."""
-
-MAX_TABLE_BITS = 8
-"""Width of the codes that are looked up in a table."""
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
@@ -84,7 +77,7 @@ def round_elements(
         assert source is not None, "the caller gives what hybrid rounding looks at"
         return _hybrid(source, target=target, saturate=saturate)
     endless = _round(scaled.abs(), target=target, rounding=rounding, uniform=uniform)
-    overflow = target.maximum if saturate else np.inf if target.num_infinities else np.nan
+    overflow = target.overflow_value(saturate=saturate)
     signed = torch.where(endless > target.maximum, overflow, endless).copysign(scaled)
     return signed if target.has_negative_zero else signed + 0.0
 
@@ -123,44 +116,19 @@ def code_dtype(target: Format) -> torch.dtype:
     """The type of the codes of a format."""
     import torch
 
-    return {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}[max(MAX_TABLE_BITS, target.num_bits)]
+    return {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}[max(NARROW_BITS, target.num_bits)]
 
 
 def encode_elements(rounded: torch.Tensor, *, target: Format) -> torch.Tensor:
     """What `formats.encode` gives for float64 values of the format; of NaN 0 where there is no code for it."""
     import torch
 
-    if target.num_bits > MAX_TABLE_BITS:
+    if target.num_bits > NARROW_BITS:
         dtype = getattr(torch, target.dtype or "")
         bits = rounded.to(dtype).view({16: torch.int16, 32: torch.int32}[target.num_bits])
         # Each device has its own idea of the bits of a NaN.
-        bits[rounded.isnan()] = int(encode(np.nan, target=target))
+        bits[rounded.isnan()] = int(codes_of(np.nan, target=target))
         return bits.view(code_dtype(target))
-    table = _code_table(target)
-    magnitudes = torch.from_numpy(table.magnitudes).to(rounded.device)
-    # NaN is found behind the last entry, where the tables have their code for it.
-    place = torch.searchsorted(magnitudes, rounded.abs().contiguous())
-    positive = torch.from_numpy(table.positive).to(rounded.device)
-    negative = torch.from_numpy(table.negative).to(rounded.device)
-    return torch.where(rounded.signbit(), negative[place], positive[place])
-
-
-class _CodeTable(NamedTuple):
-    magnitudes: NDArray[np.float64]
-    """All that the format holds, ascending."""
-    positive: NDArray[np.uint8]
-    """Their codes, and one more for NaN."""
-    negative: NDArray[np.uint8]
-    """The codes of the same magnitudes below zero, and one more for NaN."""
-
-
-@functools.cache
-def _code_table(target: Format) -> _CodeTable:
-    values = decode(np.arange(1 << target.num_bits, dtype=np.uint8), target=target)
-    magnitudes = np.unique(np.abs(values[~np.isnan(values)]))
-    magnitudes = magnitudes[(magnitudes <= target.maximum) | np.isinf(magnitudes)]
-    nan = encode(np.array([np.nan]), target=target) if target.num_nans else np.zeros(1, dtype=np.uint8)
-    saturate = target.num_infinities == 0
-    positive = np.concatenate([encode(magnitudes, target=target, saturate=saturate), nan])
-    negative = np.concatenate([encode(-magnitudes, target=target, saturate=saturate), nan])
-    return _CodeTable(magnitudes, positive, negative)
+    table = torch.tensor(code_table(target.name), device=rounded.device)
+    patterns = (rounded.to(torch.float32).view(torch.int32) >> 16) & 0xFFFF
+    return table[patterns]

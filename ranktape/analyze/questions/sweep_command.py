@@ -33,6 +33,9 @@ _KINDS: dict[str, Callable[[str], Any]] = {"mode": SweepMode, "scale_rule": Scal
 _FIELDS = {"sweep_mode": "mode"}
 """Options whose names are longer than those of the fields: `--mode` is a filter."""
 
+MAX_NAMED_FAILURES = 4
+"""Reasons that the last message names."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepQuestion:
@@ -102,10 +105,6 @@ def answer_sweep(selections: Sequence[Selection], question: SweepQuestion) -> No
         rest = len(reasons) - MAX_NAMED_FAILURES
         more = f"; and for {rest} more reasons" if rest > 0 else ""
         raise DataError(f"{len(outcome.failures)} of {len(tensors)} tensors could not be swept: {named}{more}")
-
-
-MAX_NAMED_FAILURES = 4
-"""Reasons that the last message names."""
 
 
 def _sweep(

@@ -104,7 +104,7 @@ def records_table(swept: Sequence[Swept], *, target_sqnr: float) -> Table:
                     *shape.start(record, found),
                     *tensor,
                     *shape.level(found.recommended),
-                    *(choice_row(choice) if shape.has_formats else ()),
+                    *(_choice_row(choice) if shape.has_formats else ()),
                     _note(found),
                 )
             )
@@ -175,7 +175,7 @@ def group_table(groups: Sequence[SweptGroup], *, by: Sequence[str], target_sqnr:
     shape = _Shape(swept)
     rows = []
     for group in groups:
-        choice = choice_row(_choice(group.members, target_sqnr=target_sqnr))
+        choice = _choice_row(_choice(group.members, target_sqnr=target_sqnr))
         key = group_row(group.key, num_records=len(group.members))
         for index, common in enumerate(group.commons):
             sweeps = [record.sweeps[index] for record in group.members]
@@ -244,7 +244,7 @@ def _choice(swept: Sequence[Swept], *, target_sqnr: float) -> FormatChoice | Non
     return best_format(sweeps, target_sqnr=target_sqnr)
 
 
-def choice_row(choice: FormatChoice | None) -> tuple[Any, ...]:
+def _choice_row(choice: FormatChoice | None) -> tuple[Any, ...]:
     """What `CHOICE_COLUMNS` hold; nothing where no tensor needs a scale."""
     if choice is None:
         return (None,) * len(CHOICE_COLUMNS)
@@ -272,7 +272,7 @@ def _notes(swept: Sequence[Swept]) -> Iterator[str]:
         exponents = [level.exponent for record in swept if (level := record.sweeps[index].recommended) is not None]
         if len(exponents) > 1:
             median = statistics.median(exponents)
-            what = "offsets" if first.mode in {SweepMode.MX, SweepMode.CHANNEL} else "exponents"
+            what = "offsets" if first.has_offsets else "exponents"
             start = f"{first.scheme.name}: " if len(swept[0].sweeps) > 1 else ""
             yield (
                 f"{start}recommended {what} of {len(exponents)} tensors: median {median:.4g} "

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from ranktape.storage import Record, Records
 
 
-_WITH_OFFSETS = {SweepMode.MX, SweepMode.CHANNEL}
-"""Modes in which the levels of all tensors are the same whole offsets."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRequest:
     """What is asked of every record."""
@@ -85,7 +81,7 @@ def parse_request(
     chosen = options or SweepOptions()
     found: dict[str, str] = {}
     for name, (scheme, mode) in zip(names, resolve_all(names, options=chosen), strict=True):
-        if mode in _WITH_OFFSETS:
+        if mode.has_offsets:
             chosen.offsets()  # refuses ends between which there are not so many
         found.setdefault(scheme.name, name)
     if not found:
@@ -194,7 +190,7 @@ def _counted_axis(record: Record, name: str, options: SweepOptions) -> str:
 def num_readings(request: SweepRequest, *, by: Sequence[str]) -> int:
     """How often each record is read: for a common scale a second time, unless levels are common offsets anyway."""
     modes = {resolve(name, options=request.options)[1] for name in request.formats}
-    return 2 if by and modes - _WITH_OFFSETS else 1
+    return 2 if by and not all(mode.has_offsets for mode in modes) else 1
 
 
 def grouped(swept: Sequence[Swept], request: SweepRequest, *, on_record: Callable[[], object]) -> list[SweptGroup]:

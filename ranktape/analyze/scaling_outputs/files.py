@@ -7,7 +7,6 @@ output directory, hide the files, or be too long; no two tensors share one, on f
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import unicodedata
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError
-from ranktape.storage.backends.failures import printable
+from ranktape.storage.backends.failures import FULL, REFUSED, printable
 
 DEFAULT_OUTPUT_DIR = Path("draw/scaling_analysis")
 """Where the directories of tensors go if nobody says where: the place that the seeds name."""
@@ -27,8 +26,6 @@ MAX_NAME_NBYTES = 120
 
 _HASH_LENGTH = 8
 _PLAIN = "._-+=@"
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +138,9 @@ def write_file(path: Path, data: bytes) -> None:
 def write_error(error: OSError, path: Path) -> StorageError:
     """The error to raise for a file or directory that could not be written."""
     kind, way_out = StorageError, "move aside what is in the way, or give another --output-dir"
-    if error.errno in _FULL:
+    if error.errno in FULL:
         kind, way_out = NoSpaceError, "free space or raise the quota, or give another --output-dir"
-    elif error.errno in _REFUSED:
+    elif error.errno in REFUSED:
         kind, way_out = AccessDeniedError, "mend the permissions, or give another --output-dir"
     return kind(f"{printable(str(path))} cannot be written: {error.strerror or error}: {way_out}")
 

@@ -18,9 +18,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ranktape.analyze.advice.verdict import is_lossless, verdict_of
-from ranktape.analyze.plot import DOTS_PER_INCH
+from ranktape.analyze.plot import BLUE, DOTS_PER_INCH, GREEN, ORANGE, PURPLE, VERMILION
 from ranktape.analyze.scaling_outputs.axes import drawable, is_drawable, linear_scale, log_scale, ratio_scale, wrapped
-from ranktape.analyze.scaling_outputs.words import figure_text, is_offset, limits_of, number_of, statistics_lines
+from ranktape.analyze.scaling_outputs.words import figure_text, limits_of, number_of, statistics_lines
 from ranktape.analyze.sweeps.options import SweepMode
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.sweeps.metrics import Level
     from ranktape.analyze.sweeps.sweep import ScaleSweep
-
-BLUE, VERMILION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
-"""Okabe and Ito's colours."""
 
 MARKS = ("o", "s", "^")
 """Of the first, second and third line of a panel."""
@@ -318,7 +315,7 @@ def _finish(figure: Figure, *, sweep: ScaleSweep, name: str, num_columns: int) -
 def _levels_label(sweep: ScaleSweep) -> str:
     if sweep.scheme.has_tensor_scale:
         return "offset to the exponent of the tensor's scale"
-    return "offset to the exponent of each scale" if is_offset(sweep) else "exponent e of the scale $2^e$"
+    return "offset to the exponent of each scale" if sweep.has_offsets else "exponent e of the scale $2^e$"
 
 
 def _title(sweep: ScaleSweep) -> str:

@@ -15,7 +15,6 @@ from ranktape.analyze.scaling_outputs.words import (
     decibel_text,
     factor_text,
     figure_text,
-    is_offset,
     level_name,
     level_text,
     metric_text,
@@ -87,7 +86,7 @@ def parameter_lines(sweep: ScaleSweep) -> Iterator[str]:
         yield "  underflow below the smallest subnormal value, flushed below the smallest normal value"
     if sweep.levels:
         first, last = sweep.levels[0].exponent, sweep.levels[-1].exponent
-        what = "Scale Offsets" if is_offset(sweep) else "Scale Exponents"
+        what = "Scale Offsets" if sweep.has_offsets else "Scale Exponents"
         yield f"{what}: {figure_text(first)} to {figure_text(last)}, {number_of(len(sweep.levels), 'level')}"
     if sweep.note:
         yield f"Note: {sweep.note}"
@@ -217,7 +216,7 @@ def _composite_lines(sweep: ScaleSweep, chosen: Verdict) -> Iterator[str]:
     yield "COMPOSITE RECOMMENDATION:"
     yield SHORT
     yield f"RECOMMENDED Scaling Factor: {factor_text(level.scale)}"
-    yield f"   {'Scale Offset' if is_offset(sweep) else 'Scale Exponent'}: {figure_text(level.exponent)}"
+    yield f"   {'Scale Offset' if sweep.has_offsets else 'Scale Exponent'}: {figure_text(level.exponent)}"
     yield f"   Composite Score: {level.score:.4f}"
     yield "   Balanced Performance:"
     for name, label in (

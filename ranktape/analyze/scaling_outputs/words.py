@@ -37,11 +37,6 @@ class Limit:
     """What happens there."""
 
 
-def is_offset(sweep: ScaleSweep) -> bool:
-    """Whether levels are offsets to the exponents of many scales, and not the exponent of one."""
-    return sweep.mode in {SweepMode.MX, SweepMode.CHANNEL}
-
-
 def level_text(sweep: ScaleSweep, level: Level, *, sign: str = ":") -> str:
     """Which level it is: what people call it, and its factor."""
     return f"{level_name(sweep)}{sign} {figure_text(level.exponent)}"
@@ -49,7 +44,7 @@ def level_text(sweep: ScaleSweep, level: Level, *, sign: str = ":") -> str:
 
 def level_name(sweep: ScaleSweep) -> str:
     """What the number of a level is."""
-    return "Scale Offset" if is_offset(sweep) else "Scale Exp"
+    return "Scale Offset" if sweep.has_offsets else "Scale Exp"
 
 
 def figure_text(exponent: float) -> str:
@@ -191,7 +186,7 @@ def _chosen_lines(sweep: ScaleSweep) -> Iterator[str]:
     verdict = verdict_of(level)
     yield ""
     yield "RECOMMENDED"
-    yield _entry("offset" if is_offset(sweep) else "exponent", figure_text(level.exponent))
+    yield _entry("offset" if sweep.has_offsets else "exponent", figure_text(level.exponent))
     yield _entry("factor", factor_text(level.scale))
     yield _entry("score", f"{level.score:.4f}")
     labels = {"cosine": "cosine", "relative_error": "rel. error"}

@@ -27,8 +27,17 @@ from ranktape.analyze.quantization.scales import unbounded_exponents
 from ranktape.analyze.quantization.schemes import Scaling, Scheme
 from ranktape.analyze.sweeps.group_scaling_kernels import CODES, FLOATS, POWERS, Scales, sum_grouped
 from ranktape.analyze.sweeps.population import Population, population_of_parts
-from ranktape.analyze.sweeps.rounding_kernels import Constants, kernel_constants
-from ranktape.analyze.sweeps.scaling import MAX_SHIFTED_EXPONENT, Part, Sums, in_batches, new_part, shift_of, total_of
+from ranktape.analyze.sweeps.rounding_kernels import kernel_constants
+from ranktape.analyze.sweeps.scaling import (
+    MAX_SHIFTED_EXPONENT,
+    Part,
+    Sums,
+    in_batches,
+    new_part,
+    shift_factors,
+    shift_of,
+    total_of,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -183,15 +192,13 @@ class _Work:
         return np.clip(scales, MIN_TENSOR_SCALE, MAX_FLOAT32)
 
     def _scales(self, *, shift: int) -> Scales:
-        codes, scale = _code_constants(), FORMATS["fp8_e4m3"]
+        scale = FORMATS["fp8_e4m3"]
+        codes = kernel_constants(scale, rounding=Rounding.EVEN)
         kind = FLOATS if self._is_channel else CODES if self._scheme.has_tensor_scale else POWERS
         end = (1 << (self._options.bits - 1)) - 1
         element = self._scheme.element
-        return Scales(kind, end, shift, MAX_SHIFTED_EXPONENT, element.maximum, codes, scale.min_normal)
-
-
-def _code_constants() -> Constants:
-    return kernel_constants(FORMATS["fp8_e4m3"], rounding=Rounding.EVEN)
+        limit, factors = MAX_SHIFTED_EXPONENT, shift_factors(shift)
+        return Scales(kind, end, shift, factors, limit, element.maximum, codes, scale.min_normal)
 
 
 def _left_out(values_GE: NDArray[np.float64], is_left_out: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ranktape.analyze.kernels import compiled
+from ranktape.analyze.quantization.group_scales import MAX_FLOAT32, MIN_FLOAT32
 from ranktape.analyze.sweeps.rounding_kernels import Constants, round_block
 from ranktape.analyze.sweeps.scaling_kernels import (
     BLOCK,
@@ -23,6 +24,7 @@ from ranktape.analyze.sweeps.scaling_kernels import (
     add_own,
     finish_block,
     fold,
+    magnitudes_of,
 )
 
 if TYPE_CHECKING:
@@ -30,9 +32,6 @@ if TYPE_CHECKING:
 
 POWERS, FLOATS, CODES = range(3)
 """Scales are powers of two; or numbers to divide by; or e4m3 numbers times the scale of the tensor, as NVFP4's are."""
-
-MIN_FLOAT32, MAX_FLOAT32 = 2.0**-149, (2 - 2.0**-23) * 2.0**127
-"""The ends of the positive numbers of float32."""
 
 
 class Scales(NamedTuple):
@@ -44,6 +43,8 @@ class Scales(NamedTuple):
     """Largest magnitude of the exponent of a power of two."""
     shift: int
     """Exponent of the power of two that values are to be divided by, so that their squares are within float64."""
+    shift_factors: tuple[float, float]
+    """What divides by that: see `shift_factors`."""
     limit: int
     """Largest magnitude of the exponent of a shifted scale."""
     element_maximum: float
@@ -79,7 +80,6 @@ def sum_grouped(  # noqa: PLR0917 - numba knows no keyword-only arguments
     no_weights, ones = np.zeros(0, dtype=np.int64), np.ones(BLOCK)
     # Of each group of a block: what values are multiplied or divided by, and what results are multiplied by.
     factors = np.zeros((2, BLOCK))
-    shift_factors = _halves(how.shift)
     zeros = np.int64(0)
     # A block holds several groups, or one of several parts of a group.
     groups, parts = max(1, BLOCK // size_of_group), (size_of_group + BLOCK - 1) // BLOCK
@@ -92,9 +92,7 @@ def sum_grouped(  # noqa: PLR0917 - numba knows no keyword-only arguments
         start = group * size_of_group + place
         block[:size] = flat[start : start + size]
         block[size:used] = 0.0
-        for index in range(used):
-            moved = block[index] * shift_factors[0] * shift_factors[1]
-            shifted[index] = max(moved, min(block[index], 5e-324))
+        magnitudes_of(block[:used], how.shift_factors, shifted)
         values, scaled, scales = shifted[:used], scratch[4, :used], scratch[5, :used]
         scaled[size:], scales[size:] = 0.0, 0.0
         zeros += add_own(values, ones[:used], own_KA)
@@ -108,13 +106,6 @@ def sum_grouped(  # noqa: PLR0917 - numba knows no keyword-only arguments
 
 
 @compiled
-def _halves(shift: int) -> tuple[float, float]:
-    """Two factors that divide by 2**`shift`: 2**1074 is not a float64."""
-    half = np.int64(-shift) // 2
-    return 2.0 ** np.float64(half), 2.0 ** np.float64(-shift - half)
-
-
-@compiled
 def _factors_of(known: NDArray[np.float64], offset: float, how: Scales, factors: NDArray[np.float64]) -> None:
     before, after = factors[0, : known.size], factors[1, : known.size]
     if how.kind == POWERS:
@@ -124,7 +115,7 @@ def _factors_of(known: NDArray[np.float64], offset: float, how: Scales, factors:
             moved = np.int64(min(max(exponent - np.int64(how.shift), np.int64(-how.limit)), np.int64(how.limit)))
             after[group] = np.int64((1023 + moved) << 52).view(np.float64)
         return
-    low, high = _halves(how.shift)
+    low, high = how.shift_factors
     if how.kind == FLOATS:
         for group in range(known.size):
             # float32 holds no smaller and no larger scale.

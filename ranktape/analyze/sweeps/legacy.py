@@ -59,8 +59,7 @@ SWAMP = 1e-10
 BEYOND_EXPONENT = 128
 """Of a power of two that float32 does not hold."""
 
-BFLOAT16_EXCESS_BITS = 16
-"""By which float32 is wider than bfloat16."""
+_BFLOAT16 = dtype_row("bfloat16").numpy_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +90,7 @@ def to_bfloat16(values: ArrayLike) -> NDArray[np.float32]:
     NaN stays NaN, infinities stay what they are, and what rounds to beyond the largest bfloat16 becomes infinite.
     The shape is that of the values.
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # wider numbers beyond float32; signalling NaN
-        exact = np.asarray(values).astype(np.float32)
-    bits = exact.view(np.uint32)
-    is_odd = (bits >> BFLOAT16_EXCESS_BITS) & 1
-    half = (1 << (BFLOAT16_EXCESS_BITS - 1)) - 1
-    rounded = (bits + half + is_odd) & np.uint32(0xFFFF0000)
-    return np.where(np.isnan(exact), np.float32(np.nan), rounded.view(np.float32))
+    return _halves(values).astype(np.float32)
 
 
 def legacy_histogram(numbers: NDArray[Any] | Histogram) -> Histogram:
@@ -106,22 +99,21 @@ def legacy_histogram(numbers: NDArray[Any] | Histogram) -> Histogram:
     Raises:
         UsageError: records do not hold such a dtype.
     """
-    bfloat16 = dtype_row("bfloat16").numpy_dtype
     if not isinstance(numbers, Histogram):
-        if numbers.dtype.itemsize <= bfloat16.itemsize:
+        if numbers.dtype.itemsize <= _BFLOAT16.itemsize:
             return legacy_histogram(count_values(numbers))
         merged = np.zeros(1 << 16, dtype=np.int64)
         for piece in pieces(np.atleast_1d(numbers), axis=0, block_size=1):
             flat = np.ravel(piece)
             for start in range(0, flat.size, CHUNK):
                 merged += count_patterns(_patterns(flat[start : start + CHUNK]))
-        return Histogram(dtype=bfloat16, counts=merged)
-    if numbers.dtype == bfloat16:
+        return Histogram(dtype=_BFLOAT16, counts=merged)
+    if numbers.dtype == _BFLOAT16:
         return numbers
     values, counts = numbers.pairs()
     merged = np.zeros(1 << 16, dtype=np.int64)
     np.add.at(merged, _patterns(values), counts)
-    return Histogram(dtype=bfloat16, counts=merged)
+    return Histogram(dtype=_BFLOAT16, counts=merged)
 
 
 def legacy_result(values: ArrayLike, *, target: Format, exponent: float) -> NDArray[np.float64]:
@@ -227,8 +219,13 @@ def _rounded(scaled: NDArray[np.float32], *, target: Format) -> NDArray[np.float
     return np.where(np.isinf(scaled), scaled, clamped)
 
 
+def _halves(values: ArrayLike) -> NDArray[Any]:
+    with np.errstate(over="ignore", invalid="ignore"):  # wider numbers beyond float32; signalling NaN
+        return np.asarray(values).astype(np.float32).astype(_BFLOAT16)
+
+
 def _patterns(values: NDArray[Any]) -> NDArray[np.uint16]:
-    return (to_bfloat16(values).view(np.uint32) >> BFLOAT16_EXCESS_BITS).astype(np.uint16)
+    return _halves(values).view(np.uint16)
 
 
 def _sums(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,11 @@ class SweepMode(enum.StrEnum):
     """One scale for each index along an axis, its largest value just fitting; a level is an offset to the exponents."""
     LEGACY = "legacy"
     """One scale for the tensor, in bfloat16 arithmetic: what the tool of the seeds computed."""
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether levels are offsets to scales that follow from a rule, of which 0 is the rule itself."""
+        return self in {SweepMode.MX, SweepMode.CHANNEL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +136,13 @@ class SweepOptions:
     def exponents(self, *, largest: float, smallest: float, target: Format) -> NDArray[np.float64]:
         """The exponents for a tensor whose magnitudes are, zeros aside, between these two.
 
-        Where one exponent aligns both ends, and no end was given, those from 10 above it to 10 below.
+        A tapered format has most significand bits in the middle of its range: the exponents go on until the largest
+        value is at the lower end of that. Where one exponent aligns both ends, and no end was given, those from 10
+        above it to 10 below.
         """
         first, last = largest_alignment(largest, target=target), smallest_alignment(smallest, target=target)
+        if target.taper:
+            last = max(last, math.frexp(largest)[1] - 1 + target.taper[0])
         if first == last and self.max_scale_exp is None and self.min_scale_exp is None and self.num_levels != 1:
             first, last = first + MAX_OFFSET, last - MAX_OFFSET
         return self.spread(first, last)
@@ -143,16 +153,15 @@ class SweepOptions:
         Raises:
             UsageError: an end is not a whole number, or there are fewer integers between the ends than levels.
         """
-        ends = self.spread(*(MAX_OFFSET, -MAX_OFFSET) if self.num_levels != 1 else (self.min_scale_exp or 0, 0))[
-            [0, -1]
-        ]
-        for option, end in zip(("max", "min"), (ends[0], ends[-1]), strict=True):
-            if end != np.rint(end):
+        for option, end in (("max", self.max_scale_exp), ("min", self.min_scale_exp)):
+            if end is not None and end != np.rint(end):
                 raise UsageError(
                     f"--{option}-scale-exp {end} is not allowed with blocks: their scales are powers of two, "
                     "give a whole number"
                 )
-        first, last = int(ends[0]), int(ends[-1])
+        own_first, own_last = (MAX_OFFSET, -MAX_OFFSET) if self.num_levels != 1 else (self.min_scale_exp or 0, 0)
+        first = int(own_first if self.max_scale_exp is None else self.max_scale_exp)
+        last = first if self.num_levels == 1 else int(own_last if self.min_scale_exp is None else self.min_scale_exp)
         available = abs(first - last) + 1
         wanted = available if self.num_levels is None else self.num_levels
         if wanted > available:

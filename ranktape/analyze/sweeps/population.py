@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.histograms.histogram import count_values, own_limits, pattern_values, scan
+from ranktape.analyze.histograms.histogram import own_limits, pattern_values, scan
 from ranktape.analyze.pieces import by_memory, pieces
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ class Population:
 
 def population_of_values(array: AnyArray) -> Population:
     """What an array of any record's real type with at least one dimension holds; no copy of the whole is made."""
-    if array.dtype.itemsize <= 2:  # noqa: PLR2004 - bytes that can be counted
-        return population_of_histogram(count_values(array))
     limits = own_limits(array.dtype)
     in_order, _ = by_memory(array, axis=0)
     kinds: list[tuple[float, ...]] = []

@@ -188,6 +188,12 @@ def shift_of(largest: float) -> int:
     return exponent if abs(exponent) > SQUARED_SAFELY else 0
 
 
+def shift_factors(shift: int) -> tuple[float, float]:
+    """Two factors that divide by 2**`shift`: 2**1074 is not a float64."""
+    half = -shift // 2
+    return math.ldexp(1.0, half), math.ldexp(1.0, -shift - half)
+
+
 def magnitude_pairs(histogram: Histogram) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """The magnitudes that occur and how often; both signs together where the type has a sign bit."""
     half = histogram.counts.size // 2
@@ -267,9 +273,7 @@ class _Work:
         self._is_hybrid = rounding is Rounding.HYBRID
         # How hybrid rounding counts is how stochastic rounding does; what it rounds to is not computed in the kernel.
         self._constants = kernel_constants(target, rounding=Rounding.STOCHASTIC if self._is_hybrid else rounding)
-        # Two factors: 2**1074 is not a float64.
-        half = -self._shift // 2
-        self._factors = math.ldexp(1.0, half), math.ldexp(1.0, -self._shift - half)
+        self._factors = shift_factors(self._shift)
 
     def part(self, values: AnyArray, *, weights: NDArray[np.int64]) -> Part:
         """The sums of one part; safe for several threads with a part each."""

@@ -105,7 +105,7 @@ class ScaleSweep:
     @property
     def has_offsets(self) -> bool:
         """Whether levels are offsets to scales that follow from a rule, of which 0 is the rule itself."""
-        return self.mode in {SweepMode.MX, SweepMode.CHANNEL}
+        return self.mode.has_offsets
 
     def settled(self, level: Level) -> Level:
         """The level to name in the place of one of `levels`: see `ties.settled`."""
@@ -201,7 +201,7 @@ def sweep_block_histogram(
 
 
 def _of_histogram(histogram: Histogram, scheme: Scheme, mode: SweepMode, options: SweepOptions) -> ScaleSweep:
-    if mode in {SweepMode.MX, SweepMode.CHANNEL}:
+    if mode.has_offsets:
         raise UsageError(
             f"scales of {mode} for {scheme.name} do not follow from counts of single values: give a format without "
             "blocks and --sweep-mode tensor, or the values themselves"
@@ -272,7 +272,7 @@ class _Tensor:
         """What is lost in one format."""
         if mode is SweepMode.LEGACY:
             check_legacy(scheme.element, options=self._options)
-            return _of_histogram(legacy_histogram(self._array), scheme, mode, self._options)
+            return _of_histogram(self._legacy_histogram, scheme, mode, self._options)
         if mode is SweepMode.TENSOR:
             return self._with_one_scale(scheme)
         return self._with_many_scales(scheme, mode)
@@ -327,7 +327,11 @@ class _Tensor:
 
     @functools.cached_property
     def _histogram(self) -> Histogram:
-        return count_values(self._array)
+        return count_values(self._array, threads=self._threads)
+
+    @functools.cached_property
+    def _legacy_histogram(self) -> Histogram:
+        return legacy_histogram(self._histogram if self._is_countable else self._array)
 
     @functools.cached_property
     def _population(self) -> Population:

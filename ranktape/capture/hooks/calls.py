@@ -209,8 +209,8 @@ class Taking:
     """Whether operands may be replaced by views of themselves."""
     placement: Placement | None = None
     """Says of shards where they lie."""
-    is_one_node: Callable[[Sequence[Any], Mapping[str, Any]], bool] = lambda _operands, _named: False
-    """Says of operands and named arguments whether autograd knows their call as one node."""
+    is_one_node: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None = None
+    """Says of operands and named arguments whether autograd knows their call as one node; None where it never does."""
     leaves: Leaves | None = None
     """Sees gradients on weights themselves, where the operands hold a weight."""
 
@@ -247,7 +247,8 @@ class Taking:
         """
         counts = Counter(id(value) for value in values if isinstance(value, torch.Tensor))
         twice = [number for number, count in counts.items() if count > 1]
-        return () if not twice or self.is_one_node(values, kwargs) else twice
+        is_added_up = not twice or (self.is_one_node is not None and self.is_one_node(values, kwargs))
+        return () if is_added_up else twice
 
     def refuse(self, argument: Argument, value: Any, call: Call | None = None) -> None:
         """Say of an argument that is no tensor why it is not recorded."""
@@ -307,7 +308,7 @@ class Taking:
 
     def record_grad_now(self, port: Port, grad: torch.Tensor, call: Call) -> None:
         """Record a gradient that is there."""
-        placement = self._placed(f"grad_{port.name}", grad)
+        placement = self._placed(port.grad.tensor_name, grad)
         self.recorder.record(self.source, port.grad, grad, call=call, placement=placement)
 
     def grad(
@@ -320,14 +321,17 @@ class Taking:
         on_grad: Callable[[Call], None] | None = None,
     ) -> None:
         """Record the gradient of a tensor when it comes, or what `part` makes of it."""
+        placement = None
+        if self.placement is not None:
+            # Of what is recorded, which may have another shape than what the hook is on.
+            placement = self.placement(port.grad.tensor_name, tensor if part is None else part(tensor.detach()))
         self.recorder.record_grad(
             self.source,
             port.grad,
             tensor,
             call=call,
             part=part,
-            # Of what is recorded, which may have another shape than what the hook is on.
-            placement=self._placed(f"grad_{port.name}", tensor if part is None else part(tensor.detach())),
+            placement=placement,
             on_grad=on_grad,
         )
 

@@ -25,7 +25,7 @@ from ranktape.capture.hooks.references import (
     Places,
     Table,
     put_back,
-    replace_in_models,
+    replace_in_model,
     replace_names,
     resolve,
     restore_names,
@@ -146,7 +146,7 @@ class FunctionHooks:
 
     def learn(self, root: nn.Module) -> None:
         """Know a model, which may hold functions."""
-        self._undo += replace_in_models([root], self._table)
+        self._undo += replace_in_model(root, self._table)
 
     def remove(self) -> None:
         """Put the originals back; what else has got hold of a replacement passes through it from now on."""
@@ -225,7 +225,7 @@ class FunctionHooks:
                 weights_seen=self._weights_seen,
                 placement=self._placement(role),
                 leaves=self._leaves,
-                is_one_node=_is_fused if role is ATTENTION else lambda _operands, _named: False,
+                is_one_node=_is_fused if role is ATTENTION else None,
             )
             with self._recorder.guarded(source):
                 args, kwargs = self._take(entry, taking, args, kwargs)

@@ -10,6 +10,7 @@ recomputation, that of what enters the first layer outside of it.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.stacks import Layer, Stack, embedding_path
 from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
 from ranktape.capture.roles.table import OUTPUT, forward_role, grad_role
+from ranktape.capture.settings.rules import Numbers, read_layers
 from ranktape.capture.source import Source
 from ranktape.errors import UsageError
 
@@ -71,7 +73,7 @@ class LayerHooks:
     """The hooks on the layers of all stacks for one iteration."""
 
     def __init__(self, *, options: CaptureOptions, recorder: Recorder, tracker: Tracker) -> None:
-        self._options = options
+        self._wanted = read_layers(options.layers) if options.wants_layers else None
         self._recorder = recorder
         self._tracker = tracker
         self._handles: list[Any] = []
@@ -88,7 +90,7 @@ class LayerHooks:
             self._recorder.attach(source, [_VALUE])
         self._handles.append(first.module.register_forward_pre_hook(self._on_enter(source), with_kwargs=True))
         for layer in stack.layers:
-            if not self._options.wants_layers or self._options.wants_layer(layer.idx):
+            if self._wanted is None or self._wanted.holds(layer.idx):
                 self._attach_layer(layer, prefix)
 
     def remove(self) -> None:
@@ -164,14 +166,16 @@ def check_layers(options: CaptureOptions, root: nn.Module, stack: Stack) -> None
     Raises:
         UsageError: one of those that were asked for is not there; says which there are.
     """
-    from ranktape.capture.settings.rules import read_layers
-
     asked = read_layers(options.layers).filter if options.wants_layers else None
-    total = _num_layers(root)
+    # In one process the stack itself is the truth.
+    is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    total = None if is_alone else _num_layers(root)
     layers: Sequence[int] = [layer.idx for layer in stack.layers] if total is None else range(total)
-    is_stage = total is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    for one in () if asked is None or is_stage else asked.alternatives:
-        alone = read_layers([one]) if not isinstance(one, str) else read_layers(one)
+    is_stage = total is None and not is_alone
+    if asked is None or is_stage:
+        return
+    for one in asked.alternatives:
+        alone = Numbers(filter=dataclasses.replace(asked, alternatives=(one,)))
         if not any(alone.holds(idx) for idx in layers):
             there = f"layers {min(layers)} to {max(layers)}"
             raise UsageError(f"--layers {one} is not in the model, which has {there}: choose of these, or 'all'")
@@ -179,8 +183,6 @@ def check_layers(options: CaptureOptions, root: nn.Module, stack: Stack) -> None
 
 def _num_layers(root: nn.Module) -> int | None:
     """How many layers the configuration of a model speaks of, on all stages of a pipeline; None where it does not."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return None  # the stack itself is the truth
     config = getattr(root, "config", None)
     found = (getattr(config, name, None) for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"))
     return next((number for number in found if isinstance(number, int) and number > 0), None)

@@ -41,12 +41,13 @@ class Leaves:
         self._recorder = recorder
         self._tracker = tracker
         self._calls: dict[Source, Call] = {}
-        self._handles: dict[tuple[Source, str], Any] = {}
+        self._handles: dict[Source, dict[str, Any]] = {}
 
     def watch(self, taking: Taking, port: Port, weight: torch.Tensor) -> None:
         """See the gradient of a weight on the weight itself."""
         source = taking.source
-        if (source, port.name) in self._handles:
+        handles = self._handles.setdefault(source, {})
+        if port.name in handles:
             return
 
         def hook(grad: torch.Tensor) -> None:
@@ -58,11 +59,11 @@ class Leaves:
                 elif self._tracker.is_active:
                     self._recorder.refuse(source, port.grad, "no gradient of the product's output came before it")
 
-        self._handles[source, port.name] = weight.register_hook(Hook(hook))
+        handles[port.name] = weight.register_hook(Hook(hook))
 
     def on_grad_output(self, source: Source) -> Callable[[Call], None] | None:
         """What is to be called with the gradient of the output; None where no weight of that source is watched."""
-        if all(watched != source for watched, _ in self._handles):
+        if source not in self._handles:
             return None
 
         def note(call: Call) -> None:
@@ -72,6 +73,7 @@ class Leaves:
 
     def remove(self) -> None:
         """Detach everything."""
-        for handle in self._handles.values():
-            handle.remove()
+        for handles in self._handles.values():
+            for handle in handles.values():
+                handle.remove()
         self._handles.clear()

@@ -67,7 +67,7 @@ class ModelHooks:
         self._surveys = Surveys(layer_offset=options.layer_offset)
         self._roots: list[tuple[weakref.ref[nn.Module], str]] = []
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._attached: set[nn.Module] = set()
+        self._attached: dict[nn.Module, Frame] = {}
         self.paths: set[str] = set()
         self._handles: list[Any] = []
         self._modules: dict[nn.Module, ModuleHooks] = {}
@@ -197,10 +197,7 @@ class ModelHooks:
     def enter_late(self, module: nn.Module, arguments: Arguments) -> Arguments | None:
         """Do what a model's own pre-hooks would, in the call in which they were attached; the arguments after that."""
         args, kwargs = arguments
-        prefix = next(prefix for reference, prefix in self._roots if reference() is module)
-        bare, _, layer_idx = self._surveys.of(module).places[0]
-        frame = Frame(module=module, path=self._path(module, prefix + bare), layer_idx=layer_idx)
-        self._tracker.enter(frame, args, kwargs)
+        self._tracker.enter(self._attached[module], args, kwargs)
         return self._modules[module].call_before(module, args, kwargs) if module in self._modules else None
 
     def detach(self) -> None:
@@ -296,10 +293,10 @@ class ModelHooks:
         for bare, module, layer_idx in survey.places:
             if module in self._attached:
                 continue
-            self._attached.add(module)
+            frame = Frame(module=module, path=self._path(module, prefix + bare), layer_idx=layer_idx)
+            self._attached[module] = frame
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks; what it does inside is not Python either
-            frame = Frame(module=module, path=self._path(module, prefix + bare), layer_idx=layer_idx)
             self._owners.add(frame)
             self._handles.append(module.register_forward_pre_hook(_Enter(frame, tracker, guard), with_kwargs=True))
             self._handles.append(module.register_forward_hook(leave, always_call=True))

@@ -64,8 +64,8 @@ class ModuleHooks:
         """
         self.source = source
         """What its tensors come from."""
+        self._key = f"{source.layer_type} {source.module}"
         self._role = role
-        self._source = source
         self._recorder = recorder
         self._tracker = tracker
         self._running = running
@@ -111,7 +111,7 @@ class ModuleHooks:
             return None
         entry = Entry(self._role.layer_type, module)
         self._running.entries.append(entry)
-        with self._recorder.guarded(self._source):
+        with self._recorder.guarded(self.source):
             return self._take(entry, module, args, kwargs)
         return args, kwargs
 
@@ -119,10 +119,10 @@ class ModuleHooks:
         self, entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._tracker.is_active:
-            self._recorder.expected.called(self._source, is_recorded=False)
+            self._recorder.expected.called(self.source, is_recorded=False)
             return args, kwargs
         if is_transformed():
-            self._recorder.pass_by(self._source)
+            self._recorder.pass_by(self.source)
             return args, kwargs
         first = self._sample(module, args, kwargs)
         if first is None:
@@ -131,15 +131,11 @@ class ModuleHooks:
             return args, kwargs
         call = self._tracker.begin_call(self._key, dtype=first.dtype, device_type=first.device.type)
         entry.call = call
-        self._recorder.called(self._source, call)
+        self._recorder.called(self.source, call)
         seen_args, seen_kwargs = self._taking.arguments(args, kwargs, call)
         for attribute, port in self._ports.parameters:
             seen_kwargs = self._take_parameter(entry, module, attribute, port, seen_kwargs)
         return seen_args, seen_kwargs
-
-    @property
-    def _key(self) -> str:
-        return f"{self._source.layer_type} {self._source.module}"
 
     def _sample(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The tensor that says what is computed in: the first operand of real numbers, or a parameter."""
@@ -168,7 +164,7 @@ class ModuleHooks:
         # Read here and not when we were attached: under FSDP2 this is the weight that is computed with.
         weight: Any = given if isinstance(given, torch.Tensor) else getattr(module, attribute, None)
         if not isinstance(weight, torch.Tensor):
-            self._recorder.refuse(self._source, port.value, f"the module has no tensor {attribute!r}", call=call)
+            self._recorder.refuse(self.source, port.value, f"the module has no tensor {attribute!r}", call=call)
             return kwargs
         # An embedding with `max_norm` writes to its weight before it computes with it.
         is_written = getattr(module, "max_norm", None) is not None
@@ -178,7 +174,7 @@ class ModuleHooks:
             self._taking.record(port, weight, call)
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return kwargs
-        if not self._recorder.wants(self._source, port.grad, call):
+        if not self._recorder.wants(self.source, port.grad, call):
             return kwargs
         if isinstance(given, torch.Tensor) and type(given) in PLAIN and not is_cached_by_autocast(given):
             return {**kwargs, attribute: self._alias(port, call, given)}
@@ -193,7 +189,7 @@ class ModuleHooks:
         return kwargs
 
     def _alias(self, port: Port, call: Call, weight: torch.Tensor) -> torch.Tensor:
-        with self._recorder.guarded(self._source, port.grad):
+        with self._recorder.guarded(self.source, port.grad):
             alias = weight.view_as(weight)
             self._taking.grad(port, alias, call)
             return alias
@@ -206,7 +202,7 @@ class ModuleHooks:
         entry = self._running.leave(module)
         if entry is None or entry.call is None or output is None:
             return
-        with self._recorder.guarded(self._source):
+        with self._recorder.guarded(self.source):
             if entry.weight is not None and entry.weight_port is not None:
                 self._watch_leaf(entry, module, entry.weight, entry.weight_port)
             if entry.written is not None and not in_backward():
@@ -215,7 +211,7 @@ class ModuleHooks:
             found = tensor_in(output, self._role.output)
             if found is None:
                 reason = f"forward gave a {type(output).__name__} without a tensor at {self._role.output!r}"
-                self._recorder.refuse(self._source, self._ports.output.value, reason, call=entry.call)
+                self._recorder.refuse(self.source, self._ports.output.value, reason, call=entry.call)
                 return
             on_grad = self._on_grad_output if entry.is_leaf else None
             self._taking.output(found, entry.call, given=called[:-1], on_grad=on_grad)
@@ -227,7 +223,7 @@ class ModuleHooks:
             return
 
         def hook(grad: torch.Tensor) -> None:
-            with self._recorder.guarded(self._source, port.grad):
+            with self._recorder.guarded(self.source, port.grad):
                 self._on_grad_weight(module, weight, port, grad)
 
         self._leaves[port.name] = weight.register_hook(Hook(hook))
@@ -241,9 +237,9 @@ class ModuleHooks:
         own = None if self._role.accumulated is None else self._role.accumulated(module, weight)
         if call is None:
             if self._tracker.is_active:
-                self._recorder.refuse(self._source, port.grad, "no gradient of the layer's output came before it")
+                self._recorder.refuse(self.source, port.grad, "no gradient of the layer's output came before it")
         elif own is not None:
-            self._recorder.record(self._source, port.grad, own, call=call, tags=ACCUMULATED)
+            self._recorder.record(self.source, port.grad, own, call=call, tags=ACCUMULATED)
         else:
             self._taking.record_grad_now(port, grad, call)
 

@@ -9,6 +9,7 @@ local name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,22 +41,21 @@ def table_of(pairs: Iterable[tuple[Any, Any]]) -> Table:
     return {id(old): (old, new) for old, new in pairs}
 
 
-Places = Sequence[tuple[dict[str, Any], str, Any, Any]]
-"""Where functions were replaced: the names of a module, the name, the function, and what takes its place."""
+Place = tuple[dict[str, Any], str, Any, Any]
+"""Where a function was replaced: the names of a module, the name, the function, and what takes its place."""
+
+Places = Sequence[Place]
+"""Where functions were replaced."""
 
 
 def replace_names(table: Table, *, but: Collection[str] = ()) -> Places:
     """Under every module-level name, but in those modules; where that was."""
-    places: list[tuple[dict[str, Any], str, Any, Any]] = []
+    places: list[Place] = []
     for name, module in sys.modules.copy().items():
         namespace = getattr(module, "__dict__", None)
         if name in but or not isinstance(namespace, dict) or _is_left_alone(name, namespace):
             continue
-        # Thousands of modules have none of them: that is found out without a step of Python for each name.
-        if not table.keys().isdisjoint(map(id, list(namespace.values()))):
-            found = [(key, table[id(value)]) for key, value in list(namespace.items()) if id(value) in table]
-            places += [(namespace, key, old, new) for key, (old, new) in found if namespace[key] is old]
-            _replace_in(namespace, table)
+        places += _replace_in(namespace, table)
     return places
 
 
@@ -90,14 +90,14 @@ def put_back(places: Places) -> Iterator[None]:
             namespace[name] = new
 
 
-def replace_in_models(roots: Iterable[nn.Module], table: Table) -> list[Callable[[], None]]:
-    """In the attributes and functions of models; what puts everything back."""
-    undo: list[Callable[[], None]] = []
+def replace_in_model(root: nn.Module, table: Table) -> list[Callable[[], None]]:
+    """In the attributes and functions of a model; what puts everything back."""
+    places: list[Place] = []
     kinds: set[type] = set()
-    for root in roots:
-        for module in root.modules():
-            undo += _replace_in(vars(module), table)
-            kinds.update(type(module).__mro__)
+    for module in root.modules():
+        places += _replace_in(vars(module), table)
+        kinds.update(type(module).__mro__)
+    undo: list[Callable[[], None]] = [functools.partial(restore_names, places)] if places else []
     for function in _functions(kinds):
         undo += _replace_in_function(function, table)
     return undo
@@ -115,30 +115,14 @@ def resolve(name: str) -> tuple[Any, str] | None:
     return None
 
 
-def is_loaded(name: str) -> bool:
-    """Whether the package of a dotted name is loaded."""
-    return name.partition(".")[0] in sys.modules
-
-
-def _replace_in(namespace: dict[str, Any], table: Table) -> list[Callable[[], None]]:
-    undo: list[Callable[[], None]] = []
+def _replace_in(namespace: dict[str, Any], table: Table) -> Places:
     # Almost none has any: that is found out without a step of Python for each name.
     if table.keys().isdisjoint(map(id, list(namespace.values()))):
-        return undo
-    for name, value in list(namespace.items()):
-        pair = table.get(id(value))
-        if pair is not None and pair[0] is value:
-            namespace[name] = pair[1]
-            undo.append(_back(namespace, name, *pair))
-    return undo
-
-
-def _back(namespace: dict[str, Any], name: str, old: Any, new: Any) -> Callable[[], None]:
-    def undo() -> None:
-        if namespace.get(name) is new:
-            namespace[name] = old
-
-    return undo
+        return ()
+    found = [(name, *table[id(value)]) for name, value in list(namespace.items()) if id(value) in table]
+    places = [(namespace, name, old, new) for name, old, new in found if namespace.get(name) is old]
+    namespace.update({name: new for _, name, _, new in places})
+    return places
 
 
 def _functions(kinds: Iterable[type]) -> Iterator[FunctionType]:

@@ -8,7 +8,7 @@ added on a later stage of a pipeline. Names are data: one that is no small numbe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,10 +138,11 @@ def _is_aside(name: str) -> bool:
 def _layers_in(name: str, module: nn.Module) -> dict[str, tuple[int, nn.Module]]:
     """The layers of a container, by key, with the numbers in their keys; empty where it is no stack."""
     own = module_path(name).rpartition(".")[2]
-    numbers = _numbers([key for key, _ in module.named_children()])
+    children = dict(module.named_children())
+    numbers = _numbers(list(children))
     if not numbers or own in _NO_STACKS:
         return {}
-    inner = {key: _unwrapped(child) for key, child in module.named_children()}
+    inner = {key: _unwrapped(child) for key, child in children.items()}
     able = {key: child for key, child in inner.items() if _holds_products(child)}
     kinds = Counter(_kind(child) for child in able.values())
     if not able:
@@ -152,7 +153,6 @@ def _layers_in(name: str, module: nn.Module) -> dict[str, tuple[int, nn.Module]]
         is_mixed = False
     elif 2 * count <= len(inner) or (len(inner) == 1 and isinstance(module, nn.Sequential)):
         return {}
-    children = dict(module.named_children())
     return {key: (numbers[key], children[key]) for key, child in able.items() if not is_mixed or _kind(child) is kind}
 
 
@@ -174,9 +174,13 @@ def _stack(name: str, found: dict[str, tuple[int, nn.Module]], *, layer_offset: 
         keys = told
     else:
         keys = {key: number + layer_offset for key, (number, _) in found.items()}
+    return stack_of(name, {key: module for key, (_, module) in found.items()}, keys)
+
+
+def stack_of(name: str, children: Mapping[str, nn.Module], keys: dict[str, int]) -> Stack:
+    """The stack of that name whose layers are the children with these keys, under these numbers."""
     layers = [
-        Layer(idx=keys[key], path=module_path(f"{name}.{key}".lstrip(".")), module=module)
-        for key, (_, module) in found.items()
+        Layer(idx=idx, path=module_path(f"{name}.{key}".lstrip(".")), module=children[key]) for key, idx in keys.items()
     ]
     return Stack(name=name, layers=tuple(sorted(layers, key=lambda layer: layer.idx)), keys=keys)
 
@@ -229,14 +233,16 @@ def embedding_path(root: nn.Module, stack: Stack) -> str:
     """The path of what makes the embedding that enters a stack: the nearest module beside it that looks up rows."""
     parts = stack.name.split(".") if stack.name else []
     for length in range(len(parts) - 1, -1, -1):
-        above = ".".join(parts[:length])
-        for name, child in _children(root, above):
+        for name, child in _children(root, parts[:length]):
             is_beside = not f"{stack.name}.".startswith(f"{name}.")
             if is_beside and any(_is_lookup(part) for part in child.modules()):
                 return module_path(name)
     return module_path(".".join([*parts[:-1], "embedding"]))
 
 
-def _children(root: nn.Module, above: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in dict(root.named_modules())[above].named_children():
-        yield f"{above}.{name}".lstrip("."), child
+def _children(root: nn.Module, above: list[str]) -> Iterator[tuple[str, nn.Module]]:
+    module: Any = root
+    for part in above:
+        module = module._modules[part]  # noqa: SLF001  (a class may have something else under that name)
+    for name, child in module.named_children():
+        yield ".".join([*above, name]), child

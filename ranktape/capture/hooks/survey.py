@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.hooks.stacks import (
-    Layer,
     Stack,
     find_stacks,
     module_path,
     number_in,
     shapes_of,
+    stack_of,
     stated_idx,
 )
 from ranktape.capture.roles.known import role_of
@@ -36,7 +36,8 @@ class Survey:
     @property
     def stacks(self) -> list[Stack]:
         """Its stacks, that of its decoder first."""
-        return [_stack(name, container, keys) for name, container, keys in self.containers]
+        # By their children, not by their attributes: a class may have something else under the name of a stack.
+        return [stack_of(name, dict(container.named_children()), keys) for name, container, keys in self.containers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +90,3 @@ def _member(name: str, module: nn.Module) -> tuple[Any, ...]:
     # A module that stands under two names has one of them in the list: its other place is among the children.
     children = tuple((key, id(child)) for key, child in module.named_children())
     return name, id(module), kind, role_of(kind), stated_idx(module), shapes_of(module), children
-
-
-def _stack(name: str, container: nn.Module, keys: dict[str, int]) -> Stack:
-    # By its children, not by its attributes: a class may have something else under the name of a stack.
-    children = dict(container.named_children())
-    layers = [
-        Layer(idx=idx, path=module_path(f"{name}.{key}".lstrip(".")), module=children[key]) for key, idx in keys.items()
-    ]
-    return Stack(name=name, layers=tuple(sorted(layers, key=lambda layer: layer.idx)), keys=keys)

@@ -139,8 +139,8 @@ class OptimizerClock:
             if known() is optimizer:
                 return number
         self._order.append(weakref.ref(optimizer))
-        self._names.append("those that step in the backward pass" if isinstance(optimizer, _InBackward) else
-                           type(optimizer).__name__)  # fmt: skip
+        is_several = optimizer is self._in_backward
+        self._names.append("those that step in the backward pass" if is_several else type(optimizer).__name__)
         return len(self._order) - 1
 
     def _step_in_backward(self, optimizer: Optimizer) -> None:

@@ -233,17 +233,9 @@ class Tracker:
         """What runs in it on this thread repeats what came after that moment; nothing else is counted differently."""
         thread = self._thread
         before, frames = thread.repeated, thread.frames
-        first = moment.running
-        microbatch = Microbatch(
-            first.microbatch.mode, first.microbatch.index, dict(moment.num_calls), moment.num_failed
-        )
-        thread.repeated = Pass(
-            iteration=first.iteration,
-            microbatch=microbatch,
-            batch_size=first.batch_size,
-            sample_ids=first.sample_ids,
-            is_recorded=first.is_recorded,
-        )
+        first = moment.running.microbatch
+        microbatch = Microbatch(first.mode, first.index, dict(moment.num_calls), moment.num_failed)
+        thread.repeated = dataclasses.replace(moment.running, microbatch=microbatch)
         thread.frames = list(moment.frames)
         try:
             yield

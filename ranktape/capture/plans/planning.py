@@ -233,7 +233,7 @@ class PlanningCapture(Capture):
             footprint=footprint,
             num_expected=int(end.get("num_expected", 0)),
             silent_sites=dict(end.get("silent_sites", {})),
-            silence=None if footprint.num_tensors else self._silence or self._hooks.explain_silence(),
+            silence=None if footprint.num_tensors else self._silence or self._explain_silence(),
             problem=self._disabled,
             budget_nbytes=self._budget,
             available_nbytes=self._available,
@@ -327,21 +327,15 @@ class PlanningCapture(Capture):
         self._footprints.append(footprint_of(self._ring.headers, self.options))
 
     def _silence_of_all(self) -> None:
-        self._silence = self._hooks.explain_silence()
+        self._silence = self._explain_silence()
 
     def _lacks_room(self) -> str | None:
         return None
 
     def _take_off(self) -> None:
-        if Capture.current is not self:
-            return
-        self._recorder.tally = None
-        self._hooks.detach()
-        self._clock.stop()
-        self._recorder.drain()
-        Capture.current = None
-        self._is_closing = True
-        self._process.close()
+        if Capture.current is self:
+            super()._take_off()
+            self._process.close()
 
     def _now(self) -> float:
         # What a device still has to do belongs to the step that asked for it.

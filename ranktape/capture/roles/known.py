@@ -6,6 +6,7 @@ import fnmatch
 
 from ranktape.capture.roles import flash_attention, huggingface, megatron, pytorch, transformer_engine
 from ranktape.capture.roles.table import FunctionRole, ModuleRole, operand_of
+from ranktape.capture.settings.rules import LAYER_OUTPUTS
 from ranktape.errors import UsageError
 
 MODULE_ROLES: tuple[ModuleRole, ...] = (
@@ -18,9 +19,6 @@ MODULE_ROLES: tuple[ModuleRole, ...] = (
 
 FUNCTION_ROLES: tuple[FunctionRole, ...] = (*pytorch.FUNCTIONS, *huggingface.FUNCTIONS, *flash_attention.FUNCTIONS)
 """Our own roles of functions."""
-
-LAYER_OUTPUTS = ("hidden", "embedding")
-"""The kinds of layers that are no role's: what the layers of a stack return."""
 
 _registered: list[ModuleRole | FunctionRole] = []
 _found: dict[type, ModuleRole | None] = {}

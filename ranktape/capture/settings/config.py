@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ranktape.capture.settings.options import SETTINGS, CaptureOptions
-from ranktape.capture.settings.setting import Setting, is_given, shown, split_texts
+from ranktape.capture.settings.options import SETTINGS, CaptureOptions, given_settings
+from ranktape.capture.settings.setting import SWITCH_WORDS, Setting, shown, split_texts
 from ranktape.errors import UsageError
 from ranktape.storage.backends.urls import parse_storage_options
 
@@ -23,7 +23,6 @@ PREFIX = "RANKTAPE_"
 OTHER_VARIABLES = frozenset({"RANKTAPE_CAPTURE", "RANKTAPE_STORAGE_CLIENT", "RANKTAPE_OWNER_PID"})
 """Variables that begin so and are no setting of a capture."""
 
-_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _URL = "capture"
 
 _BY_ALIAS: dict[str, Setting] = {alias: setting for setting in SETTINGS for alias in setting.aliases}
@@ -57,7 +56,7 @@ def merge(
     """
     variables = os.environ if environment is None else environment
     said = _from_environment(variables)
-    asked = _from_arguments(given)
+    asked = given_settings(given)
     path = asked.get("capture_config", said.get("capture_config"))
     values = {**({} if path is None else read_config(path)), **said, **asked}
     if path is not None:
@@ -135,17 +134,6 @@ def stray_variables(environment: Mapping[str, str] | None = None) -> list[str]:
     ]
 
 
-def _from_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    values = {
-        setting.name: setting.from_texts(given[setting.name])
-        for setting in SETTINGS
-        if is_given(given.get(setting.name))
-    }
-    if isinstance(values.get("storage_options"), str):
-        values["storage_options"] = parse_storage_options(values["storage_options"])
-    return values
-
-
 def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for alias, setting in _BY_ALIAS.items():
@@ -174,9 +162,9 @@ def _of_text(setting: Setting, text: str, *, label: str) -> Any:
     if setting.name == "storage_options":
         return parse_storage_options(text)
     if setting.kind is bool:
-        if text.lower() not in _WORDS:
+        if text.lower() not in SWITCH_WORDS:
             raise UsageError(f"{label}={text!r:.60} is not allowed: set it to true or false")
-        return _WORDS[text.lower()]
+        return SWITCH_WORDS[text.lower()]
     if setting.kind in {int, float}:
         try:
             return setting.kind(text)

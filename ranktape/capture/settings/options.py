@@ -57,60 +57,32 @@ class CaptureOptions:
         None, metavar="TAG", help="Tag: what the run computes in (bf16, mxfp8, ...); the compute dtype by default."
     )
     modules: Any = option(
-        (),
-        multiple=True,
-        filters="module",
-        metavar="GLOB",
-        help="Only modules of these dotted paths, such as 'layers.*.attn.*'.",
+        (), filters="module", metavar="GLOB", help="Only modules of these dotted paths, such as 'layers.*.attn.*'."
     )
     layer_types: Any = option(
         (),
-        multiple=True,
         filters="layer_type",
         metavar="TYPE",
         help="Only these kinds of layers: linear, attention, embedding, hidden, or one of your own; "
         "linear and attention by default.",
     )
     layer_idx: Any = option(
-        (),
-        multiple=True,
-        filters="layer_idx",
-        metavar="VALUE",
-        help="Only these layers of the stack, as in 0-3 or 0:32:8; -1 is outside of it.",
+        (), filters="layer_idx", help="Only these layers of the stack, as in 0-3 or 0:32:8; -1 is outside of it."
     )
-    operation: Any = option(
-        (), multiple=True, filters="operation", metavar="VALUE", help="Only forward, or only backward."
-    )
-    phase: Any = option((), multiple=True, filters="phase", metavar="VALUE", help="Only pre, or only post.")
-    component: Any = option(
-        (), multiple=True, filters="component", metavar="VALUE", help="Only these components: FA, linear."
-    )
-    tensor_name: Any = option(
-        (), multiple=True, filters="tensor_name", metavar="VALUE", help="Only these tensors, such as 'grad_*'."
-    )
-    dtype: Any = option(
-        (), multiple=True, filters="dtype", metavar="VALUE", help="Only tensors of these dtypes: bfloat16."
-    )
-    compute_dtype: Any = option(
-        (), multiple=True, filters="compute_dtype", metavar="VALUE", help="Only what is computed in these dtypes."
-    )
-    rank: Any = option((), multiple=True, filters="rank", metavar="VALUE", help="Only these ranks: 0-3.")
-    microbatch: Any = option(
-        (), multiple=True, filters="microbatch", metavar="VALUE", help="Only these passes of an iteration: 0."
-    )
-    call: Any = option(
-        (), multiple=True, filters="call", metavar="VALUE", help="Only these calls of a module within a pass: 0."
-    )
+    operation: Any = option((), filters="operation", help="Only forward, or only backward.")
+    phase: Any = option((), filters="phase", help="Only pre, or only post.")
+    component: Any = option((), filters="component", help="Only these components: FA, linear.")
+    tensor_name: Any = option((), filters="tensor_name", help="Only these tensors, such as 'grad_*'.")
+    dtype: Any = option((), filters="dtype", help="Only tensors of these dtypes: bfloat16.")
+    compute_dtype: Any = option((), filters="compute_dtype", help="Only what is computed in these dtypes.")
+    rank: Any = option((), filters="rank", help="Only these ranks: 0-3.")
+    microbatch: Any = option((), filters="microbatch", help="Only these passes of an iteration: 0.")
+    call: Any = option((), filters="call", help="Only these calls of a module within a pass: 0.")
     iteration: Any = option(
-        (),
-        multiple=True,
-        filters="iteration",
-        metavar="VALUE",
-        help="Only these of the iterations that --start-at and --every name: 100-199.",
+        (), filters="iteration", help="Only these of the iterations that --start-at and --every name: 100-199."
     )
     modes: Any = option(
         (),
-        multiple=True,
         filters="mode",
         choices=tuple(map(str, Mode)),
         help="Passes in training mode, in evaluation mode, or both; by default what --where and --select name, "
@@ -260,8 +232,7 @@ class CaptureOptions:
     @property
     def selects(self) -> bool:
         """Whether anything of what the hooks see is left out, or kept in another form."""
-        names = (*(setting.name for setting in SETTINGS if setting.filters), "where", "samples", "selections")
-        return self.keep != "values" or any(is_given(getattr(self, name)) for name in names)
+        return self.keep != "values" or bool(self.selection_flags)
 
     @property
     def selection_flags(self) -> list[str]:
@@ -277,12 +248,6 @@ class CaptureOptions:
     def wants_layers(self) -> bool:
         """Whether the outputs of the embedding and of decoder layers are recorded."""
         return is_given(self.layers) and self.layers is not False
-
-    def wants_layer(self, layer_idx: int) -> bool:
-        """Whether the output of that decoder layer is recorded, by `layers`."""
-        from ranktape.capture.settings.rules import read_layers
-
-        return read_layers(self.layers).holds(layer_idx)
 
     @property
     def wanted_layer_types(self) -> tuple[str, ...]:
@@ -305,10 +270,9 @@ class CaptureOptions:
 
     def names_layer_type(self, layer_type: str) -> bool:
         """Whether layers of that kind are asked for by `layer_types`, and not by `layers` alone."""
-        from ranktape.storage.selection.columns import glob
+        from ranktape.capture.settings.rules import fits, listed
 
-        named = (self.layer_types,) if isinstance(self.layer_types, str) else tuple(self.layer_types)
-        return any(glob(pattern)(layer_type) for pattern in named)
+        return is_given(self.layer_types) and fits(tuple(listed(self.layer_types)), layer_type)
 
     @property
     def wanted_modes(self) -> tuple[str, ...]:
@@ -331,14 +295,23 @@ class CaptureOptions:
         Raises:
             UsageError: a value is not allowed, or `storage_options` is not a JSON object.
         """
-        given = {
-            setting.name: setting.from_texts(values[setting.name])
-            for setting in SETTINGS
-            if is_given(values.get(setting.name))
-        }
-        if isinstance(given.get("storage_options"), str):
-            given["storage_options"] = parse_storage_options(given["storage_options"])
-        return cls(**given)
+        return cls(**given_settings(values))
+
+
+def given_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of parsed command line values that were given, in Python's form; None stands for 'not given'.
+
+    Raises:
+        UsageError: `storage_options` is not a JSON object.
+    """
+    given = {
+        setting.name: setting.from_texts(values[setting.name])
+        for setting in SETTINGS
+        if is_given(values.get(setting.name))
+    }
+    if isinstance(given.get("storage_options"), str):
+        given["storage_options"] = parse_storage_options(given["storage_options"])
+    return given
 
 
 def check_advance_on(value: Any) -> None:

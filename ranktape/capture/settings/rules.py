@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.capture.settings.rule_text import parse_rules
-from ranktape.capture.settings.setting import is_given, shown, split_texts
+from ranktape.capture.settings.setting import MAX_NUMBER, is_given, shown, split_texts
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.storage.record import Keep, Mode, Operation
 from ranktape.storage.selection.columns import Span, StringColumn, glob
@@ -326,8 +326,8 @@ def _checked_where(text: Any) -> Where:
 
 
 def _checked_every(value: Any, *, least: int) -> int:
-    every = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < len(str(2**53)) else value
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1 or every > 2**53:
+    every = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < len(str(MAX_NUMBER)) else value
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1 or every > MAX_NUMBER:
         raise UsageError(f"every {shown(value)} is not allowed: give a whole number from 1 on")
     if every % least:
         raise UsageError(f"every {every} is not a multiple of --every {least}, which all rules share: give one")

@@ -30,10 +30,6 @@ class Kept:
     places: Sequence[int] | None = None
     """The places in the batch of the samples that are kept; None for all of them."""
 
-    def sample_ids(self, ids: Sequence[int | str] | None) -> Sequence[int | str] | None:
-        """The identifiers of the samples that are kept: of those given for the whole batch, else their places."""
-        return ids_at(self.places, ids)
-
 
 def keep_samples(part: Part, *, decision: Decision, sample_dim: int | None) -> Kept | None:
     """The part with the samples that the decision names; None where it has none of these.

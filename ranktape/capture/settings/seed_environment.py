@@ -12,13 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ranktape.capture.settings.setting import SWITCH_WORDS
 from ranktape.errors import UsageError
 
 DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
 """Where the older tools saved when they were told nothing."""
-
-_TRUE = frozenset({"true", "1", "yes", "on"})
-_FALSE = frozenset({"false", "0", "no", "off", ""})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +38,13 @@ def read_seed_environment(environment: Mapping[str, str] = os.environ) -> SeedEn
         UsageError: a variable has a value that it cannot have.
     """
     enabled = environment.get("TENSOR_SAVE_ENABLED", "").strip().lower()
-    if enabled not in _TRUE | _FALSE:
+    if enabled and enabled not in SWITCH_WORDS:
         raise UsageError(f"TENSOR_SAVE_ENABLED={enabled!r} is not allowed: set it to true or false")
     iteration = environment.get("TENSOR_SAVER_ITERATION", "").strip() or "0"
     if not iteration.isdecimal():
         raise UsageError(f"TENSOR_SAVER_ITERATION={iteration!r} is not allowed: set it to a number from 0 on")
     return SeedEnvironment(
-        enabled=enabled in _TRUE,
+        enabled=SWITCH_WORDS.get(enabled, False),
         save_dir=environment.get("TENSOR_SAVE_DIR") or DEFAULT_SAVE_DIR,
         iteration=int(iteration),
     )

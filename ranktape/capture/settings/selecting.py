@@ -15,7 +15,7 @@ import numpy as np
 
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.rules import TEXT_FIELDS, read_selection
-from ranktape.capture.settings.unmatched import Sightings
+from ranktape.capture.settings.unmatched import OF_SITES, Sightings
 from ranktape.storage.selection.columns import StringColumn
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 MAX_ANSWERS = 1 << 17
 """Answers that are kept: shapes and calls without end must not fill the memory."""
 
-_ALWAYS_KNOWN = frozenset(
-    {"module", "layer_type", "layer_idx", "component", "operation", "phase", "tensor_name", "rank", "iteration"}
-)
+_ALWAYS_KNOWN = frozenset({*OF_SITES, "rank", "iteration"})
 """What is known before a tensor is seen."""
 
 _SUFFIXES = ("", "_codes", "_scales")

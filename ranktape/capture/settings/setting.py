@@ -14,6 +14,12 @@ from ranktape.errors import UsageError
 MAX_NUMBER = 2**53
 """Whole numbers above it are no number of anything: what is computed with them stays within 64 bits."""
 
+SWITCH_WORDS: Mapping[str, bool] = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+"""What a variable of the environment may say of a switch."""
+
 _SHOWN = 60
 """Characters of a wrong value that a message shows."""
 
@@ -130,17 +136,18 @@ def option(
     is_free: bool = False,
     metavar: str | None = None,
 ) -> Any:
-    """A field of `CaptureOptions` with what `Setting` says of it."""
+    """A field of `CaptureOptions` with what `Setting` says of it; one that filters may be given several times."""
+    is_filter = filters is not None
     metadata = {
         "help": help,
         "kind": kind,
-        "multiple": multiple,
+        "multiple": multiple or is_filter,
         "choices": choices,
         "least": least,
         "flag": flag,
         "filters": filters,
         "is_free": is_free,
-        "metavar": metavar,
+        "metavar": "VALUE" if is_filter and metavar is None and not choices else metavar,
     }
     return field(default=default, metadata=metadata, repr=not is_secret)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ranktape.capture.source import Source, TensorRole
     from ranktape.storage.selection.columns import Column
 
-_OF_SITES = ("module", "layer_type", "layer_idx", "component", "operation", "phase", "tensor_name")
+OF_SITES = ("module", "layer_type", "layer_idx", "component", "operation", "phase", "tensor_name")
 """What is the same in every iteration, and known of each site."""
 
 _OF_TENSORS = ("dtype", "compute_dtype", "quant_type")
@@ -80,7 +80,7 @@ def find_unmatched(options: CaptureOptions, seen: Sightings, *, paths: Collectio
 def _unmatched_of(
     chosen: Filter, seen: Sightings, *, paths: Collection[str], without: Sequence[str] = ()
 ) -> Iterator[str]:
-    if chosen.field not in (*_OF_SITES, *_OF_TENSORS, "rank"):
+    if chosen.field not in (*OF_SITES, *_OF_TENSORS, "rank"):
         return
     column = seen.column(chosen.field)
     is_text = isinstance(column, StringColumn)
@@ -104,7 +104,7 @@ def _hint(given: str, column: Column, *, paths: Collection[str]) -> str:
 
 
 def _can_fit(rule: Rule, seen: Sightings) -> bool:
-    return bool(rule.can_hold(seen.column, known=_OF_SITES, num_rows=len(seen.sites)).any())
+    return bool(rule.can_hold(seen.column, known=OF_SITES, num_rows=len(seen.sites)).any())
 
 
 def _of_site(name: str, source: Source, role: TensorRole, suffix: str) -> Any:

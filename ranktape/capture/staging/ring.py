@@ -125,9 +125,8 @@ class RingProducer:
 
     def cancel(self, slot: Slot) -> None:
         """Give a slot that could not be filled back: the writer passes over it."""
-        capacity = self.file.capacity
-        gap = int(SlotKind.GAP).to_bytes(4, "little") + bytes(4) + slot.nbytes.to_bytes(8, "little")
-        self.file.slots((slot.end - slot.nbytes) % capacity, PREFIX_NBYTES)[:] = gap
+        prefix = self.file.slots((slot.end - slot.nbytes) % self.file.capacity, PREFIX_NBYTES)
+        prefix[:] = _PREFIX.pack(SlotKind.GAP, 0, slot.nbytes)
         self.publish(slot)
 
     def put(self, kind: SlotKind, header: dict[str, Any], *, timeout_seconds: float) -> None:
@@ -295,9 +294,7 @@ class RingConsumer:
     def _read(self, published: int) -> Slot:
         offset = self._taken % self.file.capacity
         prefix = self.file.slots(offset, PREFIX_NBYTES)
-        kind = int.from_bytes(prefix[:4], "little")
-        header_size = int.from_bytes(prefix[4:8], "little")
-        payload_nbytes = int.from_bytes(prefix[8:16], "little")
+        kind, header_size, payload_nbytes = _PREFIX.unpack(prefix)
         header_nbytes = aligned(PREFIX_NBYTES + header_size)
         # A gap has no header: its payload is the whole of it, its prefix included.
         total = payload_nbytes if kind == SlotKind.GAP else header_nbytes + aligned(payload_nbytes)

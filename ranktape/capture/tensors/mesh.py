@@ -13,7 +13,7 @@ from typing import Any
 REPLICATE = "replicate"
 """The word of an axis along which every rank has the same."""
 
-_MAX_KINDS = 4096
+MAX_KINDS = 4096
 """Kinds of tensors whose placements are kept; ragged batches bring ever new shapes."""
 
 
@@ -48,7 +48,7 @@ def describe(axes: Axes, words: tuple[str, ...], *, global_shape: tuple[int, ...
     return json.dumps(document)
 
 
-@functools.lru_cache(maxsize=_MAX_KINDS)
+@functools.lru_cache(maxsize=MAX_KINDS)
 def describe_even(axes: Axes, words: tuple[str, ...], shape: tuple[int, ...]) -> str:
     """The placement of a plain tensor of that shape, of which all ranks along a sharded axis have as much."""
     global_shape, offset = list(shape), [0] * len(shape)

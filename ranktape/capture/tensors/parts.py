@@ -93,7 +93,7 @@ def _apart(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Itera
             if placement is not None and where is None:
                 raise UnrecordableError(f"its {attribute} of shape {tuple(part.shape)} has no known place in the whole")
             yield from _apart(part, suffix=suffix + name, placement=where)
-    elif type(tensor) in _PLAIN or not _has_dispatch(tensor):
+    elif not _has_dispatch(tensor):
         yield _plain(tensor, suffix=suffix, placement=placement)
     else:
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"

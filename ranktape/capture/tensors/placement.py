@@ -22,14 +22,11 @@ from torch import nn
 
 from ranktape.capture.guard import asked
 from ranktape.capture.tensors.megatron_placement import is_megatron, megatron_placement
-from ranktape.capture.tensors.mesh import REPLICATE, Axes, axes_of_group, describe, describe_even
+from ranktape.capture.tensors.mesh import MAX_KINDS, REPLICATE, Axes, axes_of_group, describe, describe_even
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-
-_MAX_KINDS = 4096
-"""Kinds of tensors whose placements are kept; ragged batches bring ever new shapes."""
 
 ATTENTION_NAMES = frozenset({"query", "key", "value", "output"})
 """Of the tensors whose heads a tensor parallel attention layer shares out."""
@@ -56,7 +53,7 @@ def shard_of(tensor: DTensor) -> Shard | None:
     return _shard_of(tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape))
 
 
-@functools.lru_cache(maxsize=_MAX_KINDS)
+@functools.lru_cache(maxsize=MAX_KINDS)
 def _shard_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, ...]) -> Shard | None:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -94,7 +91,7 @@ def placement_word(placement: Any) -> str:
     return kind
 
 
-@functools.lru_cache(maxsize=_MAX_KINDS)
+@functools.lru_cache(maxsize=MAX_KINDS)
 def scale_placement(text: str, whole: tuple[int, ...], part: tuple[int, ...]) -> str | None:
     """The placement of codes or scales of that shape, which belong to a shard of shape `whole`; None: not known."""
     if whole == part:
@@ -158,7 +155,7 @@ class Placements:
         return None if is_dtensor(tensor) else self.of_weight(module, name, tensor)
 
 
-@functools.lru_cache(maxsize=_MAX_KINDS)
+@functools.lru_cache(maxsize=MAX_KINDS)
 def _over(axes: Axes, text: str) -> str:
     """The placement, on the mesh that has its axes and others, along which the tensor is replicated."""
     document = json.loads(text)

@@ -16,8 +16,12 @@ from ranktape.errors import AccessDeniedError, NoBucketError, NoSpaceError, Stor
 
 Result = TypeVar("Result")
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+FULL = {errno.ENOSPC, errno.EDQUOT}
+"""What a file system answers that has no room."""
+
+REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+"""What one answers that lets nobody write there."""
+
 _PASSING = {
     getattr(errno, name)
     for name in (
@@ -203,12 +207,12 @@ def _kind(error: BaseException) -> tuple[type[StorageError], str]:
     """The class of our error, and the way out."""
     status, code = answer_of(error)
     numbers = {link.errno for link in chain(error) if isinstance(link, OSError) and link.errno}
-    if numbers & _FULL or code in _FULL_CODES or status == _HTTP_FULL:
+    if numbers & FULL or code in _FULL_CODES or status == _HTTP_FULL:
         return NoSpaceError, "free space or raise the quota, or choose another URL"
     if status is not None or code:
         return _kind_of_answer(status or 0, code)
     classes = {kind.__name__ for link in chain(error) for kind in type(link).__mro__}
-    if classes & _REFUSED_CLASSES or numbers & _REFUSED:
+    if classes & _REFUSED_CLASSES or numbers & REFUSED:
         return AccessDeniedError, "give credentials that may do this, mend the permissions, or choose another URL"
     text = str(error)
     if classes & _LASTING_CLASSES or "certificate" in text:

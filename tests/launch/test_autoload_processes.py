@@ -1,0 +1,188 @@
+"""Which processes does RANKTAPE_CAPTURE=URL record, among ranks, workers, children, commands and tests?"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ranktape.storage import open_run
+from tests.launch.processes import PLAIN, errors, own_lines, python, torchrun
+from tests.launch.test_autoload import RUN, contents, reason_of, run_script
+from tests.launch.test_runner import LAUNCH, WITH_WORKERS, check_resumed, write_script
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_data_workers_record_nothing(method: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(WITH_WORKERS))
+    plain = python("train.py", method, cwd=tmp_path)
+    ended = python("train.py", method, cwd=tmp_path, env={**RUN, "RANKTAPE_MIN_ITERATIONS": "3"})
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == sorted(plain.stdout.splitlines())
+    assert errors(ended) == []
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 1, 2]
+    assert len(run.select()) == 3 * 5
+
+
+def test_a_child_of_the_trainer_is_not_recorded_and_the_child_of_a_launcher_is(tmp_path: Path) -> None:
+    write_script(tmp_path, name="child.py")
+    child = "import subprocess, sys\nsubprocess.run([sys.executable, 'child.py'], check=True)"
+    write_script(tmp_path, after=child)
+    ended = python("train.py", cwd=tmp_path, env=RUN)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("trained") == 2
+    assert errors(ended) == []
+    assert len(open_run(tmp_path / "run").status()) == 1
+
+    (tmp_path / "parent.py").write_text(f"import torch\n{child}\n")
+    ended = python("parent.py", cwd=tmp_path, env={"RANKTAPE_CAPTURE": "launched"})
+    assert ended.returncode == 0, ended.stderr
+    assert open_run(tmp_path / "launched").iterations == [0]
+
+
+def test_our_own_commands_and_launcher_do_not_record_where_the_variable_says(tmp_path: Path) -> None:
+    write_script(tmp_path)
+    exported = {"RANKTAPE_CAPTURE": "exported"}
+    ended = python(*LAUNCH, "--capture", "run", "train.py", cwd=tmp_path, env=exported)
+    assert ended.returncode == 0, ended.stderr
+    assert len(own_lines(ended)) == 1
+    assert open_run(tmp_path / "run").iterations == [0]
+    told = python("-m", "ranktape.launch.cli", "status", "run", cwd=tmp_path, env=exported)
+    assert told.returncode == 0
+    assert "minimum met" in told.stdout
+    assert not (tmp_path / "exported").exists()
+
+
+USERS_TEST = """
+    import torch
+
+    def test_training():
+        model = torch.nn.Linear(3, 3)
+        model(torch.ones(2, 3)).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+"""
+
+
+def test_the_tests_of_somebody_are_not_recorded(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(textwrap.dedent(USERS_TEST))
+    ended = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py", cwd=tmp_path, env=RUN)
+    assert ended.returncode == 0, ended.stdout
+    assert not (tmp_path / "run").exists()
+
+
+OWN_CAPTURE = """
+    import torch
+    from ranktape.capture import Capture
+
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(WARM_UP):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    with Capture("own"):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    print("trained")
+"""
+
+
+@pytest.mark.parametrize("warm_up", [0, 1])
+def test_a_capture_of_the_script_takes_the_place_of_ours(warm_up: int, tmp_path: Path) -> None:
+    ended = run_script(tmp_path, OWN_CAPTURE.replace("WARM_UP", str(warm_up)), RANKTAPE_MIN_ITERATIONS="5")
+    assert (ended.returncode, ended.stdout) == (0, "trained\n"), ended.stderr
+    assert errors(ended) == []
+    assert open_run(tmp_path / "own").iterations == [0]
+    assert (tmp_path / "run").exists() == bool(warm_up)
+    if warm_up:
+        assert "the training began a capture of its own" in reason_of(tmp_path / "run")
+
+
+@pytest.mark.distributed
+def test_two_ranks_record_what_the_launcher_records_and_train_the_same(tmp_path: Path) -> None:
+    words = (PLAIN, "--steps", "4", "--micro-batches", "2")
+    plain = torchrun(*words, cwd=tmp_path)
+    options = ("--start-at", "1", "--every", "2", "--min-iterations", "2")
+    launched = torchrun(*LAUNCH, "--capture", "launched", *options, *words, cwd=tmp_path)
+    environment = {"RANKTAPE_START": "1", "RANKTAPE_EVERY": "2", "RANKTAPE_MIN_ITERATIONS": "2"}
+    ended = torchrun(*words, cwd=tmp_path, env={**RUN, **environment})
+    assert ended.returncode == 0, ended.stderr
+    # The last line is the exact loss.
+    assert ended.stdout == plain.stdout == launched.stdout
+    assert open_run(tmp_path / "run").iterations == [1, 3]
+    assert contents(tmp_path / "run") == contents(tmp_path / "launched")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("environment", [{"RANKTAPE_EVERY": "0"}, {"RANKTAPE_CAPTURE": "/proc/run"}])
+def test_two_ranks_say_a_mistake_once_and_train(environment: dict[str, str], tmp_path: Path) -> None:
+    ended = torchrun(PLAIN, "--steps", "2", cwd=tmp_path, env={**RUN, **environment})
+    assert ended.returncode == 0, ended.stderr
+    assert "final loss" in ended.stdout
+    assert len(errors(ended)) == 1, ended.stderr
+
+
+SPAWNED = """
+    import os
+    import torch
+    import torch.distributed as dist
+
+    def train(rank):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"])
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        if FAILS:
+            raise ValueError("mine")
+        dist.barrier()
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        torch.multiprocessing.start_processes(train, nprocs=2, start_method="METHOD")
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("method", "fails"), [("spawn", False), ("fork", False), ("fork", True)])
+def test_processes_that_the_script_starts_as_ranks_are_recorded(method: str, fails: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    source = SPAWNED.replace("METHOD", method).replace("FAILS", str(fails))
+    ended = run_script(tmp_path, source, PORT=str(port), RANKTAPE_MIN_ITERATIONS="9" if fails else "2")
+    assert (ended.returncode == 0) == (not fails), ended.stderr
+    assert errors(ended) == []
+    if not fails:
+        run = open_run(tmp_path / "run")
+        assert run.iterations == [0, 1]
+        assert {record.rank for record in run.select()} == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_restart_by_torchrun_is_recorded_too(tmp_path: Path) -> None:
+    fails = """
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise RuntimeError("a bad node")
+    """
+    shorter = "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os.environ['STEPS'] = '1'"
+    write_script(tmp_path, before=shorter, after=fails)
+    environment = {**RUN, "RANKTAPE_MIN_ITERATIONS": "3"}
+    ended = torchrun("train.py", cwd=tmp_path, options=["--max-restarts=1"], env=environment)
+    check_resumed(ended, tmp_path / "run")
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_is_not_held_up_by_the_others(tmp_path: Path) -> None:
+    after = "import time\nif os.environ['RANK'] == '1': raise ValueError('mine')\ntime.sleep(60)"
+    write_script(tmp_path, after=after)
+    ended = torchrun("train.py", cwd=tmp_path, env={**RUN, "RANKTAPE_MIN_ITERATIONS": "9"})
+    assert ended.returncode == 1
+    assert "ValueError: mine" in ended.stderr
+    assert ended.stdout.count("trained") == 2
+    assert open_run(tmp_path / "run").iterations == [0, 1, 2]
