@@ -45,6 +45,9 @@ FILTERS: dict[str, str] = {
 }
 """The fields that have an option of their own, with what its help says; `--where` knows all."""
 
+FORMAT_HELP = "Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16, fp16."
+"""What `--format` of one format takes."""
+
 MAX_NAMED_FILES = 4
 """Files left out that are named before the rest is counted."""
 
@@ -288,6 +291,33 @@ def by_option(command: Command) -> Command:
     return click.option("--by", multiple=True, metavar="FIELD", help="One row for each value of a field; repeatable.")(
         wrapped
     )
+
+
+def engine_options(command: Command) -> Command:
+    """Add `--workers`, `--scheduler` and `--no-cache`; the command gets an `Engine` as `engine`."""
+
+    @functools.wraps(command)
+    def wrapped(*, workers: int, scheduler: str | None, no_cache: bool, **values: Any) -> Any:
+        from ranktape.analyze.engine.engine import Engine
+
+        engine = Engine(workers=workers, scheduler=scheduler, use_cache=not no_cache, show_progress=True)
+        return command(engine=engine, **values)
+
+    decorated: Command = wrapped
+    for option in (
+        click.option("--no-cache", is_flag=True, help="Neither use nor keep what was counted before."),
+        click.option("--scheduler", metavar="URL", help="Work on a Dask cluster: tcp://HOST:PORT."),
+        click.option(
+            "--workers",
+            type=click.IntRange(min=1),
+            default=1,
+            show_default=True,
+            metavar="N",
+            help="Processes that read and count.",
+        ),
+    ):
+        decorated = option(decorated)
+    return decorated
 
 
 def view_option(command: Command) -> Command:

@@ -1,0 +1,1 @@
+"""How is a question put to many records: planned, read once, counted, added up and remembered?"""
