@@ -20,7 +20,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "sweep.md").read_text(encoding="utf
 @pytest.mark.slow
 def test_the_examples_run(tmp_path: Path) -> None:
     blocks = re.findall(r"```(sh|python)\n(.*?)```", PAGE, re.DOTALL)
-    assert [language for language, _ in blocks] == ["python", "sh", "python"]
+    assert [language for language, _ in blocks] == ["python", "sh", "python", "python"]
     said = []
     path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
     for language, block in blocks:
