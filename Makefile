@@ -3,7 +3,7 @@
 #   make test   what CI runs: ruff, mypy, every test; those on Ceph's S3 gateway where `make ceph` has been said once
 #   make ceph   fetch Ceph's packages (66 MB of Debian's) into the user's cache; nothing is installed
 #   make lint   ruff and mypy alone
-#   make docs   write docs/commands.md again from the commands' own help
+#   make docs   write docs/commands.md again from the commands' own help, and docs/schemas/ from what they answer
 #   make support  run the tests that prove what is captured from what, and write docs/support.md from them
 #   make bench  the benchmarks
 #   make clean  remove what the other targets made
@@ -33,9 +33,14 @@ demo: $(STAMP)
 
 # One thread for each process of a test; modules keep to one worker, for what they make once.
 test: export OMP_NUM_THREADS := 1
-test: lint
+test: $(STAMP)
+	@# mypy takes one core: on another one the kernels are compiled meanwhile, once for all processes of the tests.
+	PYTHONPATH=. $(BIN)/python tests/kernels.py & kernels=$$!; \
+	$(MAKE) --no-print-directory lint || { kill $$kernels; exit 1; }; \
+	wait $$kernels || echo "tests/kernels.py failed: the tests compile what is missing" >&2
 	$(BIN)/python -m pytest --run-slow -m 'not alone' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_OPTIONS)
-	$(BIN)/python -m pytest --run-slow -m alone $(TEST_OPTIONS)
+	@# Only the files that have such tests: to look through all of them takes a quarter of a minute.
+	$(BIN)/python -m pytest --run-slow -m alone $(TEST_OPTIONS) $$(grep -rlE --include='*.py' 'mark\.alone' tests)
 
 ceph:
 	tests/ceph_packages.sh
@@ -48,6 +53,7 @@ lint: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/commands.py > docs/commands.md.new
 	mv docs/commands.md.new docs/commands.md
+	PYTHONPATH=. $(BIN)/python docs/schemas.py
 
 support: $(STAMP)
 	$(BIN)/python -m pytest -p tests.support --run-slow

@@ -39,10 +39,10 @@ from ranktape.storage.documents import document_checksum
 from ranktape.storage.groups import write_group
 from ranktape.storage.reader import RunReader
 from ranktape.storage.record import TALLY_KINDS
-from ranktape.storage.records import Record
 from ranktape.storage.run import open_run
 from ranktape.storage.selection.columns import StringColumn
 from ranktape.storage.start import begin_attempt
+from ranktape.storage.stored_record import Record
 from ranktape.storage.writer import RankWriter
 from tests.runs import describe, write_run
 

@@ -16,6 +16,7 @@ RanktapeError                 everything a user can cause or must know; never sh
     IncompleteTensorError     a part of a tensor that several ranks held is missing
     ReplicaMismatchError      ranks that held copies of one tensor recorded different values
   NoRecordsError              a selection holds nothing
+  WorkersError                processes or a cluster that were to do the work cannot be had, or were lost
   CaptureError                capture cannot start or cannot go on
     FailedElsewhereError      another rank cannot start it, and says so itself
   MinimumNotMetError          fewer complete iterations than guaranteed
@@ -99,6 +100,10 @@ class ReplicaMismatchError(DataError):
 
 class NoRecordsError(RanktapeError):
     """A selection holds no records."""
+
+
+class WorkersError(RanktapeError):
+    """The processes or the cluster that were to do the work of a question cannot be had, or were lost."""
 
 
 class CaptureError(RanktapeError):

@@ -9,12 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
+from tests.browser import BrowserUnavailableError, start_browser
 from tests.ceph import CephServer, CephUnavailableError
 from tests.s3 import MotoServer, S3Server
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 OPT_IN = {
     "slow": "takes more than ten seconds",
@@ -36,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for marker, meaning in OPT_IN.items():
         parser.addoption(f"--run-{marker}", action="store_true", help=f"run the tests marked {marker}: {meaning}")
     parser.addoption("--require-s3", action="store_true", help="fail, do not skip, where Ceph's packages are missing")
+    parser.addoption("--require-browser", action="store_true", help="fail, do not skip, where Chromium is missing")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -53,10 +59,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     for name in list(os.environ):
         if name.startswith(OWN_VARIABLES):
             monkeypatch.delenv(name)
+    # What is counted of files is not kept in the cache of whoever runs the tests.
+    monkeypatch.setenv("RANKTAPE_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "counted"))
     # Plots are drawn without a display, in this process and in those that tests start.
     monkeypatch.setenv("MPLBACKEND", "Agg")
 
@@ -97,3 +105,16 @@ def _start_ceph(request: pytest.FixtureRequest) -> CephServer:
         if request.config.getoption("--require-s3"):
             pytest.fail(f"{error}; --require-s3 was given")
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def chromium(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    """A headless browser, started once, for pages from disk; without a network."""
+    try:
+        browser = start_browser(tmp_path_factory.mktemp("chromium"))
+    except BrowserUnavailableError as error:
+        if request.config.getoption("--require-browser"):
+            pytest.fail(f"{error}; --require-browser was given")
+        pytest.skip(str(error))
+    yield browser
+    browser.quit()

@@ -211,8 +211,8 @@ def test_public_names_are_the_same_for_people_and_type_checkers(package: str) ->
     public = set(getattr(module, "__all__", ()))
     assert public - {"__version__"} == shown
     assert public <= set(dir(module)) | {"__version__"}
-    # The import system puts a file into its package under the file's name: nothing else may have that name.
-    assert not public & {path.stem for path in Path(str(module.__file__)).parent.glob("*.py")}
+    # The import system puts a file or folder into its package under its name: nothing else may have that name.
+    assert not public & {path.stem for path in Path(str(module.__file__)).parent.iterdir()}
     for name in public:
         assert getattr(module, name) is not None
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):

@@ -7,6 +7,17 @@ from ranktape import public_names
 if TYPE_CHECKING:
     from ranktape.analyze.advice.recommendation import Recommendation as Recommendation
     from ranktape.analyze.advice.recommendation import recommend as recommend
+    from ranktape.analyze.comparison.map import DifferenceMap as DifferenceMap
+    from ranktape.analyze.comparison.map import difference_map as difference_map
+    from ranktape.analyze.comparison.sample_pairs import sample_pairs as sample_pairs
+    from ranktape.analyze.engine.digest import Digest as Digest
+    from ranktape.analyze.engine.digests import digests as digests
+    from ranktape.analyze.engine.digests import merge_digests as merge_digests
+    from ranktape.analyze.engine.engine import Engine as Engine
+    from ranktape.analyze.figures import FIGURES as FIGURES
+    from ranktape.analyze.findings.find import find as find
+    from ranktape.analyze.findings.finding import Finding as Finding
+    from ranktape.analyze.findings.finding import Severity as Severity
     from ranktape.analyze.formats import FORMATS as FORMATS
     from ranktape.analyze.formats import Format as Format
     from ranktape.analyze.formats import parse_format as parse_format
@@ -14,7 +25,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.histograms.histogram import count_values as count_values
     from ranktape.analyze.histograms.torch_histogram import count_tensor as count_tensor
     from ranktape.analyze.histograms.torch_histogram import count_tensor_blocks as count_tensor_blocks
-    from ranktape.analyze.plot import plot_overflow as plot_overflow
+    from ranktape.analyze.pictures.overflow_layers import plot_overflow as plot_overflow
     from ranktape.analyze.quantization.encoded import Quantized as Quantized
     from ranktape.analyze.quantization.fake_quant import FakeQuantization as FakeQuantization
     from ranktape.analyze.quantization.fake_quant import fake_quantize as fake_quantize
@@ -22,9 +33,25 @@ if TYPE_CHECKING:
     from ranktape.analyze.quantization.losses import QuantizationWarning as QuantizationWarning
     from ranktape.analyze.quantization.quantizer import quantize as quantize
     from ranktape.analyze.quantization.schemes import SCHEMES as SCHEMES
+    from ranktape.analyze.questions.compare import compare as compare
+    from ranktape.analyze.questions.distribution import distribution as distribution
+    from ranktape.analyze.questions.gradients import Gradients as Gradients
+    from ranktape.analyze.questions.gradients import gradients as gradients
     from ranktape.analyze.questions.listing import listing as listing
+    from ranktape.analyze.questions.neighbours import neighbours as neighbours
+    from ranktape.analyze.questions.outliers import outliers as outliers
     from ranktape.analyze.questions.overflow import overflow as overflow
+    from ranktape.analyze.questions.overflow_begins import overflow_begins as overflow_begins
+    from ranktape.analyze.questions.samples import sample_stats as sample_stats
+    from ranktape.analyze.questions.stats import stats as stats
     from ranktape.analyze.questions.sweep import sweep as sweep
+    from ranktape.analyze.questions.trace import trace as trace
+    from ranktape.analyze.questions.trend import Trend as Trend
+    from ranktape.analyze.questions.trend import trend as trend
+    from ranktape.analyze.report.page import write_report as write_report
+    from ranktape.analyze.rules.gate import gate as gate
+    from ranktape.analyze.rules.result import GateResult as GateResult
+    from ranktape.analyze.rules.rule import Rule as Rule
     from ranktape.analyze.sweeps.options import SweepMode as SweepMode
     from ranktape.analyze.sweeps.options import SweepOptions as SweepOptions
     from ranktape.analyze.sweeps.sweep import ScaleSweep as ScaleSweep
@@ -37,19 +64,41 @@ else:
         __name__,
         homes={
             "advice.recommendation": ["Recommendation", "recommend"],
+            "comparison.map": ["DifferenceMap", "difference_map"],
+            "comparison.sample_pairs": ["sample_pairs"],
+            "engine.digest": ["Digest"],
+            "engine.digests": ["digests", "merge_digests"],
+            "engine.engine": ["Engine"],
+            "figures": ["FIGURES"],
+            "findings.find": ["find"],
+            "findings.finding": ["Finding", "Severity"],
+            "formats": ["FORMATS", "Format", "parse_format"],
             "histograms.block_histogram": ["count_blocks"],
             "histograms.histogram": ["count_values"],
             "histograms.torch_histogram": ["count_tensor", "count_tensor_blocks"],
-            "formats": ["FORMATS", "Format", "parse_format"],
-            "plot": ["plot_overflow"],
+            "pictures.overflow_layers": ["plot_overflow"],
             "quantization.encoded": ["Quantized"],
             "quantization.fake_quant": ["FakeQuantization", "fake_quantize", "quantized_linear"],
             "quantization.losses": ["QuantizationWarning"],
             "quantization.quantizer": ["quantize"],
             "quantization.schemes": ["SCHEMES"],
+            "questions.compare": ["compare"],
+            "questions.distribution": ["distribution"],
+            "questions.gradients": ["Gradients", "gradients"],
             "questions.listing": ["listing"],
+            "questions.neighbours": ["neighbours"],
+            "questions.outliers": ["outliers"],
             "questions.overflow": ["overflow"],
+            "questions.overflow_begins": ["overflow_begins"],
+            "questions.samples": ["sample_stats"],
+            "questions.stats": ["stats"],
             "questions.sweep": ["sweep"],
+            "questions.trace": ["trace"],
+            "questions.trend": ["Trend", "trend"],
+            "report.page": ["write_report"],
+            "rules.gate": ["gate"],
+            "rules.result": ["GateResult"],
+            "rules.rule": ["Rule"],
             "sweeps.options": ["SweepMode", "SweepOptions"],
             "sweeps.sweep": ["ScaleSweep", "sweep_array", "sweep_formats"],
             "table": ["Table"],

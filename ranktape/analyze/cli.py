@@ -14,8 +14,17 @@ COMMANDS = {
     for name in (
         "ls",
         "overflow",
+        "stats",
+        "distribution",
         "sweep",
+        "outliers",
+        "trend",
+        "trace",
+        "gradients",
+        "compare",
         "plot",
+        "gate",
+        "report",
     )
 }
 """Where each command is."""

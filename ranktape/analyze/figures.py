@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ranktape.analyze.distributions.finite import is_beyond_float32
 from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
 
@@ -37,15 +39,24 @@ class Figure:
 
 
 def figure(name: str) -> Figure:
-    """The figure of that name.
+    """The figure of that name; besides those of `FIGURES` any percentile has one: `p99.5`.
 
     Raises:
         UsageError: there is none; the message names the nearest.
     """
-    if name not in FIGURES:
-        nearest = difflib.get_close_matches(name, FIGURES, n=3) or list(FIGURES)
-        raise UsageError(f"no figure {name!r}: use {' or '.join(nearest)}")
-    return FIGURES[name]
+    if name in FIGURES:
+        return FIGURES[name]
+    percent = re.fullmatch(r"p(\d+(?:\.\d+)?)", name)
+    if percent is not None and float(percent[1]) <= 100:  # noqa: PLR2004 - percent
+        return _percentile(float(percent[1]))
+    nearest = difflib.get_close_matches(name, FIGURES, n=3) or [one for one in FIGURES if name and name in one]
+    hint = f"use {' or '.join(nearest)}" if nearest else f"use one of {', '.join(FIGURES)}, or any percentile as p99.5"
+    raise UsageError(f"no figure {name!r}: {hint}")
+
+
+def is_percentile(name: str) -> bool:
+    """Whether a figure is one, and so not exact where the digest is not."""
+    return re.fullmatch(r"p[\d.]+", name) is not None
 
 
 def _statistic(name: str, *, head: str = "") -> Figure:
@@ -54,9 +65,19 @@ def _statistic(name: str, *, head: str = "") -> Figure:
 
 def _percentile(percent: float) -> Figure:
     def quantile(digest: Digest) -> float | None:
-        return digest.quantiles([percent / 100])[0]
+        # Of complex values single parts are known, and of statistics that were kept nothing.
+        if not digest.has_values or "complex" in digest.dtype:
+            return None
+        (found,) = digest.quantiles([percent / 100])
+        if found is None or not is_beyond_float32(digest):
+            return found
+        return found if abs(found) < _LARGEST_APART or math.isinf(found) else None
 
     return Figure(name=f"p{percent:g}", kind=Kind.FLOAT, head=f"p{percent:g}", of=quantile)
+
+
+_LARGEST_APART = 255.5 * 2.0**120
+"""What stands in a digest for all that is beyond the largest bfloat16, and no infinity."""
 
 
 def _tally(kind: str, head: str) -> tuple[Figure, Figure]:
@@ -86,25 +107,36 @@ def _extreme(name: str) -> Figure:
     return Figure(name=f"overflow.{name}", kind=Kind.FLOAT, head=f"{name} with Inf", of=extreme)
 
 
+def _smallest_nonzero(digest: Digest) -> float | None:
+    # What is known of some parts alone says nothing of all.
+    return digest.tallies.smallest_nonzero if digest.has_values else None
+
+
 def _log2_range(digest: Digest) -> float | None:
-    tallies = digest.tallies
-    if not tallies.largest_finite or not tallies.smallest_nonzero:
-        return None
-    return math.log2(tallies.largest_finite) - math.log2(tallies.smallest_nonzero)
+    largest, smallest = digest.tallies.largest_finite, _smallest_nonzero(digest)
+    return math.log2(largest) - math.log2(smallest) if largest and smallest else None
+
+
+def _crest_factor(digest: Digest) -> float | None:
+    statistics = digest.statistics
+    return statistics.absmax / statistics.rms if statistics.absmax is not None and statistics.rms else None
+
+
+def _distinct(digest: Digest) -> float | None:
+    is_known = digest.has_values and digest.is_exact and "complex" not in digest.dtype
+    return digest.values.size if is_known else None
 
 
 _ALL = (
     Figure(name="elements", kind=Kind.INTEGER, head="elements", of=lambda digest: digest.tallies.num_elements),
+    Figure(name="finite", kind=Kind.INTEGER, head="finite", of=lambda digest: digest.tallies.num_finite),
     *map(_statistic, ("mean", "std", "variance", "minimum", "maximum", "absmax", "mean_magnitude", "rms", "norm")),
     *map(_statistic, ("skewness", "kurtosis")),
     *map(_percentile, PERCENTILES),
-    Figure(
-        name="smallest_nonzero",
-        kind=Kind.FLOAT,
-        head="smallest nonzero",
-        of=lambda digest: digest.tallies.smallest_nonzero,
-    ),
+    Figure(name="smallest_nonzero", kind=Kind.FLOAT, head="smallest nonzero", of=_smallest_nonzero),
     Figure(name="log2_range", kind=Kind.FLOAT, head="range in bits", of=_log2_range),
+    Figure(name="crest_factor", kind=Kind.FLOAT, head="absmax / rms", of=_crest_factor),
+    Figure(name="distinct", kind=Kind.INTEGER, head="distinct values", of=_distinct),
     *_tally("total", "overflow"),
     *_tally("upper", "upper"),
     *_tally("lower", "lower"),

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ranktape.analyze.sample_names import SAMPLE
 from ranktape.analyze.table import Column, Kind
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ IDENTITY = (
 NUMBER_FIELDS = ("iteration", "rank", "attempt", "microbatch", "call", "layer_idx", "batch_size", "sample_dim")
 """The fields of an identity that hold whole numbers."""
 
+SAMPLE_COLUMN = Column(name=SAMPLE, kind=Kind.TEXT, is_key=True)
+"""What a sample is called, in a table with one row for each."""
+
 _DETAILS = ("mode", "component", "compute_dtype", "shape")
 """Fields that text leaves out unless everything is asked for."""
 
@@ -57,7 +61,8 @@ def identity_row(record: Record) -> tuple[Any, ...]:
 
 def group_columns(by: Sequence[str]) -> tuple[Column, ...]:
     """The columns of a table with one row for each group, and how many records are in it."""
-    return (*(_key_column(field, is_detail=False) for field in by), Column(name="records", kind=Kind.INTEGER))
+    fields = dict.fromkeys(by)  # as the keys of groups have them
+    return (*(_key_column(field, is_detail=False) for field in fields), Column(name="records", kind=Kind.INTEGER))
 
 
 def group_row(key: dict[str, Any], *, num_records: int) -> tuple[Any, ...]:
@@ -79,9 +84,11 @@ def _values(records: Records, field: str) -> list[Any]:
 
 
 def _value(value: Any, field: str) -> Any:
-    """A value of a column as tables hold it: whole numbers as int, a missing one as None, shapes as lists."""
+    """A value as tables hold it: whole numbers as int, a missing one as None, shapes as lists, samples as text."""
     if field == "shape":
         return json.loads(value)
+    if field == SAMPLE and value is not None:
+        return str(value)
     if isinstance(value, float):
         if math.isnan(value):
             return None

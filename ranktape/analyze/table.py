@@ -1,4 +1,4 @@
-"""How does an answer look: as aligned text, as one JSON document, or as CSV?
+"""How does an answer look: as aligned text, as one JSON document, as CSV, as a DataFrame, in a notebook?
 
 One `Table` for every command. Numbers stay numbers until they are printed; a column says what they are.
 """
@@ -16,16 +16,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import encodable
+from ranktape.analyze.shown import Shown
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.table import Table as RichTable
+    import pandas as pd  # type: ignore[import-untyped]  # it has no types
+    from rich.console import Group
 
 
-MAX_LINE_LENGTH = 100_000
-"""Characters of a line on a terminal, before it wraps."""
+MAX_BRIEF_ROWS = 20
+"""Rows that an interpreter or a notebook shows."""
 
 
 class Kind(enum.StrEnum):
@@ -76,12 +78,13 @@ class Column:
     """Whether text leaves it out unless everything is asked for; JSON and CSV always hold it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Table:
     """An answer: columns, rows, and a few words.
 
     A missing value is None: null in JSON, empty in CSV, "-" in text. JSON has no NaN and no infinity:
-    they are the strings "nan", "inf" and "-inf" there.
+    they are the strings "nan", "inf" and "-inf" there. An interpreter and a notebook show the first rows, with what
+    is long cut off.
     """
 
     title: str
@@ -158,20 +161,46 @@ class Table:
 
     def to_text(self, *, wide: bool = False) -> str:
         """The table as aligned lines, as wide as they need to be: nothing is cut off."""
-        heading, columns, rows = _for_people(self, wide=wide)
-        heads = [_head(column) for column, _ in columns]
-        cells = [[_cell(row[index], column.kind) for column, index in columns] for row in rows]
-        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+        return _shown(self, wide=wide).aligned() + "\n"
 
-        def line(texts: Sequence[str]) -> str:
-            aligned = (
-                text.ljust(width) if _is_left(column.kind) else text.rjust(width)
-                for text, width, (column, _) in zip(texts, widths, columns, strict=True)
-            )
-            return "  ".join(aligned).rstrip()
+    def to_pandas(self) -> pd.DataFrame:
+        """The rows as a frame, all columns of them; units are in `attrs`, beside the title and the notes.
 
-        body = [line(heads), *map(line, cells)] if columns else []
-        return "\n".join([*heading, *body, *self.notes]) + "\n"
+        Whole numbers are `Int64`, ratios and other real numbers `float64` (NaN where one is missing), text is
+        `string`, lists are objects. A column with a value of another kind is of objects.
+
+        Raises:
+            UsageError: pandas is not installed.
+        """
+        from ranktape.storage.frames import Dtype, data_frame
+
+        attributes = {
+            "title": self.title,
+            "notes": list(self.notes),
+            "units": {column.name: column.unit for column in self.columns if column.unit},
+        }
+        return data_frame(
+            (
+                (column.name, [row[index] for row in self.rows], Dtype[_DTYPES[column.kind]])
+                for index, column in enumerate(self.columns)
+            ),
+            attributes=attributes,
+        )
+
+    def __repr__(self) -> str:
+        return self._brief().aligned()
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+
+        return Group(*self._brief().rich_parts())
+
+    def _repr_html_(self) -> str:
+        return self._brief().html()
+
+    def _brief(self) -> Shown:
+        """The first rows, with what is long cut off."""
+        return _shown(self.first(MAX_BRIEF_ROWS), wide=False).clipped()
 
 
 def write_table(table: Table, *, form: Form = Form.TEXT, wide: bool = False, output: Path | None = None) -> None:
@@ -181,7 +210,7 @@ def write_table(table: Table, *, form: Form = Form.TEXT, wide: bool = False, out
         UsageError: the file cannot be written.
     """
     if form is Form.TEXT and output is None and sys.stdout.isatty():
-        _print_rich(table, wide=wide)
+        _shown(table, wide=wide).print()
         return
     write_text(_as_text(table, form=form, wide=wide), output=output)
 
@@ -207,56 +236,38 @@ def _as_text(table: Table, *, form: Form, wide: bool) -> str:
     return table.to_csv() if form is Form.CSV else table.to_text(wide=wide)
 
 
-def _for_people(table: Table, *, wide: bool) -> tuple[list[str], list[tuple[Column, int]], tuple[tuple[Any, ...], ...]]:
-    """The lines above the table, its columns with their index, and its rows, without what says nothing.
+def _shown(table: Table, *, wide: bool) -> Shown:
+    """What people see of a table, without what says nothing.
 
     Left out are keys that are the same in all rows (a line above says them once) and columns without a value.
     """
-    heading = [table.title] if table.title else []
+    heading = [_plain(table.title)] if table.title else []
     columns = list(zip(table.columns, range(len(table.columns)), strict=True))
     if wide or not table.rows:
-        return heading, [item for item in columns if wide or not item[0].is_detail], table.rows
-    first = table.rows[0]
-    filled = [
-        (column, index)
-        for column, index in columns
-        if not column.is_detail and any(row[index] is not None and row[index] != "" for row in table.rows)
-    ]
-    same = [
-        (column, index)
-        for column, index in filled
-        if len(table.rows) > 1 and column.is_key and all(row[index] == first[index] for row in table.rows)
-    ]
-    if same:
-        said = (f"{_head(column)} {_cell(first[index], column.kind)}" for column, index in same)
-        heading.append("all rows: " + ", ".join(said))
-    return heading, [item for item in filled if item not in same], table.rows
-
-
-def _print_rich(table: Table, *, wide: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    def shown(text: str, *, style: str = "") -> Text:
-        return Text(encodable(text, sys.stdout), style=style)
-
-    heading, columns, rows = _for_people(table, wide=wide)
-    rich_table: RichTable = RichTable(box=None, pad_edge=False, header_style="bold")
-    for column, _ in columns:
-        rich_table.add_column(shown(_head(column)), justify="left" if _is_left(column.kind) else "right", no_wrap=True)
-    for row in rows:
-        rich_table.add_row(*(shown(_cell(row[index], column.kind)) for column, index in columns))
-    # A terminal that is too narrow wraps the lines: better than numbers cut off.
-    # (A simple terminal is taken at its word only if the height is given too.)
-    size = Console(file=sys.stdout).size
-    needed = Console(width=MAX_LINE_LENGTH, height=size.height).measure(rich_table).maximum
-    console = Console(file=sys.stdout, highlight=False, width=max(needed, size.width), height=size.height)
-    for said in heading:
-        console.print(shown(said, style="italic"))
-    console.print(rich_table)
-    for note in table.notes:
-        console.print(shown(note, style="dim"))
+        chosen = [item for item in columns if wide or not item[0].is_detail]
+    else:
+        first = table.rows[0]
+        filled = [
+            (column, index)
+            for column, index in columns
+            if not column.is_detail and any(row[index] is not None and row[index] != "" for row in table.rows)
+        ]
+        same = [
+            (column, index)
+            for column, index in filled
+            if len(table.rows) > 1 and column.is_key and all(row[index] == first[index] for row in table.rows)
+        ]
+        if same:
+            said = (f"{_head(column)} {_cell(first[index], column.kind)}" for column, index in same)
+            heading.append("all rows: " + ", ".join(said))
+        chosen = [item for item in filled if item not in same]
+    return Shown(
+        heading=heading,
+        heads=[_head(column) for column, _ in chosen],
+        is_left=[column.kind in {Kind.TEXT, Kind.LIST} for column, _ in chosen],
+        cells=[[_cell(row[index], column.kind) for column, index in chosen] for row in table.rows],
+        notes=[_plain(note) for note in table.notes],
+    )
 
 
 def _head(column: Column) -> str:
@@ -265,17 +276,17 @@ def _head(column: Column) -> str:
     return f"{named} {column.unit}" if column.unit and column.kind is not Kind.NBYTES else named
 
 
-def _is_left(kind: Kind) -> bool:
-    return kind in {Kind.TEXT, Kind.LIST}
-
-
 def _cell(value: Any, kind: Kind) -> str:
     if value is None:
         return "-"
     if kind in _CELLS and not isinstance(value, str):
         return _CELLS[kind](value)
-    # What others wrote may hold a line break or a terminal's control code.
-    return "".join(letter if letter.isprintable() else " " for letter in str(value)) or "-"
+    return _plain(str(value)) or "-"
+
+
+def _plain(text: str) -> str:
+    """One line: what others wrote may hold a line break or a terminal's control code."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _float_cell(value: float) -> str:
@@ -299,7 +310,7 @@ def nbytes_text(value: int) -> str:
 
 
 def _list_cell(value: Sequence[Any]) -> str:
-    return " ".join(map(str, value)) or "-"
+    return _plain(" ".join(map(str, value))) or "-"
 
 
 _CELLS: Mapping[Kind, Callable[[Any], str]] = {
@@ -309,6 +320,18 @@ _CELLS: Mapping[Kind, Callable[[Any], str]] = {
     Kind.NBYTES: nbytes_text,
     Kind.LIST: _list_cell,
 }
+
+
+_DTYPES: Mapping[Kind, str] = {
+    Kind.TEXT: "TEXT",
+    Kind.INTEGER: "INTEGER",
+    Kind.FLOAT: "FLOAT",
+    Kind.RATIO: "FLOAT",
+    Kind.COSINE: "FLOAT",
+    Kind.NBYTES: "INTEGER",
+    Kind.LIST: "OBJECT",
+}
+"""The member of `storage.frames.Dtype` for each kind."""
 
 
 def json_value(value: Any) -> Any:

@@ -307,4 +307,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # Where scipy is installed numba imports it, for products of matrices, of which our kernels have none: a quarter of
+    # what it takes to start.
+    sys.modules["scipy"] = None  # type: ignore[assignment]  # so Python says that a module cannot be imported
     sys.exit(main(sys.argv[1:]))

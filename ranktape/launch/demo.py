@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,6 +21,7 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.errors import CaptureError, RunExistsError, RunNotFoundError, UsageError
 from ranktape.launch.demo_text import read_text
 from ranktape.launch.options import capture_arguments, capture_options
+from ranktape.launch.place import read_options
 
 NUM_ITERATIONS = 3
 """Iterations that are captured."""
@@ -135,24 +137,33 @@ def train(capture: Sequence[str], *, script: Sequence[str], num_ranks: int) -> N
 def show(url: str, *, storage_options: str | None) -> None:
     """Answer, by the commands that a user would type, what is stored and what it can bear."""
     from ranktape.launch.cli import cli
+    from ranktape.storage import open_run
 
+    last = open_run(url, storage_options=read_options(storage_options)).iterations[-1]
     access = ["--storage-options", storage_options] if storage_options else []
     # Beside the run, not in it: all that is in a run is Zarr.
-    plot = "overflow.png" if "://" in url else f"{url.rstrip('/')}-overflow.png"
+    beside = "" if "://" in url else f"{url.rstrip('/')}-"
+    places = {"RUN": url, "LAST": str(last), "PLOT": f"{beside}overflow.png", "REPORT": f"{beside}report.html"}
     for words in ANSWERS:
-        arguments = [*({"RUN": url, "PLOT": plot}.get(word, word) for word in words), *access]
+        arguments = [*(places.get(word, word) for word in words), *access]
         _say(["ranktape", *arguments])
         cli.main(arguments, prog_name="ranktape", standalone_mode=False)
+    click.echo(f"open it in a browser: {Path(places['REPORT']).resolve().as_uri()}")
 
 
 ANSWERS = (
     ("status", "RUN"),
-    ("analyze", "overflow", "RUN", "--by", "layer_type,operation,tensor_name", "--format", "fp8_e4m3"),
-    ("analyze", "sweep", "RUN", "--format", "fp8_e4m3", "--by", "layer_type,operation,tensor_name"),
-    ("analyze", "sweep", "RUN", "--format", "mxfp8,mxfp4,nvfp4", "--by", "layer_type,operation", "--target-sqnr", "20"),
+    ("analyze", "overflow", "RUN", "--format", "fp8_e4m3", "--by", "layer_type,operation"),
+    (
+        *("analyze", "sweep", "RUN", "--iteration", "LAST", "--rank", "0", "--format", "mxfp8,mxfp4,nvfp4"),
+        *("--by", "layer_type,operation", "--target-sqnr", "20"),
+    ),
+    ("analyze", "outliers", "RUN", "--limit", "8"),
     ("analyze", "plot", "RUN", "--format", "fp8_e4m3", "--output", "PLOT"),
+    ("analyze", "report", "RUN", "--output", "REPORT"),
 )
-"""The commands that the demo ends with."""
+"""The commands that the demo ends with: what is stored, what fp8 would lose, which format each kind of layer can bear,
+what is wrong, a picture, and all of it in one page."""
 
 
 def _refuse_existing(url: str, *, settings: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ from ranktape.storage.zarr_types import register_on_import
 
 if TYPE_CHECKING:
     from ranktape.storage.assemble import GlobalView as GlobalView
-    from ranktape.storage.records import Record as Record
     from ranktape.storage.records import Records as Records
     from ranktape.storage.run import Run as Run
     from ranktape.storage.run import open_run as open_run
@@ -15,16 +14,18 @@ if TYPE_CHECKING:
     from ranktape.storage.status import IterationState as IterationState
     from ranktape.storage.status import IterationStatus as IterationStatus
     from ranktape.storage.status import Verdict as Verdict
+    from ranktape.storage.stored_record import Record as Record
     from ranktape.storage.zarr_types import register as register
 else:
     __all__, __getattr__, __dir__ = public_names(
         __name__,
         homes={
             "assemble": ["GlobalView"],
-            "records": ["Record", "Records"],
+            "records": ["Records"],
             "run": ["Run", "open_run"],
             "statistics": ["Statistics"],
             "status": ["IterationState", "IterationStatus", "Verdict"],
+            "stored_record": ["Record"],
             "zarr_types": ["register"],
         },
     )

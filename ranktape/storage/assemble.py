@@ -12,7 +12,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError, UsageError
 from ranktape.storage.dtypes import dtype_row
 from ranktape.storage.names import Site
+from ranktape.storage.parts import split
 from ranktape.storage.placement import Kind, Placement, parse_placement
 from ranktape.storage.record import Keep
 from ranktape.storage.rounding import round_once
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     import zarr
 
-    from ranktape.storage.records import Record
+    from ranktape.storage.stored_record import Record
 
 _MAX_CELLS = 1 << 22
 """Of the grid on which it is seen whether parts cover a tensor: a mesh of many thousand ranks has as many."""
@@ -127,7 +128,7 @@ class GlobalView:
             DataError: as `read`.
             UsageError: as `read`; or torch has no such dtype.
         """
-        from ranktape.storage.records import Record
+        from ranktape.storage.stored_record import Record
 
         first = self.records[0]
         info = dataclasses.replace(first.info, shape=self.shape, placement=None)
@@ -231,6 +232,10 @@ class _WholeReader:
         """The whole tensor."""
         assert sample is None
         return self._view.read()
+
+    def parts(self, record: Record) -> Iterator[np.ndarray[Any, Any]]:
+        """The whole tensor in parts, after it was put together."""
+        return split(self._view.read(), sample_dim=record.sample_dim)
 
     def open_array(self, path: str) -> zarr.Array[Any]:
         """Nothing.

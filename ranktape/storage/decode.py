@@ -8,7 +8,7 @@ for what is missing, in any size that a document declares.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,7 +19,7 @@ import numpy as np
 from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.documents import Compression, array_document, chunk_key, decode_document
 from ranktape.storage.dtypes import DTYPES
-from ranktape.storage.encode import CRC_NBYTES, INDEX_ENTRY_NBYTES, MAX_PACKED_NBYTES
+from ranktape.storage.encode import CRC_NBYTES, INDEX_ENTRY_NBYTES, MAX_PACKED_NBYTES, checksum, crc_of
 from ranktape.storage.layout import document_key
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ MAX_DIMENSIONS = 64
 _PIECE_NBYTES = 64 << 20
 _NUM_THREADS = 4
 """Pieces in flight."""
+
+_AT_ONCE_NBYTES = 4 << 20
+"""Slices are fetched together up to this size: what is looked at next still is in the processor's cache."""
 
 _ASK = "see 'ranktape check'"
 
@@ -181,6 +184,65 @@ def read_stored(
     return values if index is None else np.ascontiguousarray(np.take(values, index, axis=axis))
 
 
+def read_slices(backend: Objects, stored: StoredArray) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+    """The values of an array that is cut, slice after slice, each without the axis; and the CRC-32C of its values.
+
+    No more than one of them is in memory, or a few of small ones. They cannot be written to.
+
+    Raises:
+        DataError: bytes are missing, or not what was written.
+        StorageError: the store cannot be read.
+    """
+    assert stored.cut_axis is not None
+    place = f"{backend.url}/{stored.key}"
+    shape = _without(stored.shape, stored.cut_axis)
+    exact = stored.object_nbytes()
+    groups: Iterator[tuple[np.ndarray[Any, Any], memoryview]]
+    if exact is not None and exact <= _AT_ONCE_NBYTES:
+        data = backend.get(stored.key, max_nbytes=exact)
+        if data is None or len(data) != exact:
+            raise DataError(_size_message(place, None if data is None else len(data), expected=exact))
+        groups = iter([(_index(data[-_index_nbytes(stored) :], stored, place=place), memoryview(data))])
+    else:
+        groups = _ranges(backend, stored, _read_index(backend, stored))
+    for entries, view in groups:
+        first = int(entries[0, 0])
+        for start, nbytes in (entries - (first, 0)).tolist():
+            chunk = view[start : start + nbytes]
+            values = _values(_unpack(chunk, stored, place=place), stored, is_copied=False).reshape(shape)
+            is_packed = stored.compression is not Compression.NONE
+            yield values, crc_of(checksum(values)) if is_packed else int.from_bytes(chunk[-CRC_NBYTES:], "little")
+
+
+def read_runs(
+    backend: Objects, stored: StoredArray, *, num_elements: int
+) -> Generator[np.ndarray[Any, Any], None, int]:
+    """The values of an array in one chunk that is not packed, in runs of so many elements in C order.
+
+    What is yielded cannot be written to. What is returned is the CRC-32C of the whole: nothing holds before.
+
+    Raises:
+        DataError: bytes are missing, or, behind the last run, they are not what was written.
+        StorageError: the store cannot be read.
+    """
+    place = f"{backend.url}/{stored.key}"
+    size, exact = backend.size(stored.key), stored.object_nbytes()
+    if size is None or size != exact:
+        raise DataError(_size_message(place, size, expected=exact))
+    crc = 0
+    step = num_elements * stored.row.itemsize
+    for start in range(0, stored.chunk_nbytes, step):
+        nbytes = min(step, stored.chunk_nbytes - start)
+        data = backend.get_range(stored.key, start, nbytes)
+        if data is None or len(data) != nbytes:
+            raise DataError(_size_message(place, None if data is None else start + len(data), expected=exact))
+        crc = google_crc32c.extend(crc, data)
+        yield _values(memoryview(data), stored, is_copied=False)
+    if crc != int.from_bytes(backend.get_range(stored.key, stored.chunk_nbytes, CRC_NBYTES) or b"", "little"):
+        raise DataError(f"{place} is not what was written: the checksum of its chunk differs; {_ASK}")
+    return int(crc)
+
+
 def _read_whole(backend: Objects, stored: StoredArray) -> np.ndarray[Any, Any]:
     if not math.prod(stored.shape):
         return np.empty(stored.shape, dtype=stored.row.numpy_dtype)
@@ -216,6 +278,16 @@ def fetch_object(backend: Objects, key: str, nbytes: int) -> bytes | None:
 
 def _read_one(backend: Objects, stored: StoredArray, index: int) -> np.ndarray[Any, Any]:
     place = f"{backend.url}/{stored.key}"
+    start, nbytes = _read_index(backend, stored)[index].tolist()
+    data = backend.get_range(stored.key, start, nbytes)
+    assert stored.cut_axis is not None
+    chunk = _values(_unpack(memoryview(data or b""), stored, place=place), stored)
+    return chunk.reshape(_without(stored.shape, stored.cut_axis))
+
+
+def _read_index(backend: Objects, stored: StoredArray) -> np.ndarray[Any, Any]:
+    """The offset and the size of each chunk, none of them larger than it can be."""
+    place = f"{backend.url}/{stored.key}"
     if _index_nbytes(stored) > MAX_DOCUMENT_NBYTES:
         raise DataError(
             f"{place} has an index of {_index_nbytes(stored)} bytes, at most {MAX_DOCUMENT_NBYTES} are read"
@@ -223,14 +295,26 @@ def _read_one(backend: Objects, stored: StoredArray, index: int) -> np.ndarray[A
     tail = backend.get_range(stored.key, -_index_nbytes(stored), _index_nbytes(stored))
     if tail is None:
         raise DataError(_size_message(place, None, expected=stored.object_nbytes()))
-    start, nbytes = _index(tail, stored, place=place)[index]
+    entries = _index(tail, stored, place=place)
+    largest = int(entries[:, 1].max())
     # What cannot be packed grows a little when it is.
-    if nbytes > stored.chunk_nbytes + stored.chunk_nbytes // 128 + 1024:
-        raise DataError(f"{place} has a chunk of {nbytes} bytes for {stored.chunk_nbytes}; {_ASK}")
-    data = backend.get_range(stored.key, start, nbytes)
-    assert stored.cut_axis is not None
-    chunk = _values(_unpack(memoryview(data or b""), stored, place=place), stored)
-    return chunk.reshape(_without(stored.shape, stored.cut_axis))
+    if largest > stored.chunk_nbytes + stored.chunk_nbytes // 128 + 1024:
+        raise DataError(f"{place} has a chunk of {largest} bytes for {stored.chunk_nbytes}; {_ASK}")
+    return entries
+
+
+def _ranges(
+    backend: Objects, stored: StoredArray, entries: np.ndarray[Any, Any]
+) -> Iterator[tuple[np.ndarray[Any, Any], memoryview]]:
+    """The chunks of a shard in groups that are fetched with one request: their places, and the bytes from the first."""
+    ends = entries.sum(axis=1)
+    first = 0
+    while first < len(entries):
+        start = int(entries[first, 0])
+        last = max(first + 1, int(np.searchsorted(ends, start + _AT_ONCE_NBYTES, side="right")))
+        data = backend.get_range(stored.key, start, int(ends[last - 1]) - start)
+        yield entries[first:last], memoryview(data or b"")
+        first = last
 
 
 def _index_nbytes(stored: StoredArray) -> int:

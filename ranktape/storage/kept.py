@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ranktape.storage.block_counts import BlockCounts
-    from ranktape.storage.records import Record
+    from ranktape.storage.stored_record import Record
 
 _READ_BY = {Keep.VALUES: "read", Keep.HISTOGRAM: "counts", Keep.STATISTICS: "statistics"}
 """The method of a record that gives what was kept of it."""

@@ -33,6 +33,12 @@ DOCUMENT = "zarr.json"
 CATALOGUE = "catalogue"
 """The name of a rank's catalogue; the names of tensors have commas, and those of stacks begin with `stack_`."""
 
+ANALYSIS = "analysis"
+"""The array at the top of a run below which analysis keeps what it counted: it can be deleted, and is counted again.
+
+An array, because plain Zarr looks for no members below one.
+"""
+
 _MAX_NAME_LENGTH = 200
 
 ATTEMPT_GROUPS = ("commits", "iterations", "closed", "dropped")

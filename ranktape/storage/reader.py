@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import pickle
+import platform
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,15 +16,19 @@ import numpy as np
 from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.blob import open_blob
 from ranktape.storage.catalogue import Catalogue
-from ranktape.storage.decode import StoredArray, fetch_object, open_stored, read_stored
+from ranktape.storage.crc import combine
+from ranktape.storage.decode import StoredArray, fetch_object, open_stored, read_runs, read_slices, read_stored
+from ranktape.storage.documents import Compression
 from ranktape.storage.encode import checksum, stored_dtype, stored_shape
 from ranktape.storage.layout import document_key, dropped_path, iteration_path
+from ranktape.storage.parts import RUN, split
 
 if TYPE_CHECKING:
     import zarr
 
     from ranktape.storage.backends.backend import Backend
-    from ranktape.storage.records import Record, Records
+    from ranktape.storage.records import Records
+    from ranktape.storage.stored_record import Record
 
 _NUM_CATALOGUES = 4
 """Of iterations, that are remembered: who asks for the parts of one tensor asks for those of others."""
@@ -93,8 +101,8 @@ class RunReader:
         self._objects = RecentObjects(backend)
         self._catalogue = functools.lru_cache(_NUM_CATALOGUES)(self._open_catalogue)
 
-    def __reduce__(self) -> tuple[type[RunReader], tuple[Backend]]:
-        return RunReader, (self.backend,)
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        return _shared_reader, (pickle.dumps(self.backend),)
 
     def read(self, record: Record, *, sample: int | None) -> np.ndarray[Any, Any]:
         """What is kept of a record; with `sample` of one sample, without the dimension of samples.
@@ -106,9 +114,8 @@ class RunReader:
         info, location = record.info, record.location
         expected: str | None = info.checksum
         is_sample = False
-        try:
-            stored = self._stored(location.array_path)
-            self._compare(stored, record)
+        with self._explained(record):
+            stored = self._opened(record)
             if location.stack:
                 values = read_stored(self._objects, stored, index=location.index)
             elif sample is not None and info.sample_dim == stored.cut_axis:
@@ -118,17 +125,51 @@ class RunReader:
                 expected = stored.sample_checksums[sample] if stored.sample_checksums else None
             else:
                 values = read_stored(self.backend, stored)
-        except (DataError, RunFormatError) as error:
-            if self._is_dropped(record):
-                message = f"iteration {info.iteration} was removed from {self.url} (--keep-last): refresh the run"
-                raise DataError(message) from error
-            raise DataError(f"{record!r} is damaged: {error}") from error
         if expected is not None and (actual := checksum(values)) != expected:
-            raise DataError(
-                f"{record!r} in {self.url}/{location.array_path} is not what was captured: "
-                f"its checksum is {actual}, {expected} was recorded; see 'ranktape check'"
-            )
+            raise self._is_other(record, actual=actual, expected=expected)
         return values if sample is None or is_sample else values.take(sample, axis=info.sample_dim)
+
+    def parts(self, record: Record) -> Iterator[np.ndarray[Any, Any]]:
+        """The values of a record, as `Record.parts` has them.
+
+        Raises:
+            DataError: bytes are missing, or are not those captured.
+            StorageError: the store cannot be read.
+        """
+        info = record.info
+        with self._explained(record):
+            stored = self._opened(record)
+        if record.location.stack or not stored.chunk_nbytes:
+            yield from split(self.read(record, sample=None), sample_dim=info.sample_dim)
+        elif info.sample_dim is not None and info.sample_dim == stored.cut_axis and stored.sample_checksums:
+            yield from self._samples(record, stored)
+        elif info.sample_dim is None and _is_readable_in_runs(stored):
+            yield from self._runs(record, stored)
+        else:
+            yield from split(self.read(record, sample=None), sample_dim=info.sample_dim)
+
+    def _samples(self, record: Record, stored: StoredArray) -> Iterator[np.ndarray[Any, Any]]:
+        """Sample after sample, each compared with its own checksum; and these with that of the record, if they can."""
+        crcs = []
+        slices = read_slices(self.backend, stored)
+        for expected in stored.sample_checksums or ():
+            with self._explained(record):
+                values, crc = next(slices)
+            if (actual := f"crc32c:{crc:08x}") != expected:
+                raise self._is_other(record, actual=actual, expected=expected)
+            crcs.append(crc)
+            yield values[np.newaxis]
+        if stored.cut_axis == 0:
+            actual = f"crc32c:{combine(crcs, part_nbytes=stored.chunk_nbytes):08x}"
+            if actual != record.info.checksum:
+                raise self._is_other(record, actual=actual, expected=record.info.checksum)
+
+    def _runs(self, record: Record, stored: StoredArray) -> Iterator[np.ndarray[Any, Any]]:
+        """Run after run of a large chunk, compared as a whole behind the last of them."""
+        with self._explained(record):
+            crc = yield from read_runs(self.backend, stored, num_elements=RUN)
+        if (actual := f"crc32c:{crc:08x}") != record.info.checksum:
+            raise self._is_other(record, actual=actual, expected=record.info.checksum)
 
     def open_array(self, path: str) -> zarr.Array[Any]:
         """The Zarr array at a path below the run; no value is read."""
@@ -158,6 +199,33 @@ class RunReader:
         path = iteration_path(attempt, iteration)
         return Catalogue(open_blob(self.backend, path), place=f"{self.url}/{path}", attempt=attempt)
 
+    @contextlib.contextmanager
+    def _explained(self, record: Record) -> Iterator[None]:
+        """Says of what is damaged which record it is, and of what is gone that it was removed on purpose."""
+        try:
+            yield
+        except (DataError, RunFormatError) as error:
+            if self._is_dropped(record):
+                iteration = record.info.iteration
+                message = f"iteration {iteration} was removed from {self.url} (--keep-last): refresh the run"
+                raise DataError(message) from error
+            if not self.backend.exists(document_key("")):
+                message = f"there is no run at {self.url}, seen from {platform.node()}, which was to read {record!r}"
+                raise DataError(f"{message}: it was removed, or that machine cannot see it") from error
+            raise DataError(f"{record!r} is damaged: {error}") from error
+
+    def _opened(self, record: Record) -> StoredArray:
+        """What the document of a record's array says, if it is the one that the catalogue names."""
+        stored = self._stored(record.location.array_path)
+        self._compare(stored, record)
+        return stored
+
+    def _is_other(self, record: Record, *, actual: str, expected: str) -> DataError:
+        return DataError(
+            f"{record!r} in {self.url}/{record.location.array_path} is not what was captured: "
+            f"its checksum is {actual}, {expected} was recorded; see 'ranktape check'"
+        )
+
     def _open(self, path: str) -> StoredArray:
         # What the document of a stack says of each record is in the catalogue, too, and would fill the memory.
         return dataclasses.replace(open_stored(self.backend, path), attributes={})
@@ -179,3 +247,15 @@ class RunReader:
                 f"{self.url}/{stored.path} has {stored.row.name}{list(stored.shape)}, the catalogue says "
                 f"{dtype.name}{list(stored_shape(info))}: the commit is damaged; see 'ranktape check'"
             )
+
+
+def _is_readable_in_runs(stored: StoredArray) -> bool:
+    """Whether a part of the array can be read without the whole, and that saves something."""
+    is_plain = stored.cut_axis is None and stored.compression is Compression.NONE
+    return is_plain and stored.chunk_nbytes > RUN * stored.row.itemsize
+
+
+@functools.lru_cache(maxsize=8)
+def _shared_reader(pickled: bytes) -> RunReader:
+    """The reader over a backend that was sent here; one for all records, so that what it remembers serves them all."""
+    return RunReader(pickle.loads(pickled))  # noqa: S301  # a part of a pickle that is being loaded already

@@ -1,36 +1,31 @@
-"""What was captured: the records of a selection, and the values of each, read when asked for."""
+"""What was captured: which records are in a selection, and how is another selected from it?"""
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from ranktape.errors import UsageError
-from ranktape.storage.block_counts import BLOCK_AXES, NUM_CODES
+from ranktape.storage.backends.failures import printable
 from ranktape.storage.catalogue import COLUMNS, concatenate
-from ranktape.storage.kept import block_counts_in, expect, statistics_in
-from ranktape.storage.record import Keep
 from ranktape.storage.rows import read_rows
 from ranktape.storage.selection.columns import StringColumn, widened
 from ranktape.storage.selection.filters import check_fields, filter_from_text, parse_filter, parse_where
+from ranktape.storage.selection.groups import equal_rows
+from ranktape.storage.stored_record import Location, Record
 
 if TYPE_CHECKING:
-    import torch
+    import pandas as pd  # type: ignore[import-untyped]  # it has no types
     import xarray
-    import zarr
 
     from ranktape.storage.assemble import GlobalView
-    from ranktape.storage.block_counts import BlockCounts
     from ranktape.storage.catalogue import RecordTable
-    from ranktape.storage.record import Overflow, RecordInfo
     from ranktape.storage.selection.columns import Column
-    from ranktape.storage.statistics import Statistics
+    from ranktape.storage.stored_record import RecordReader
 
 
 _NUM_THREADS = 16
@@ -38,198 +33,6 @@ _NUM_THREADS = 16
 
 _ROWS_AT_ONCE = 1024
 """Records that are taken from the columns together, where one after the other is asked for."""
-
-
-class RecordReader(Protocol):
-    """Where the values of records come from: a run, or a folder of files."""
-
-    url: str
-    """What it is called in messages."""
-
-    def read(self, record: Record, *, sample: int | None) -> np.ndarray[Any, Any]:
-        """What is kept of a record; with `sample` of one sample, without the dimension of samples."""
-        ...
-
-    def open_array(self, path: str) -> zarr.Array[Any]:
-        """The Zarr array at a path."""
-        ...
-
-    def siblings(self, record: Record) -> Iterable[Record]:
-        """What all ranks recorded at the place of a record, in its iteration and attempt; itself among it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Location:
-    """Where the values of a record lie."""
-
-    group: str
-    """Path of the group of its rank's iteration, below the run."""
-    site: str
-    """Path of the tensor below it, which is also its name."""
-    stack: str
-    """The array below the group that holds it with others; empty where it has one of its own."""
-    index: int
-    """Its place in that array; -1 where it has one of its own."""
-
-    @property
-    def array_path(self) -> str:
-        """Path, below the run, of the array that holds the values."""
-        return f"{self.group}/{self.stack or self.site}"
-
-
-class Record:
-    """One captured tensor; every field of `RecordInfo` is an attribute, and values are read when asked for."""
-
-    iteration: int
-    rank: int
-    attempt: int
-    microbatch: int
-    call: int
-    sample_dim: int | None
-    sample_ids: list[int | str] | None
-    batch_size: int | None
-    module: str
-    layer_type: str
-    layer_idx: int
-    operation: str
-    phase: str
-    component: str
-    quant_type: str
-    tensor_name: str
-    dtype: str
-    shape: tuple[int, ...]
-    layout: str
-    compute_dtype: str
-    placement: dict[str, Any] | None
-    metadata: dict[str, Any] | None
-    overflow: Overflow
-    counter: int
-    timestamp: float
-    nbytes: int
-    checksum: str
-    keep: str
-    mode: str
-
-    def __init__(self, info: RecordInfo, *, location: Location, reader: RecordReader) -> None:
-        self.info = info
-        """The identity, as one value."""
-        self.location = location
-        """Where the values lie."""
-        self._reader = reader
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "info":
-            raise AttributeError(name)
-        return getattr(self.info, name)
-
-    def __repr__(self) -> str:
-        info = self.info
-        place = f"iteration={info.iteration} rank={info.rank} microbatch={info.microbatch} call={info.call}"
-        what = f"{info.module or '(no module)'} {info.operation} {info.phase} {info.tensor_name}"
-        return f"<Record {what} {place} {info.dtype}{list(info.shape)}>"
-
-    @property
-    def path(self) -> str:
-        """The record's name below the run; the path of its array, where it has one of its own."""
-        return f"{self.location.group}/{self.location.site}"
-
-    @property
-    def array(self) -> zarr.Array[Any]:
-        """The Zarr array that holds the values: its own, or one of many records, where it is at `location.index`.
-
-        What is read through it is not compared with the record's checksum, and zarr gives zeros for an
-        object that was lost: `read` tells.
-        """
-        return self._reader.open_array(self.location.array_path)
-
-    def read(self, sample: int | None = None) -> np.ndarray[Any, Any]:
-        """The values as numpy array of the captured dtype (from ml_dtypes where numpy has none).
-
-        With `sample` those of one sample, without the dimension of samples: two small requests where samples are
-        of 1 kB and more. NaN payloads, infinities and signed zeros are those captured.
-
-        Raises:
-            DataError: bytes are missing, or are not those captured.
-            UsageError: there is no such sample, the tensor has no samples, or its values were not kept.
-        """
-        expect(self, Keep.VALUES)
-        return self._reader.read(self, sample=None if sample is None else self._checked_sample(sample))
-
-    def counts(self) -> np.ndarray[Any, Any]:
-        """How often each bit pattern of a 16-bit value occurs, where the histogram was kept: 65,536 integers.
-
-        Raises:
-            DataError: bytes are missing, or are not those written.
-            UsageError: something else was kept.
-        """
-        expect(self, Keep.HISTOGRAM)
-        return self._reader.read(self, sample=None)[:NUM_CODES]
-
-    def block_counts(self, *, axis: str = BLOCK_AXES[0]) -> BlockCounts:
-        """How often each magnitude occurs in blocks of each kind, where the histogram was kept.
-
-        Blocks lie along the last dimension (`features`), or along all others taken as one (`tokens`).
-
-        Raises:
-            DataError: bytes are missing, or are not those written.
-            UsageError: something else was kept; blocks along that axis were not counted, as before schema 4.
-        """
-        expect(self, Keep.HISTOGRAM)
-        return block_counts_in(self._reader.read(self, sample=None), record=self, axis=axis)
-
-    def statistics(self) -> Statistics:
-        """What the finite values add up to, where the statistics were kept: mean, deviation, extremes and others.
-
-        Raises:
-            DataError: bytes are missing, or are not those written.
-            UsageError: something else was kept.
-        """
-        expect(self, Keep.STATISTICS)
-        return statistics_in(self._reader.read(self, sample=None), record=self)
-
-    def tensor(self) -> torch.Tensor:
-        """The values as a torch tensor of the captured dtype, on the CPU.
-
-        Raises:
-            DataError: as `read`.
-            UsageError: torch has no such dtype.
-        """
-        import torch
-
-        values = self.read()
-        dtype = getattr(torch, self.info.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UsageError(f"torch has no dtype {self.info.dtype}: use read() for a numpy array")
-        if not values.size:
-            return torch.empty(self.info.shape, dtype=dtype)
-        raw = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
-        return raw.view(dtype).reshape(self.info.shape)
-
-    def global_view(self, *, replicas: str = "check") -> GlobalView:
-        """The tensor over all ranks of which this record is a part, from the parts that all of them recorded.
-
-        Copies of one part must be the same bits, unless `replicas` is `"ignore"`: the first of them counts then.
-
-        Raises:
-            DataError: the placement is damaged.
-            StorageError: the store cannot be read.
-            UsageError: a folder of files does not say what other ranks recorded.
-        """
-        from ranktape.storage.assemble import view_of
-
-        siblings = [self] if self.info.placement is None else self._reader.siblings(self)
-        return view_of(self, siblings=siblings, replicas=replicas)
-
-    def _checked_sample(self, sample: int) -> int:
-        dim = self.info.sample_dim
-        if dim is None:
-            raise UsageError(f"{self!r} has no dimension of samples: read it as a whole")
-        count = self.info.shape[dim]
-        index = operator.index(sample)
-        if not 0 <= index < count:
-            raise UsageError(f"sample {sample} is not in {self!r}: it has samples 0 to {count - 1}")
-        return index
 
 
 class Records(Sequence[Record]):
@@ -244,6 +47,23 @@ class Records(Sequence[Record]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def reader(self) -> RecordReader:
+        """Where their values come from."""
+        return self._reader
+
+    def groups(self) -> list[tuple[str, slice]]:
+        """Which records follow one another out of one iteration of one rank: the path of its group, and where."""
+        numbers = np.searchsorted(self._starts, self._rows, side="right") - 1
+        keys = np.stack([numbers, self.column("rank"), self.column("iteration")])
+        starts = [0, *(np.flatnonzero((np.diff(keys) != 0).any(axis=0)) + 1).tolist()] if len(self) else []
+        found = []
+        for start, stop in zip(starts, [*starts[1:], len(self)], strict=False):
+            number = int(numbers[start])
+            place = int(self._rows[start] - self._starts[number])
+            found.append((self._catalogues[number].group_of(place), slice(start, stop)))
+        return found
 
     @overload
     def __getitem__(self, index: int) -> Record: ...
@@ -277,7 +97,12 @@ class Records(Sequence[Record]):
                 yield Record(row.info, location=location, reader=self._reader)
 
     def __repr__(self) -> str:
-        return f"<Records: {len(self)} in {self._reader.url}>"
+        return f"<Records: {len(self)} in {printable(self._reader.url)}>"
+
+    def _repr_html_(self) -> str:
+        from ranktape.storage.notebook import records_html
+
+        return records_html(self, url=self._reader.url)
 
     def select(self, **filters: Any) -> Records:
         """The records whose fields have the values asked for.
@@ -326,6 +151,14 @@ class Records(Sequence[Record]):
             return np.array(column.table, dtype=object)[column.codes] if len(column) else np.empty(0, dtype=object)
         return column
 
+    def take(self, positions: Sequence[int]) -> Records:
+        """The records at those places of the selection, in that order; one may be there twice.
+
+        Raises:
+            IndexError: there is no such place.
+        """
+        return self._take(self._rows[np.asarray(positions, dtype=np.int64)])
+
     def group_by(self, fields: Sequence[str]) -> list[tuple[dict[str, Any], Records]]:
         """The records in groups of equal values of the fields, sorted by them; one group of all without fields.
 
@@ -334,19 +167,10 @@ class Records(Sequence[Record]):
         """
         if not fields:
             return [({}, self)]
-        # A missing value is None, in one group of its own, the last one.
-        columns = [
-            [None if value != value else value for value in self.column(field).tolist()]  # noqa: PLR0124  (NaN)
-            for field in fields
-        ]
-        groups: dict[tuple[Any, ...], list[int]] = {}
-        for position, key in enumerate(zip(*columns, strict=True)):
-            groups.setdefault(key, []).append(position)
+        keys = zip(*(self.column(field).tolist() for field in fields), strict=True)
         return [
             (dict(zip(fields, key, strict=True)), self._take(self._rows[positions]))
-            for key, positions in sorted(
-                groups.items(), key=lambda item: [(value is None, 0 if value is None else value) for value in item[0]]
-            )
+            for key, positions in equal_rows(keys)
         ]
 
     def assemble(self, *, replicas: str = "check") -> list[GlobalView]:
@@ -374,6 +198,26 @@ class Records(Sequence[Record]):
         from ranktape.storage.xarray_stack import stack_records
 
         return stack_records(self)
+
+    def to_xarray(self) -> xarray.DataArray:
+        """As `stack`."""
+        return self.stack()
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The catalogue as a frame: one row for each record and one column for each field; no value is read.
+
+        Whole numbers that may be missing are `Int64`, text is `string`, shapes and samples' identifiers are lists,
+        placements and the user's metadata dictionaries. Counts at the limits are columns such as
+        `overflow.nan.count`.
+
+        Raises:
+            DataError: a field is damaged.
+            StorageError: a catalogue cannot be read.
+            UsageError: pandas is not installed.
+        """
+        from ranktape.storage.frames import records_frame
+
+        return records_frame(self)
 
     def _take(self, rows: np.ndarray[Any, Any]) -> Records:
         taken = Records(self._reader, self._catalogues, rows)

@@ -13,9 +13,11 @@ from ranktape.errors import RunNotFoundError
 from ranktape.storage import layout
 from ranktape.storage.attempt import Attempt, complete_iterations, read_attempts, read_run, run_attributes
 from ranktape.storage.backends.backend import Backend
+from ranktape.storage.backends.failures import printable
 from ranktape.storage.backends.urls import open_backend
 from ranktape.storage.blob import open_blob
 from ranktape.storage.catalogue import Catalogue, empty_catalogue
+from ranktape.storage.notebook import run_html, spans
 from ranktape.storage.progress import read_disabled, read_verdict
 from ranktape.storage.reader import RunReader
 from ranktape.storage.records import Records
@@ -46,7 +48,10 @@ class Run:
         self.refresh()
 
     def __repr__(self) -> str:
-        return f"<Run {self.url}: {len(self.iterations)} complete iterations>"
+        return f"<Run {printable(self.url)}: complete iterations {spans(self.iterations)}>"
+
+    def _repr_html_(self) -> str:
+        return run_html(self)
 
     @property
     def url(self) -> str:

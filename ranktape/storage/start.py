@@ -177,7 +177,7 @@ def _foreign_names(backend: Backend) -> list[str]:
     return [
         name
         for name in backend.list_names("")
-        if layout.parse_attempt(name) is None or backend.exists(layout.document_key(name))
+        if name != layout.ANALYSIS and (layout.parse_attempt(name) is None or backend.exists(layout.document_key(name)))
     ]
 
 
@@ -187,7 +187,7 @@ def _delete_run(backend: Backend) -> None:
     # The documents first: writers that are still at work see by them that the run is gone, and stop.
     for name in attempts:
         backend.delete(layout.document_key(name))
-    for name in attempts:
+    for name in [*attempts, layout.ANALYSIS]:
         backend.delete(name)
     # And this last: where the deletion is interrupted, it is still a run that can be overwritten.
     backend.delete(layout.document_key(""))

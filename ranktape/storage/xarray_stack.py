@@ -24,7 +24,8 @@ from ranktape.storage.validation import check_sample_ids
 if TYPE_CHECKING:
     import xarray
 
-    from ranktape.storage.records import Record, Records
+    from ranktape.storage.records import Records
+    from ranktape.storage.stored_record import Record
 
 _PLACE = ("layer_idx", "module", "layer_type", "operation", "phase", "component", "quant_type", "tensor_name")
 """Fields that say what a tensor is; some follow from others."""
@@ -53,7 +54,7 @@ class _Dim:
     """For each record the index of its value."""
 
 
-class _Grid:
+class Grid:
     """The records as an array that dask can slice: each slice reads the records that are in it."""
 
     def __init__(self, records: Sequence[Record], positions: np.ndarray[Any, Any]) -> None:
@@ -75,7 +76,7 @@ class _Grid:
         inner = key[self._positions.ndim :]
         values = [self._read(self._records[int(position)], inner) for position in positions.flat]
         if len(values) == 1:
-            return values[0].reshape(*positions.shape, *values[0].shape)
+            return values[0].reshape((*positions.shape, *values[0].shape))
         return np.stack(values).reshape(*positions.shape, *values[0].shape)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,19 +116,20 @@ def stack_records(records: Records) -> xarray.DataArray:
     fields = {name: _dim(records, name) for name in _IDENTITY}
     dims, following = _independent([dim for dim in fields.values() if len(dim.values) > 1])
     positions = _positions(dims, num_records=len(records))
-    grid = _Grid(records, positions)
+    grid = Grid(records, positions)
     chunks = (*(1 for _ in dims), *grid.shape[len(dims) :])
     empty = np.empty((0,) * grid.ndim, dtype=grid.dtype)
     values = dask.array.from_array(  # type: ignore[no-untyped-call]  # dask is typed in part
         grid, chunks=chunks, name=False, asarray=False, meta=empty
     )
-    names = [*(dim.name for dim in dims), *_own_names(records[0])]
-    coordinates: dict[str, Any] = {dim.name: (dim.name, _labels(dim.values)) for dim in dims}
+    names = [*(dim.name for dim in dims), *own_names(records[0])]
+    coordinates: dict[str, Any] = {dim.name: (dim.name, labels_of(dim.values)) for dim in dims}
     for dim, leading in following:
         rows = np.unique(leading.places, return_index=True)[1]
-        coordinates[dim.name] = (leading.name, _labels([dim.values[place] for place in dim.places[rows]]))
+        coordinates[dim.name] = (leading.name, labels_of([dim.values[place] for place in dim.places[rows]]))
     coordinates |= _sample_coordinate(records, positions, dims)
     shared = {name: dim.values[0] for name, dim in fields.items() if len(dim.values) == 1}
+    shared |= {name: getattr(records[0], name) for name in ("dtype", "layout")}
     name = shared.get("tensor_name")
     return xarray.DataArray(values, dims=names, coords=coordinates, name=name, attrs=shared)
 
@@ -212,7 +214,7 @@ def _words(dims: Sequence[_Dim], combination: Sequence[int]) -> str:
     return " ".join(f"{dim.name}={dim.values[place]!r}" for dim, place in zip(dims, combination, strict=True))
 
 
-def _own_names(record: Record) -> list[str]:
+def own_names(record: Record) -> list[str]:
     """Names of the tensors' own dimensions: letters of the layout where there are some, none of them twice."""
     letters = list(record.layout)
     if len(letters) != len(record.shape) or len(set(letters)) < len(letters):
@@ -222,7 +224,7 @@ def _own_names(record: Record) -> list[str]:
     return letters
 
 
-def _labels(values: Sequence[Any]) -> np.ndarray[Any, Any]:
+def labels_of(values: Sequence[Any]) -> np.ndarray[Any, Any]:
     """The values of a coordinate; those of several kinds, and what is missing, as objects."""
     if all(isinstance(value, int) for value in values) or all(isinstance(value, str) for value in values):
         return np.array(values)
@@ -249,5 +251,5 @@ def _sample_coordinate(records: Records, positions: np.ndarray[Any, Any], dims: 
         raise RunFormatError(f"the sample_ids of {records!r} are damaged: {error}: see 'ranktape check'") from error
     if {len(ids) for ids in lists} != {records[0].shape[dim]}:
         return {}
-    labels = _labels([label for ids in lists for label in ids]).reshape(*texts.shape, -1)
+    labels = labels_of([label for ids in lists for label in ids]).reshape(*texts.shape, -1)
     return {SAMPLE if not names else "sample_ids": ([*names, SAMPLE], labels)}

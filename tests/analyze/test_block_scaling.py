@@ -285,6 +285,8 @@ def test_every_dtype_has_blocks(name: str) -> None:
     found = sweep_array(array, format="mxfp8_e4m3", options=SweepOptions(**FIVE))
     assert found.best(lambda level: -level.mse) is not None
     assert found.num_elements == (160 if array.dtype.kind == "c" else 80)
+    single = sweep_array(array.reshape(-1)[3].reshape(()), format="mxfp8_e4m3", options=SweepOptions(**FIVE))
+    assert single.num_elements == (2 if array.dtype.kind == "c" else 1)
 
 
 @pytest.mark.parametrize(

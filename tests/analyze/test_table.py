@@ -177,3 +177,10 @@ def test_a_narrow_terminal_cuts_nothing_off() -> None:
     assert done.returncode == 0
     assert text.count("a") >= 300
     assert "12345678901234567890" in text
+
+
+def test_lists_of_others_are_one_line_too() -> None:
+    table = Table(
+        title="a\nb", columns=(Column(name="l", kind=Kind.LIST),), rows=((["x\x1b[2J", "\n"],),), notes=("c\r",)
+    )
+    assert table.to_text() == "a b\nl\nx [2J\nc \n"

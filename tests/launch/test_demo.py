@@ -98,11 +98,17 @@ def test_the_demo_learns_records_and_answers(tmp_path: Path) -> None:
     assert losses[0] > 5
     assert losses[-1] < 4
     assert open_run(tmp_path / "run").iterations == [4, 8, 12]
-    for answer in ("$ ranktape status run", "minimum met", "$ ranktape analyze overflow", "$ ranktape analyze sweep"):
-        assert answer in ended.stdout
+    asked = [
+        line.removeprefix("$ ranktape ").split(" run")[0] for line in ended.stdout.splitlines() if line[:2] == "$ "
+    ]
+    assert asked[1:] == ["status", *(f"analyze {name}" for name in ("overflow", "sweep", "outliers", "plot", "report"))]
+    assert "minimum met" in ended.stdout
     (plot,) = tmp_path.rglob("*.png")
     assert str(plot.relative_to(tmp_path)) in ended.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
+    report = tmp_path / "run-report.html"
+    assert ended.stdout.splitlines()[-1] == f"open it in a browser: {report.as_uri()}"
+    assert report.read_text(encoding="utf-8").lower().startswith("<!doctype html>")
 
     refused = python(*words, cwd=tmp_path)
     assert refused.returncode == 1
@@ -114,7 +120,7 @@ def test_the_demo_learns_records_and_answers(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_the_demo_learns_in_low_precision_and_the_run_says_which(tmp_path: Path) -> None:
     words = ["-m", "ranktape.launch.cli", "demo", "--output", "run", "--steps", "20", "--quant", "mxfp4"]
-    words += ["--min-iterations", "1"]
+    words += ["--min-iterations", "1", "--nproc-per-node", "1"]
     ended = python(*words, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     losses = [float(line.split()[3]) for line in ended.stdout.splitlines() if line.startswith("step ")]

@@ -20,6 +20,7 @@ from ranktape.errors import CaptureError
 from ranktape.launch.plan import forecast_lines
 from ranktape.storage import open_run
 from tests.launch.processes import errors, python, torchrun
+from tests.test_schemas import refusals
 
 PLAN = ("-m", "ranktape.launch.cli", "plan")
 
@@ -53,6 +54,7 @@ def test_the_plan_says_what_the_capture_then_takes(folder: Path) -> None:
     ended = python(*PLAN, "--capture", "runs/new", "--json", *selected, "train.py", "50", cwd=folder)
     assert ended.returncode == 0, ended.stderr
     forecast = json.loads(ended.stdout)
+    assert refusals(forecast, name="plan") == []
     # The script was stopped, and what it printed is not in the way.
     assert "step 5" in ended.stderr
     assert "step 9" not in ended.stderr
@@ -121,6 +123,7 @@ def test_the_ranks_of_a_launch_make_one_plan(folder: Path) -> None:
     ended = torchrun(*words, cwd=folder)
     assert ended.returncode == 0, ended.stderr
     forecast = json.loads(ended.stdout)
+    assert refusals(forecast, name="plan") == []
     assert [rank["rank"] for rank in forecast["ranks"]] == [0, 1]
     assert {rank["num_steps"] for rank in forecast["ranks"]} == {7}
     assert forecast["iteration_nbytes"] == 2 * forecast["ranks"][0]["footprint"]["stored_nbytes"] > 0

@@ -32,7 +32,7 @@ from ranktape.storage.encode import (
 )
 from ranktape.storage.reader import RunReader
 from ranktape.storage.record import RecordInfo
-from ranktape.storage.records import Location, Record
+from ranktape.storage.stored_record import Location, Record
 from tests import strategies
 from tests.runs import describe
 

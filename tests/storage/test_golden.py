@@ -20,8 +20,8 @@ from ranktape.storage.block_counts import BLOCK_AXES
 from ranktape.storage.commit import finish_iteration
 from ranktape.storage.progress import open_iteration
 from ranktape.storage.record import Keep
-from ranktape.storage.records import Record
 from ranktape.storage.run import Run, open_run
+from ranktape.storage.stored_record import Record
 from ranktape.storage.upkeep.check import check_run
 from tests.runs import describe, start
 

@@ -11,8 +11,8 @@ import pytest
 import zarr
 
 from ranktape.storage.record import Keep
-from ranktape.storage.records import Record
 from ranktape.storage.run import open_run
+from ranktape.storage.stored_record import Record
 from tests.runs import describe, write_run
 from tests.storage.test_zarr_types import NOT_IN_TENSORSTORE
 

@@ -133,6 +133,10 @@ def test_selections_nest_slice_and_group(url: str) -> None:
     assert records[-1].layer_type == "attention"
     assert records.column("layer_idx").tolist() == [1, 2]
     assert records.column("module").tolist() == ["layers.1.query", "layers.2.query"]
+    assert [record.layer_idx for record in records.take([1, 0, -1])] == [2, 1, 2]
+    assert len(records.take([])) == 0
+    with pytest.raises(IndexError):
+        records.take([2])
     groups = open_run(url).select().group_by(["layer_type", "rank"])
     assert [(key, len(group)) for key, group in groups] == [
         ({"layer_type": "attention", "rank": 0}, 2),

@@ -7,33 +7,166 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ranktape.analyze.options import FORMAT_HELP, NamedPath, Selection, selection_options, view_option
+from ranktape.analyze.options import (
+    FORMAT_HELP,
+    NamedPath,
+    Selection,
+    engine_options,
+    selection_options,
+    view_option,
+)
+from ranktape.analyze.pictures.kinds import FOLDERS, KINDS, parse_kinds
+from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.formats import Format
+    from ranktape.analyze.pictures.kinds import PictureKind
     from ranktape.analyze.values import View
 
+DEFAULT_FOLDER = Path("draw")
+"""Where many pictures go: the place that the seeds name."""
 
-@click.command(name="plot")
+
+def _epilog() -> str:
+    """The pictures by folder, as the end of the help."""
+    lines = [
+        f"{folder}: " + ", ".join(kind.name for kind in KINDS.values() if kind.folder == folder) for folder in FOLDERS
+    ]
+    return "\n\n".join(["Pictures, by the folder that they go to with --all or several kinds:", *lines])
+
+
+@click.command(name="plot", epilog=_epilog())
 @selection_options
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    metavar="NAME",
+    help="Which picture: a name below, one with * and ?, or a folder; repeatable. overflow by default.",
+)
+@click.option("--all", "is_all", is_flag=True, help="Every picture that the selection has something for.")
 @click.option("--format", "format_name", metavar="NAME", help=FORMAT_HELP + " The captured dtype by default.")
 @view_option
 @click.option(
     "--output",
     "-o",
-    type=NamedPath(path_type=Path, dir_okay=False),
-    default=Path("overflow.png"),
-    show_default=True,
-    metavar="FILE",
-    help="Where the PNG goes.",
+    type=NamedPath(path_type=Path),
+    metavar="PATH",
+    help="Where one picture goes, as .png, .svg or .pdf (NAME.png by default), or the folder of several (draw).",
 )
-def command(*, selection: Selection, format_name: str | None, view: View | None, output: Path) -> None:
-    """Draw overflow and underflow of each layer, and print the path of the PNG."""
-    from ranktape.analyze.plot import plot_overflow
-    from ranktape.analyze.progress import progress
+@engine_options
+def command(
+    *,
+    selection: Selection,
+    kinds: tuple[str, ...],
+    is_all: bool,
+    format_name: str | None,
+    view: View | None,
+    output: Path | None,
+    engine: Engine,
+) -> None:
+    """Draw pictures, and print the path of each.
 
+    By default one: overflow and underflow of each layer. --all draws all, into one folder for each kind of analysis,
+    with a README.txt that says what each shows, and which were left out and why.
+    """
+    if is_all and kinds:
+        raise UsageError("--all and --kind exclude each other: --all is every kind")
+    if output is not None and str(output) == "-":
+        raise UsageError("--output - is no name: give that of a file, such as overflow.png, or /dev/stdout")
+    wanted = list(KINDS.values()) if is_all else parse_kinds(kinds or ("overflow",))
+    if len(wanted) == 1 and not is_all:
+        _draw_one(wanted[0], selection, format_name=format_name, view=view, output=output, engine=engine)
+    else:
+        _draw_many(
+            None if is_all else wanted,
+            selection,
+            format_name=format_name,
+            view=view,
+            folder=output or DEFAULT_FOLDER,
+            engine=engine,
+        )
+
+
+def _parse_target(name: str | None) -> Format | None:
+    """The format whose limits count; None for those of the captured dtype.
+
+    Raises:
+        UsageError: it is not known, has no limits without a scale, or there are several.
+    """
+    from ranktape.analyze.limits.target import one_target
+    from ranktape.analyze.quantization.schemes import Scaling, parse_scheme
+
+    if name is not None and "," not in name:
+        scheme = parse_scheme(name)
+        if scheme.scaling is Scaling.BLOCK and scheme.element.name != scheme.name:
+            raise UsageError(
+                f"--format {name} is one of blocks with scales, of elements of {scheme.element.name}: give --format "
+                f"{scheme.element.name}, or ask 'ranktape analyze overflow --format {name} --scaling block'"
+            )
+    target = one_target(name)
+    return None if target is None else target.element
+
+
+def _draw_one(
+    kind: PictureKind,
+    selection: Selection,
+    *,
+    format_name: str | None,
+    view: View | None,
+    output: Path | None,
+    engine: Engine,
+) -> None:
+    from ranktape.analyze.pictures.files import form_of, write_picture
+
+    path = output or Path(f"{kind.name}.png")
+    if path.is_dir():
+        raise UsageError(f"--output {path} is a folder: give the name of a file for one picture")
+    form_of(path)
+    target = _parse_target(format_name)
     records = selection.records()
-    with progress(len(records), description="counting") as on_record:
-        table = plot_overflow(records, path=output, format=format_name, view=view, on_record=on_record)
-    if not any(table.column("overflow.total")) and not any(table.column("overflow.underflow.count")):
-        click.echo("nothing overflows or underflows; --format NAME draws against another format", err=True)
-    click.echo(output)
+    if kind.name == "overflow":
+        from ranktape.analyze.pictures.overflow_layers import plot_overflow
+
+        table = plot_overflow(records, path=path, format=format_name, view=view, engine=engine)
+        if not any(table.column("overflow.total")) and not any(table.column("overflow.underflow.count")):
+            click.echo("nothing overflows or underflows; --format NAME draws against another format", err=True)
+    else:
+        from ranktape.analyze.pictures.gallery import draw, missing
+        from ranktape.analyze.pictures.survey import Survey
+
+        survey = Survey(records, target=target, view=view, engine=engine)
+        reason = missing(kind.name, survey)
+        if reason:
+            raise UsageError(f"--kind {kind.name} cannot be drawn: {reason}")
+        write_picture(draw(kind.name, survey), path)
+    click.echo(path)
+
+
+def _draw_many(
+    kinds: list[PictureKind] | None,
+    selection: Selection,
+    *,
+    format_name: str | None,
+    view: View | None,
+    folder: Path,
+    engine: Engine,
+) -> None:
+    from ranktape.analyze.pictures.write import README, plot_pictures
+
+    target = _parse_target(format_name)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--output {folder} is a file: several pictures need a folder")
+    written = plot_pictures(
+        selection.records(),
+        folder=folder,
+        kinds=kinds,
+        format=target,
+        view=view,
+        engine=engine,
+        source=selection.run,
+        on_picture=click.echo,
+    )
+    rest = f", {len(written.left_out)} left out" if written.left_out else ""
+    click.echo(f"{len(written.drawn)} pictures{rest}: see {folder / README}", err=True)

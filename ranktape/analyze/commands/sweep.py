@@ -12,6 +12,7 @@ from ranktape.analyze.options import (
     Output,
     Selection,
     by_option,
+    engine_options,
     output_options,
     sources_options,
     view_option,
@@ -19,6 +20,7 @@ from ranktape.analyze.options import (
 from ranktape.analyze.sweep_arguments import sweep_options
 
 if TYPE_CHECKING:
+    from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.values import View
 
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 @click.option("--no-plots", is_flag=True, help="Draw no pictures.")
 @view_option
 @by_option
+@engine_options
 @output_options
 def command(
     *,
@@ -54,6 +57,7 @@ def command(
     target_sqnr: float,
     output_dir: Path | None,
     no_plots: bool,
+    engine: Engine,
     output: Output,
     **levels: Any,
 ) -> None:
@@ -79,5 +83,6 @@ def command(
         output_dir=output_dir,
         with_plots=not no_plots,
         output=output,
+        engine=engine,
     )
     answer_sweep(selections, question)

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     import torch
 
     from ranktape.storage.record import Overflow
-    from ranktape.storage.records import Record, Records
+    from ranktape.storage.records import Records
+    from ranktape.storage.stored_record import Record
 
 _NOT_EMBEDDED = ("overflow", "checksum", "keep", "dtype", "shape", "nbytes", "attempt")
 """Fields of a record that its file has otherwise."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from ranktape.analyze.files.table import FileRecords, FileTable, for_each
 from ranktape.analyze.histograms.histogram import measure
 from ranktape.errors import DataError, StorageError, UsageError
 from ranktape.storage.encode import checksum
+from ranktape.storage.parts import split
 from ranktape.storage.record import Overflow
-from ranktape.storage.records import Record, Records
+from ranktape.storage.records import Records
 from ranktape.storage.seed_names import LayerFile, LayerOutputName, SeedName, parse_layer_output_name, parse_seed_name
+from ranktape.storage.stored_record import Record
 
 _LARGE_NBYTES = 1 << 26
 """Values of which only one tensor at a time is in memory to be counted: the threads would hold one each."""
@@ -146,6 +148,21 @@ class FolderReader:
         if checksum(values) != record.checksum:
             raise DataError(f"{file.path} has changed since it was listed: its checksum is not {record.checksum} now")
         return values if sample is None else values.take(sample, axis=record.sample_dim)
+
+    def parts(self, record: Record) -> Iterator[Any]:
+        """The values of a record in parts, of which all are in memory.
+
+        Raises:
+            DataError: the file has changed since it was listed, or is damaged.
+            StorageError: it cannot be read.
+        """
+        return split(self.read(record, sample=None), sample_dim=record.sample_dim)
+
+    def only(self, files: Iterable[SourceFile]) -> FolderReader:
+        """A reader of some files, which is sent to another process with less."""
+        narrow = FolderReader(self.url)
+        narrow.files = {file.site: file for file in files}
+        return narrow
 
     def open_array(self, path: str) -> Any:
         """Nothing.

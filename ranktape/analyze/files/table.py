@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, overload
 
@@ -13,8 +13,9 @@ import numpy as np
 
 from ranktape.storage.catalogue import JSON_FIELDS, OPTIONAL_INT_FIELDS, Catalogue, empty_catalogue
 from ranktape.storage.record import EXTREMES, Keep
-from ranktape.storage.records import Record, Records
+from ranktape.storage.records import Records
 from ranktape.storage.selection.columns import StringColumn
+from ranktape.storage.stored_record import Record
 
 if TYPE_CHECKING:
     from ranktape.analyze.files.folder import FolderReader, SourceFile
@@ -102,6 +103,20 @@ class FileRecords(Records):
         if isinstance(index, slice) or len(self) == 1 or not -len(self) <= index < len(self):
             return super().__getitem__(index)
         return self._take(self._rows[[index]])[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FileRecords, (self._folder.only(self._table.files), self._table)
+
+    @property
+    def files(self) -> Sequence[SourceFile]:
+        """The file of each record."""
+        return self._table.files
+
+    def _read(self, rows: np.ndarray[Any, Any]) -> Iterator[Record]:
+        # Each with a reader of its own file, so that it can be sent to another process without the others.
+        for record, row in zip(super()._read(rows), rows.tolist(), strict=True):
+            reader = self._folder.only([self._table.files[row]])
+            yield Record(record.info, location=record.location, reader=reader)
 
     def select(self, **filters: Any) -> Records:
         """As of a run; what names say is asked first."""

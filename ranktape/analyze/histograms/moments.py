@@ -56,12 +56,20 @@ def statistics_of(array: NDArray[Any]) -> Statistics:
 def statistics_of_histogram(counted: Histogram) -> Statistics:
     """What the finite values add up to in the array that a histogram was counted from."""
     values, counts = counted.pairs()
+    return statistics_of_pairs(values, counts, num_elements=int(counts.sum()))
+
+
+def statistics_of_pairs(values: NDArray[np.float64], counts: NDArray[np.int64], *, num_elements: int) -> Statistics:
+    """What values add up to of which each occurs so often; those that are not finite are left out.
+
+    The order of the values matters to the last bit of sums.
+    """
     is_finite = np.isfinite(values)
     occurring, weights = values[is_finite], counts[is_finite].astype(np.float64)
     none = np.zeros(occurring.size)
     total, moments = merge_moments(weights, occurring * weights, [none, none, none])
     return _statistics(
-        num_elements=int(counts.sum()),
+        num_elements=num_elements,
         num_finite=int(weights.sum()),
         total=total,
         moments=moments,

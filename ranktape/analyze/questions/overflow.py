@@ -1,55 +1,55 @@
 """What overflows and what underflows, where, and against which limits?
 
 Against the limits of their own dtype, tensors were counted when they were written: the catalogue answers and
-no value is read. Against another format, every value is read once.
+no value is read. Against another format, the digest of each record answers, which is made once and kept.
 
 A value overflows in a format if rounding to nearest takes it beyond the largest value: from half a step above
 it on. (The tool of the seeds counts everything above the largest value, also what rounds back to it: for
 fp8_e4m3 that is from 448 to 464.) It underflows if it is not zero and below the smallest normal value, and is
-flushed if it rounds to zero.
+flushed if it rounds to zero. With a scale it is divided by that first.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
-from ranktape.analyze.formats import Coding
-from ranktape.analyze.histograms.histogram import Histogram, Limits, own_limits, scan, scan_histogram
-from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
-from ranktape.analyze.quantization.schemes import Scaling, parse_scheme
+from ranktape.analyze.identity import SAMPLE_COLUMN, group_columns, group_row, identity_columns, identity_rows
+from ranktape.analyze.limits.counts import EXTREMES, KINDS
+from ranktape.analyze.limits.places import find_places
+from ranktape.analyze.limits.target import Target, parse_targets
+from ranktape.analyze.quantization.losses import HIGH_RATIO, MODERATE_RATIO, severity_of
+from ranktape.analyze.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.analyze.values import View, read_numbers, viewed_dtype
-from ranktape.errors import UsageError
-from ranktape.storage.dtypes import dtype_row, numpy_dtype
+from ranktape.analyze.values import View
+from ranktape.storage.dtypes import dtype_row
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.limits.places import Places
+    from ranktape.storage import Records
 
-    from ranktape.analyze.formats import Format
-    from ranktape.storage import Record, Records
-
-KINDS = ("upper", "lower", "underflow", "flushed", "nan", "inf", "zero")
-"""What is counted, in the order of the columns; `flushed` against a format only."""
-
-EXTREMES = ("minimum", "maximum", "absmax")
-"""The extreme values that are shown, NaN left out."""
-
-Counts = Mapping[str, "NDArray[Any]"]
-"""For each of `elements`, `KINDS` and `EXTREMES` one number for each record; NaN where there is no extreme."""
+SEVERITY_COLUMNS = (
+    Column(name="severity", kind=Kind.TEXT),
+    Column(name="overflow.severity", kind=Kind.TEXT, is_detail=True),
+    Column(name="overflow.underflow.severity", kind=Kind.TEXT, is_detail=True),
+)
+"""How bad the worse of overflow and underflow is, and each of the two."""
 
 
 def overflow(
     records: Records,
     *,
     by: Sequence[str] = (),
-    format: str | None = None,  # noqa: A002 - the option's name
+    format: str | Sequence[str] | None = None,  # noqa: A002 - the option's name
+    scaling: str | Sequence[str] | None = None,
+    per_sample: bool = False,
     view: View | None = None,
+    engine: Engine | None = None,
     on_record: Callable[[], object] = lambda: None,
 ) -> Table:
     """Counts and ratios of what is beyond the limits: one row for each record, with `by` one for each group.
@@ -57,42 +57,30 @@ def overflow(
     NaN counts as NaN alone; infinities count as infinite, and as overflow too. The ratios of an empty tensor
     are 0. Without `format` the limits are those of the dtype that was captured and no value is read, unless
     `view` asks for the dtype that was computed with. With `format`, that dtype is what values are rounded to
-    first, unless `view` says otherwise. `on_record` is called after each record that was read.
+    first, unless `view` says otherwise; of several formats each has a row. `scaling` is `none`, `tensor`
+    (one power of two for each tensor, its largest value aligned), `block` or several of them. With `per_sample`
+    each sample has a row; `by` may name `sample`, too. `on_record` is called after each record that was read.
 
     Raises:
-        UsageError: the format is not known, is one of scales, or one of blocks with scales of their own.
+        UsageError: a format is not known, is one of scales, or does not go with the scaling; no record has samples.
         UnknownFieldError: `by` names no field of a record.
     """
-    target = None if format is None else _parse_target(format)
-    chosen = view or (View.SEEN if target is None else View.COMPUTE)
-    groups = records.group_by(list(by))
-    counter = _Counter(target=target, view=chosen, on_record=on_record)
-    if not by:
-        columns, rows = identity_columns(), _record_rows(records, counter)
-    else:
-        columns, rows = group_columns(by), [_group_row(key, members, counter) for key, members in groups]
-    return Table(
-        title=_title(target, view=chosen),
-        columns=(*columns, *_count_columns(counter.kinds)),
-        rows=tuple(rows),
+    targets = parse_targets(format, scaling)
+    chosen = view or (View.COMPUTE if targets else View.SEEN)
+    places = find_places(
+        records, targets, by=by, per_sample=per_sample, view=chosen, engine=engine, on_record=on_record
     )
-
-
-def _parse_target(name: str) -> Format:
-    """The format of that name, whose limits are those of values without a scale."""
-    scheme = parse_scheme(name)
-    element = scheme.element
-    if scheme.scaling is Scaling.BLOCK and element.name != scheme.name:
-        raise UsageError(
-            f"format {name!r} has no limits of its own: it puts elements of {element.name} into blocks with scales; "
-            f"give --format {element.name} for what they hold without a scale, or see 'ranktape analyze sweep "
-            f"--format {name}'"
-        )
-    if element.coding is Coding.EXPONENT:
-        raise UsageError(
-            f"format {name!r} is one of scales: it has neither zero nor a sign; give one of values, such as fp8_e4m3"
-        )
-    return element
+    if by:
+        columns, rows = group_columns(by), _group_rows(places, by)
+    else:
+        sample = () if places.samples is None else (SAMPLE_COLUMN,)
+        columns, rows = (*identity_columns(), *sample), _record_rows(places)
+    return Table(
+        title=_title(targets, view=chosen),
+        columns=(*columns, *_count_columns(targets)),
+        rows=tuple(rows),
+        notes=places.notes,
+    )
 
 
 def largest_value(dtype: str) -> float:
@@ -103,138 +91,98 @@ def largest_value(dtype: str) -> float:
     return 1.0 if dtype == "bool" else float(np.iinfo(row.numpy_dtype).max)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Counter:
-    """Counts records against the limits that were asked for."""
-
-    target: Format | None
-    """The format whose limits count; those of the elements' own type if None."""
-    view: View
-    """Which values are counted."""
-    on_record: Callable[[], object]
-    """Called after each record that was read."""
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """What is counted; nothing is flushed that is stored already."""
-        return KINDS if self.target is not None else tuple(kind for kind in KINDS if kind != "flushed")
-
-    def limits_of(self, records: Records) -> list[str]:
-        """For each record the type or format whose limits count."""
-        if self.target is not None:
-            return [self.target.name] * len(records)
-        pairs = zip(records.column("dtype").tolist(), records.column("compute_dtype").tolist(), strict=True)
-        return [viewed_dtype(dtype=dtype, compute_dtype=compute, view=self.view) for dtype, compute in pairs]
-
-    def counts(self, records: Records) -> Counts:
-        """The numbers of each record; values are read where the catalogue does not hold the answer."""
-        if self.target is None and self.limits_of(records) == records.column("dtype").tolist():
-            names = {kind: f"overflow.{kind}.count" for kind in self.kinds}
-            names |= {extreme: f"overflow.{extreme}" for extreme in EXTREMES} | {"elements": "numel"}
-            return {key: records.column(name) for key, name in names.items()}
-        rows = [self._count(record) for record in records]
-        return {key: np.array([row[key] for row in rows]) for key in ("elements", *self.kinds, *EXTREMES)}
-
-    def _count(self, record: Record) -> dict[str, float]:
-        dtype = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=self.view)
-        numbers, limits = read_numbers(record, view=self.view), self._limits(dtype)
-        if isinstance(numbers, Histogram):
-            tallies = scan_histogram(numbers, limits=limits)
-        else:
-            tallies = scan(numbers, limits=limits)
-        self.on_record()
-        extremes = {name: getattr(tallies, name) for name in EXTREMES}
-        return {
-            "elements": tallies.num_elements,
-            **{kind: getattr(tallies, kind) for kind in self.kinds},
-            **{name: math.nan if value is None else value for name, value in extremes.items()},
-        }
-
-    def _limits(self, dtype: str) -> Limits:
-        if self.target is None:
-            return own_limits(numpy_dtype(dtype))
-        return Limits(
-            overflow_start=self.target.overflow_start,
-            min_normal=self.target.min_normal,
-            flush_limit=self.target.flush_limit,
-        )
+def limit_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
+    """The columns that say whose limits count."""
+    scaling = (Column(name="scaling", kind=Kind.TEXT, is_key=True),) if targets else ()
+    return (
+        Column(name="limits_of", kind=Kind.TEXT, head="limits of", is_key=True),
+        Column(name="largest_value", kind=Kind.FLOAT, head="largest value", is_detail=True),
+        *scaling,
+    )
 
 
-def _count_columns(kinds: Sequence[str]) -> tuple[Column, ...]:
-    def pair(count: str, ratio: str, *, head: str) -> tuple[Column, Column]:
+def limit_cells(names: Sequence[str], *, target: Target | None) -> tuple[Any, ...]:
+    """What those columns hold: the name of the limits, the largest value if all have the same, and the scaling."""
+    largest = {target.element.maximum} if target is not None else {largest_value(name) for name in names}
+    cells = " ".join(names), largest.pop() if len(largest) == 1 else None
+    return cells if target is None else (*cells, target.scaling.value)
+
+
+def _kinds(targets: Sequence[Target]) -> tuple[str, ...]:
+    """What is counted, in the order of the columns; nothing is flushed or spoiled that is stored already."""
+    left_out = set()
+    if not targets:
+        left_out.add("flushed")
+    if all(target.scaling is not Scaling.BLOCK for target in targets):
+        left_out.add("spoiled")
+    return tuple(kind for kind in KINDS if kind not in left_out)
+
+
+def _count_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
+    def pair(kind: str) -> tuple[Column, Column]:
+        names = f"overflow.{kind}.count", f"overflow.{kind}.ratio"
+        count, ratio = ("overflow.total", "overflow.ratio") if kind == "total" else names
+        head = "overflow" if kind == "total" else kind
         return (
             Column(name=count, kind=Kind.INTEGER, head=f"{head} count", is_detail=True),
             Column(name=ratio, kind=Kind.RATIO, head=head),
         )
 
-    pairs = {kind: pair(f"overflow.{kind}.count", f"overflow.{kind}.ratio", head=kind) for kind in kinds}
     return (
-        Column(name="limits_of", kind=Kind.TEXT, head="limits of", is_key=True),
-        Column(name="largest_value", kind=Kind.FLOAT, head="largest value", is_detail=True),
+        *limit_columns(targets),
         Column(name="elements", kind=Kind.INTEGER),
-        *pairs.pop("upper"),
-        *pairs.pop("lower"),
-        *pair("overflow.total", "overflow.ratio", head="overflow"),
-        *(column for both in pairs.values() for column in both),
+        *(column for kind in _kinds(targets) for column in pair(kind)),
         *(Column(name=f"overflow.{name}", kind=Kind.FLOAT, head=name, is_detail=name != "absmax") for name in EXTREMES),
+        *SEVERITY_COLUMNS,
     )
 
 
-def _record_rows(records: Records, counter: _Counter) -> list[tuple[Any, ...]]:
-    counts = {name: column.tolist() for name, column in counter.counts(records).items()}
-    limits_of = counter.limits_of(records)
-    return [
-        (
-            *identity,
-            *_limit_cells([limits_of[index]], target=counter.target),
-            *_count_cells({name: column[index] for name, column in counts.items()}),
-        )
-        for index, identity in enumerate(identity_rows(records))
-    ]
+def _record_rows(places: Places) -> list[tuple[Any, ...]]:
+    identities = identity_rows(places.records)
+    rows = []
+    for place, owner in enumerate(places.owners.tolist()):
+        sample = () if places.samples is None else (str(places.samples[place]),)
+        for target, counts in places.counted:
+            numbers = {name: column[place] for name, column in counts.items()}
+            limits = limit_cells(places.limits_of([place], target), target=target)
+            rows.append((*identities[owner], *sample, *limits, *_count_cells(numbers, places.targets)))
+    return rows
 
 
-def _group_row(key: dict[str, Any], members: Records, counter: _Counter) -> tuple[Any, ...]:
-    counts = counter.counts(members)
-    together: dict[str, float] = {name: int(column.sum()) for name, column in counts.items() if name not in EXTREMES}
-    for name in EXTREMES:
-        known = counts[name][~np.isnan(counts[name])]
-        ends = known.min if name == "minimum" else known.max
-        together[name] = float(ends()) if known.size else math.nan
-    return (
-        *group_row(key, num_records=len(members)),
-        *_limit_cells(sorted(set(counter.limits_of(members))), target=counter.target),
-        *_count_cells(together),
-    )
+def _group_rows(places: Places, by: Sequence[str]) -> list[tuple[Any, ...]]:
+    rows = []
+    for key, members in places.groups(by):
+        start = group_row(key, num_records=np.unique(places.owners[members]).size)
+        for target, counts in places.counted:
+            limits = limit_cells(places.limits_of(members.tolist(), target), target=target)
+            numbers = places.together(counts, members)
+            rows.append((*start, *limits, *_count_cells(numbers, places.targets)))
+    return rows
 
 
-def _limit_cells(names: Sequence[str], *, target: Format | None) -> tuple[str, float | None]:
-    """The name of the limits, and the largest value if all have the same."""
-    largest = {target.maximum} if target is not None else {largest_value(name) for name in names}
-    return " ".join(names), largest.pop() if len(largest) == 1 else None
-
-
-def _count_cells(numbers: Mapping[str, float]) -> tuple[Any, ...]:
+def _count_cells(numbers: Mapping[str, float], targets: Sequence[Target]) -> tuple[Any, ...]:
     elements = int(numbers["elements"])
     cells: list[Any] = [elements]
-
-    def add(count: float) -> None:
-        cells.extend((int(count), int(count) / max(1, elements)))
-
-    add(numbers["upper"])
-    add(numbers["lower"])
-    add(numbers["upper"] + numbers["lower"])
-    for kind in KINDS[2:]:
-        if kind in numbers:
-            add(numbers[kind])
+    for kind in _kinds(targets):
+        count = numbers[kind]
+        cells += [None, None] if math.isnan(count) else [int(count), int(count) / max(1, elements)]
     cells += [None if math.isnan(numbers[name]) else float(numbers[name]) for name in EXTREMES]
-    return tuple(cells)
+    both = [numbers[kind] / max(1, elements) for kind in ("total", "underflow")]
+    severities = [None if math.isnan(ratio) else severity_of(ratio).value for ratio in both]
+    worst = None if None in severities else severity_of(max(both)).value
+    return (*cells, worst, *severities)
 
 
-def _title(target: Format | None, *, view: View) -> str:
-    if target is None:
+def _title(targets: Sequence[Target], *, view: View) -> str:
+    severity = f"severity: high above {HIGH_RATIO:.0%}, moderate above {MODERATE_RATIO:.1%}"
+    if not targets:
         whose = "the dtype that was captured" if view is View.SEEN else "the dtype that was computed with"
-        return f"overflow and underflow against the limits of {whose}"
+        return f"overflow and underflow against the limits of {whose}; {severity}"
+    if len(targets) > 1:
+        return f"overflow and underflow in {', '.join(target.title for target in targets)}; {severity}"
+    (target,) = targets
+    element = target.element
     return (
-        f"overflow and underflow in {target.name} without scaling: largest value {target.maximum:.6g}, "
-        f"smallest normal {target.min_normal:.6g}, smallest subnormal {target.min_subnormal:.6g}"
+        f"overflow and underflow in {target.title}: largest value {element.maximum:.6g}, "
+        f"smallest normal {element.min_normal:.6g}, smallest subnormal {element.min_subnormal:.6g}; {severity}"
     )

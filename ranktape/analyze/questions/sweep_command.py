@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +16,16 @@ from ranktape.analyze.quantization.scales import ScaleRule
 from ranktape.analyze.questions.sweep import check_shape, table_of
 from ranktape.analyze.questions.sweep_sources import Tensor, is_file, list_tensors, summary_lines, sweep_tensors
 from ranktape.analyze.questions.swept import answerable, num_readings, parse_request
+from ranktape.analyze.sample_names import SAMPLE
 from ranktape.analyze.scaling_outputs.files import DEFAULT_OUTPUT_DIR, make_folder
 from ranktape.analyze.scaling_outputs.text import DOUBLE
 from ranktape.analyze.scaling_outputs.write import OutputOptions
 from ranktape.analyze.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.values import View
-from ranktape.errors import DataError
+from ranktape.errors import DataError, UsageError
 
 if TYPE_CHECKING:
+    from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.options import Output, Selection
     from ranktape.analyze.questions.sweep_sources import Outcome
     from ranktape.analyze.questions.swept import SweepRequest
@@ -59,6 +62,8 @@ class SweepQuestion:
     """Whether pictures are among them."""
     output: Output
     """How the table is written."""
+    engine: Engine
+    """Who counts; what is computed of the counts is computed here."""
 
     @property
     def asks_for_table(self) -> bool:
@@ -87,6 +92,8 @@ def answer_sweep(selections: Sequence[Selection], question: SweepQuestion) -> No
     """
     request = parse_request(question.formats, options=question.sweep_options(), view=question.view or View.COMPUTE)
     check_shape(by=question.by, with_levels=question.with_levels, target_sqnr=question.target_sqnr)
+    if SAMPLE in question.by and question.output_dir is not None:
+        raise UsageError("--by sample and --output-dir exclude each other: files are written about whole tensors")
     is_files = all(is_file(selection.run) for selection in selections)
     has_table = question.asks_for_table or not (is_files or question.output_dir)
     outputs = None
@@ -122,8 +129,12 @@ def _sweep(
         show(f"Processing {len(tensors)} tensor(s)...")
         show(DOUBLE)
     total = len(tensors) * num_readings(request, by=question.by) if outputs is None else 0
+    # One bar is enough.
+    engine = dataclasses.replace(question.engine, show_progress=False)
     with progress(total, description="sweeping") as on_record:
-        outcome = sweep_tensors(tensors, request, outputs=outputs, show=show, on_record=on_record)
+        outcome = sweep_tensors(
+            tensors, request, outputs=outputs, show=show, on_record=on_record, by=question.by, engine=engine
+        )
         table = None
         if has_table and outcome.swept:
             table = table_of(
@@ -132,6 +143,7 @@ def _sweep(
                 by=question.by,
                 with_levels=question.with_levels,
                 target_sqnr=question.target_sqnr,
+                engine=engine,
                 on_record=on_record,
             )
     if outputs is not None:

@@ -9,23 +9,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ranktape.analyze.console import say
 from ranktape.analyze.options import say_what_is_left_out
-from ranktape.analyze.questions.swept import is_sweepable, sweep_record
+from ranktape.analyze.questions.sweep import with_samples
+from ranktape.analyze.questions.swept import is_sweepable, sweep_selection, sweepable
+from ranktape.analyze.sample_names import SAMPLE
 from ranktape.analyze.scaling_outputs.files import FolderNames, titles_of
 from ranktape.analyze.scaling_outputs.text import DOUBLE, Subject
 from ranktape.analyze.scaling_outputs.write import Stopwatch, TensorReport
 from ranktape.analyze.sweeps.options import resolve
 from ranktape.analyze.values import viewed_dtype
-from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError
+from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError, WorkersError
 from ranktape.storage.backends.failures import printable
 
 if TYPE_CHECKING:
+    from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.files.open import Source
     from ranktape.analyze.options import Selection
     from ranktape.analyze.questions.swept import SweepRequest, Swept
@@ -50,8 +53,6 @@ class Tensor:
     """A selection that holds its record."""
     index: int = 0
     """Where in that selection."""
-    key: dict[str, Any] | None = None
-    """The values of the fields that are grouped by."""
     path: Path | None = None
     """Where the file is that it is, if it is one."""
     keep: str = ""
@@ -149,12 +150,15 @@ def sweep_tensors(
     outputs: OutputOptions | None,
     show: Callable[[str], object],
     on_record: Callable[[], object],
+    by: Sequence[str] = (),
+    engine: Engine | None = None,
 ) -> Outcome:
-    """Sweep one tensor after the other; with `outputs` files are written of each, and `show` gets every line.
+    """Sweep every tensor; with `outputs`, one after the other, files are written of each, and `show` gets every line.
 
     Whatever the user can cause to go wrong with a tensor ends that tensor alone.
     """
     names = FolderNames()
+    source = _SweptTensors(request=request, by=by, engine=engine, is_ahead=outputs is None)
     swept: list[Swept] = []
     failures: list[Failure] = []
     said: set[str] = set()
@@ -163,15 +167,15 @@ def sweep_tensors(
             show("")
             show(f"[{number}/{len(tensors)}] Processing: {printable(tensor.title)}")
             show(RULE)
-        try:
-            swept.append(_sweep_tensor(tensor, request, outputs=outputs, names=names, show=show))
-        except RanktapeError as error:
-            failures.append(Failure(title=tensor.title, error=error, reason=_reason(tensor, error)))
+        found = _attempt(tensor, request, source, outputs=outputs, names=names, show=show)
+        if isinstance(found, RanktapeError):
+            failures.append(Failure(title=tensor.title, error=found, reason=_reason(tensor, found)))
             is_new = failures[-1].reason not in said
             said.add(failures[-1].reason)
             if outputs is not None or (is_new and len(tensors) > 1):
-                show(f"Failed to process: {printable(tensor.title)}: {error}")
+                show(f"Failed to process: {printable(tensor.title)}: {found}")
         else:
+            swept += found
             if outputs is not None:
                 show(f"Successfully processed: {printable(tensor.title)}")
         on_record()
@@ -212,18 +216,69 @@ def _reason(tensor: Tensor, error: RanktapeError) -> str:
     return text
 
 
-def _sweep_tensor(
+class _SweptTensors:
+    """Finds the sweeps of tensors that are asked for in their order."""
+
+    def __init__(self, *, request: SweepRequest, by: Sequence[str], engine: Engine | None, is_ahead: bool) -> None:
+        self._request, self._by, self._engine = request, by, engine
+        self._is_ahead = is_ahead
+        self._found: dict[int, Iterator[list[Swept] | RanktapeError]] = {}
+
+    def take(self, tensor: Tensor) -> list[Swept] | RanktapeError:
+        """The sweeps of the next tensor of its selection, or why it has none; of its samples where these are asked for.
+
+        Raises:
+            UsageError: of the engine itself.
+            WorkersError: the processes or the cluster cannot be had, or were lost.
+        """
+        if tensor.error is not None:
+            return tensor.error
+        assert tensor.records is not None
+        if self._is_ahead:
+            if id(tensor.records) not in self._found:
+                self._found[id(tensor.records)] = self._sweeps(tensor.records, tensor.source)
+            found = next(self._found[id(tensor.records)])
+        else:
+            found = next(self._sweeps(tensor.records[tensor.index : tensor.index + 1], tensor.source))
+        if isinstance(found, RanktapeError):
+            return found
+        return [dataclasses.replace(one, records=tensor.records, index=tensor.index) for one in found]
+
+    def _sweeps(self, records: Records, source: str) -> Iterator[list[Swept] | RanktapeError]:
+        return sweep_selection(records, self._request, source=source, by=self._by, engine=self._engine)
+
+
+def _attempt(
     tensor: Tensor,
     request: SweepRequest,
+    source: _SweptTensors,
     *,
     outputs: OutputOptions | None,
     names: FolderNames,
     show: Callable[[str], object],
-) -> Swept:
+) -> list[Swept] | RanktapeError:
+    """The sweeps of a tensor, with its files where there are some, or why it has none."""
+    if outputs is None:
+        return source.take(tensor)
+    try:
+        return _sweep_tensor(tensor, request, source, outputs=outputs, names=names, show=show)
+    except WorkersError:
+        raise  # no tensor's fault
+    except RanktapeError as error:
+        return error
+
+
+def _sweep_tensor(
+    tensor: Tensor,
+    request: SweepRequest,
+    source: _SweptTensors,
+    *,
+    outputs: OutputOptions,
+    names: FolderNames,
+    show: Callable[[str], object],
+) -> list[Swept]:
     watch = Stopwatch()
     record = tensor.record()
-    if outputs is None:
-        return sweep_record(record, request, source=tensor.source, key=tensor.key or {})
     with contextlib.ExitStack() as stack:
         folder_name = names.take(tensor.folder_name)
         subject = Subject(
@@ -246,12 +301,15 @@ def _sweep_tensor(
             )
             for name in request.formats
         ]
-        found = sweep_record(record, request, source=tensor.source, key=tensor.key or {})
+        swept = source.take(tensor)
+        if isinstance(swept, RanktapeError):
+            raise swept
+        (found,) = swept
         for report, sweep in zip(reports, found.sweeps, strict=True):
             report.say_swept(sweep)
         for report, sweep in zip(reports, found.sweeps, strict=True):
             report.finish(sweep)
-    return found
+    return [found]
 
 
 def _opened(selection: Selection) -> Source:
@@ -280,37 +338,40 @@ def _unreadable(selection: Selection, source: Source) -> list[Tensor]:
 
 
 def _tensors(selection: Selection, source: Source, *, by: Sequence[str]) -> list[Tensor]:
-    """One for each record of the selection, in the order of groups."""
-    groups = selection.chosen(source).group_by(list(by))
-    paths = {file.site: file.path for file in getattr(source, "files", ())}
-    tensors = []
-    others: Counter[str] = Counter()
-    for key, members in groups:
-        columns = (members.column(name).tolist() for name in ("site", "attempt", "iteration", "rank", "keep", "dtype"))
-        for index, (site, attempt, iteration, rank, keep, dtype) in enumerate(zip(*columns, strict=True)):
-            if not is_sweepable(dtype):
-                others[dtype] += 1
-                continue
-            again = f"attempt{attempt}_" if attempt else ""
-            # No two records of a run are called the same.
-            path = paths.get(site)
-            title = f"{again}iter{iteration:03d}_rank{rank:02d}_{site}" if path is None else path.name
-            tensors.append(
-                Tensor(
-                    title=title,
-                    source=selection.run,
-                    folder_name=title if path is None else path.stem,
-                    path=path,
-                    records=members,
-                    index=index,
-                    key=key,
-                    keep=keep,
-                )
-            )
+    """One for each record of the selection, in its order."""
+    chosen = selection.chosen(source)
+    for field in by:
+        if field != SAMPLE:
+            chosen.column(field)  # refuses what is no field before anything is read
+    others = Counter(dtype for dtype in chosen.column("dtype").tolist() if not is_sweepable(dtype))
+    members = sweepable(chosen)
+    counts = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(others.items()))
+    what = f"records of integers or bool, for which no scale is sought: {counts}"
+    if not len(members):
+        raise NoRecordsError(f"{printable(selection.run)} has only {what}")
     if others:
-        counts = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(others.items()))
-        what = f"records of integers or bool, for which no scale is sought: {counts}"
-        if not tensors:
-            raise NoRecordsError(f"{printable(selection.run)} has only {what}")
         say(f"left out: {what}", err=True)
+    if SAMPLE in by:
+        members, left_out = with_samples(members)
+        if left_out:
+            say(left_out, err=True)
+    paths = {file.site: file.path for file in getattr(source, "files", ())}
+    columns = (members.column(name).tolist() for name in ("site", "attempt", "iteration", "rank", "keep"))
+    tensors = []
+    for index, (site, attempt, iteration, rank, keep) in enumerate(zip(*columns, strict=True)):
+        again = f"attempt{attempt}_" if attempt else ""
+        # No two records of a run are called the same.
+        path = paths.get(site)
+        title = f"{again}iter{iteration:03d}_rank{rank:02d}_{site}" if path is None else path.name
+        tensors.append(
+            Tensor(
+                title=title,
+                source=selection.run,
+                folder_name=title if path is None else path.stem,
+                path=path,
+                records=members,
+                index=index,
+                keep=keep,
+            )
+        )
     return tensors

@@ -18,7 +18,8 @@ from ranktape.analyze.table import Column, Kind, Table
 
 if TYPE_CHECKING:
     from ranktape.analyze.advice.recommendation import CommonScale, FormatChoice
-    from ranktape.analyze.questions.swept import Swept, SweptGroup
+    from ranktape.analyze.questions.swept import Swept
+    from ranktape.analyze.questions.swept_groups import SweptGroup
     from ranktape.analyze.sweeps.sweep import ScaleSweep
 
 SOURCE_COLUMN = Column(name="source", kind=Kind.TEXT, is_key=True)

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.advice.recommendation import common_grid, common_scale
-from ranktape.analyze.identity import identity_row
+from ranktape.analyze.identity import identity_rows
 from ranktape.analyze.quantization.schemes import MX_BLOCK_SIZE
+from ranktape.analyze.sample_names import SAMPLE, sample_names
 from ranktape.analyze.sweeps.options import SweepMode, SweepOptions, resolve, resolve_all
-from ranktape.analyze.sweeps.sweep import sweep_schemes
-from ranktape.analyze.values import View, read_block_histogram, read_numbers
-from ranktape.errors import UsageError
+from ranktape.analyze.sweeps.records import Job, sweep_records, sweep_samples
+from ranktape.analyze.values import View
+from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.dtypes import dtype_row
 from ranktape.storage.record import Keep
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.advice.recommendation import CommonScale
-    from ranktape.analyze.histograms.block_histogram import BlockHistogram
-    from ranktape.analyze.histograms.histogram import Histogram
+    from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.sweeps.sweep import ScaleSweep
-    from ranktape.storage import Record, Records
+    from ranktape.storage import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +47,12 @@ class Swept:
     """The values of the fields that are grouped by."""
     sweeps: tuple[ScaleSweep, ...]
     """One for each format, in their order."""
-    record: Record
-    """To be read again where a scale is sought for many."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweptGroup:
-    """Records that agree in the fields that are grouped by."""
-
-    key: dict[str, Any]
-    """These fields and their values."""
-    members: tuple[Swept, ...]
-    """At least one."""
-    commons: tuple[CommonScale | None, ...]
-    """For each format the scale that all would share; None where no member needs one."""
+    records: Records
+    """The selection that it is of, to be looked at again where a scale is sought for many."""
+    index: int
+    """Where in the selection."""
+    sample: int | None = None
+    """Which of its samples; None for all of it."""
 
 
 def parse_request(
@@ -130,107 +118,68 @@ def answerable(request: SweepRequest, *, keeps: Collection[str]) -> tuple[SweepR
     )
 
 
-def sweep_record(record: Record, request: SweepRequest, *, source: str, key: dict[str, Any]) -> Swept:
-    """The sweeps of one record, from one reading of it.
+def jobs_of(request: SweepRequest, options: Mapping[int, SweepOptions] | None = None) -> list[Job]:
+    """What is sought of a record for each format; with `options`, for the formats at these places with options."""
+    chosen = options if options is not None else dict.fromkeys(range(len(request.formats)), request.options)
+    return [Job(*resolve(request.formats[index], options=one), one) for index, one in chosen.items()]
+
+
+def sweep_selection(
+    records: Records,
+    request: SweepRequest,
+    *,
+    source: str = "",
+    by: Sequence[str] = (),
+    engine: Engine | None = None,
+) -> Iterator[list[Swept] | RanktapeError]:
+    """The sweeps of each record, in their order; in the place of one that fails the reason why.
+
+    With `sample` among the fields to group by, those of each of its samples; nothing of records without samples.
 
     Raises:
-        DataError: the record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-        UsageError: what was kept of the record does not answer the question, or it holds no real numbers.
+        UnknownFieldError: `by` names no field of a record.
     """
-    options = dict.fromkeys(range(len(request.formats)), request.options)
-    sweeps = tuple(_sweeps(record, request, options).values())
-    return Swept(source=source, identity=identity_row(record), key=key, sweeps=sweeps, record=record)
+    names = sample_names(records) if SAMPLE in by else None
+    columns = {field: records.column(field).tolist() for field in by if field != SAMPLE}
+    keys = [{field: columns[field][row] for field in columns} for row in range(len(records))]
+    jobs = jobs_of(request)
+    if names is None:
+        all_sweeps = sweep_records(records, [jobs] * len(records), view=request.view, engine=engine)
+        for row, (identity, sweeps) in enumerate(zip(identity_rows(records), all_sweeps, strict=True)):
+            if isinstance(sweeps, RanktapeError):
+                yield sweeps
+            else:
+                yield [_swept(records, row, source=source, identity=identity, key=keys[row], sweeps=sweeps)]
+        return
+    asked = [dict.fromkeys(range(len(found)), jobs) for found in names]
+    of_samples = sweep_samples(records, asked, view=request.view, engine=engine)
+    for row, (identity, found) in enumerate(zip(identity_rows(records), of_samples, strict=True)):
+        if isinstance(found, RanktapeError):
+            yield found
+        else:
+            keyed = [
+                {field: names[row][sample] if field == SAMPLE else keys[row][field] for field in by} for sample in found
+            ]
+            yield [
+                _swept(records, row, source=source, identity=identity, key=key, sweeps=sweeps, sample=sample)
+                for key, (sample, sweeps) in zip(keyed, found.items(), strict=True)
+            ]
 
 
-def _sweeps(record: Record, request: SweepRequest, options: Mapping[int, SweepOptions]) -> dict[int, ScaleSweep]:
-    """For each of some formats, by its place in the request, the sweep of a record with options of its own."""
-    found: dict[int, ScaleSweep] = {}
-    same = len(set(options.values())) == 1
-    if record.keep != Keep.HISTOGRAM and same:
-        chosen = next(iter(options.values()))
-        wanted = [resolve(request.formats[index], options=chosen) for index in options]
-        sweeps = sweep_schemes(read_numbers(record, view=request.view), wanted, options=chosen)
-        return dict(zip(options, sweeps, strict=True))
-    read: dict[str, NDArray[Any] | Histogram | BlockHistogram] = {}
-    for index, chosen in options.items():
-        name = request.formats[index]
-        axis = _counted_axis(record, name, chosen)
-        if axis not in read:
-            read[axis] = (
-                read_block_histogram(record, axis=axis, view=request.view)
-                if axis
-                else read_numbers(record, view=request.view)
-            )
-        found[index] = sweep_schemes(read[axis], [resolve(name, options=chosen)], options=chosen)[0]
-    return found
-
-
-def _counted_axis(record: Record, name: str, options: SweepOptions) -> str:
-    """Along which axis the counts of blocks answer a sweep; empty where counts of values, or the values, do.
-
-    Raises:
-        UsageError: blocks along that dimension are not among the counts that were kept.
-    """
-    scheme, mode = resolve(name, options=options)
-    if record.keep != Keep.HISTOGRAM or mode is not SweepMode.MX or scheme.has_tensor_scale:
-        return ""
-    num_dims = max(1, len(record.shape))
-    dim = options.axis % num_dims if -num_dims <= options.axis < num_dims else None
-    if dim == num_dims - 1:
-        return "features"
-    if dim == 0 and num_dims == 2:  # noqa: PLR2004 - the rows are the tokens
-        return "tokens"
-    raise UsageError(
-        f"of {record!r} the histogram was kept, with blocks along its last dimension and along all others as one: "
-        f"give --axis -1 and not {options.axis}, or leave such records out with --where \"keep == 'values'\""
-    )
+def _swept(
+    records: Records,
+    row: int,
+    *,
+    source: str,
+    identity: tuple[Any, ...],
+    key: dict[str, Any],
+    sweeps: tuple[ScaleSweep, ...],
+    sample: int | None = None,
+) -> Swept:
+    return Swept(source=source, identity=identity, key=key, sweeps=sweeps, records=records, index=row, sample=sample)
 
 
 def num_readings(request: SweepRequest, *, by: Sequence[str]) -> int:
     """How often each record is read: for a common scale a second time, unless levels are common offsets anyway."""
     modes = {resolve(name, options=request.options)[1] for name in request.formats}
     return 2 if by and not all(mode.has_offsets for mode in modes) else 1
-
-
-def grouped(swept: Sequence[Swept], request: SweepRequest, *, on_record: Callable[[], object]) -> list[SweptGroup]:
-    """The records in groups of equal keys, in the order of these, and the best common scale of each group.
-
-    `on_record` is called for each record that is read again.
-
-    Raises:
-        DataError: a record that is read again is damaged now.
-        StorageError: the store cannot be read.
-    """
-    groups: dict[tuple[Any, ...], list[Swept]] = {}
-    for record in swept:
-        # A missing number is NaN, which is not equal to itself.
-        values = tuple(None if value != value else value for value in record.key.values())  # noqa: PLR0124
-        groups.setdefault(values, []).append(record)
-    return [
-        SweptGroup(
-            key=members[0].key,
-            members=tuple(members),
-            commons=_common_scales(members, request, on_record=on_record),
-        )
-        for _, members in sorted(groups.items(), key=lambda item: [_sortable(value) for value in item[0]])
-    ]
-
-
-def _common_scales(
-    members: Sequence[Swept], request: SweepRequest, *, on_record: Callable[[], object]
-) -> tuple[CommonScale | None, ...]:
-    columns = list(zip(*(member.sweeps for member in members), strict=True))
-    grids = {index: grid for index, sweeps in enumerate(columns) if (grid := common_grid(sweeps)) is not None}
-    again = {index: grid for index, grid in grids.items() if grid != request.options}
-    on_grid: dict[int, list[ScaleSweep]] = {index: [] for index in again}
-    for member in members if again else ():
-        for index, sweep in _sweeps(member.record, request, again).items():
-            on_grid[index].append(sweep)
-        on_record()
-    return tuple(common_scale(on_grid.get(index, sweeps)) for index, sweeps in enumerate(columns))
-
-
-def _sortable(value: Any) -> tuple[str, Any]:
-    """A value of a field, comparable with those of other records, of which some may have none."""
-    return type(value).__name__, value

@@ -18,7 +18,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ranktape.analyze.advice.verdict import is_lossless, verdict_of
-from ranktape.analyze.plot import BLUE, DOTS_PER_INCH, GREEN, ORANGE, PURPLE, VERMILION
+from ranktape.analyze.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILION
+from ranktape.analyze.pictures.style import DOTS_PER_INCH
 from ranktape.analyze.scaling_outputs.axes import drawable, is_drawable, linear_scale, log_scale, ratio_scale, wrapped
 from ranktape.analyze.scaling_outputs.words import figure_text, limits_of, number_of, statistics_lines
 from ranktape.analyze.sweeps.options import SweepMode

@@ -264,7 +264,8 @@ class _Tensor:
         self._shape = array.shape
         # Both parts of a complex number are values, in a dimension before all others.
         is_complex = array.dtype.kind == "c"
-        self._array = _parts(array) if is_complex else array.reshape(1) if array.ndim == 0 else array
+        whole = array.reshape(1) if array.ndim == 0 else array
+        self._array = _parts(whole) if is_complex else whole
         self._num_parts = int(is_complex)
         self._blocks: dict[int, BlockHistogram | None] = {}
 

@@ -82,6 +82,9 @@ class LocalBackend:
         self._made: set[Path] = set()
         self._serial = itertools.count()
 
+    def __reduce__(self) -> tuple[type[LocalBackend], tuple[str]]:
+        return LocalBackend, (self.url,)
+
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """Write a file of the joined parts, atomically."""
         with self._translated("write", key), self._partial(key, parts) as (partial, inode):

@@ -1,64 +1,49 @@
 """Where in the model do tensors overflow and underflow? One picture, layer by layer.
 
-One row of panels for each kind of loss, one column for each operation, one line for each type of layer. No
-global state of matplotlib is touched, so that pictures can be drawn from any thread and any notebook.
+One row of panels for each kind of loss, one column for each operation, one line for each type of layer.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from ranktape.analyze.formats import BY_DTYPE, FORMATS
+from ranktape.analyze.pictures.axes import scale_layers, scale_shares, with_gap
+from ranktape.analyze.pictures.files import form_of, write_picture
+from ranktape.analyze.pictures.kinds import KINDS
+from ranktape.analyze.pictures.style import (
+    COLORS,
+    INK,
+    MARKS,
+    PANEL_SIZE,
+    TEXT_SIZE,
+    Heading,
+    finish,
+    key,
+    page,
+    plain,
+    say,
+)
 from ranktape.analyze.questions.overflow import overflow
-from ranktape.errors import StorageError
+from ranktape.analyze.table import Column, Kind, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
+    from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.formats import Format
-    from ranktape.analyze.table import Table
+    from ranktape.analyze.pictures.survey import Survey
     from ranktape.analyze.values import View
     from ranktape.storage import Records
 
-BLUE, VERMILION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
-"""Okabe and Ito's colours, which people with any colour vision tell apart."""
-
-STYLES = (
-    (BLUE, "o"),
-    (VERMILION, "s"),
-    (GREEN, "^"),
-    (PURPLE, "D"),
-    (ORANGE, "v"),
-    ("#56B4E9", "P"),
-    ("#000000", "X"),
-    ("#7F7F7F", "*"),
-)
-"""Colour and mark of each type of layer, in alphabetical order of the types; hollow from the second round on."""
-
-DOTS_PER_INCH = 150
-
-MAX_TICKS = 6
-"""Powers of ten that an axis of ratios names."""
-
-MAX_LAYER_TICKS = 16
-"""Layers that an axis of layers names."""
-
-_NICE_STEPS = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]
-
 MAX_MARKS = 40
 """Layers up to which marks do not run together."""
-
-LEGEND_CHARACTERS_PER_INCH = 12
-"""How much text fits beside itself in the legend."""
 
 WORST: dict[str, Any] = {"linestyle": ":", "linewidth": 1.2, "marker": "o", "markersize": 2}
 """How the line of the worst tensors looks."""
@@ -119,25 +104,38 @@ def plot_overflow(
     path: Path,
     format: str | None = None,  # noqa: A002 - the option's name
     view: View | None = None,
+    engine: Engine | None = None,
     on_record: Callable[[], object] = lambda: None,
 ) -> Table:
-    """Write a PNG of the overflow and underflow ratio of each layer, operation and type of layer; returns the counts.
+    """Write a picture of overflow and underflow of each layer, operation and type of layer; returns the counts.
 
     Limits and values are those of `questions.overflow`. Zeros lie on the axis; where nothing at all is lost, the
-    panel says so. Existing files are replaced, folders made.
+    panel says so. Existing files are replaced, folders made. The file is a PNG, unless its name ends in .svg or .pdf.
 
     Raises:
-        UsageError: the format is not known.
+        UsageError: the format is not known; the name ends as one of a picture of another kind.
         StorageError: the file cannot be written.
     """
-    table = overflow(records, format=format, view=view, on_record=on_record)
-    figure = draw_overflow(table)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
-    except OSError as error:
-        raise StorageError(f"the plot cannot be written to {path}: {error.strerror}") from error
+    form_of(path)
+    table = overflow(records, format=format, view=view, engine=engine, on_record=on_record)
+    write_picture(draw_overflow(table), path)
     return table
+
+
+def survey_table(survey: Survey) -> Table:
+    """What `draw_overflow` draws, of what is known already; counts that are not known are 0."""
+    counted = {
+        "elements": survey.figure("num_elements"),
+        "overflow.total": survey.figure("upper") + survey.figure("lower"),
+        "overflow.underflow.count": survey.figure("underflow"),
+        **({"overflow.flushed.count": survey.figure("flushed")} if survey.target is not None else {}),
+    }
+    fields = ("iteration", "rank", "operation", "layer_type", "layer_idx")
+    limits = survey.column("dtype").tolist() if survey.target is None else [survey.target.name] * len(survey)
+    numbers = ([0 if value != value else int(value) for value in column.tolist()] for column in counted.values())  # noqa: PLR0124 - NaN
+    rows = tuple(zip(*(survey.column(field).tolist() for field in fields), limits, *numbers, strict=True))
+    columns = tuple(Column(name=name, kind=Kind.INTEGER) for name in (*fields, "limits_of", *counted))
+    return Table(title="", columns=columns, rows=rows)
 
 
 def draw_overflow(table: Table) -> Figure:
@@ -149,24 +147,23 @@ def draw_overflow(table: Table) -> Figure:
     styles = {name: _style(index) for index, name in enumerate(layer_types)}
     panels = PANELS if _is_against_format(table) else PANELS[:-1]
     limits = _only_limits(table)
-    width = min(20.0, max(4.5, 2.5 + 0.06 * len(layers)) * len(operations) + 1.5)
-    figure = Figure(figsize=(width, 2.2 * len(panels) + 1.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(len(panels), len(operations), squeeze=False)
+    width = min(8.0, max(4.5, 2.5 + 0.06 * len(layers)))
+    figure, grid = page(len(panels), len(operations), panel_width=width, panel_height=2.3)
     for panel, axes_of_panel in zip(panels, grid, strict=True):
         drawn = {operation: lines(rows, panel=panel, operation=operation) for operation in operations}
         worst = [ratio for found in drawn.values() for line in found.values() for ratio in line.worst]
         for operation, axes in zip(operations, axes_of_panel, strict=True):
             _draw_panel(axes, drawn[operation], panel=panel, styles=styles, layers=layers)
-            _scale_ratios(axes, worst, is_labelled=axes is axes_of_panel[0])
-            _scale_layers(axes, layers, is_labelled=panel is panels[-1])
-        axes_of_panel[0].set_ylabel(f"{panel.kind}\n{panel.definition(limits)}", fontsize=9)
+            scale_shares(axes, "y", worst)
+            axes.tick_params(labelleft=axes is axes_of_panel[0])
+            scale_layers(axes, layers, is_labelled=panel is panels[-1])
+        axes_of_panel[0].set_ylabel(f"{panel.kind}\n{panel.definition(limits)}", fontsize=TEXT_SIZE)
     for operation, axes in zip(operations, grid[0], strict=True):
-        axes.set_title(operation, fontsize=10)
-    figure.supylabel("share of elements", fontsize=9)
-    figure.suptitle(_title(table), fontsize=10)
-    _add_legend(figure, styles)
-    return figure
+        axes.set_title(operation, fontsize=PANEL_SIZE)
+    heading = Heading(
+        title=KINDS["overflow"].title, subtitle=_subtitle(table), notes=("Shares are of the elements of a layer.",)
+    )
+    return finish(figure, heading, handles=_handles(styles))
 
 
 def lines(rows: Sequence[dict[str, Any]], *, panel: Panel, operation: str) -> dict[str, Line]:
@@ -192,86 +189,34 @@ def _draw_panel(
     styles: Mapping[str, dict[str, Any]],
     layers: Sequence[int],
 ) -> None:
-    axes.grid(visible=True, axis="y", color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=False, axis="x")
     for index, (layer_type, line) in enumerate(found.items()):
         style = styles[layer_type]
         # Later lines are finer, so that one which covers another does not hide it.
         fineness = max(0.5, 1 - 0.2 * index)
         size = (8 if len(line.layers) <= MAX_MARKS else 3) * fineness
-        places, ratios, worst = _places(line, layers=layers)
+        places, ratios = with_gap(line.layers, line.ratios, all_layers=layers)
+        _, worst = with_gap(line.layers, line.worst, all_layers=layers)
         axes.plot(places, worst, **WORST, color=style["color"], clip_on=False)
         axes.plot(places, ratios, **style, markersize=size, linewidth=2 * fineness, clip_on=False)
     if not any(ratio for line in found.values() for ratio in line.worst):
-        axes.text(0.5, 0.5, panel.absence, transform=axes.transAxes, ha="center", va="center", color="0.35")
-
-
-def _scale_ratios(axes: Axes, ratios: Sequence[float], *, is_labelled: bool) -> None:
-    """A logarithmic axis up to 100 % that has a true zero at its foot."""
-    smallest = min((ratio for ratio in ratios if ratio > 0), default=0.01)
-    lowest = min(-2, math.floor(math.log10(smallest)))
-    step = max(1, math.ceil(-lowest / MAX_TICKS))
-    ticks = [0.0, *(10.0**power for power in range(-(-lowest // step) * -step if step > 1 else lowest, 1, step))]
-    axes.set_yscale("symlog", linthresh=10.0**lowest, linscale=0.6)
-    axes.set_ylim(0, 1.25)
-    axes.yaxis.set_major_locator(FixedLocator(ticks))
-    axes.yaxis.set_major_formatter(FixedFormatter([f"{100 * tick:.3g} %" for tick in ticks]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.tick_params(axis="both", labelsize=8, labelleft=is_labelled)
-
-
-def _scale_layers(axes: Axes, layers: Sequence[int], *, is_labelled: bool) -> None:
-    """Whole numbers, and "outside" for what is outside of the stack."""
-    inside = [layer for layer in layers if layer >= 0]
-    step = next(step for step in _NICE_STEPS if len(inside) <= step * MAX_LAYER_TICKS)
-    ticks = [layer for layer in inside if layer % step == 0]
-    outside = [_outside(layers)] if -1 in layers else []
-    margin = max(0.5, 0.01 * len(layers))
-    axes.set_xlim(min([*outside, *inside]) - margin, max([*outside, *inside]) + margin)
-    axes.xaxis.set_major_locator(FixedLocator([*outside, *ticks]))
-    axes.xaxis.set_major_formatter(FixedFormatter([*("outside" for _ in outside), *map(str, ticks)]))
-    axes.tick_params(axis="x", labelbottom=is_labelled)
-    if is_labelled:
-        axes.set_xlabel("layer")
-
-
-def _outside(layers: Sequence[int]) -> float:
-    """Where what is outside of the stack is drawn: apart from the first layer, however many there are."""
-    return min(layer for layer in layers if layer >= 0) - max(1.0, 0.05 * len(layers)) if max(layers) >= 0 else -1.0
-
-
-def _places(line: Line, *, layers: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
-    """Layers, ratios and worst ratios as they are drawn: no line joins the stack with what is outside of it."""
-    if line.layers[0] >= 0:
-        return [float(layer) for layer in line.layers], line.ratios, line.worst
-    gap = [math.nan]
-    return (
-        [_outside(layers), *gap, *map(float, line.layers[1:])],
-        [*line.ratios[:1], *gap, *line.ratios[1:]],
-        [*line.worst[:1], *gap, *line.worst[1:]],
-    )
+        say(axes, panel.absence)
 
 
 def _style(index: int) -> dict[str, Any]:
-    colour, mark = STYLES[index % len(STYLES)]
-    hollow = {"markerfacecolor": "white"} if index >= len(STYLES) else {}
-    return {"color": colour, "marker": mark, **hollow}
+    hollow = {"markerfacecolor": "white"} if index >= len(COLORS) else {}
+    return {"color": COLORS[index % len(COLORS)], "marker": MARKS[index % len(MARKS)], **hollow}
 
 
-def _add_legend(figure: Figure, styles: Mapping[str, dict[str, Any]]) -> None:
-    # matplotlib reads $ as the start of a formula, and hides labels that begin with an underscore.
-    labels = {name: " " + name.replace("$", r"\$") for name in styles}
+def _handles(styles: Mapping[str, dict[str, Any]]) -> list[Any]:
     handles = [
-        Line2D([], [], **style, markersize=5, linewidth=1.4, label=labels[name]) for name, style in styles.items()
+        key(Line2D([], [], **style, markersize=5, linewidth=1.4), plain(name, max_letters=60))
+        for name, style in styles.items()
     ]
-    handles.append(Line2D([], [], **WORST, color="0.35", label=" the worst tensor of the layer"))
-    longest = max(len(str(handle.get_label())) for handle in handles)
-    num_columns = min(4, max(1, int(figure.get_figwidth() * LEGEND_CHARACTERS_PER_INCH) // (longest + 6)))
-    figure.legend(handles=handles, loc="outside lower center", ncols=num_columns, frameon=False, fontsize=9)
+    return [*handles, key(Line2D([], [], **WORST, color=INK), "the worst tensor of the layer")]
 
 
-def _title(table: Table) -> str:
+def _subtitle(table: Table) -> str:
     """What the limits are, and what was drawn."""
     names = sorted(set(table.column("limits_of")))
     rows = table.records()
@@ -281,8 +226,8 @@ def _title(table: Table) -> str:
     elements = sum(row["elements"] for row in rows)
     limits = [_limits(name, table=table) for name in names[:MAX_NAMED_LIMITS]]
     rest = [f"and {len(names) - MAX_NAMED_LIMITS} more types"] if len(names) > MAX_NAMED_LIMITS else []
-    plural = "s" if len(ranks) > 1 else ""
-    drawn = f"{span}, {len(ranks)} rank{plural}, {len(rows):,} tensors, {elements:,} elements"
+    counts = ((len(ranks), "rank"), (len(rows), "tensor"), (elements, "element"))
+    drawn = ", ".join([span, *(f"{count:,} {word}{'s' if count != 1 else ''}" for count, word in counts)])
     return "\n".join([*limits, *rest, drawn])
 
 

@@ -1,0 +1,194 @@
+"""Which record of the one side belongs to which of the other, and which have no counterpart?"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ranktape.analyze.comparison.layouts import Parts, Side, match_ranks, single_pair
+from ranktape.analyze.comparison.pairing import MATCHED, PAIRED, Key, PairedField, Pairing
+from ranktape.errors import NoRecordsError, UsageError
+
+if TYPE_CHECKING:
+    from ranktape.storage import Records
+
+MAX_NAMED = 6
+"""Sites that a message names before it counts the rest."""
+
+_NAME = ("module", "operation", "phase", "quant_type", "tensor_name")
+"""The fields by which messages name a site."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matching:
+    """Two sides, and which of their records belong together."""
+
+    a: Records
+    """The first side, the reference."""
+    b: Records
+    """The second side."""
+    pairs: tuple[tuple[Parts, Parts], ...]
+    """The tensors that are compared, in the order of the first side."""
+    unmatched_a: tuple[int, ...]
+    """Records of the first side without a counterpart."""
+    unmatched_b: tuple[int, ...]
+    """Records of the second side without a counterpart."""
+
+    def name_pairs(self) -> str:
+        """The sites of the first side that are compared, in a few words."""
+        return name_sites(self.a, [one.rows[0] for one, _ in self.pairs])
+
+    def unmatched(self) -> list[str]:
+        """For each side that has any, in one line which records have no counterpart."""
+        sides = (("first", self.a, self.unmatched_a), ("second", self.b, self.unmatched_b))
+        return [
+            f"{len(rows)} of {len(records)} records of the {name} side have no counterpart: {name_sites(records, rows)}"
+            for name, records, rows in sides
+            if rows
+        ]
+
+
+def match(a: Records, b: Records, pairing: Pairing, *, is_one_run: bool) -> Matching:
+    """The pairs of two sides.
+
+    Args:
+        a: The records of the first side.
+        b: Those of the second side.
+        pairing: In which fields they differ.
+        is_one_run: Whether both are of one run: no record is compared with itself.
+
+    Raises:
+        DataError: a placement is damaged.
+        NoRecordsError: no record has a counterpart; the message names the nearest.
+        UsageError: several records of each side belong together, and nothing says which to which.
+    """
+    side_a, side_b = Side(a), Side(b)
+    keys = pairing.keys(a, b)
+    groups_a, groups_b = (_grouped(*both) for both in zip(keys, map(pairing.members, (a, b)), strict=True))
+    pairs: list[tuple[Parts, Parts]] = []
+    matched: tuple[set[int], set[int]] = (set(), set())
+    for key, members_a in groups_a.items():
+        for member_a, member_b in _matched(members_a, groups_b.get(key, {}), pairing):
+            rows_a, rows_b = members_a[member_a], groups_b[key][member_b]
+            is_itself = is_one_run and member_a == member_b
+            if is_itself:
+                found = []
+            elif "rank" in pairing.names:
+                found = list(itertools.starmap(single_pair, itertools.product(rows_a, rows_b)))
+            else:
+                found = match_ranks(side_a, rows_a, side_b, rows_b)
+            pairs += found
+            if found or is_itself:
+                matched[0].update(rows_a)
+                matched[1].update(rows_b)
+    if not pairs:
+        raise NoRecordsError(_nothing_matched(a, b, pairing))
+    if pairing.neighbours:
+        # The last layer of each kind has no next one, and the first is nobody's.
+        matched = (matched[0] | matched[1],) * 2
+    pairs.sort(key=lambda pair: (pair[0].rows, pair[1].rows))
+    unmatched = [
+        tuple(row for row in range(len(records)) if row not in rows)
+        for records, rows in zip((a, b), matched, strict=True)
+    ]
+    return Matching(a=a, b=b, pairs=tuple(pairs), unmatched_a=unmatched[0], unmatched_b=unmatched[1])
+
+
+def rows_by_place(records: Records) -> dict[Key, int]:
+    """Where the record of each rank and site is, of a selection without paired fields."""
+    return {key: row for row, key in enumerate(places(records))}
+
+
+def places(records: Records) -> list[Key]:
+    """For each record its whole identity, but for the attempt."""
+    return list(zip(*(records.column(field).tolist() for field in (*MATCHED, "rank")), strict=True))
+
+
+def name_sites(records: Records, rows: Sequence[int]) -> str:
+    """The sites of records in a few words, those first of which there are most."""
+    columns = [records.column(field) for field in _NAME]
+    counts = Counter(" ".join(str(column[row]) or "(no module)" for column in columns) for row in rows)
+    named = [f"{name} ({count})" for name, count in counts.most_common(MAX_NAMED)]
+    rest = len(counts) - len(named)
+    return ", ".join(named) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _grouped(keys: Sequence[Key], members: Sequence[Key]) -> dict[Key, dict[Key, list[int]]]:
+    groups: dict[Key, dict[Key, list[int]]] = {}
+    for row, (key, member) in enumerate(zip(keys, members, strict=True)):
+        groups.setdefault(key, {}).setdefault(member, []).append(row)
+    return groups
+
+
+def _matched(
+    members_a: dict[Key, list[int]], members_b: dict[Key, list[int]], pairing: Pairing
+) -> Iterator[tuple[Key, Key]]:
+    """The members of either side that belong together; those of one key."""
+    if not pairing.neighbours:
+        yield from _combined(list(members_a), list(members_b), pairing)
+        return
+    place = _FIELDS.index("layer_idx")
+    layers = [
+        [member for member in members_a if member[place] == layer]
+        for layer in sorted({member[place] for member in members_a})
+    ]
+    for one, other in itertools.pairwise(layers):
+        yield from _combined(one, other, pairing)
+
+
+def _combined(members_a: list[Key], members_b: list[Key], pairing: Pairing) -> Iterator[tuple[Key, Key]]:
+    """Each with each, where there is but one on either side.
+
+    Raises:
+        UsageError: there are several on both.
+    """
+    if len(members_a) > 1 and len(members_b) > 1:
+        fields = [*_FIELDS, "rank"] if "rank" in pairing.names else _FIELDS
+        columns = zip(*members_a, *members_b, strict=True)
+        several = [field for field, values in zip(fields, columns, strict=True) if len(set(values)) > 1]
+        raise UsageError(
+            f"{len(members_a)} records of the first side belong to {len(members_b)} of the second, such as "
+            f"{_words(members_a[0])}: they differ in {', '.join(several)}; leave one of them on a side, with a filter "
+            f"or with --pair {several[-1]}=LEFT:RIGHT"
+        )
+    yield from itertools.product(members_a, members_b)
+
+
+_FIELDS = [field for field in PAIRED if field != "rank"]
+
+
+def _words(member: Key) -> str:
+    values = dict(zip(_FIELDS, member, strict=False))
+    return " ".join(str(values[field]) or "(no module)" for field in _NAME)
+
+
+def _nothing_matched(a: Records, b: Records, pairing: Pairing) -> str:
+    """Why no record of the one side has a counterpart, and what would help."""
+    what = f"no record of the first side ({len(a)} records) has a counterpart among the {len(b)} of the second"
+    for field in (field for field in MATCHED[::-1] if field not in pairing.names):
+        values = [sorted({str(value) for value in side.column(field).tolist()}) for side in (a, b)]
+        if not set(values[0]).isdisjoint(values[1]):
+            continue
+        wider = Pairing(fields=(*pairing.fields, PairedField(field=field, left="*", right="*")))
+        keys = wider.keys(a, b)
+        if not set(keys[0]).isdisjoint(keys[1]):
+            return (
+                f"{what}: {field} is {_few(values[0])} on the first and {_few(values[1])} on the second; "
+                f"give --pair {field}={values[0][0]}:{values[1][0]}"
+            )
+    names = [sorted(set(map(_site, zip(*(side.column(f) for f in _NAME), strict=True)))) for side in (a, b)]
+    nearest = difflib.get_close_matches(names[0][0], names[1], n=1, cutoff=0.0)
+    return f"{what}: the nearest to {names[0][0]!r} is {nearest[0]!r}; see 'ranktape analyze ls' of both"
+
+
+def _site(fields: Sequence[object]) -> str:
+    return " ".join(str(field) or "(no module)" for field in fields)
+
+
+def _few(values: Sequence[str]) -> str:
+    rest = len(values) - MAX_NAMED
+    return ", ".join(values[:MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")

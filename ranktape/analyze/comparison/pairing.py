@@ -1,0 +1,225 @@
+"""What is compared with what: in which field do the two sides differ, and what must then be the same?
+
+A side is a selection of records. A pairing names the field in which the sides differ, and what it is on each; a record
+of the one side belongs to those of the other that agree with it in every other field of the identity. Some fields
+follow from others, and are matched in their own way:
+
+    operation   `grad_weight` is matched with `weight`: a leading `grad_` is left out. The phase follows: what goes
+                into a module forward is `pre`, its gradient is `post`.
+    phase       what goes in is matched with what comes out: `input`, `query`, `key` and `value` with `output`, and
+                `grad_output` with `grad_input`, `grad_query`, `grad_key` and `grad_value`; other tensors with those of
+                their own name. Weights, biases and their gradients do not flow, and are left out.
+    layer_idx   the number of the layer is left out of the module's path: `layers.3.mlp` is `layers.*.mlp`.
+    module      layer_type and component follow; and layer_idx, where each side is of one layer.
+    layer_type  component follows; and the module, where the sides have none in common. So for component.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ranktape.errors import NoRecordsError, UsageError
+
+if TYPE_CHECKING:
+    from ranktape.storage import Records
+
+MATCHED = (
+    "iteration",
+    "microbatch",
+    "call",
+    "mode",
+    "module",
+    "layer_type",
+    "layer_idx",
+    "operation",
+    "phase",
+    "component",
+    "quant_type",
+    "tensor_name",
+)
+"""The fields in which two records of one pair agree, unless they are paired or follow; ranks come after them."""
+
+PAIRED = (*MATCHED, "rank", "attempt")
+"""The fields in which two sides may differ."""
+
+ANY = "*"
+"""What a side says of a field that may be anything there, a number too."""
+
+_SAME_TENSOR = frozenset({"iteration", "microbatch", "call", "mode", "quant_type", "rank", "attempt"})
+"""Fields that do not say which tensor of the model it is: where sides differ in them alone, they can diverge."""
+
+_FOLLOWS = {
+    "operation": ("phase",),
+    "module": ("layer_type", "component"),
+    "layer_type": ("component",),
+    "component": ("layer_type",),
+}
+"""Fields that are not matched where another one is paired."""
+
+_FLOWING = frozenset({"input", "query", "key", "value", "output"})
+_STANDING = frozenset({"weight", "bias"})
+_MAX_NAMED = 8
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedField:
+    """A field in which the two sides differ."""
+
+    field: str
+    """Its name."""
+    left: str
+    """What it is on the first side, as a filter: a value, a glob, a range; `*` for anything."""
+    right: str
+    """What it is on the second side."""
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.left}:{self.right}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairing:
+    """In which fields the two sides differ."""
+
+    fields: tuple[PairedField, ...] = ()
+    """None where the sides are two runs."""
+    neighbours: bool = False
+    """Whether each layer is compared with the next."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The fields that are paired."""
+        return frozenset(paired.field for paired in self.fields) | ({"layer_idx"} if self.neighbours else set())
+
+    @property
+    def is_same_tensor(self) -> bool:
+        """Whether both sides are the same tensors of one model, so that a difference is a divergence."""
+        return self.names <= _SAME_TENSOR
+
+    def sides(self, a: Records, b: Records) -> tuple[Records, Records]:
+        """The records of either side.
+
+        Raises:
+            NoRecordsError: a side has none.
+            UsageError: a field cannot have such a value.
+        """
+        left = self._side(a, [(paired.field, paired.left) for paired in self.fields])
+        return left, self._side(b, [(paired.field, paired.right) for paired in self.fields])
+
+    def _side(self, records: Records, filters: Sequence[tuple[str, str]]) -> Records:
+        chosen = records
+        for field, text in filters:
+            if text == ANY:
+                continue
+            found = chosen.select_text([(field, text)])
+            if not len(found):
+                raise NoRecordsError(f"no record has {field} {text}: {field} is {_values_of(chosen, field)}")
+            chosen = found
+        if self.neighbours:
+            chosen = chosen.where("layer_idx >= 0")
+        if "phase" in self.names and "tensor_name" not in self.names:
+            names = sorted(set(chosen.column("tensor_name").tolist()))
+            chosen = chosen.select(tensor_name=[name for name in names if _bare(name) not in _STANDING])
+        if not len(chosen):
+            raise NoRecordsError(
+                "no record is of a layer: each has layer_idx -1"
+                if self.neighbours
+                else "no record is of what goes into a module or comes out of it: weights and their gradients do not"
+            )
+        return chosen
+
+    def keys(self, a: Records, b: Records) -> tuple[list[Key], list[Key]]:
+        """For each record of the two sides what must be the same in both records of a pair."""
+        matched = [field for field in MATCHED if field not in self._unmatched(a, b)]
+        return self._keys(a, matched), self._keys(b, matched)
+
+    def members(self, records: Records) -> list[Key]:
+        """For each record what tells it from others with its key: everything else, but for the rank, unless paired."""
+        fields = [*(field for field in PAIRED if field != "rank"), *(["rank"] if "rank" in self.names else [])]
+        return list(zip(*(records.column(field).tolist() for field in fields), strict=True))
+
+    def _unmatched(self, a: Records, b: Records) -> set[str]:
+        unmatched = set(self.names)
+        for name in self.names:
+            unmatched |= set(_FOLLOWS.get(name, ()))
+        if self.names & {"layer_type", "component"} and not _in_common(a, b, "module"):
+            unmatched.add("module")
+        if "module" in self.names and all(len(set(side.column("layer_idx").tolist())) == 1 for side in (a, b)):
+            unmatched.add("layer_idx")
+        return unmatched
+
+    def _keys(self, records: Records, matched: Sequence[str]) -> list[Key]:
+        columns = {field: records.column(field).tolist() for field in matched}
+        if "module" in columns and "layer_idx" in self.names:
+            layers = records.column("layer_idx").tolist()
+            columns["module"] = [_without_layer(*both) for both in zip(columns["module"], layers, strict=True)]
+        if "tensor_name" in columns:
+            renamed = self._renamed()
+            columns["tensor_name"] = [renamed(name) for name in columns["tensor_name"]]
+        return list(zip(*columns.values(), strict=True)) if columns else [()] * len(records)
+
+    def _renamed(self) -> Callable[[str], str]:
+        """The name of a tensor, as it is matched."""
+        if "phase" in self.names:
+            return lambda name: "output" if _bare(name) in _FLOWING else name
+        if "operation" in self.names:
+            return _bare
+        return lambda name: name
+
+
+def parse_pairs(texts: Sequence[str]) -> tuple[PairedField, ...]:
+    """The pairs that texts such as `quant_type=hifp8:mxfp8` name.
+
+    Raises:
+        UsageError: one of them is none, or two name one field.
+    """
+    parsed = tuple(map(_parse_pair, texts))
+    names = [paired.field for paired in parsed]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"{twice} is paired twice: give each field once")
+    return parsed
+
+
+def _parse_pair(text: str) -> PairedField:
+    field, equals, values = text.partition("=")
+    left, colon, right = (part.strip() for part in values.partition(":"))
+    name = field.strip().replace("-", "_")
+    if not (equals and colon and left and right):
+        raise UsageError(f"pair {text!r} is not allowed: give FIELD=LEFT:RIGHT, such as quant_type=hifp8:mxfp8")
+    if name not in PAIRED:
+        nearest = difflib.get_close_matches(name, PAIRED, n=2) or PAIRED
+        raise UsageError(f"records cannot be paired by {name!r}: use {' or '.join(nearest)}")
+    if ":" in right:
+        raise UsageError(f"pair {text!r} has two colons: write ranges of numbers with a dash, as in {name}=0-3:4-7")
+    return PairedField(field=name, left=left, right=right)
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("grad_")
+
+
+def _without_layer(module: str, layer_idx: int) -> str:
+    """The path of a module without the number of its layer: of several numbers the one that is the layer's index.
+
+    Under pipeline parallelism a path may count the layers of its own stage: then it is the first number.
+    """
+    parts = module.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
+    if not numbers:
+        return module
+    place = next((place for place in numbers if parts[place] == str(layer_idx)), numbers[0])
+    return ".".join([*parts[:place], "*", *parts[place + 1 :]])
+
+
+def _in_common(a: Records, b: Records, field: str) -> bool:
+    return not set(a.column(field).tolist()).isdisjoint(b.column(field).tolist())
+
+
+def _values_of(records: Records, field: str) -> str:
+    values = sorted(set(records.column(field).tolist()))
+    rest = len(values) - _MAX_NAMED
+    return ", ".join(map(str, values[:_MAX_NAMED])) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,152 @@
+"""How is a tensor of a pair read: as one record or put together from several, whole or sample by sample?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.comparison.differences import Differences, compare_parts
+from ranktape.analyze.values import View, read_values, viewed_dtype
+from ranktape.storage.assemble import assemble_records
+from ranktape.storage.dtypes import numpy_dtype
+from ranktape.storage.encode import MIN_SAMPLE_NBYTES
+from ranktape.storage.record import Keep
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.storage import Record
+
+WHOLE_NBYTES = 1 << 24
+"""Tensors up to this size are read as wholes; larger ones a sample at a time, where each sample can be read alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One side of a pair: a record, or the parts of one tensor. It can be pickled."""
+
+    records: tuple[Record, ...]
+    """The record, or the parts and their copies."""
+    is_assembled: bool = False
+    """Whether the parts are put together."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return assemble_records(self.records, replicas="ignore")[0].shape if self.is_assembled else self.first.shape
+
+    @property
+    def first(self) -> Record:
+        """The record, or the first of the parts."""
+        return self.records[0]
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the values of all parts were kept."""
+        return all(record.keep == Keep.VALUES for record in self.records)
+
+    @property
+    def sample_dim(self) -> int | None:
+        """The dimension of samples."""
+        return self.first.sample_dim
+
+    def read(self, *, view: View) -> NDArray[Any]:
+        """The values, in the element type that `viewed_dtype` names.
+
+        Raises:
+            DataError: bytes or parts are missing, or damaged.
+            StorageError: the store cannot be read.
+        """
+        if not self.is_assembled:
+            return read_values(self.first, view=view)
+        return self._viewed(assemble_records(self.records, replicas="ignore")[0].read(), view=view)
+
+    def read_sample(self, sample: int, *, view: View) -> NDArray[Any]:
+        """The values of one sample.
+
+        Raises:
+            DataError: bytes are missing or damaged.
+            StorageError: the store cannot be read.
+        """
+        return self._viewed(self.first.read(sample), view=view)
+
+    def is_read_by_sample(self) -> bool:
+        """Whether the tensor is large, and each of its samples can be read without the others."""
+        record = self.first
+        if self.is_assembled or record.sample_dim is None or record.location.stack or record.location.group == ".":
+            return False
+        num_samples = record.shape[record.sample_dim]
+        return record.nbytes > WHOLE_NBYTES and record.nbytes // num_samples >= MIN_SAMPLE_NBYTES
+
+    def _viewed(self, values: NDArray[Any], *, view: View) -> NDArray[Any]:
+        first = self.first
+        dtype = numpy_dtype(viewed_dtype(dtype=first.dtype, compute_dtype=first.compute_dtype, view=view))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return values if values.dtype == dtype else values.astype(dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two tensors that are compared, and the twin of the first from a second equal run. It can be pickled."""
+
+    a: Tensor
+    """The reference."""
+    b: Tensor
+    """What is compared with it."""
+    twin: Tensor | None = None
+    """The same tensor as `a`, of another run that should be equal."""
+    view: View = View.SEEN
+    """Which numbers are compared."""
+
+
+def compare_pairs(pairs: tuple[Pair, ...]) -> list[tuple[Differences | None, Differences | None]]:
+    """For each pair the differences of b from a, and those of the twin from a.
+
+    None where the values of one were not kept, or where shapes differ. In memory are the two tensors; of large ones
+    with samples, one sample of each.
+
+    Raises:
+        DataError: bytes or parts are missing, or damaged.
+        StorageError: the store cannot be read.
+    """
+    return [
+        (
+            compare_tensors(pair.a, pair.b, view=pair.view),
+            None if pair.twin is None else compare_tensors(pair.a, pair.twin, view=pair.view),
+        )
+        for pair in pairs
+    ]
+
+
+def compare_tensors(a: Tensor, b: Tensor, *, view: View = View.SEEN) -> Differences | None:
+    """The differences of one tensor from another; None where there are none to be known.
+
+    Raises:
+        DataError: bytes or parts are missing, or damaged.
+        StorageError: the store cannot be read.
+    """
+    if not is_comparable(a, b):
+        return None
+    return compare_parts(_parts(a, b, view=view), shape=a.shape, first_dim=a.sample_dim)
+
+
+def is_comparable(a: Tensor, b: Tensor) -> bool:
+    """Whether the tensors can be compared element by element."""
+    return a.has_values and b.has_values and a.shape == b.shape
+
+
+def _parts(a: Tensor, b: Tensor, *, view: View) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """Both tensors in flat parts, samples first: the same elements in the same order, however they are read."""
+    dim = a.sample_dim
+    if dim is not None and dim == b.sample_dim and a.is_read_by_sample() and b.is_read_by_sample():
+        for sample in range(a.shape[dim]):
+            values = (side.read_sample(sample, view=view) for side in (a, b))
+            yield tuple(np.ascontiguousarray(one).reshape(-1) for one in values)  # type: ignore[misc]
+        return
+    wholes = (side.read(view=view) for side in (a, b))
+    yield tuple(  # type: ignore[misc]
+        np.ascontiguousarray(whole if not dim else np.moveaxis(whole, dim, 0)).reshape(-1) for whole in wholes
+    )

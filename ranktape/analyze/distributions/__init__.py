@@ -1,0 +1,1 @@
+"""How are the values of a digest distributed: in bins, against a normal distribution, by exponent, beside another?"""

@@ -1,0 +1,317 @@
+"""Where is the work of a question done: in this process, in others of this machine, or on a cluster?
+
+All of them take work and give promises; what is promised is taken in the order of the questions, so that it makes no
+difference who did it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Protocol, cast
+
+from ranktape.analyze.engine.leaving import become_worker, is_worker
+from ranktape.errors import UsageError, WorkersError
+
+CONNECT_SECONDS = 10
+"""How long a scheduler has to answer."""
+
+_END_SECONDS = 2.0
+"""How long workers have to end that are told to, before they are killed."""
+
+_starting = threading.Lock()
+
+_MAX_IN_FLIGHT = 256
+_ADDRESS = re.compile(r"(tcp|tls|ucx|wss?)://[^\s/]+:\d{1,5}|inproc://\S+")
+
+
+class Promise(Protocol):
+    """A result that is there once it is asked for."""
+
+    def result(self) -> Any:
+        """What the work came to; raises what it raised."""
+        ...
+
+
+class Executor(Protocol):
+    """Somewhere work is done."""
+
+    in_flight: int
+    """Pieces of work that may be given out before the first of them is taken back."""
+
+    def submit(self, function: Callable[[Any], Any], task: Any) -> Promise:
+        """Have a task done."""
+        ...
+
+    def cancel(self, promises: list[Any]) -> None:
+        """Do no more of what was promised than is being done already."""
+        ...
+
+    def end(self) -> None:
+        """End at once whatever is being done."""
+        ...
+
+
+class _Later:
+    """Work that this process does when it is asked for the result."""
+
+    def __init__(self, function: Callable[[Any], Any], task: Any) -> None:
+        self._function = function
+        self._task = task
+
+    def result(self) -> Any:
+        return self._function(self._task)
+
+
+class ThisProcess:
+    """Does the work where and when its result is asked for."""
+
+    in_flight = 1
+
+    def submit(self, function: Callable[[Any], Any], task: Any) -> Promise:
+        """Remember a task."""
+        return _Later(function, task)
+
+    def cancel(self, promises: list[Any]) -> None:
+        """Nothing is being done."""
+
+    def end(self) -> None:
+        """Nothing is being done."""
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Around the start of processes: Ctrl-C, which reaches them too, is held back, and no script is run by them again.
+
+    `multiprocessing` has each process import the main module, which it finds by these two names: a script without
+    `if __name__ == "__main__":` would ask its question over and over, and one read from stdin cannot be found.
+    """
+    with _starting:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        names: dict[str, Any] = vars(sys.modules["__main__"])
+        hidden = {name: names.pop(name) for name in list(names) if name in {"__file__", "__spec__"}}
+        names["__spec__"] = None
+        try:
+            yield
+        finally:
+            del names["__spec__"]
+            names.update(hidden)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Told:
+    """A promise of a process, which says in our words when the process was lost."""
+
+    def __init__(self, future: Any, pool: Processes) -> None:
+        self.future = future
+        self._pool = pool
+
+    def result(self) -> Any:
+        try:
+            return self.future.result()
+        except BrokenProcessPool as error:
+            self._pool.end()
+            raise WorkersError(
+                "a worker process ended before its work was done: it was killed, or there was not enough memory (give "
+                "fewer --workers; what was counted so far is kept)"
+            ) from error
+
+
+class Processes:
+    """Several processes of this machine."""
+
+    def __init__(self, num_workers: int) -> None:
+        # Neither copies the threads and locks of this process, as a plain fork does.
+        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+        context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(["ranktape.analyze.engine.preloaded"])
+        self.in_flight = 2 * num_workers
+        self._pool = ProcessPoolExecutor(
+            num_workers, mp_context=context, initializer=become_worker, initargs=(dict(os.environ),)
+        )
+        self._num_workers = num_workers
+
+    def submit(self, function: Callable[[Any], Any], task: Any) -> Promise:
+        """Have a task done by the next process that is free.
+
+        Raises:
+            UsageError: it is done by code of the script itself, which no other process imports.
+            WorkersError: a process was killed.
+        """
+        if task.module == "__main__":
+            raise UsageError(
+                f"workers={self._num_workers} cannot do what the script itself defines: put it into a module that can "
+                f"be imported, or use 1 worker"
+            )
+        try:
+            # Processes are started here; Ctrl-C waits until it is the parent's alone to answer.
+            with _undisturbed():
+                return _Told(self._pool.submit(function, task), self)
+        except BrokenProcessPool as error:
+            self.end()
+            raise WorkersError("a worker process ended while it had nothing to do: it was killed") from error
+
+    def cancel(self, promises: list[Any]) -> None:
+        """Leave out what no process has begun."""
+        for promise in promises:
+            promise.future.cancel()
+
+    def end(self) -> None:
+        """Have all processes end, after the object that they are writing."""
+        _processes.pop(self._num_workers, None)
+        # Nothing public ends a pool before Python 3.14.
+        workers = list((self._pool._processes or {}).values())  # noqa: SLF001
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.terminate()
+        until = time.monotonic() + _END_SECONDS
+        for worker in workers:
+            worker.join(max(0.0, until - time.monotonic()))
+            if worker.is_alive():
+                worker.kill()
+
+
+class Cluster:
+    """The workers of a Dask scheduler."""
+
+    def __init__(self, address: str) -> None:
+        self._client = _connected(address)
+        self._address = address
+        num_threads = sum(self._client.nthreads().values())
+        if not num_threads:
+            self.end()
+            raise WorkersError(
+                f"the Dask scheduler at {address} has no workers: start some with 'dask worker {address}'"
+            )
+        self.in_flight = min(_MAX_IN_FLIGHT, 2 * num_threads)
+
+    def submit(self, function: Callable[[Any], Any], task: Any) -> Promise:
+        """Have a task done by the cluster."""
+        return _OnCluster(self._client.submit(function, task, pure=False), self._address)
+
+    def cancel(self, promises: list[Any]) -> None:
+        """Have the cluster forget what it has not done."""
+        self._client.cancel([promise.future for promise in promises])
+
+    def end(self) -> None:
+        """Leave the cluster, which forgets what it was asked."""
+        _clusters.pop(self._address, None)
+        self._client.close()
+
+
+class _OnCluster:
+    """A promise of a cluster, which says in our words when the cluster was lost."""
+
+    def __init__(self, future: Any, address: str) -> None:
+        self.future = future
+        self._address = address
+
+    def result(self) -> Any:
+        from concurrent.futures import CancelledError
+
+        from distributed import KilledWorker
+        from distributed.comm.core import CommClosedError
+
+        try:
+            return self.future.result()
+        except (KilledWorker, CancelledError, CommClosedError) as error:
+            raise WorkersError(
+                f"the Dask cluster at {self._address} lost the work: a worker was killed, there was not enough memory, "
+                f"or the scheduler went away; what was counted so far is kept"
+            ) from error
+
+
+def _connected(address: str) -> Any:
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise UsageError(f"--scheduler needs Dask ({error}): pip install 'ranktape[dask]'") from error
+    if not _ADDRESS.fullmatch(address):
+        raise UsageError(f"scheduler {address!r} is no address of a Dask scheduler: give tcp://HOST:PORT")
+    # A client that gets no answer, or that of another service, waits beyond its deadline and is not rid of for a while.
+    answer: Future[Any] = Future()
+    threading.Thread(target=_ask, args=(address, answer), daemon=True).start()
+    try:
+        kind = answer.result(timeout=CONNECT_SECONDS).get("type")
+        if kind != "Scheduler":
+            raise WorkersError(f"at {address} there is a Dask {kind}, and no scheduler: check the address")
+        # Dask's own types end at its doors.
+        return cast("Any", Client)(address, timeout=CONNECT_SECONDS, set_as_default=False)
+    except (OSError, TimeoutError, ValueError, MemoryError) as error:
+        raise WorkersError(
+            f"no Dask scheduler answers at {address} within {CONNECT_SECONDS} s: start one with 'dask scheduler', or "
+            f"check the address"
+        ) from error
+
+
+def _ask(address: str, answer: Future[Any]) -> None:
+    """What the server at an address says that it is."""
+    from distributed.core import rpc
+
+    async def identity() -> Any:
+        async with cast("Any", rpc)(address, timeout=CONNECT_SECONDS) as server:
+            return await server.identity()
+
+    try:
+        answer.set_result(asyncio.run(identity()))
+    except BaseException as error:  # noqa: BLE001  # whoever waits raises it
+        answer.set_exception(error)
+
+
+_processes: dict[int, Processes] = {}
+_clusters: dict[str, Cluster] = {}
+"""What was started once and serves every question of this process."""
+
+
+def executor_of(*, workers: int, scheduler: str | None) -> Executor:
+    """Where the work is done; started when it is first asked for.
+
+    Raises:
+        UsageError: `workers` is less than 1, the address is none, or Dask is not installed.
+        WorkersError: no scheduler answers, or it has no workers.
+    """
+    if workers < 1:
+        raise UsageError(f"workers={workers} is not a number of processes: give 1 or more")
+    if scheduler is not None:
+        if scheduler not in _clusters:
+            _clusters[scheduler] = Cluster(scheduler)
+            atexit.register(_clusters[scheduler].end)
+        return _clusters[scheduler]
+    # Workers of workers would be more processes than were asked for, and Python would wait for them for ever.
+    if workers == 1 or is_worker():
+        return ThisProcess()
+    if workers not in _processes:
+        _processes[workers] = Processes(workers)
+    return _processes[workers]
+
+
+def end_executors() -> None:
+    """End what was started for questions; the next question starts it again."""
+    started: list[Executor] = [*_processes.values(), *_clusters.values()]
+    for executor in started:
+        executor.end()
+
+
+@contextlib.contextmanager
+def ended_on_failure(executor: Callable[[], Executor | None], promises: Callable[[], list[Any]]) -> Iterator[None]:
+    """Around the taking of results: whoever leaves early has nothing more done; Ctrl-C ends what is being done."""
+    try:
+        yield
+    except BaseException as error:
+        if (used := executor()) is not None:
+            used.cancel(promises())
+            if isinstance(error, KeyboardInterrupt):
+                used.end()
+        raise

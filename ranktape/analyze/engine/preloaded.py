@@ -1,0 +1,9 @@
+"""What does each worker need, and is loaded once by the process that they are forked from?
+
+To be imported there: compiled code takes as long to load as a gigabyte to count.
+"""
+
+import ranktape.storage.reader  # noqa: F401  # for the workers
+from ranktape.analyze.engine.digest_measure import load_kernels
+
+load_kernels()

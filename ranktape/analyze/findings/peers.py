@@ -1,0 +1,81 @@
+"""How far is a number from those that should be like it, and is that far?
+
+All functions work on many groups of peers at once: `groups` holds a whole number for each value, and values with the
+same one are peers. Values are finite.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.findings.thresholds import MIN_MAD_OCTAVES, NORMAL_MAD
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Codes = NDArray[np.int64]
+
+
+def octaves(values: NDArray[Any]) -> Floats:
+    """Logarithms to base 2 of what is positive and finite, NaN for the rest."""
+    known = np.isfinite(values) & (values > 0)
+    found = np.full(values.shape, np.nan)
+    np.log2(values, out=found, where=known)
+    return found
+
+
+def codes_of(*columns: NDArray[Any]) -> Codes:
+    """One whole number for each row, equal where all columns are; from 0, without gaps, NaN equal to NaN."""
+    codes = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        places = _places_of(column)
+        pairs = codes * (int(places.max(initial=0)) + 1) + places
+        _, codes = np.unique(pairs, return_inverse=True)
+    return codes.reshape(-1).astype(np.int64)
+
+
+def sizes_of(groups: Codes) -> Codes:
+    """For each value how many peers it has, itself among them."""
+    return np.bincount(groups, minlength=1)[groups] if groups.size else groups
+
+
+def middles_of(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
+    """For each value the two in the middle of its group: of an even number what differs of them, else the same."""
+    if not groups.size:
+        return values, values
+    order = np.lexsort((values, groups))
+    sorted_values = values[order]
+    labels, starts, sizes = np.unique(groups[order], return_index=True, return_counts=True)
+    places = np.searchsorted(labels, groups)
+    low, high = sorted_values[starts + (sizes - 1) // 2], sorted_values[starts + sizes // 2]
+    return low[places], high[places]
+
+
+def medians_of(groups: Codes, values: Floats) -> Floats:
+    """For each value the median of its group; of an even number the mean of the two in the middle."""
+    low, high = middles_of(groups, values)
+    found: Floats = (low + high) / 2
+    return found
+
+
+def deviations_of(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
+    """For each value how far it is from the median of its group, and the MAD of the group."""
+    apart = values - medians_of(groups, values)
+    return apart, medians_of(groups, np.abs(apart))
+
+
+def robust_z(apart: Floats, mads: Floats, *, floor: float = MIN_MAD_OCTAVES) -> Floats:
+    """Deviations in MADs that are made comparable to standard deviations, and are at least `floor`."""
+    found: Floats = apart / (NORMAL_MAD * np.maximum(mads, floor))
+    return found
+
+
+def _places_of(column: NDArray[Any]) -> Codes:
+    """A whole number for each different value; texts are not sorted, which takes longer than all else."""
+    if column.dtype != object:
+        return np.unique(column, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    known: dict[Any, int] = {}
+    return np.fromiter((known.setdefault(one, len(known)) for one in column.tolist()), np.int64, len(column))

@@ -1,0 +1,206 @@
+"""Which tensors that ranks hold copies of are not the same bits on all of them?
+
+The catalogue has a checksum of every record, so that nothing is read. Where a placement says `replicate`, it says which
+ranks have copies. Where no placement is known, as under DDP, weights are copies that are equal bit for bit in most
+comparable places: at the same place in other iterations, and in other layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ranktape.analyze.findings.finding import Severity
+from ranktape.analyze.findings.peers import codes_of
+from ranktape.analyze.findings.sign import Sign, count_text, named_numbers, sign_of
+from ranktape.analyze.findings.thresholds import MAX_ODD_RATIO, MIN_ALIKE_RATIO
+from ranktape.errors import DataError
+from ranktape.storage.placement import Kind, Placement, parse_placement
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.findings.survey import Survey
+
+Partition = tuple[int, ...]
+"""For each rank of a place, in ascending order, the number of the first one that has the same bits."""
+
+_MIN_MAJORITY = 3
+"""Of fewer ranks no majority can be wrong about one."""
+
+_MIN_COMPARABLE = 4
+"""So many places that agree say that all weights of a run are copies, where a kind of place has no others."""
+
+
+def differing_replicas(survey: Survey) -> Iterator[Sign]:
+    """A sign for each place, with the ranks whose copy is not that of the others; all where no majority says which."""
+    placements = survey.records.column("placement")
+    has_placement = placements != "null"
+    parsed, failure = _parsed(survey, placements)
+    found: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
+    for copies in _placed_copies(survey, placements, parsed):
+        odd = _odd_ones(survey, copies)
+        if odd:
+            found[int(survey.sites[copies[0]])].append((odd, copies))
+    # Whole tensors alone: a shard of an unknown placement is no copy of anything.
+    for copies in _unplaced_copies(survey, ~has_placement & survey.is_weight):
+        found[int(survey.sites[copies[0]])].append((_odd_ones(survey, copies), copies))
+    for differing in found.values():
+        yield _sign(survey, differing)
+    if failure is not None:
+        yield _unparsed(survey, np.flatnonzero([parsed.get(text, 0) is None for text in placements.tolist()]), failure)
+
+
+def _parsed(survey: Survey, placements: NDArray[np.object_]) -> tuple[dict[str, Placement | None], str | None]:
+    """What each different document says; None for what cannot be understood, with the first reason."""
+    texts, firsts = np.unique(placements.astype(str), return_index=True)
+    found: dict[str, Placement | None] = {}
+    failure: str | None = None
+    for text, first in zip(texts.tolist(), firsts.tolist(), strict=True):
+        if text == "null":
+            continue
+        try:
+            found[text] = parse_placement(survey.records[first].info)
+        except DataError as error:
+            found[text] = None
+            failure = failure or str(error)
+    return found, failure
+
+
+def _placed_copies(
+    survey: Survey, placements: NDArray[np.object_], parsed: dict[str, Placement | None]
+) -> Iterator[list[int]]:
+    """Records of one place and moment that are copies of one part, as their placements say."""
+    fields = survey.fields
+    moments = codes_of(*(fields[name] for name in ("attempt", "iteration", "microbatch", "call")), survey.sites)
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for position, text in enumerate(placements.tolist()):
+        placement = parsed.get(text)
+        if placement is None or not any(axis.kind is Kind.REPLICATE and axis.size > 1 for axis in placement.axes):
+            continue
+        part = (placement.axes, placement.ranks, placement.global_shape, placement.fixed(Kind.REPLICATE))
+        groups[(int(moments[position]), *part)].append(position)
+    yield from (copies for copies in groups.values() if len(copies) > 1)
+
+
+def _unplaced_copies(survey: Survey, mask: NDArray[np.bool_]) -> Iterator[list[int]]:
+    """Weights of one place and moment that should be equal, as others of their kind are, and are not."""
+    fields, positions = survey.fields, np.flatnonzero(mask)
+    if not positions.size:
+        return
+    moments = codes_of(
+        *(fields[name][positions] for name in ("attempt", "iteration", "microbatch", "call", "shape", "dtype")),
+        survey.sites[positions],
+    )
+    # What is one value everywhere is equal on all ranks, shards or not.
+    low, high = survey.extremes[positions].T
+    is_telling = ~(low == high)
+    order = np.lexsort((fields["rank"][positions], moments))
+    starts = np.flatnonzero(np.diff(moments[order], prepend=-1))
+    parts = np.split(order, starts[1:])
+    groups = [positions[part].tolist() for part in parts if is_telling[part].any()]
+    yield from _unlike_their_kind(survey, [group for group in groups if len(group) > 1])
+
+
+def _unlike_their_kind(survey: Survey, groups: Sequence[list[int]]) -> Iterator[list[int]]:
+    crcs = survey.records.column("checksum")
+    partitions = [_partition(crcs[group].tolist()) for group in groups]
+    ranks = [tuple(survey.fields["rank"][group].tolist()) for group in groups]
+    kinds: dict[object, Counter[Partition]] = defaultdict(Counter)
+    everywhere: dict[object, Counter[Partition]] = defaultdict(Counter)
+    for group, partition, held_by in zip(groups, partitions, ranks, strict=True):
+        kinds[(int(survey.roles[group[0]]), held_by)][partition] += 1
+        everywhere[held_by][partition] += 1
+    for group, partition, held_by in zip(groups, partitions, ranks, strict=True):
+        role = kinds[(int(survey.roles[group[0]]), held_by)]
+        usual = _usual(role, minimum=1) or _usual(everywhere[held_by], minimum=_MIN_COMPARABLE)
+        if usual is None and _has_majority(partition):
+            usual = (0,) * len(group)
+        for label in sorted(set(usual or ())):
+            alike = [position for position, one in zip(group, usual or (), strict=True) if one == label]
+            if len(alike) > 1 and len(set(crcs[alike].tolist())) > 1:
+                yield alike
+
+
+def _usual(partitions: Counter[Partition], *, minimum: int) -> Partition | None:
+    """The way in which ranks agree at the places of a kind, if some do and most places say the same.
+
+    Where equally many places say so, the one in which more ranks agree is meant: bits are not equal by chance.
+    """
+    total = sum(partitions.values())
+    agreeing = {partition: count for partition, count in partitions.items() if len(set(partition)) < len(partition)}
+    if not agreeing:
+        return None
+    usual = max(agreeing, key=lambda partition: (agreeing[partition], -len(set(partition))))
+    is_most = agreeing[usual] >= MIN_ALIKE_RATIO * total and agreeing[usual] >= minimum
+    # What is told by itself alone is told by no other place.
+    return usual if is_most and (total > 1 or _is_whole(usual)) else None
+
+
+def _is_whole(partition: Partition) -> bool:
+    return len(set(partition)) == 1
+
+
+def _has_majority(partition: Partition) -> bool:
+    """Whether all but few ranks agree."""
+    largest = Counter(partition).most_common(1)[0][1]
+    return len(partition) >= _MIN_MAJORITY and len(partition) - largest <= max(1, MAX_ODD_RATIO * len(partition))
+
+
+def _partition(values: Sequence[int]) -> Partition:
+    firsts: dict[int, int] = {}
+    return tuple(firsts.setdefault(value, place) for place, value in enumerate(values))
+
+
+def _odd_ones(survey: Survey, copies: list[int]) -> list[int]:
+    """The copies that are not those of the majority; all of them without one, and none where all are equal."""
+    crcs = survey.records.column("checksum")[copies].tolist()
+    shapes = survey.fields["shape"][copies].tolist()
+    bits = list(zip(crcs, shapes, strict=True))
+    counts = Counter(bits).most_common()
+    if len(counts) == 1:
+        return []
+    if counts[0][1] == counts[1][1]:
+        return copies
+    return [position for position, one in zip(copies, bits, strict=True) if one != counts[0][0]]
+
+
+def _sign(survey: Survey, differing: Sequence[tuple[list[int], list[int]]]) -> Sign:
+    positions = [position for odd, _ in differing for position in odd]
+    ranks = sorted({int(survey.fields["rank"][position]) for position in positions})
+    odd, copies = differing[0]
+    num_alike = len(copies) - len(odd)
+    iterations = named_numbers("iteration", survey.fields["iteration"][positions].tolist())
+    others = f"the copies of {num_alike} other ranks" if num_alike > 1 else "the copy of the other rank"
+    unsure = "differs in bits between copies, any of which may be wrong"
+    text = f"differs in bits from {others}" if num_alike else unsure
+    shown = survey.records[copies[0]].checksum if num_alike == 0 else survey.records[odd[0]].checksum
+    alike = [position for position in copies if position not in set(odd)]
+    peer = f", that of its peers {survey.records[alike[0]].checksum}" if alike else ""
+    return sign_of(
+        survey,
+        kind="replica_differs",
+        severity=Severity.HIGH,
+        score=len(positions),
+        text=text,
+        evidence=(
+            f"checksum {shown} on {named_numbers('rank', ranks)}{peer}; "
+            f"{len(positions)} of {sum(len(one) for _, one in differing)} copies differ, in {iterations}"
+        ),
+        positions=positions,
+    )
+
+
+def _unparsed(survey: Survey, positions: NDArray[np.int64], failure: str) -> Sign:
+    return sign_of(
+        survey,
+        kind="placement_unknown",
+        severity=Severity.LOW,
+        score=len(positions),
+        text="has a placement that is not understood: its copies were not compared",
+        evidence=f"{count_text(len(positions), 'record')}; {failure}",
+        positions=positions,
+    )

@@ -1,0 +1,261 @@
+"""What is known of all records of a selection before anything in it is judged: who they are, and their figures?
+
+One pass over the digests, which are small and kept; every kind of finding is then a question to columns of numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.figures import figure
+from ranktape.analyze.findings.peers import codes_of, octaves
+from ranktape.analyze.formats import FORMATS
+from ranktape.analyze.identity import IDENTITY
+from ranktape.analyze.limits.target import parse_targets
+from ranktape.analyze.quantization.schemes import Scaling
+from ranktape.analyze.values import View, viewed_dtype
+from ranktape.storage.dtypes import dtype_row
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.engine.digest import Digest
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.storage import Records
+
+FIELDS = (*IDENTITY, "counter", "sample_dim")
+"""What of the catalogue every finding may ask for."""
+
+SITE = ("module", "layer_type", "layer_idx", "operation", "phase", "component", "quant_type", "tensor_name", "mode")
+"""What tells one place of the model from another, over ranks, iterations, microbatches and calls."""
+
+FIGURES = ("absmax", "rms", "norm", "elements")
+"""The figures that findings ask for, unless others are named."""
+
+COUNTS = ("nan", "inf", "lower", "underflow", "zero")
+"""The counts that they ask for, against the limits of the type that is looked at."""
+
+NARROW_FORMAT = "fp8_e5m2"
+"""The 8-bit format with the widest range: what it flushes even with a scale of its own, no other holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Samples:
+    """Every sample of every record that has some."""
+
+    record: NDArray[np.int64]
+    """Where in the selection its record is."""
+    index: NDArray[np.int64]
+    """Which sample of the record it is, from 0."""
+    absmax: NDArray[np.float64]
+    """Its largest finite magnitude; NaN where it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Survey:
+    """The records of a selection, as columns with one element for each."""
+
+    records: Records
+    """The selection."""
+    fields: dict[str, NDArray[Any]]
+    """The columns of `FIELDS`."""
+    figures: dict[str, NDArray[np.float64]]
+    """Those of `FIGURES`, and others that were asked for; NaN where there is none."""
+    counts: dict[str, NDArray[np.int64]]
+    """Those of `COUNTS`, and `captured_inf`: infinities before values were rounded to what was computed with."""
+    extremes: NDArray[np.float64]
+    """Smallest and largest finite value, in two columns; NaN where there is none."""
+    saturated: NDArray[np.int64]
+    """Elements that are exactly the largest number of a type without infinities; 0 for other types."""
+    flushed: NDArray[np.float64]
+    """Part that `NARROW_FORMAT` makes zero although each tensor has a scale of its own; NaN where values are not
+    known."""
+    dtypes: NDArray[Any]
+    """What the values were looked at as."""
+    is_floating: NDArray[np.bool_]
+    """Whether the elements are real or complex floating point numbers: of others nothing is judged."""
+    sites: NDArray[np.int64]
+    """The same number for records of one place of the model."""
+    roles: NDArray[np.int64]
+    """The same number for records of places that differ in the layer alone."""
+    num_ranks: NDArray[np.int64]
+    """How many ranks have records of the same place."""
+    order: NDArray[np.int64]
+    """The order of execution within the rank's iteration, from 0."""
+    is_gradient: NDArray[np.bool_]
+    """Whether a record holds a gradient."""
+    is_weight: NDArray[np.bool_]
+    """Whether a record holds a parameter of the model, which no sample and no other layer has a part in."""
+    samples: Samples
+    """Samples of all records."""
+
+    def __len__(self) -> int:
+        """How many records there are."""
+        return len(self.sites)
+
+    def octaves(self, name: str) -> NDArray[np.float64]:
+        """A figure as a logarithm to base 2, NaN where it is not positive.
+
+        To counts, and to ratios as the counts that they are of, one is added before: none is 0.
+        """
+        if not _is_counted(name):
+            return octaves(self.figures[name])
+        return octaves(self.figures[name] * self._scale(name) + 1)
+
+    def figure_at(self, name: str, sizes: float, *, position: int) -> float:
+        """The figure of a record that `octaves` would give that number for."""
+        value = float(np.exp2(sizes))
+        if not _is_counted(name):
+            return value
+        scale = self._scale(name)
+        return (value - 1) / float(scale[position] if isinstance(scale, np.ndarray) else scale)
+
+    def _scale(self, name: str) -> NDArray[np.float64] | float:
+        return np.maximum(self.figures["elements"], 1) if name.endswith("ratio") else 1.0
+
+
+def survey(
+    records: Records, *, view: View | None = None, engine: Engine | None = None, figures: Sequence[str] = ()
+) -> Survey:
+    """The columns of a selection; values are read of records alone that were never asked about.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+        UsageError: a figure is not known; or of a record values were kept that are rounded already, and are to be
+            looked at as they were seen.
+    """
+    chosen = view or View.COMPUTE
+    wanted = [figure(name) for name in dict.fromkeys((*FIGURES, *figures))]
+    fields = {name: records.column(name) for name in FIELDS}
+    pairs = zip(fields["dtype"].tolist(), fields["compute_dtype"].tolist(), strict=True)
+    dtypes = np.array([viewed_dtype(dtype=one, compute_dtype=two, view=chosen) for one, two in pairs], dtype=object)
+    columns: dict[str, list[float]] = {one.name: [] for one in wanted}
+    rows: list[tuple[float, ...]] = []
+    samples: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
+    for position, digest in enumerate(digests(records, view=chosen, engine=engine)):
+        for one in wanted:
+            value = one.of(digest)
+            columns[one.name].append(np.nan if value is None else float(value))
+        rows.append((*_counts(digest), *_extremes(digest), _saturated(digest), _flushed(digest)))
+        if digest.samples is not None:
+            absmax = digest.samples["absmax"]
+            samples.append((np.full(absmax.size, position), np.arange(absmax.size), absmax))
+    sites = codes_of(*(fields[name] for name in SITE))
+    table = np.array(rows, dtype=np.float64).reshape(len(rows), len(COUNTS) + 4)
+    counts = {name: table[:, number].astype(np.int64) for number, name in enumerate(COUNTS)}
+    rest = table[:, len(COUNTS) :]
+    return Survey(
+        records=records,
+        fields=fields,
+        figures={name: np.array(values, dtype=np.float64) for name, values in columns.items()},
+        counts=counts | {"captured_inf": records.column("overflow.inf.count").astype(np.int64)},
+        extremes=rest[:, :2],
+        saturated=rest[:, 2].astype(np.int64),
+        flushed=rest[:, 3],
+        dtypes=dtypes,
+        is_floating=_is_floating(dtypes),
+        sites=sites,
+        roles=_roles(fields),
+        num_ranks=_num_ranks(sites, fields["rank"]),
+        order=_order(fields),
+        is_gradient=_named(fields["tensor_name"], lambda name: name.startswith("grad")),
+        is_weight=_named(fields["tensor_name"], lambda name: name.rpartition(".")[2] in {"weight", "bias"}),
+        samples=_joined(samples),
+    )
+
+
+def _is_counted(name: str) -> bool:
+    return name.startswith("overflow.") and name.endswith(("count", "ratio", "total"))
+
+
+def role_of(module: str, layer_idx: int) -> str:
+    """The path of a module with a star in place of the number of its layer; as it is outside of the stack.
+
+    The number is the one that equals the layer, or the first one: stages of a pipeline count their own layers.
+    """
+    words = module.split(".")
+    numbers = [place for place, word in enumerate(words) if re.fullmatch(r"\d+", word, re.ASCII)]
+    if layer_idx < 0 or not numbers:
+        return module
+    same = [place for place in numbers if words[place].lstrip("0") in {str(layer_idx), "" if not layer_idx else "-"}]
+    words[(same or numbers)[0]] = "*"
+    return ".".join(words)
+
+
+def _roles(fields: dict[str, NDArray[Any]]) -> NDArray[np.int64]:
+    pairs = list(zip(fields["module"].tolist(), fields["layer_idx"].tolist(), strict=True))
+    known = {pair: role_of(str(pair[0]), int(pair[1])) for pair in set(pairs)}
+    modules = np.array([known[pair] for pair in pairs], dtype=object)
+    others = (fields[name] for name in SITE if name not in {"module", "layer_idx"})
+    # What is outside of the stack is no layer of any role.
+    return codes_of(modules, fields["layer_idx"] < 0, *others)
+
+
+def _named(names: NDArray[Any], is_so: Callable[[str], bool]) -> NDArray[np.bool_]:
+    known = {name: is_so(str(name)) for name in set(names.tolist())}
+    return np.array([known[name] for name in names.tolist()], dtype=bool)
+
+
+def _num_ranks(sites: NDArray[np.int64], ranks: NDArray[Any]) -> NDArray[np.int64]:
+    pairs = np.unique(np.column_stack((sites, ranks)), axis=0)
+    return np.bincount(pairs[:, 0].astype(np.int64), minlength=1)[sites] if len(sites) else sites
+
+
+def _order(fields: dict[str, NDArray[Any]]) -> NDArray[np.int64]:
+    """Records come in the order of recording; `counter` decides where a selection was put together otherwise."""
+    groups = codes_of(fields["attempt"], fields["iteration"], fields["rank"])
+    order = np.lexsort((np.arange(groups.size), fields["counter"], groups))
+    starts = np.searchsorted(groups[order], groups)
+    found = np.empty(groups.size, dtype=np.int64)
+    found[order] = np.arange(groups.size)
+    return found - starts
+
+
+def _is_floating(dtypes: NDArray[Any]) -> NDArray[np.bool_]:
+    rows = {name: dtype_row(name) for name in set(dtypes.tolist())}
+    return np.array([rows[name].is_floating or rows[name].is_complex for name in dtypes.tolist()], dtype=bool)
+
+
+def _counts(digest: Digest) -> tuple[float, ...]:
+    return tuple(float(getattr(digest.tallies, name)) for name in COUNTS)
+
+
+def _extremes(digest: Digest) -> tuple[float, float]:
+    ends = (digest.statistics.minimum, digest.statistics.maximum)
+    low, high = (np.nan if end is None else float(end) for end in ends)
+    return low, high
+
+
+def _saturated(digest: Digest) -> float:
+    name = _SATURATING.get(digest.dtype)
+    if name is None or not digest.has_values:
+        return 0.0
+    return float(digest.counts[np.abs(digest.values) == FORMATS[name].maximum].sum())
+
+
+def _flushed(digest: Digest) -> float:
+    """The part of nonzero values that is zero in the format when the largest one is scaled to its largest number."""
+    if not digest.has_values:
+        return np.nan
+    (target,) = parse_targets(NARROW_FORMAT, Scaling.TENSOR)
+    tallies = digest.tallies
+    nonzero = max(1, tallies.num_elements - tallies.zero - tallies.nan)
+    return digest.count(target.limits(largest=tallies.largest_finite)).flushed / nonzero
+
+
+_SATURATING = {"float8_e4m3fn": "fp8_e4m3"}
+"""Types whose conversions end at the largest number, and the formats that say which that is."""
+
+
+def _joined(parts: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]]) -> Samples:
+    if not parts:
+        return Samples(record=np.zeros(0, dtype=np.int64), index=np.zeros(0, dtype=np.int64), absmax=np.zeros(0))
+    record, index, absmax = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return Samples(record=record, index=index, absmax=absmax)

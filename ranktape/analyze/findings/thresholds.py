@@ -1,0 +1,106 @@
+"""From which point on is a deviation a finding, and why there?
+
+The robust z of a value is 0.6745 (x - median) / MAD, that is (x - median) / (1.4826 MAD): Iglewicz and Hoaglin, "How to
+Detect and Handle Outliers" (1993), who call values beyond 3.5 outliers. Sizes of tensors are compared as logarithms to
+base 2, in octaves: their natural spread is a factor, not a difference.
+"""
+
+from __future__ import annotations
+
+ROBUST_Z = 3.5
+"""Iglewicz and Hoaglin (1993)."""
+
+NORMAL_MAD = 1.4826
+"""The standard deviation of a normal distribution over its MAD: 1 / 0.6745."""
+
+MIN_MAD_OCTAVES = 0.25
+"""Peers that agree more closely count as if they spread so much: bf16 itself rounds to 1/256, and data of two ranks
+differ by some percent, which must not be a hundred MADs."""
+
+MAX_POOLED_MAD_OCTAVES = 1.0
+"""No spread among two ranks is taken to be larger: what differs by more in most places is a fault in most places."""
+
+RANK_OCTAVES = 2.0
+"""One rank is a factor of 4 from its peers, at the least. Figures of gradients differ by 2 in clean runs of two ranks,
+since the largest value of a batch is that of one sample."""
+
+GRADIENT_RANK_OCTAVES = 3.0
+"""A factor of 8 for gradients, of which ranks saw other data: an expert is sent 3 tokens on one and 40 on another."""
+
+SERIOUS_OCTAVES = 6.0
+"""A factor of 64: beyond what data do, and more than an 8-bit format with one scale for all ranks gives away."""
+
+LAYER_OCTAVES = 4.0
+"""A layer is a factor of 16 from the layers on both sides. Neighbours in clean runs differ by up to 8 in gradients of
+queries and keys."""
+
+EDGE_LAYER_OCTAVES = 8.0
+"""The first and the last layer have one neighbour alone, and are different by nature: embeddings, the loss."""
+
+NUM_EDGE_NEIGHBOURS = 3
+"""Layers that an edge is compared with, at the most."""
+
+MIN_LAYERS = 3
+"""Of fewer layers none can be said to be the odd one."""
+
+SAMPLE_OCTAVES = 4.0
+"""A sample is a factor of 16 above the samples of all ranks, microbatches and iterations, and above the other ones of
+its own tensor. Activations reach 4; gradients of single samples have heavier tails, and the largest are told."""
+
+MIN_SAMPLES = 4
+"""Of fewer samples none can be said to be the odd one."""
+
+CHANNEL_OCTAVES = 4.0
+"""A channel is a factor of 16 above the others. Outlier features of large models are 20 to 100 times the rest:
+Dettmers et al., "LLM.int8()" (2022)."""
+
+MIN_CHANNELS = 8
+"""Of fewer channels none can be said to be the odd one."""
+
+LOST_RATIO = 0.01
+"""A part of a gradient that is below the smallest normal number of its type: clean runs have none."""
+
+LOST_RATIO_SERIOUS = 0.25
+"""So much of it lost is no tail any more: the direction of the gradient changes."""
+
+ZERO_EXCESS = 0.5
+"""A gradient has so much more zeros than its peers: dropout and ReLU give all layers alike theirs."""
+
+FLUSHED_RATIO = 0.1
+"""A part of the gradients that an 8-bit format makes zero even with a scale for each tensor: the range is too wide."""
+
+VANISHING_OCTAVES = 12.0
+"""Over all layers the norm of a gradient changes by a factor of 4,096. Normal numbers of fp16 below 1 span 14."""
+
+TREND_OCTAVES = 2.0
+"""Growth or shrinking over the whole run by a factor of 4; less may be noise of the batch."""
+
+MIN_TREND_ITERATIONS = 5
+"""Five values in one order are a chance of 2 in 120 (Kendall's test); fewer say nothing."""
+
+JUMP_OCTAVES = 5.0
+"""From one captured iteration to the next by a factor of 32. Gradients of clean runs change by up to 8 while the loss
+falls."""
+
+MIN_ITERATIONS_OF_JUMP = 3
+"""A jump is seen against other steps; of two iterations there is one step alone."""
+
+MIN_SATURATED_RATIO = 1e-3
+"""A part of a tensor that is exactly the largest number of an 8-bit type without infinities: with a scale chosen from
+the largest value, a single element is."""
+
+MIN_MASKED_RATIO = 0.05
+"""A part of a tensor that is -Inf in every record alike is a mask: what overflows is not the same part twice."""
+
+MIN_CONSTANT_ELEMENTS = 16
+"""Smaller tensors are constants by right: scales, steps, counters."""
+
+SAME_CAUSE_SITES = 3
+"""From so many places on, the same deviation of the same ranks that begins in the same iteration is one cause."""
+
+MIN_ALIKE_RATIO = 0.5
+"""In so many of the comparable places ranks have equal bits, for them to be copies of one another where no placement
+says it."""
+
+MAX_ODD_RATIO = 0.25
+"""So many of the ranks at most differ from a majority that agrees, for them to be wrong rather than shards."""

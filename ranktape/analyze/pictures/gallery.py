@@ -1,0 +1,149 @@
+"""Which function draws each picture, and which says why it cannot be drawn of a selection?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ranktape.analyze.pictures import boxes, lines
+from ranktape.analyze.pictures.boxes import draw_boxes
+from ranktape.analyze.pictures.distributions import (
+    draw_distributions,
+    draw_normal_fit,
+    draw_normalised,
+    draw_raw,
+    draw_raw_against_normalised,
+)
+from ranktape.analyze.pictures.kinds import KINDS
+from ranktape.analyze.pictures.losses import draw_ratio_histogram
+from ranktape.analyze.pictures.recipes import (
+    BF16,
+    FIGURES,
+    Reason,
+    Recipe,
+    boxes_of,
+    distributions_of,
+    gradient_names,
+    gradients_picture,
+    heading_of,
+    heat_map_of,
+    lines_of,
+    loss_bars_of,
+    needs_attention,
+    needs_attention_and_linear,
+    needs_backward,
+    needs_bf16,
+    needs_both,
+    needs_layers,
+    needs_pairs,
+    needs_samples,
+    needs_scale,
+    needs_several,
+    needs_two_types,
+    neighbours_picture,
+    occupancy_of,
+    octave_map_of,
+    of_bf16,
+    of_two_types,
+    overflow_picture,
+    pairs_picture,
+    rank_against_rank_picture,
+    rank_deviation_picture,
+    sample_differences_picture,
+    sample_map_of,
+    sweep_of,
+    upper_lower_picture,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ranktape.analyze.pictures.survey import Survey
+
+
+def draw(name: str, survey: Survey) -> Figure:
+    """The picture of that name; `missing` has said that there is nothing missing."""
+    return RECIPES[name].draw(survey, heading_of(name, survey))
+
+
+def missing(name: str, survey: Survey) -> Reason:
+    """Why the picture of that name cannot be drawn of a selection; empty where it can. Nothing is read."""
+    return RECIPES[name].needs(survey)
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "overflow": Recipe(draw=overflow_picture),
+    "overflow_by_quant_type": Recipe(draw=loss_bars_of("quant_type")),
+    "overflow_by_layer_type": Recipe(draw=loss_bars_of("layer_type", "operation")),
+    "overflow_upper_lower": Recipe(draw=upper_lower_picture),
+    "overflow_histogram": Recipe(draw=lambda survey, heading: draw_ratio_histogram(survey, heading=heading)),
+    **{
+        f"layer_{field}_{one}": Recipe(draw=heat_map_of(field, one))
+        for field in ("rank", "iteration")
+        for one in FIGURES
+    },
+    **{f"layer_sample_{one}": Recipe(draw=sample_map_of(one), needs=needs_samples) for one in FIGURES},
+    "exponent_occupancy": Recipe(draw=occupancy_of("operation")),
+    "distribution_by_phase": Recipe(draw=distributions_of("phase", "operation")),
+    "distribution_by_component": Recipe(draw=distributions_of("component", "operation")),
+    "distribution_by_batch_size": Recipe(draw=distributions_of("batch_size", "operation")),
+    "distribution_by_tensor": Recipe(draw=distributions_of("tensor_name")),
+    "statistics_by_tensor": Recipe(draw=boxes_of("tensor_name")),
+    "statistics_by_phase": Recipe(draw=boxes_of("phase", "operation")),
+    "statistics_by_component": Recipe(draw=boxes_of("component", "operation")),
+    "statistics_by_iteration": Recipe(draw=lines_of("iteration", "operation")),
+    "neighbouring_layers": Recipe(draw=neighbours_picture, needs=needs_layers),
+    "batch_differences": Recipe(draw=boxes_of("batch_size", "operation")),
+    "sample_differences": Recipe(draw=sample_differences_picture, needs=needs_samples),
+    "attention_against_linear": Recipe(
+        draw=distributions_of("layer_type", "operation", layer_type=["attention", "linear"]),
+        needs=needs_attention_and_linear,
+    ),
+    "attention_statistics": Recipe(
+        draw=boxes_of("layer_type", "operation", layer_type=["attention", "linear"]), needs=needs_attention_and_linear
+    ),
+    "attention_tensors": Recipe(
+        draw=distributions_of("tensor_name", "operation", layer_type="attention"), needs=needs_attention
+    ),
+    "distribution_by_quant_type": Recipe(draw=distributions_of("quant_type", "operation")),
+    "statistics_by_quant_type": Recipe(draw=boxes_of("quant_type", "operation")),
+    "sweep_panels": Recipe(draw=sweep_of(is_summary=False), needs=needs_scale),
+    "sweep_summary": Recipe(draw=sweep_of(is_summary=True), needs=needs_scale),
+    "layer_octaves": Recipe(draw=octave_map_of("layer_idx")),
+    "layer_statistics": Recipe(draw=lines_of("layer_idx", "layer_type", "operation", panels=lines.SHAPES)),
+    "fp8_distributions": Recipe(
+        draw=of_two_types(lambda _, heading, found: draw_distributions(found.groups, heading=heading)),
+        needs=needs_two_types,
+    ),
+    "fp8_statistics": Recipe(
+        draw=of_two_types(
+            lambda survey, heading, found: draw_boxes(survey, found.groups, panels=boxes.ENDS, heading=heading)
+        ),
+        needs=needs_two_types,
+    ),
+    "fp8_scatter": Recipe(draw=of_two_types(pairs_picture), needs=needs_pairs),
+    "fp8_normal_fit": Recipe(
+        draw=of_two_types(lambda _, heading, found: draw_normal_fit(found.groups, heading=heading)),
+        needs=needs_two_types,
+    ),
+    "bf16_raw": Recipe(draw=of_bf16(draw_raw), needs=needs_bf16),
+    "bf16_density": Recipe(draw=of_bf16(draw_normalised), needs=needs_bf16),
+    "bf16_raw_against_normalised": Recipe(draw=of_bf16(draw_raw_against_normalised), needs=needs_bf16),
+    "bf16_statistics": Recipe(
+        draw=boxes_of("layer_type", "operation", panels=boxes.SHAPES, dtype=BF16), needs=needs_bf16
+    ),
+    "forward_against_backward": Recipe(draw=distributions_of("operation"), needs=needs_both),
+    "backward_statistics": Recipe(draw=boxes_of("operation"), needs=needs_both),
+    "backward_by_layer_type": Recipe(draw=distributions_of("layer_type", operation="backward"), needs=needs_backward),
+    "gradients": Recipe(
+        draw=gradients_picture,
+        needs=lambda survey: "" if gradient_names(survey) else "no tensor is a gradient: none is called grad_...",
+    ),
+    "rank_figures": Recipe(draw=lines_of("rank", "operation")),
+    "rank_octaves": Recipe(draw=octave_map_of("rank")),
+    "rank_deviation": Recipe(draw=rank_deviation_picture, needs=needs_several("rank", "rank")),
+    "rank_against_rank": Recipe(draw=rank_against_rank_picture, needs=needs_several("rank", "rank")),
+}
+"""How each picture is made, in the order of `KINDS`."""
+
+assert list(RECIPES) == list(KINDS)

@@ -1,0 +1,134 @@
+"""How does each sample of a batch differ from the others, layer by layer?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.sample_names import SAMPLE, sample_names
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.engine.digest import Digest
+    from ranktape.analyze.sample_names import SampleName
+    from ranktape.storage import Records
+
+MAX_COLUMNS = 4096
+"""Samples that are kept apart: where ranks have more, those in one place of their batches are one."""
+
+COUNTED = ("elements", "overflow", "underflow", "num_finite", "sum", "squares")
+"""What is added up for each sample and layer."""
+
+
+class SampleFigures:
+    """Figures of samples by operation and layer.
+
+    A sample is known by the id that the user gave it; without ids by its rank and its place in the batch, as ranks have
+    batches of their own. Over iterations, microbatches and tensors counts add up, and the largest magnitude remains.
+    """
+
+    def __init__(self, records: Records) -> None:
+        """Find out from the catalogue which samples there are."""
+        self._names = sample_names(records)
+        self._ranks = records.column("rank").tolist()
+        ids = records.column("sample_ids").tolist()
+        self._has_ids = [
+            text != "null" and names != list(range(len(names))) for text, names in zip(ids, self._names, strict=True)
+        ]
+        places = zip(self._names, self._ranks, self._has_ids, strict=True)
+        keys = {(rank, name) for names, rank, has_ids in places if not has_ids for name in names}
+        self.is_by_rank = len({rank for rank, _ in keys}) > 1 and len(keys) <= MAX_COLUMNS
+        """Whether samples without ids are told apart by their rank."""
+        self.is_recounted = False
+        """Whether counts are those of `recount`."""
+        self.columns: dict[tuple[int | None, SampleName], int] = {}
+        """Rank, or None, and id or place of each sample, and its column."""
+        self._operations = records.column("operation").tolist()
+        self._layers = records.column("layer_idx").tolist()
+        self._cells: dict[tuple[str, int, int], list[float]] = {}
+        self._ratios: dict[tuple[str, int], list[float]] = {}
+
+    def add(self, index: int, digest: Digest) -> None:
+        """Take in the samples of the record in that place, if it has any."""
+        samples = digest.samples
+        if samples is None or not samples["num_elements"].size:
+            return
+        operation, layer = self._operations[index], self._layers[index]
+        median = float(np.nanmedian(samples["absmax"])) if np.isfinite(samples["absmax"]).any() else math.nan
+        rank = self._ranks[index] if self.is_by_rank else None
+        keys = [(None if self._has_ids[index] else rank, name) for name in self._names[index]]
+        rows = zip(*(samples[name].tolist() for name in _TAKEN), strict=True)
+        for key, (elements, upper, lower, underflow, count, mean, std, absmax) in zip(keys, rows, strict=True):
+            column = self.columns.setdefault(key, len(self.columns))
+            cell = self._cells.setdefault((operation, layer, column), [0.0] * len(COUNTED) + [math.nan])
+            of_finite = (count, count * mean, count * (std**2 + mean**2)) if count and std == std else (0.0, 0.0, 0.0)  # noqa: PLR0124
+            added = (elements, upper + lower, underflow, *of_finite)
+            cell[:-1] = [one + other for one, other in zip(cell[:-1], added, strict=True)]
+            cell[-1] = float(np.fmax(cell[-1], absmax))
+            if absmax > 0 and median > 0:
+                self._add_ratio((operation, column), math.log2(absmax / median))
+
+    def _add_ratio(self, key: tuple[str, int], ratio: float) -> None:
+        found = self._ratios.setdefault(key, [0.0, 0.0, math.inf, -math.inf])
+        found[:] = [found[0] + 1, found[1] + ratio, min(found[2], ratio), max(found[3], ratio)]
+
+    def recount(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Replace counts by those of `questions.overflow` by operation, layer, rank and sample."""
+        self.is_recounted = True
+        for cell in self._cells.values():
+            cell[:3] = 0.0, 0.0, 0.0
+        # A table has the names of samples as text.
+        columns = {(rank, str(name)): column for (rank, name), column in self.columns.items()}
+        for row in rows:
+            name = str(row[SAMPLE])
+            column = columns.get((row["rank"], name), columns.get((None, name), -1))
+            found = self._cells.get((row["operation"], row["layer_idx"], column))
+            if found is not None:
+                counts = (row["elements"], row["overflow.total"], row["overflow.underflow.count"])
+                found[:3] = [one + other for one, other in zip(found[:3], counts, strict=True)]
+
+    def ordered(self) -> list[tuple[int | None, SampleName]]:
+        """The samples: by rank and place, then by id; numbers before words."""
+        return sorted(self.columns, key=lambda key: (key[0] is None, key[0] or 0, isinstance(key[1], str), key[1]))
+
+    def grid(self, name: str, *, operation: str, layers: list[int]) -> NDArray[np.float64]:
+        """A figure for each layer and sample, in the order of `ordered`; NaN where there is none.
+
+        `overflow` and `underflow` are parts of all elements, `std` is of all finite values, `extreme` the largest
+        finite magnitude.
+        """
+        order = {self.columns[key]: place for place, key in enumerate(self.ordered())}
+        rows = {layer: row for row, layer in enumerate(layers)}
+        grid = np.full((len(layers), len(order)), np.nan)
+        for (whose, layer, column), cell in self._cells.items():
+            if whose == operation and layer in rows:
+                grid[rows[layer], order[column]] = _figure(name, cell)
+        return grid
+
+    def ratios(self, operation: str) -> NDArray[np.float64]:
+        """For each sample in order: mean, lowest and highest log2 of its absmax over the median sample's of the tensor.
+
+        NaN where nothing is known.
+        """
+        found = np.full((len(self.columns), 3), np.nan)
+        for place, key in enumerate(self.ordered()):
+            if (operation, self.columns[key]) in self._ratios:
+                count, total, low, high = self._ratios[operation, self.columns[key]]
+                found[place] = total / count, low, high
+        return found
+
+
+_TAKEN = ("num_elements", "upper", "lower", "underflow", "num_finite", "mean", "std", "absmax")
+
+
+def _figure(name: str, cell: list[float]) -> float:
+    elements, overflow, underflow, count, total, squares, absmax = cell
+    if name == "extreme":
+        return absmax
+    if name == "std":
+        return math.sqrt(max(0.0, squares / count - (total / count) ** 2)) if count else math.nan
+    return {"overflow": overflow, "underflow": underflow}[name] / max(1.0, elements)

@@ -1,0 +1,173 @@
+"""How are many pictures of a selection written: into which folders, and with which index?"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ranktape.analyze.pictures.files import write_error, write_picture, write_whole
+from ranktape.analyze.pictures.gallery import draw, missing
+from ranktape.analyze.pictures.kinds import FOLDERS, KINDS
+from ranktape.analyze.pictures.subject import subject_line
+from ranktape.analyze.pictures.survey import Survey
+from ranktape.storage.backends.failures import printable
+
+if TYPE_CHECKING:
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.formats import Format
+    from ranktape.analyze.pictures.kinds import PictureKind
+    from ranktape.analyze.values import View
+    from ranktape.storage import Records
+
+INDEX, README = "index.json", "README.txt"
+"""What lists the pictures, for programs and for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What became of the pictures that were asked for."""
+
+    drawn: tuple[PictureKind, ...]
+    """Those that were written, in order."""
+    left_out: tuple[tuple[PictureKind, str], ...]
+    """Those that were not, and why."""
+    notes: tuple[str, ...] = ()
+    """What else a reader must know."""
+
+
+def plot_pictures(
+    records: Records,
+    *,
+    folder: Path,
+    kinds: Sequence[PictureKind] | None = None,
+    format: Format | None = None,  # noqa: A002 - the option's name
+    view: View | None = None,
+    engine: Engine | None = None,
+    source: str = "",
+    on_picture: Callable[[Path], object] = lambda _: None,
+) -> Written:
+    """Draw pictures, all of them by default, into the folders of the seeds under `folder`, with an index.
+
+    Every record is read once; a few once more, whose values are drawn one against the other or swept. A picture that
+    the selection has nothing for is left out, and one of an earlier time under its name is removed; others are
+    replaced. Each file appears whole or not at all. `on_picture` is called with the path of each picture that was
+    written.
+
+    Raises:
+        NoRecordsError: no record holds floating-point or complex numbers.
+        StorageError: the store cannot be read, or a file cannot be written; the kind says why.
+        DataError: a record's bytes are missing or damaged.
+        UsageError: of a record values were kept that are rounded already, and are to be looked at as seen.
+    """
+    survey = Survey(records, target=format, view=view, engine=engine)
+    wanted = list(KINDS.values()) if kinds is None else list(kinds)
+    for name in FOLDERS if kinds is None else sorted({kind.folder for kind in wanted}):
+        make_folder(folder / name)
+    drawn: list[PictureKind] = []
+    left_out: list[tuple[PictureKind, str]] = []
+    for kind in wanted:
+        path = folder / kind.path
+        reason = missing(kind.name, survey)
+        if reason:
+            left_out.append((kind, reason))
+            remove(path)
+            continue
+        write_picture(draw(kind.name, survey), path)
+        drawn.append(kind)
+        on_picture(path)
+    written = Written(drawn=tuple(drawn), left_out=tuple(left_out), notes=_notes(survey))
+    write_index(written, folder, source=source or records_source(records), subject=subject_line(survey))
+    return written
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it.
+
+    Raises:
+        StorageError: it cannot be made; the kind says why.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(error, folder) from error
+
+
+def remove(path: Path) -> None:
+    """Remove a picture of an earlier time, if there is one.
+
+    Raises:
+        StorageError: it cannot be removed.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise write_error(error, path) from error
+
+
+def write_index(written: Written, folder: Path, *, source: str, subject: str) -> None:
+    """Write which pictures are there and what each shows, and which were left out and why; for programs and for people.
+
+    Raises:
+        StorageError: it cannot be written; the kind says why.
+    """
+    document: dict[str, Any] = {
+        "source": source,
+        "subject": _unescaped(subject),
+        "pictures": [
+            {"kind": kind.name, "path": kind.path, "title": kind.title, "shows": kind.sentence}
+            for kind in written.drawn
+        ],
+        "left_out": [
+            {"kind": kind.name, "path": kind.path, "title": kind.title, "why": _unescaped(reason)}
+            for kind, reason in written.left_out
+        ],
+        "notes": list(written.notes),
+    }
+    write_whole(folder / INDEX, (json.dumps(document, indent=2, ensure_ascii=True) + "\n").encode())
+    write_whole(folder / README, _readme(written, source=source, subject=_unescaped(subject)).encode(errors="replace"))
+
+
+def _readme(written: Written, *, source: str, subject: str) -> str:
+    lines = [f"Pictures of {printable(source)}", *textwrap.wrap(subject, 100), ""]
+    for folder in FOLDERS:
+        rows = [kind for kind in written.drawn if kind.folder == folder]
+        if rows:
+            lines += [f"{folder}/", *(line for kind in rows for line in _entry(f"{kind.name}.png", kind.sentence)), ""]
+    if written.left_out:
+        lines.append("Left out")
+        lines += [line for kind, reason in written.left_out for line in _entry(kind.path, _unescaped(reason))]
+        lines.append("")
+    return "\n".join([*lines, *written.notes]).rstrip() + "\n"
+
+
+def _entry(name: str, text: str) -> list[str]:
+    return [f"  {name}", *textwrap.wrap(text, 96, initial_indent="      ", subsequent_indent="      ")]
+
+
+def _unescaped(text: str) -> str:
+    # Words of pictures have a mark before each $.
+    return text.replace(r"\$", "$")
+
+
+def records_source(records: Records) -> str:
+    """The run's place, as records know it."""
+    return str(records[0].path).split("/attempt_", maxsplit=1)[0]
+
+
+def _notes(survey: Survey) -> tuple[str, ...]:
+    notes = []
+    if survey.num_left_out:
+        notes.append(f"{survey.num_left_out:,} records of integers or bool are in no picture.")
+    if survey.has_passed and survey.passed.num_without_values:
+        count = survey.passed.num_without_values
+        notes.append(f"Of {count:,} records statistics alone were kept: they are in no distribution.")
+    if survey.has_passed and survey.passed.num_rounded:
+        count = survey.passed.num_rounded
+        notes.append(
+            f"Of {count:,} records of wider types distributions are drawn of values with eight significant bits."
+        )
+    return tuple(notes)

@@ -1,0 +1,154 @@
+"""How are the values of a selection distributed, or those of each group of it?
+
+In bins of equal width, of values as they are or normalised to [0, 1]; in octaves; beside the normal distribution; and
+by exponent, beside what each format can hold. Every number comes from the digests: one reading of each record, and
+none of those that were asked about before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ranktape.analyze.distributions.finite import is_beyond_float32
+from ranktape.analyze.distributions.occupancy import NARROW_FORMATS
+from ranktape.analyze.formats import Coding, parse_format
+from ranktape.analyze.identity import group_columns, group_row
+from ranktape.analyze.questions.grouped import group_digests, group_records
+from ranktape.analyze.questions.looks import ANSWERS, Look, LookOptions
+from ranktape.analyze.questions.stats import how_seen
+from ranktape.analyze.table import Column, Table
+from ranktape.analyze.values import View
+from ranktape.errors import NoRecordsError, UsageError
+from ranktape.storage.record import Keep
+
+if TYPE_CHECKING:
+    from ranktape.analyze.engine.digest import Digest
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.formats import Format
+    from ranktape.storage import Records
+
+MAX_BINS = 1 << 16
+"""Bins that a histogram may have: as many as a 16-bit type has values."""
+
+MAX_PER_OCTAVE = 256
+"""Bins that an octave may have: twice as many as bfloat16 has values there."""
+
+
+def distribution(
+    records: Records,
+    *,
+    kind: Look | str = Look.LINEAR,
+    by: Sequence[str] = (),
+    bins: int = 64,
+    per_octave: int = 1,
+    points: int = 101,
+    formats: Sequence[str] = NARROW_FORMATS,
+    view: View | None = None,
+    engine: Engine | None = None,
+) -> Table:
+    """How the values of all records together are distributed, or with `by` those of each group: rows are bins.
+
+    NaN and infinities are in no bin, and a note counts them; zeros are in none of octaves. A group without finite
+    values has no rows but for `formats` and `normal`. Of complex values the larger part of each is meant. Records of
+    which statistics alone were kept have no values, and are left out; a note counts them. Values of more than 16 bits
+    are within 2^-8 of themselves; their octaves are exact.
+
+    `bins` is how many there are at most, `per_octave` how many in each octave, `points` how many quantiles `qq` has,
+    `formats` the formats of `exponents` and `formats`. Values are rounded to what the operation computed in, unless
+    `view` says otherwise.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        NoRecordsError: of no record values were kept.
+        StorageError: the store cannot be read.
+        UnknownFieldError: `by` names no field of a record.
+        UsageError: there is no such kind or format, or a number is out of its range.
+    """
+    look = _checked_kind(kind)
+    options = LookOptions(
+        bins=_checked("bins", bins, most=MAX_BINS),
+        per_octave=_checked("per_octave", per_octave, most=MAX_PER_OCTAVE),
+        points=_checked("points", points, most=MAX_BINS),
+        formats=tuple(_holder(name) for name in dict.fromkeys(formats)),
+    )
+    answer, seen = ANSWERS[look], view or View.COMPUTE
+    known = records.select(keep=[Keep.VALUES.value, Keep.HISTOGRAM.value])
+    if not len(known):
+        raise NoRecordsError("of no record values were kept, nor how often each occurs: statistics say nothing of bins")
+    groups = group_records(known, by=by)
+    tables: list[list[tuple[Any, ...]]] = [[] for _ in groups.keys]
+    said: list[_Said] = []
+    for number, digest in group_digests(known, groups, view=seen, engine=engine):
+        head = group_row(groups.keys[number], num_records=groups.sizes[number])
+        tables[number] = [(*head, *row) for row in answer.rows(digest, options)]
+        said.append(_say(digest))
+    return Table(
+        title=f"{answer.title} of the values, {how_seen(seen)}",
+        columns=(*_head_columns(by), *answer.columns),
+        rows=tuple(row for rows in tables for row in rows),
+        notes=_notes(said, num_without=len(records) - len(known)),
+    )
+
+
+def _checked_kind(kind: Look | str) -> Look:
+    if kind not in list(Look):
+        raise UsageError(f"kind {str(kind)!r} is not known: use one of {', '.join(Look)}")
+    return Look(kind)
+
+
+def _checked(name: str, number: int, *, most: int) -> int:
+    if not 1 <= number <= most:
+        raise UsageError(f"{name}={number} is not allowed: give a number from 1 to {most}")
+    return number
+
+
+def _holder(name: str) -> Format:
+    row = parse_format(name)
+    if row.coding is Coding.EXPONENT:
+        names = ", ".join(NARROW_FORMATS)
+        raise UsageError(f"format {name!r} is one of scales, and holds no values: give one of {names}")
+    return row
+
+
+def _head_columns(by: Sequence[str]) -> tuple[Column, ...]:
+    *keys, count = group_columns(by)
+    return (*keys, Column(name=count.name, kind=count.kind, is_key=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """What a reader must know of a group."""
+
+    nan: int
+    inf: int
+    zero: int
+    is_exact: bool
+    is_complex: bool
+    is_beyond: bool
+
+
+def _say(digest: Digest) -> _Said:
+    return _Said(
+        nan=digest.tallies.nan,
+        inf=digest.tallies.inf,
+        zero=digest.tallies.zero,
+        is_exact=digest.is_exact,
+        is_complex="complex" in digest.dtype,
+        is_beyond=is_beyond_float32(digest),
+    )
+
+
+def _notes(said: Sequence[_Said], *, num_without: int) -> tuple[str, ...]:
+    nan, inf, zero = (sum(getattr(one, kind) for one in said) for kind in ("nan", "inf", "zero"))
+    texts = [f"{nan} NaN and {inf} Inf are in no bin; {zero} values are zero"]
+    if num_without:
+        texts.append(f"{num_without} records left out: of them statistics were kept, and no values")
+    if any(not one.is_exact for one in said):
+        texts.append("values of more than 16 bits are within 2^-8 of themselves; their powers of two are exact")
+    if any(one.is_complex for one in said):
+        texts.append("of complex values the larger part of each is counted")
+    if any(one.is_beyond for one in said):
+        texts.append("values beyond 3.4e38 are counted as that, and those below 1e-40 as about 5e-41")
+    return tuple(texts)

@@ -1,0 +1,193 @@
+"""How does each layer differ from the next one, at the same site?"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ranktape.analyze.distributions.distances import Distances, distance
+from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
+from ranktape.analyze.questions.grouped import Groups, group_digests, group_records
+from ranktape.analyze.table import Column, Kind, Table
+from ranktape.analyze.values import View
+from ranktape.errors import NoRecordsError
+
+if TYPE_CHECKING:
+    from ranktape.analyze.engine.digest import Digest
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.storage import Records
+
+_SITE = (
+    "iteration",
+    "attempt",
+    "microbatch",
+    "call",
+    "mode",
+    "layer_type",
+    "operation",
+    "phase",
+    "component",
+    "quant_type",
+    "tensor_name",
+)
+"""The fields, besides the module's path without its number, that are the same at the same site of another layer."""
+
+_NUMBERS = (
+    Column(name="std", kind=Kind.FLOAT),
+    Column(name="next.std", kind=Kind.FLOAT, head="next std"),
+    Column(name="ratio.std", kind=Kind.FLOAT, head="std ratio"),
+    Column(name="absmax", kind=Kind.FLOAT),
+    Column(name="next.absmax", kind=Kind.FLOAT, head="next absmax"),
+    Column(name="ratio.absmax", kind=Kind.FLOAT, head="absmax ratio"),
+    Column(name="mean", kind=Kind.FLOAT, is_detail=True),
+    Column(name="next.mean", kind=Kind.FLOAT, head="next mean", is_detail=True),
+    Column(name="shift.mean", kind=Kind.FLOAT, head="mean shift in std"),
+    Column(name="distance.kolmogorov_smirnov", kind=Kind.FLOAT, head="KS"),
+    Column(name="distance.wasserstein", kind=Kind.FLOAT, head="Wasserstein", is_detail=True),
+    Column(name="distance.relative_wasserstein", kind=Kind.FLOAT, head="Wasserstein in std"),
+    Column(name="distance.total_variation", kind=Kind.RATIO, head="total variation"),
+    Column(name="distance.jensen_shannon", kind=Kind.FLOAT, head="Jensen-Shannon bits"),
+)
+
+
+def neighbours(
+    records: Records, *, by: Sequence[str] = (), view: View | None = None, engine: Engine | None = None
+) -> Table:
+    """Each record beside that of the same site in the next layer; with `by`, each group of one layer beside the next.
+
+    Ratios are the next layer's figure over this one's; the shift of the mean is in standard deviations of this one;
+    distances are those of `distributions.distances`. What is not defined is None: the ratio to a constant, or the
+    distance where statistics alone were kept. The next layer is the nearest with a larger index that has the site;
+    where its ranks are others, as between the stages of a pipeline, each is compared with the one at the same place
+    in the order of ranks. What has no index (-1) is left out.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        NoRecordsError: no record has a neighbour.
+        StorageError: the store cannot be read.
+        UnknownFieldError: `by` names no field of a record.
+    """
+    look = view or View.COMPUTE
+    if by:
+        fields = [*dict.fromkeys(field for field in by if field != "layer_idx"), "layer_idx"]
+        groups = group_records(records, by=fields)
+        heads = [group_row(key, num_records=size) for key, size in zip(groups.keys, groups.sizes, strict=True)]
+        layers = [key["layer_idx"] for key in groups.keys]
+        pairs = _group_pairs(groups)
+        found = group_digests(records, groups, view=look, engine=engine)
+        columns = group_columns(fields)
+    else:
+        heads, columns = identity_rows(records), identity_columns()
+        layers = [int(layer) for layer in records.column("layer_idx").tolist()]
+        pairs = _record_pairs(records, layers)
+        found = enumerate(digests(records, view=look, engine=engine))
+    if not pairs:
+        raise NoRecordsError(
+            "no record has a neighbour: the selection has no site with two values of layer_idx from 0 on"
+        )
+    rows = {
+        first: (*heads[first], layers[second], *_compare(here, there))
+        for first, second, here, there in _together(pairs, found)
+    }
+    next_layer = Column(name="next.layer_idx", kind=Kind.INTEGER, head="next layer")
+    return Table(
+        title="each layer beside the next: ratios are the next one's figure over its own",
+        columns=(*columns, next_layer, *_NUMBERS),
+        rows=tuple(rows[first] for first in sorted(rows)),
+    )
+
+
+def _group_pairs(groups: Groups) -> dict[int, int]:
+    """The place of each group's neighbour: equal but for the layer, which is the last field of the key."""
+    stacks: dict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)
+    for number, key in enumerate(groups.keys):
+        *rest, layer = key.values()
+        if layer >= 0:
+            stacks[tuple(rest)].append((layer, number))
+    return {here: there for stack in stacks.values() for (_, here), (_, there) in itertools.pairwise(sorted(stack))}
+
+
+def _record_pairs(records: Records, layers: Sequence[int]) -> dict[int, int]:
+    """The place of each record's neighbour."""
+    paths = zip(records.column("module").tolist(), layers, strict=True)
+    modules = [_without_number(module, layer=layer) for module, layer in paths]
+    ranks = records.column("rank").tolist()
+    sites = zip(modules, *(records.column(field).tolist() for field in _SITE), strict=True)
+    stacks: dict[tuple[Any, ...], dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+    for place, (site, layer, rank) in enumerate(zip(sites, layers, ranks, strict=True)):
+        if layer >= 0:
+            stacks[site][layer].setdefault(rank, place)
+    pairs: dict[int, int] = {}
+    for stack in stacks.values():
+        for layer, following in itertools.pairwise(sorted(stack)):
+            pairs |= _rank_pairs(stack[layer], stack[following])
+    return pairs
+
+
+def _rank_pairs(here: dict[int, int], there: dict[int, int]) -> dict[int, int]:
+    if here.keys() & there.keys():
+        return {place: there[rank] for rank, place in here.items() if rank in there}
+    ours, theirs = ([places[rank] for rank in sorted(places)] for places in (here, there))
+    return dict(zip(ours, theirs, strict=False))
+
+
+def _without_number(module: str, *, layer: int) -> str:
+    """The path with a star for the number of the layer: its index where that is a part of the path, else the first.
+
+    Of the later stages of a pipeline the paths may begin with 0 again.
+    """
+    parts = module.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
+    named = [place for place in numbers if parts[place] == str(layer)]
+    for place in (named or numbers)[:1]:
+        parts[place] = "*"
+    return ".".join(parts)
+
+
+def _together(pairs: dict[int, int], found: Iterator[tuple[int, Digest]]) -> Iterator[tuple[int, int, Digest, Digest]]:
+    """Both places and both digests of each pair, as soon as they are there; a digest is kept until its last pair."""
+    partners: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for pair in pairs.items():
+        for place in pair:
+            partners[place].append(pair)
+    waiting: dict[int, Digest] = {}
+    for place, digest in found:
+        if place in partners:
+            waiting[place] = digest
+        for first, second in tuple(partners.get(place, ())):
+            if first not in waiting or second not in waiting:
+                continue
+            yield first, second, waiting[first], waiting[second]
+            for end in (first, second):
+                partners[end].remove((first, second))
+                if not partners[end]:
+                    del waiting[end]
+
+
+def _compare(here: Digest, there: Digest) -> tuple[float | None, ...]:
+    ours, theirs = here.statistics, there.statistics
+    apart: Distances = distance(here, there)
+    shift = None if ours.mean is None or theirs.mean is None else theirs.mean - ours.mean
+    return (
+        ours.std,
+        theirs.std,
+        _ratio(theirs.std, ours.std),
+        ours.absmax,
+        theirs.absmax,
+        _ratio(theirs.absmax, ours.absmax),
+        ours.mean,
+        theirs.mean,
+        _ratio(shift, ours.std),
+        apart.kolmogorov_smirnov,
+        apart.wasserstein,
+        apart.relative_wasserstein,
+        apart.total_variation,
+        apart.jensen_shannon,
+    )
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None

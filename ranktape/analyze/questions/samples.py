@@ -1,0 +1,233 @@
+"""What are the statistics of each sample in each record, or of each sample over all records of a group?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.figures import FIGURES, figure
+from ranktape.analyze.identity import SAMPLE_COLUMN, group_columns, group_row, identity_columns, identity_rows
+from ranktape.analyze.questions.grouped import group_records
+from ranktape.analyze.questions.stats import figure_columns
+from ranktape.analyze.sample_names import SAMPLE, SampleName, sample_names
+from ranktape.analyze.table import Column, Kind, Table
+from ranktape.analyze.values import View
+from ranktape.errors import NoRecordsError, UsageError
+
+if TYPE_CHECKING:
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.storage import Records
+
+_TALLIES = ("upper", "lower", "underflow", "nan", "inf", "zero")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What is known of a sample: of one record, or of several together. NaN where there is no such number."""
+
+    num_records: int
+    """Records that it is in."""
+    counts: tuple[int, ...]
+    """Of elements, of finite ones, and of each of `_TALLIES`."""
+    mean: float
+    """Of the finite values, as everything that follows."""
+    moment_2: float
+    """Sum of (x - mean)^2."""
+    norm: float
+    """The Euclidean norm."""
+    minimum: float
+    """The smallest."""
+    maximum: float
+    """The largest."""
+    absmax: float
+    """The largest magnitude."""
+
+    def merge(self, other: Sample) -> Sample:
+        """Both together."""
+        ours, theirs = self.counts[1], other.counts[1]
+        apart = other if not ours else self if not theirs else None
+        if apart is not None:
+            mean, moment_2 = apart.mean, apart.moment_2
+        else:
+            # Chan, Golub, LeVeque 1979: from two means to one.
+            shift = other.mean - self.mean
+            mean = self.mean + shift * theirs / (ours + theirs)
+            moment_2 = self.moment_2 + other.moment_2 + shift * shift * ours * theirs / (ours + theirs)
+        return Sample(
+            num_records=self.num_records + other.num_records,
+            counts=tuple(map(sum, zip(self.counts, other.counts, strict=True))),
+            mean=mean,
+            moment_2=moment_2,
+            norm=math.hypot(self.norm, other.norm),
+            minimum=float(np.fmin(self.minimum, other.minimum)),
+            maximum=float(np.fmax(self.maximum, other.maximum)),
+            absmax=float(np.fmax(self.absmax, other.absmax)),
+        )
+
+    def figures(self) -> dict[str, float | None]:
+        """What is known of it, under the names of `FIGURES`."""
+        elements, num_finite, *tallies = self.counts
+        variance = self.moment_2 / num_finite if num_finite else math.nan
+        rms = self.norm / math.sqrt(num_finite) if num_finite else math.nan
+        numbers = {
+            "mean": self.mean,
+            "std": math.sqrt(variance),
+            "variance": variance,
+            "minimum": self.minimum,
+            "maximum": self.maximum,
+            "absmax": self.absmax,
+            "rms": rms,
+            "norm": self.norm,
+            "crest_factor": self.absmax / rms if rms else math.nan,
+        }
+        by_kind = dict(zip(_TALLIES, tallies, strict=True))
+        total = by_kind["upper"] + by_kind["lower"]
+        counts = {"overflow.total": total} | {f"overflow.{kind}.count": count for kind, count in by_kind.items()}
+        ratios = {"overflow.ratio": total} | {f"overflow.{kind}.ratio": count for kind, count in by_kind.items()}
+        return {
+            "elements": elements,
+            "finite": num_finite,
+            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
+            **counts,
+            **{name: count / max(1, elements) for name, count in ratios.items()},
+        }
+
+
+_NOTHING = Sample(
+    num_records=0,
+    counts=(0,) * (2 + len(_TALLIES)),
+    mean=math.nan,
+    moment_2=math.nan,
+    norm=0.0,
+    minimum=math.nan,
+    maximum=math.nan,
+    absmax=math.nan,
+)
+
+SAMPLE_NAMES = tuple(name for name in FIGURES if name in _NOTHING.figures())
+"""The figures that are known of samples, in the order of `FIGURES`."""
+
+
+def sample_stats(
+    records: Records,
+    *,
+    by: Sequence[str] = (),
+    figures: Sequence[str] = (),
+    view: View | None = None,
+    engine: Engine | None = None,
+) -> Table:
+    """The figures of each sample of each record; with `by` those of each sample in each group, over its records.
+
+    `sample` is the user's id, or the index along the dimension of samples where no ids were given; in `by` it names
+    the sample too, and is there in any case. Records without a dimension of samples, and those of which values were
+    not kept, are left out, and counted in a note. Figures are those of `SAMPLE_NAMES`.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        NoRecordsError: no record has samples.
+        StorageError: the store cannot be read.
+        UnknownFieldError: `by` names no field of a record.
+        UsageError: there is no such figure, or not of samples.
+    """
+    names = _checked(figures)
+    chosen = [FIGURES[name] for name in names]
+    found = _samples(records, view=view or View.COMPUTE, engine=engine)
+    if by:
+        columns, rows, places = _grouped(records, found, by=by, names=names)
+    else:
+        columns, rows, places = _single(records, found, names=names)
+    if not rows:
+        raise NoRecordsError(
+            "no record has samples that can be told apart: their sample_dim is not known, or no values were kept"
+        )
+    has_ids = any(text != "null" for text in records.column("sample_ids").tolist())
+    return Table(
+        title="statistics of each sample",
+        columns=(*columns, *figure_columns(chosen, are_named=bool(figures))),
+        rows=tuple(rows),
+        notes=_notes(len(records) - len(places), by=by, has_ids=has_ids),
+    )
+
+
+def _checked(figures: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(figure(name).name for name in figures))
+    for name in names:
+        if name not in SAMPLE_NAMES:
+            raise UsageError(f"figure {name!r} is not known of samples: use one of {', '.join(SAMPLE_NAMES)}")
+    return names or SAMPLE_NAMES
+
+
+_Found = Iterator[tuple[int, int, SampleName, Sample]]
+"""Of each sample the place of its record, its index, its name, and what is known of it."""
+
+
+def _samples(records: Records, *, view: View, engine: Engine | None) -> _Found:
+    names = sample_names(records)
+    for place, digest in enumerate(digests(records, view=view, engine=engine)):
+        if digest.samples is not None:
+            for index, name in enumerate(names[place]):
+                yield place, index, name, sample_of(digest.samples, index)
+
+
+def sample_of(known: Mapping[str, Any], index: int) -> Sample:
+    """The sample of that index, of the figures that a digest has of all samples of a record."""
+    counts = tuple(int(known[name][index]) for name in ("num_elements", "num_finite", *_TALLIES))
+    return Sample(
+        num_records=1,
+        counts=counts,
+        moment_2=float(known["std"][index]) ** 2 * counts[1],
+        **{name: float(known[name][index]) for name in ("mean", "norm", "minimum", "maximum", "absmax")},
+    )
+
+
+_Rows = tuple[tuple[Column, ...], list[tuple[Any, ...]], set[int]]
+"""Columns that say what a row is about, rows, and the places of the records that have samples."""
+
+
+def _single(records: Records, found: _Found, *, names: Sequence[str]) -> _Rows:
+    identities = identity_rows(records)
+    rows, places = [], set()
+    for place, index, name, sample in found:
+        known = sample.figures()
+        rows.append((*identities[place], str(name), index, *(known[figure] for figure in names)))
+        places.add(place)
+    index_column = Column(name="sample_index", kind=Kind.INTEGER, is_key=True, is_detail=True)
+    return (*identity_columns(), SAMPLE_COLUMN, index_column), rows, places
+
+
+def _grouped(records: Records, found: _Found, *, by: Sequence[str], names: Sequence[str]) -> _Rows:
+    fields = [field for field in dict.fromkeys(by) if field != SAMPLE]
+    groups = group_records(records, by=fields)
+    totals: dict[tuple[int, bool, Any], Sample] = {}
+    places = set()
+    for place, _, name, sample in found:
+        # Names may be numbers and texts, between which there is no order.
+        key = (groups.numbers[place], isinstance(name, str), name)
+        totals[key] = totals.get(key, _NOTHING).merge(sample)
+        places.add(place)
+    rows = []
+    for key in sorted(totals):
+        number, _, name = key
+        *values, num_records = group_row(groups.keys[number], num_records=totals[key].num_records)
+        known = totals[key].figures()
+        rows.append((*values, str(name), num_records, *(known[figure] for figure in names)))
+    *columns, count = group_columns(fields)
+    return (*columns, SAMPLE_COLUMN, count), rows, places
+
+
+def _notes(num_without: int, *, by: Sequence[str], has_ids: bool) -> tuple[str, ...]:
+    notes = []
+    if num_without:
+        notes.append(f"{num_without} records left out: no dimension of samples is known, or no values were kept")
+    apart = [field for field in ("iteration", "rank", "microbatch") if field not in by]
+    if by and apart and not has_ids:
+        notes.append(
+            f"samples have no ids, and an index means another sample in each iteration, rank and microbatch: "
+            f"to keep them apart add --by {','.join(apart)}"
+        )
+    return tuple(notes)

@@ -1,0 +1,118 @@
+"""What are the statistics of each record, or of each group of records?
+
+Every figure comes from the digests: one reading of each record, and none of those that were asked about before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.figures import FIGURES, Figure, figure, is_percentile
+from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
+from ranktape.analyze.questions.grouped import group_digests, group_records
+from ranktape.analyze.table import Column, Kind, Table
+from ranktape.analyze.values import View
+
+if TYPE_CHECKING:
+    from ranktape.analyze.engine.digest import Digest
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.storage import Records
+
+SHOWN = (
+    "elements",
+    "mean",
+    "std",
+    "minimum",
+    "p1",
+    "p50",
+    "p99",
+    "maximum",
+    "skewness",
+    "kurtosis",
+    "overflow.underflow.ratio",
+    "overflow.nan.ratio",
+    "overflow.inf.ratio",
+    "overflow.zero.ratio",
+)
+"""The figures that text shows, unless others are asked for."""
+
+PRECISION = Column(name="percentiles", kind=Kind.TEXT, head="percentiles are", is_detail=True)
+"""How well percentiles are known: `exact`, `within 2^-8`, or `unknown`."""
+
+
+def stats(
+    records: Records,
+    *,
+    by: Sequence[str] = (),
+    figures: Sequence[str] = (),
+    view: View | None = None,
+    engine: Engine | None = None,
+) -> Table:
+    """The figures of each record, with `by` those of each group as if it were one tensor.
+
+    All of `FIGURES`, or the ones that are named. Moments and extremes are those of finite values, of complex ones
+    those of their magnitudes; percentiles are of all numbers, infinities among them; counts are of all elements,
+    against the limits of the dtype. What is not defined is None: the mean of nothing, the skewness of a constant,
+    percentiles of complex values, or of records of which statistics alone were kept.
+
+    Values are rounded to what the operation computed in, unless `view` says otherwise.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+        UnknownFieldError: `by` names no field of a record.
+        UsageError: there is no such figure.
+    """
+    chosen = [figure(name) for name in dict.fromkeys(figures)] or list(FIGURES.values())
+    look = view or View.COMPUTE
+    if by:
+        groups = group_records(records, by=by)
+        rows: list[tuple[Any, ...]] = [()] * len(groups.keys)
+        for number, digest in group_digests(records, groups, view=look, engine=engine):
+            head = group_row(groups.keys[number], num_records=groups.sizes[number])
+            rows[number] = (*head, *_cells(digest, chosen))
+        columns = group_columns(by)
+    else:
+        found = digests(records, view=look, engine=engine)
+        pairs = zip(identity_rows(records), found, strict=True)
+        rows = [(*identity, *_cells(digest, chosen)) for identity, digest in pairs]
+        columns = identity_columns()
+    return Table(
+        title=f"statistics of the values, {how_seen(look)}",
+        columns=(*columns, *figure_columns(chosen, are_named=bool(figures)), PRECISION),
+        rows=tuple(rows),
+        notes=_notes(rows, has_percentiles=any(is_percentile(one.name) for one in chosen)),
+    )
+
+
+def figure_columns(figures: Sequence[Figure], *, are_named: bool) -> tuple[Column, ...]:
+    """The columns of figures: all in sight if the user named them, else those that text has room for."""
+    return tuple(one.column(is_detail=not are_named and one.name not in SHOWN) for one in figures)
+
+
+def _cells(digest: Digest, figures: Sequence[Figure]) -> tuple[Any, ...]:
+    return (*(one.of(digest) for one in figures), _precision(digest))
+
+
+def _precision(digest: Digest) -> str:
+    if not digest.has_values or "complex" in digest.dtype:
+        return "unknown"
+    return "exact" if digest.is_exact else "within 2^-8"
+
+
+def _notes(rows: Sequence[tuple[Any, ...]], *, has_percentiles: bool) -> tuple[str, ...]:
+    if not has_percentiles:
+        return ()
+    counts = {word: sum(row[-1] == word for row in rows) for word in ("within 2^-8", "unknown")}
+    said = {
+        "within 2^-8": "wider than 16 bits: their percentiles are within 2^-8 of themselves",
+        "unknown": "complex, or kept as statistics: they have no percentiles",
+    }
+    return tuple(f"{counts[word]} of {len(rows)} rows are {text}" for word, text in said.items() if counts[word])
+
+
+def how_seen(view: View) -> str:
+    """What a title says of a view."""
+    return "as they were captured" if view is View.SEEN else "rounded to what the operation computed in"

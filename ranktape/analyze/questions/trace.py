@@ -1,0 +1,163 @@
+"""What becomes of one sample, or of one call, on its way through the model?
+
+Steps come in the order in which the rank recorded them: forward, then backward, microbatch by microbatch. Each rank and
+iteration is a way of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.figures import figure
+from ranktape.analyze.identity import identity_columns, identity_rows
+from ranktape.analyze.questions.samples import SAMPLE_NAMES, sample_of
+from ranktape.analyze.table import Column, Kind, Table
+from ranktape.analyze.values import View
+from ranktape.errors import NoRecordsError, UsageError
+
+if TYPE_CHECKING:
+    from ranktape.analyze.engine.digest import Digest
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.storage import Records
+
+SHOWN = ("mean", "std", "absmax", "norm")
+"""The figures of a step, unless others are asked for."""
+
+_MARKS = ("overflow.nan.count", "overflow.inf.count")
+
+
+def trace(
+    records: Records,
+    *,
+    sample: int | str | None = None,
+    figures: Sequence[str] = (),
+    view: View | None = None,
+    engine: Engine | None = None,
+) -> Table:
+    """The figures at each step, in order of execution; with `sample` those of that sample alone.
+
+    `sample` is an index along the dimension of samples, or an identifier that the user gave. Records without samples,
+    as weights, without this one, and those of which values were not kept, are left out then, and counted in a note.
+
+    The change is that of absmax against the step before, in octaves; None from or to 0 and nothing finite. `first` says
+    where NaN, Inf and, for values rounded to what was computed in, overflow are seen for the first time on the way.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        NoRecordsError: no record has such a sample.
+        StorageError: the store cannot be read.
+        UsageError: there is no such figure, or not of samples.
+    """
+    chosen = _checked(figures, is_sample=sample is not None)
+    steps = _steps(records, sample=sample, figures=chosen, view=view or View.COMPUTE, engine=engine)
+    identities = identity_rows(records)
+    order = _order(records)
+    known = sorted(steps, key=lambda step: order[step[0]])
+    if sample is not None and not known:
+        raise NoRecordsError(_no_sample(records, sample))
+    rows, way = [], _Way()
+    captured = records.column("overflow.inf.count").tolist()
+    for number, (position, index, found) in enumerate(known):
+        change, first = way.step(order[position][:3], found, captured_inf=int(captured[position]))
+        cells = tuple(found[name] for name in chosen)
+        rows.append((number, *identities[position], index, *cells, change, first))
+    named = [figure(name) for name in chosen]
+    left_out = len(records) - len(rows)
+    return Table(
+        title="the way through the model" if sample is None else f"the way of sample {sample} through the model",
+        columns=(
+            Column(name="step", kind=Kind.INTEGER),
+            *identity_columns(),
+            Column(name="sample_index", kind=Kind.INTEGER, is_key=True, is_detail=True),
+            *(one.column() for one in named),
+            Column(name="absmax.octaves", kind=Kind.FLOAT, unit="octaves", head="absmax changes in"),
+            Column(name="first", kind=Kind.TEXT, head="first"),
+        ),
+        rows=tuple(rows),
+        notes=((f"{left_out} records left out: they have no such sample, or no values were kept",) if left_out else ()),
+    )
+
+
+def _checked(figures: Sequence[str], *, is_sample: bool) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(figure(name).name for name in figures)) or SHOWN
+    unknown = [name for name in names if is_sample and name not in SAMPLE_NAMES]
+    if unknown:
+        raise UsageError(f"figure {unknown[0]!r} is not known of samples: use one of {', '.join(SAMPLE_NAMES)}")
+    return names
+
+
+def _order(records: Records) -> list[tuple[int, ...]]:
+    """For each record where it is on the way: attempt, iteration, rank, and the order of recording."""
+    columns = (records.column(name).tolist() for name in ("attempt", "iteration", "rank", "counter"))
+    return [(*map(int, key), place) for place, key in enumerate(zip(*columns, strict=True))]
+
+
+def _steps(
+    records: Records, *, sample: int | str | None, figures: Sequence[str], view: View, engine: Engine | None
+) -> Iterator[tuple[int, int | None, Mapping[str, float | None]]]:
+    """The place of each record on the way, the index of the sample in it, and its figures."""
+    every_id = records.column("sample_ids").tolist()
+    wanted = [figure(name) for name in dict.fromkeys((*figures, "absmax", *_MARKS))]
+    for position, digest in enumerate(digests(records, view=view, engine=engine)):
+        if sample is None:
+            yield position, None, {one.name: one.of(digest) for one in wanted}
+            continue
+        index = _index(digest, sample, identifiers=json.loads(every_id[position]))
+        if index is not None and digest.samples is not None:
+            yield position, index, sample_of(digest.samples, index).figures()
+
+
+def _index(digest: Digest, sample: int | str, *, identifiers: list[Any] | None) -> int | None:
+    """Where a sample is in a record: by its identifier where there are some, else by its index."""
+    if digest.samples is None:
+        return None
+    count = digest.samples["absmax"].size
+    if identifiers is not None:
+        texts = [str(one) for one in identifiers[:count]]
+        return texts.index(str(sample)) if str(sample) in texts else None
+    is_index = isinstance(sample, int) or str(sample).isdecimal()
+    return int(sample) if is_index and 0 <= int(sample) < count else None
+
+
+class _Way:
+    """What was seen so far on the way of one rank in one iteration."""
+
+    def __init__(self) -> None:
+        self._key: tuple[int, ...] = ()
+        self._before: float | None = None
+        self._seen: set[str] = set()
+
+    def step(
+        self, key: tuple[int, ...], found: Mapping[str, float | None], *, captured_inf: int
+    ) -> tuple[float | None, str]:
+        """How absmax changed since the step before, and what is seen for the first time."""
+        if key != self._key:
+            self._key, self._before, self._seen = key, None, set()
+        now, before = found["absmax"], self._before
+        self._before = now
+        num_infinite = found["overflow.inf.count"] or 0
+        kinds = {
+            "NaN": bool(found["overflow.nan.count"]),
+            "Inf": bool(num_infinite) and bool(captured_inf),
+            "overflow": num_infinite > 0 and not captured_inf,
+        }
+        new = [kind for kind, is_here in kinds.items() if is_here and kind not in self._seen]
+        self._seen.update(new)
+        is_known = now is not None and before is not None and now > 0 and before > 0
+        change = math.log2(now) - math.log2(before) if is_known else None  # type: ignore[arg-type]  # both are known
+        return change, " ".join(new)
+
+
+def _no_sample(records: Records, sample: int | str) -> str:
+    """Why no record has a sample, and which there are."""
+    if all(text == "null" for text in records.column("sample_ids").tolist()):
+        sizes = [int(size) for size in records.column("batch_size").tolist() if not math.isnan(size)]
+        if sizes:
+            return f"no record has sample {sample}: batches have up to {max(sizes)} samples, counted from 0"
+        return f"no record has sample {sample}: no dimension of samples is known, or no values were kept"
+    identifiers = sorted({str(one) for text in records.column("sample_ids").tolist() for one in json.loads(text) or []})
+    return f"no record has sample {sample}: identifiers are {', '.join(identifiers[:8])}, {len(identifiers)} in all"

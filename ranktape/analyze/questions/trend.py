@@ -1,0 +1,190 @@
+"""How does a figure change over the iterations, in each group of records?
+
+All records of a group in one iteration are taken as one tensor: those of all ranks, microbatches and calls, unless the
+group has these as fields. The slope is the median of the slopes between all pairs of iterations (Sen 1968), which one
+odd iteration does not move; the jump is the step between captured iterations that changes the figure most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.figures import Figure, figure
+from ranktape.analyze.findings.changes import kendall_z, sen_slope
+from ranktape.analyze.findings.survey import SITE
+from ranktape.analyze.identity import group_columns, group_row
+from ranktape.analyze.questions.grouped import group_digests, group_records
+from ranktape.analyze.table import Column, Kind, Table
+from ranktape.analyze.values import View
+from ranktape.errors import UsageError
+
+if TYPE_CHECKING:
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.storage import Records
+
+_DETAILS = ("component", "quant_type", "mode", "layer_type")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """A figure, or several, over the iterations."""
+
+    course: Table
+    """One row for each group and iteration: each figure, and how it changed since the iteration before."""
+    summary: Table
+    """One row for each group and figure: first, last, slope, and the largest jump."""
+
+
+def trend(
+    records: Records,
+    *,
+    figures: Sequence[str] = ("absmax",),
+    by: Sequence[str] = (),
+    view: View | None = None,
+    engine: Engine | None = None,
+) -> Trend:
+    """Any figures over the iterations, for each place of the model, or with `by` for each group.
+
+    A figure that is not there (of nothing finite, of statistics that were kept) is None; so is a change from or to it,
+    and one from 0. Changes are differences, beside factors in octaves where both numbers are positive. Of a group that
+    is in one iteration alone there is no slope.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+        UnknownFieldError: `by` names no field of a record.
+        UsageError: there is no such figure, or `by` names the iteration.
+    """
+    if "iteration" in by:
+        raise UsageError("by 'iteration' is not allowed: a trend goes along it; leave it out, or see 'analyze stats'")
+    chosen = [figure(name) for name in dict.fromkeys(figures)]
+    if not chosen:
+        raise UsageError("a trend needs a figure: give one, such as absmax")
+    fields = _fields(records, by)
+    groups = group_records(records, by=(*fields, "iteration"))
+    found: list[tuple[float | None, ...]] = [()] * len(groups.keys)
+    for number, digest in group_digests(records, groups, view=view or View.COMPUTE, engine=engine):
+        found[number] = tuple(one.of(digest) for one in chosen)
+    courses: dict[tuple[Any, ...], list[int]] = {}
+    for number, key in enumerate(groups.keys):
+        courses.setdefault(tuple(key[field] for field in fields), []).append(number)
+    iterations = [int(key["iteration"]) for key in groups.keys]
+    heads = [group_row({field: key[field] for field in fields}, num_records=0)[:-1] for key in groups.keys]
+    rows, ends = [], []
+    for members in courses.values():
+        for place, number in enumerate(members):
+            before = found[members[place - 1]] if place else (None,) * len(chosen)
+            cells = [cell for pair in zip(before, found[number], strict=True) for cell in _step(*pair)]
+            rows.append((*heads[number], iterations[number], groups.sizes[number], *cells))
+        times = [iterations[number] for number in members]
+        for column, one in enumerate(chosen):
+            values = [found[number][column] for number in members]
+            ends.append((*heads[members[0]], one.name, len(members), *_ends(times, values)))
+    return Trend(
+        course=Table(
+            title=f"{', '.join(one.name for one in chosen)} over the iterations",
+            columns=(*_group_columns(fields), *_COURSE, *(column for one in chosen for column in _figure_columns(one))),
+            rows=tuple(rows),
+        ),
+        summary=Table(
+            title=f"how {', '.join(one.name for one in chosen)} changes over the iterations",
+            columns=(*_group_columns(fields), *_SUMMARY),
+            rows=tuple(ends),
+        ),
+    )
+
+
+def _fields(records: Records, by: Sequence[str]) -> tuple[str, ...]:
+    """What tells one course from another; restarts that were asked for on purpose have courses of their own."""
+    fields = tuple(by) or SITE
+    has_several = len(set(records.column("attempt").tolist())) > 1
+    return (*fields, "attempt") if has_several and "attempt" not in fields else fields
+
+
+_TWO = 2
+
+_COURSE = (
+    Column(name="iteration", kind=Kind.INTEGER, is_key=True),
+    Column(name="records", kind=Kind.INTEGER),
+)
+
+_SUMMARY = (
+    Column(name="figure", kind=Kind.TEXT, is_key=True),
+    Column(name="iterations", kind=Kind.INTEGER),
+    Column(name="first", kind=Kind.FLOAT),
+    Column(name="last", kind=Kind.FLOAT),
+    Column(name="last_over_first", kind=Kind.FLOAT, head="last / first"),
+    Column(name="slope", kind=Kind.FLOAT, unit="per iteration"),
+    Column(name="octave_slope", kind=Kind.FLOAT, unit="octaves per iteration", head="slope in", is_detail=True),
+    Column(name="kendall_z", kind=Kind.FLOAT, head="Kendall z"),
+    Column(name="jump", kind=Kind.FLOAT, head="largest jump"),
+    Column(name="jump_octaves", kind=Kind.FLOAT, unit="octaves", head="jump in"),
+    Column(name="jump_iteration", kind=Kind.INTEGER, head="at iteration"),
+)
+
+
+def _group_columns(fields: Sequence[str]) -> tuple[Column, ...]:
+    return tuple(
+        column if column.name not in _DETAILS or len(fields) < len(SITE) else _detail(column)
+        for column in group_columns(fields)[:-1]
+    )
+
+
+def _detail(column: Column) -> Column:
+    return Column(name=column.name, kind=column.kind, is_key=True, is_detail=True)
+
+
+def _figure_columns(one: Figure) -> tuple[Column, ...]:
+    return (
+        one.column(),
+        Column(name=f"{one.name}.change", kind=Kind.FLOAT, head=f"{one.head} change", is_detail=True),
+        Column(name=f"{one.name}.octaves", kind=Kind.FLOAT, unit="octaves", head=f"{one.head} change in"),
+    )
+
+
+def _step(before: float | None, now: float | None) -> tuple[float | None, ...]:
+    """The figure, its difference to the one before, and the factor in octaves."""
+    if before is None or now is None:
+        return now, None, None
+    return now, now - before, _octaves(before, now)
+
+
+def _octaves(before: float, now: float) -> float | None:
+    is_known = before > 0 and now > 0 and math.isfinite(before) and math.isfinite(now)
+    return math.log2(now) - math.log2(before) if is_known else None
+
+
+def _ends(times: Sequence[int], values: Sequence[float | None]) -> tuple[Any, ...]:
+    """What `_SUMMARY` says of a course."""
+    known = [(time, float(value)) for time, value in zip(times, values, strict=True) if value is not None]
+    if not known:
+        return (None,) * (len(_SUMMARY) - 2)
+    first, last = known[0][1], known[-1][1]
+    finite = [(time, value) for time, value in known if math.isfinite(value)]
+    jump, factor, iteration = _jump(known)
+    slope, log_slope, score = _slopes(finite)
+    return first, last, last / first if first else None, slope, log_slope, score, jump, factor, iteration
+
+
+def _slopes(known: Sequence[tuple[int, float]]) -> tuple[float | None, ...]:
+    """The slope per iteration, in the figure's own unit and in octaves, and how sure its sign is."""
+    if len(known) < _TWO:
+        return None, None, None
+    times, values = np.array([time for time, _ in known]), np.array([value for _, value in known])
+    in_octaves = sen_slope(times, np.log2(values)) if (values > 0).all() else None
+    return sen_slope(times, values), in_octaves, kendall_z(values)
+
+
+def _jump(known: Sequence[tuple[int, float]]) -> tuple[Any, ...]:
+    """The largest step, by the factor where all are positive, in its own unit, in octaves, and where it leads."""
+    steps = [(two[1] - one[1], _octaves(one[1], two[1]), two[0]) for one, two in itertools.pairwise(known)]
+    if not steps:
+        return None, None, None
+    is_by_factor = all(factor is not None for _, factor, _ in steps)
+    return max(steps, key=lambda step: abs((step[1] or 0.0) if is_by_factor else step[0]))

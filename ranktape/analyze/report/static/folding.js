@@ -1,0 +1,116 @@
+// What is the figure of several records, and how far is one from its peers?
+(function () {
+  "use strict";
+  const page = window.ranktape;
+  const MIN_PEERS = 3;
+
+  function valueOf(figure, record) {
+    const value = figure.column[record];
+    return figure.merge === "ratio" ? value / Math.max(1, page.elements[record]) : value;
+  }
+
+  function median(values) {
+    const ordered = Float64Array.from(values).sort();
+    // The lower of two in the middle: one of two records that is far too large stands out, and not both.
+    return ordered.length > 0 ? ordered[(ordered.length - 1) >> 1] : NaN;
+  }
+
+  function merged(values, merge) {
+    const known = values.filter((value) => !Number.isNaN(value));
+    if (known.length === 0) return NaN;
+    if (merge === "median") return median(known);
+    const better = merge === "smallest" ? (one, best) => one < best : (one, best) => one > best;
+    return known.reduce((best, one) => (better(one, best) ? one : best));
+  }
+
+  /** The figure of several records: NaN where none of them has it. */
+  function fold(figure, records) {
+    if (figure.merge !== "ratio") return merged(Array.from(records, (record) => figure.column[record]), figure.merge);
+    let count = 0;
+    let elements = 0;
+    let isKnown = false;
+    for (const record of records) {
+      if (Number.isNaN(figure.column[record])) continue;
+      isKnown = true;
+      count += figure.column[record];
+      elements += page.elements[record];
+    }
+    return isKnown ? count / Math.max(1, elements) : NaN;
+  }
+
+  /** Records by the code of a field, in the order of its values. */
+  function groups(records, field) {
+    const found = new Map();
+    for (const record of records) {
+      const code = field.codes[record];
+      if (!found.has(code)) found.set(code, []);
+      found.get(code).push(record);
+    }
+    // Forward before backward, in every legend and with one colour each.
+    const sign = field.name === "operation" ? -1 : 1;
+    return new Map(Array.from(found).sort(([one], [other]) => sign * (one - other)));
+  }
+
+  const SITE = ["operation", "phase", "component", "tensor_name", "quant_type", "mode"];
+
+  /** For each record a number that it shares with those of its module, or of modules whose names differ in digits. */
+  function codesOf(nameOfModule) {
+    const names = page.fields.get("module").values.map(nameOfModule);
+    const columns = SITE.map((name) => page.fields.get(name).codes);
+    const module = page.fields.get("module").codes;
+    const codes = new Map();
+    return Int32Array.from({ length: page.count }, (_, record) => {
+      const key = `${columns.map((column) => column[record]).join(",")},${names[module[record]]}`;
+      if (!codes.has(key)) codes.set(key, codes.size);
+      return codes.get(key);
+    });
+  }
+
+  function mediansOf(codes, figure) {
+    const values = new Map();
+    for (let record = 0; record < page.count; record += 1) {
+      const value = figure.column[record];
+      if (!(value > 0)) continue;
+      if (!values.has(codes[record])) values.set(codes[record], []);
+      values.get(codes[record]).push(value);
+    }
+    return new Map(Array.from(values, ([code, some]) => [code, { count: some.length, middle: median(some) }]));
+  }
+
+  let sites = null;
+  let families = null;
+  const deviations = new Map();
+
+  /**
+   * For each record the log2 of its figure over the median of its peers: the same place in other ranks, iterations and
+   * microbatches where there are three, else the like places of all layers. NaN where the figure is not positive.
+   */
+  function deviation(figure) {
+    if (!deviations.has(figure.name)) {
+      sites ??= codesOf((name) => name);
+      families ??= codesOf((name) => String(name).replace(/\d+/g, "#"));
+      const near = mediansOf(sites, figure);
+      const far = mediansOf(families, figure);
+      const found = new Float64Array(page.count).fill(NaN);
+      for (let record = 0; record < page.count; record += 1) {
+        const value = figure.column[record];
+        if (!(value > 0)) continue;
+        const own = near.get(sites[record]);
+        found[record] = Math.log2(value / (own.count >= MIN_PEERS ? own : far.get(families[record])).middle);
+      }
+      deviations.set(figure.name, found);
+    }
+    return deviations.get(figure.name);
+  }
+
+  /** Of several deviations the one that is farthest from 0. */
+  function farthest(values) {
+    let found = NaN;
+    for (const value of values) {
+      if (!Number.isNaN(value) && !(Math.abs(value) <= Math.abs(found))) found = value;
+    }
+    return found;
+  }
+
+  page.folding = { valueOf, median, merged, fold, groups, deviation, farthest };
+})();

@@ -1,0 +1,196 @@
+// Where in the model is a figure unusual: one cell for each layer and rank, iteration, sample or tensor?
+(function () {
+  "use strict";
+  const page = window.ranktape;
+  const { selection, folding, themes, label } = page;
+  const MAX_GAPPED_CELLS = 3000;
+  const MAX_TICKS = 28;
+  const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
+  const MIN_OCTAVES = 3;
+  const MAX_OCTAVES = 16;
+  const NAMES = { layer_idx: "layer", kind: "tensor", tensor_name: "tensor name", quant_type: "quant type" };
+  const place = document.getElementById("overview-chart");
+  let shownCells = null;
+
+  const nameOf = (field) => NAMES[field] ?? field.replace(/_/g, " ");
+
+  /** Every value that is shown, with its row, its column and its record: samples are values of their own. */
+  function* valuesOf(figure, isDeviation) {
+    const { down, across } = selection.state;
+    const rows = page.fields.get(down).codes;
+    if (across !== "sample") {
+      const columns = page.fields.get(across).codes;
+      const deviation = isDeviation ? folding.deviation(figure) : null;
+      for (const record of selection.records()) {
+        yield [rows[record], columns[record], record, deviation ? deviation[record] : NaN];
+      }
+      return;
+    }
+    const { placeOf, starts, length, figures } = page.samples;
+    const column = figures.get(figure.name);
+    for (const record of selection.records()) {
+      const at = placeOf.get(record);
+      if (at === undefined) continue;
+      const values = column.subarray(starts[at], starts[at] + length[at]);
+      const middle = folding.median(values.filter((value) => value > 0));
+      for (let sample = 0; sample < values.length; sample += 1) {
+        yield [rows[record], sample, record, isDeviation ? Math.log2(values[sample] / middle) : values[sample]];
+      }
+    }
+  }
+
+  function cellsOf(figure, isDeviation) {
+    const cells = new Map();
+    const rows = new Set();
+    const columns = new Set();
+    for (const [row, column, record, value] of valuesOf(figure, isDeviation)) {
+      rows.add(row);
+      columns.add(column);
+      const key = row * 1e7 + column;
+      if (!cells.has(key)) cells.set(key, { records: [], values: [] });
+      const cell = cells.get(key);
+      cell.records.push(record);
+      cell.values.push(value);
+    }
+    const ascending = (one, other) => one - other;
+    return { cells, rows: Array.from(rows).sort(ascending), columns: Array.from(columns).sort(ascending) };
+  }
+
+  function valueOfCell(cell, figure, isDeviation) {
+    if (isDeviation) return folding.farthest(cell.values.filter(Number.isFinite));
+    if (selection.state.across !== "sample") return folding.fold(figure, cell.records);
+    return folding.merged(cell.values, figure.merge === "ratio" ? "largest" : figure.merge);
+  }
+
+  function powerTicks(low, high) {
+    const step = Math.max(1, Math.ceil((high - low) / 8));
+    const ticks = [];
+    for (let power = Math.ceil(low); power <= high; power += step) ticks.push(power);
+    return ticks.length > 1 ? ticks : high - low > 0.05 ? [low, high] : [high];
+  }
+
+  /** Numbers that colours are given to, and what the bar beside them says. */
+  function colored(values, figure, isDeviation) {
+    const known = values.flat().filter((value) => Number.isFinite(value));
+    if (isDeviation) {
+      const limit = Math.min(MAX_OCTAVES, known.reduce((best, one) => Math.max(best, Math.abs(one)), MIN_OCTAVES));
+      const ticks = powerTicks(-limit, limit).filter((power) => Number.isInteger(power));
+      return {
+        z: values, zmin: -limit, zmax: limit, colorscale: themes.diverging,
+        colorbar: { tickvals: ticks, ticktext: ticks.map((power) => (power < 0 ? `1/${page.number(2 ** -power)} ×` : `${page.number(2 ** power)} ×`)) },
+      };
+    }
+    const isLog = figure.isMagnitude || figure.merge === "ratio";
+    const positive = known.filter((value) => value > 0);
+    if (!isLog || positive.length === 0) {
+      // plotly leaves infinities out, and with them the click: a lossless format has the colour of the best one.
+      const ends = known.length > 0 ? [known.reduce((best, one) => Math.min(best, one)), known.reduce((best, one) => Math.max(best, one))] : [-1, 1];
+      const z = values.map((row) => row.map((value) => (value === Infinity ? ends[1] : value === -Infinity ? ends[0] : value)));
+      return { z, zmin: null, zmax: null, colorbar: { ticksuffix: figure.unit ? ` ${figure.unit}` : "" } };
+    }
+    const low = Math.log10(positive.reduce((best, one) => Math.min(best, one)));
+    const hasZero = known.length > positive.length;
+    const high = Math.max(Math.log10(positive.reduce((best, one) => Math.max(best, one))), low + (hasZero ? 0 : 0.3));
+    const floor = hasZero ? low - Math.max(0.5, (high - low) / 5) : low;
+    const z = values.map((row) => row.map((value) => (value === Infinity ? high : value > 0 ? Math.log10(value) : value === 0 ? floor : null)));
+    const ticks = powerTicks(low, high);
+    const texts = ticks.map((power) => page.shown(figure, Number((10 ** power).toPrecision(2))));
+    return {
+      z, zmin: floor, zmax: high,
+      colorbar: {
+        tickvals: hasZero ? [floor, ...ticks] : ticks, ticktext: hasZero ? ["0", ...texts] : texts,
+      },
+    };
+  }
+
+  /** What a hover says of each cell; names are made harmless once, for there may be 100,000 cells. */
+  function hoverTexts(rowWords, columnWords, cellAt, values, figure, isDeviation) {
+    const { down, across } = selection.state;
+    const rowLabels = rowWords.map((word) => `<b>${nameOf(down)} ${label(word)}, ${nameOf(across)} `);
+    const columnLabels = columnWords.map((word) => `${label(word)}</b><br>${label(figure.head)}: `);
+    const said = isDeviation
+      ? (value) => `${page.number(2 ** value)} times the median of its peers`
+      : (value) => label(page.shown(figure, value));
+    return values.map((row, r) =>
+      row.map((value, c) => {
+        const cell = cellAt(r, c);
+        if (cell === undefined) return "";
+        return `${rowLabels[r]}${columnLabels[c]}${said(value)}<br>records: ${cell.records.length}, click to open them`;
+      })
+    );
+  }
+
+  function caption(figure, isDeviation) {
+    const merge = { ratio: "all of a cell together", largest: "the largest of a cell", smallest: "the smallest of a cell", median: "the median of a cell" };
+    if (!isDeviation) return `${figure.head}: ${merge[figure.merge]}. Click a cell to open its records.`;
+    const peers = selection.state.across === "sample" ? "the other samples of its batch" : "the same tensor in other ranks and iterations (in other layers, where there are none)";
+    return `How far ${figure.head} is from that of ${peers}; of a cell the farthest. White is usual. Click a cell to open its records.`;
+  }
+
+  function update() {
+    const figure = selection.figure();
+    const { down, across, againstPeers } = selection.state;
+    const isSample = across === "sample";
+    const isDeviation = againstPeers && figure.isMagnitude;
+    document.getElementById("overview-title").textContent = `Overview: ${nameOf(down)} by ${nameOf(across)}`;
+    document.getElementById("overview-caption").textContent = caption(figure, isDeviation);
+    if (isSample && !page.samples.figures.has(figure.name)) {
+      const known = Array.from(page.samples.figures.keys(), (name) => page.figures.get(name).head).join(", ");
+      themes.say(place, `Of single samples ${figure.head} is not known: choose ${known}.`);
+      return;
+    }
+    const { cells, rows, columns } = cellsOf(figure, isDeviation);
+    if (rows.length === 0) {
+      themes.say(place, isSample ? "None of these records has samples." : "No record passes the filters.");
+      return;
+    }
+    const rowField = page.fields.get(down);
+    const columnField = page.fields.get(across);
+    const rowWords = rows.map((code) => page.word(rowField, code));
+    const columnWords = columns.map((code) => (isSample ? String(code) : page.word(columnField, code)));
+    const at = (row, column) => cells.get(row * 1e7 + column);
+    const values = rows.map((row) =>
+      columns.map((column) => {
+        const cell = at(row, column);
+        const value = cell === undefined ? NaN : valueOfCell(cell, figure, isDeviation);
+        return Number.isNaN(value) ? null : value;
+      })
+    );
+    const text = hoverTexts(rowWords, columnWords, (r, c) => at(rows[r], columns[c]), values, figure, isDeviation);
+    const gap = rows.length * columns.length <= MAX_GAPPED_CELLS ? 1 : 0;
+    shownCells = { rows, columns, rowWords, columnWords, at };
+    const tickOf = (words) => ({ tickmode: "array", ...ticksOf(words) });
+    themes.draw(
+      place, "overview",
+      [{ ...colored(values, figure, isDeviation), text, xgap: gap, ygap: gap, x: columns.map((_, c) => c), y: rows.map((_, r) => r) }],
+      {
+        height: Math.min(680, Math.max(240, 110 + rows.length * 22)),
+        xaxis: { title: { text: nameOf(across) }, type: "linear", ...tickOf(columnWords) },
+        yaxis: { title: { text: nameOf(down) }, type: "linear", autorange: "reversed", ...tickOf(rowWords) },
+      }
+    );
+    if (!place.dataset.listens) {
+      place.dataset.listens = "yes";
+      place.on("plotly_click", (event) => openCell(event.points[0]));
+    }
+  }
+
+  /** As many names as fit beside one another. */
+  function ticksOf(words) {
+    const step = STEPS.find((one) => words.length / one <= MAX_TICKS) ?? Math.ceil(words.length / MAX_TICKS);
+    const places = words.map((_, index) => index).filter((index) => index % step === 0);
+    return { tickvals: places, ticktext: places.map((index) => label(words[index], 36)) };
+  }
+
+  function openCell(point) {
+    const { rows, columns, rowWords, columnWords, at } = shownCells;
+    const cell = at(rows[Math.round(point.y)], columns[Math.round(point.x)]);
+    if (cell === undefined) return;
+    const { down, across } = selection.state;
+    const records = Array.from(new Set(cell.records));
+    selection.focus(records, `${nameOf(down)} ${rowWords[Math.round(point.y)]}, ${nameOf(across)} ${columnWords[Math.round(point.x)]}`);
+    document.getElementById("drill").scrollIntoView({ block: "start" });
+  }
+
+  page.overview = { update, nameOf };
+})();

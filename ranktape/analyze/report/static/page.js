@@ -1,0 +1,89 @@
+// What happens when something is chosen: which parts of the page are drawn again?
+(function () {
+  "use strict";
+  const page = window.ranktape;
+  const { selection, themes, element } = page;
+  const at = (id) => document.getElementById(id);
+
+  function fillMenus() {
+    for (const figure of page.figures.values()) at("figure").append(element("option", { value: figure.name, text: figure.head }));
+    const differs = (name) => page.fields.get(name).values.length > 1;
+    const named = (name) => element("option", { value: name, text: page.overview.nameOf(name) });
+    at("down").append(...["layer_idx", "module", "kind"].map(named));
+    at("across").append(...["rank", "iteration"].map(named));
+    if (page.samples.count > 0) at("across").append(element("option", { value: "sample", text: "sample" }));
+    at("across").append(...["kind", "microbatch", "quant_type", "phase", "component"].filter((name) => name === "kind" || differs(name)).map(named));
+    at("color-by").append(
+      ...["kind", "operation", "layer_type", "quant_type", "phase", "component", "tensor_name", "dtype", "rank"]
+        .filter((name) => name === "kind" || differs(name))
+        .map(named)
+    );
+    const { state } = selection;
+    at("figure").value = state.figure;
+    at("across").value = state.across;
+    at("down").value = state.down;
+    at("color-by").value = state.colorBy;
+    at("against-peers").checked = state.againstPeers;
+    for (const [id, key] of [["figure", "figure"], ["across", "across"], ["down", "down"], ["color-by", "colorBy"]]) {
+      at(id).addEventListener("change", (event) => selection.choose({ [key]: event.target.value }));
+    }
+    at("against-peers").addEventListener("change", (event) => selection.choose({ againstPeers: event.target.checked }));
+  }
+
+  function listenToFindings() {
+    for (const link of document.querySelectorAll("[data-finding]")) {
+      link.addEventListener("click", (event) => {
+        event.preventDefault();
+        const places = page.raw.findings[Number(link.dataset.finding)];
+        selection.focus(places, link.dataset.title);
+        at("drill").scrollIntoView({ block: "start" });
+      });
+    }
+    at("drill-clear").addEventListener("click", () => selection.focus(null));
+    at("distribution-log").addEventListener("change", () => page.drill.update());
+  }
+
+  function updateSwitch() {
+    at("theme").textContent = themes.isDark() ? "Light" : "Dark";
+    at("theme").setAttribute("aria-label", `show the page ${themes.isDark() ? "light" : "dark"}`);
+  }
+
+  function listenToThemes() {
+    at("theme").addEventListener("click", () => {
+      document.documentElement.dataset.theme = themes.isDark() ? "light" : "dark";
+      updateSwitch();
+      themes.redraw();
+    });
+    window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+      updateSwitch();
+      themes.redraw();
+    });
+    window.addEventListener("beforeprint", () => themes.print(true));
+    window.addEventListener("afterprint", () => themes.print(false));
+    at("print").addEventListener("click", () => window.print());
+  }
+
+  function update(what) {
+    at("against-peers").checked = selection.state.againstPeers;
+    at("against-peers").disabled = !selection.figure().isMagnitude;
+    if (what !== "focus") {
+      page.overview.update();
+      page.panels.update();
+    }
+    if (what === "figure") {
+      page.drill.updateSamples();
+      return;
+    }
+    page.filters.update();
+    page.drill.update();
+    page.tables.update();
+  }
+
+  fillMenus();
+  listenToFindings();
+  listenToThemes();
+  updateSwitch();
+  selection.onChange(update);
+  update("selection");
+  document.documentElement.dataset.ready = "yes";
+})();

@@ -1,0 +1,213 @@
+"""Does a run hold to its rules?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.identity import IDENTITY, group_row, identity_rows
+from ranktape.analyze.limits.target import one_target
+from ranktape.analyze.quantization.schemes import Scaling
+from ranktape.analyze.questions.swept import sweepable
+from ranktape.analyze.rules.condition import Fault, faults, judge
+from ranktape.analyze.rules.defaults import default_rules
+from ranktape.analyze.rules.operands import Operand, Origin, parse_operand
+from ranktape.analyze.rules.result import GateResult, Offender, Outcome
+from ranktape.analyze.rules.rule import Missing, Rule, parse_rule
+from ranktape.analyze.rules.rule_file import read_rule_file
+from ranktape.analyze.rules.values import Judged, values_of
+from ranktape.analyze.sample_names import SAMPLE
+from ranktape.errors import NoRecordsError, UsageError
+from ranktape.storage.selection.columns import Comparison
+
+if TYPE_CHECKING:
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.values import View
+    from ranktape.storage import Records
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A rule that is ready to be judged."""
+
+    rule: Rule
+    operands: tuple[Operand, ...]
+    records: Records
+    notes: tuple[str, ...]
+
+
+def gate(
+    records: Records,
+    *,
+    rules: str | Rule | Sequence[str | Rule] = (),
+    rule_file: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    by: Sequence[str] = (),
+    format: str | None = None,  # noqa: A002 - the option's name
+    scaling: str | None = None,
+    view: View | None = None,
+    engine: Engine | None = None,
+) -> GateResult:
+    """Which rules hold: those of `rules` and of the files together, or the default ones if there are none.
+
+    A rule is a condition over figures and fields, and may say where it applies: `"std < 10 where phase == 'pre'"`.
+    `by`, `format` and `scaling` are for the rules that say nothing of them themselves. A figure that does not exist
+    (the mean of NaN alone) makes its record an offender, unless the condition holds without it, or the rule says
+    `missing: pass`. Nothing is read of what the catalogue knows.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        NoRecordsError: a rule that may not be empty is about no record.
+        StorageError: the store cannot be read.
+        UsageError: a rule cannot be read, asks for what there is not, or an option is of no use to any.
+    """
+    files = [rule_file] if isinstance(rule_file, str | os.PathLike) else list(rule_file)
+    several = [rules] if isinstance(rules, str | Rule) else rules
+    given = [rule if isinstance(rule, Rule) else parse_rule(rule) for rule in several]
+    for file in files:
+        given += read_rule_file(Path(file))
+    filled = _filled(given or default_rules(), by=by, format_name=format, scaling=scaling)
+    # What is wrong with any rule is said before the first is judged.
+    asked = [_asked(rule, records) for rule in filled]
+    return GateResult(outcomes=tuple(_outcome(one, view=view, engine=engine) for one in asked))
+
+
+def _filled(rules: Sequence[Rule], *, by: Sequence[str], format_name: str | None, scaling: str | None) -> list[Rule]:
+    """The rules with what was said for all of them, where they say nothing themselves and it is of use."""
+    found, is_used = [], False
+    for rule in rules:
+        filled = rule if rule.by is not None else dataclasses.replace(rule, by=tuple(by))
+        has_limits = any(operand.has_limits for operand in _operands(rule))
+        if rule.format is None and has_limits and format_name is not None:
+            filled = dataclasses.replace(filled, format=format_name, scaling=rule.scaling or scaling)
+            is_used = True
+        elif rule.format is not None and rule.scaling is None and has_limits:
+            filled = dataclasses.replace(filled, scaling=scaling)
+            is_used |= scaling is not None
+        found.append(filled)
+    option, value = ("--format", format_name) if format_name is not None else ("--scaling", scaling)
+    if value is not None and not is_used:
+        raise UsageError(
+            f"{option} {value} has no effect: no rule counts against limits without saying itself which; "
+            "overflow.ratio, overflow.underflow.ratio and overflow.flushed.ratio do"
+            + ("" if format_name is not None else ", and --format says which")
+        )
+    return found
+
+
+def _operands(rule: Rule) -> tuple[Operand, ...]:
+    try:
+        return tuple(map(parse_operand, rule.condition.names))
+    except UsageError as error:
+        raise rule.mistake(error) from error
+
+
+def _asked(rule: Rule, records: Records) -> _Asked:
+    operands = _operands(rule)
+    try:
+        _check(rule, operands)
+        chosen = records if rule.where is None else records.where(rule.where)
+        for field in rule.by or ():
+            if field != SAMPLE:
+                records.column(field)  # refuses what is no field
+    except UsageError as error:
+        raise rule.mistake(error) from error
+    notes = []
+    if rule.scaling == Scaling.BLOCK or any(operand.origin is Origin.SWEEP for operand in operands):
+        floating = sweepable(chosen)
+        if len(floating) < len(chosen):
+            notes.append(f"{len(chosen) - len(floating)} records of integers or bool left out: no format is for them")
+        chosen = floating
+    if not len(chosen) and not rule.allow_empty:
+        raise NoRecordsError(
+            f"rule {rule.name!r} checks nothing: none of {len(records)} records is one that it is about"
+            + (f", where {rule.where}" if rule.where else "")
+            + "; a rule of a file may say 'allow_empty: true'"
+        )
+    return _Asked(rule=rule, operands=operands, records=chosen, notes=tuple(notes))
+
+
+def _check(rule: Rule, operands: Sequence[Operand]) -> None:
+    target = one_target(rule.format, rule.scaling)
+    if target is not None and not any(operand.has_limits for operand in operands):
+        names = ", ".join(operand.name for operand in operands)
+        raise UsageError(f"format {rule.format} has no effect on {names}: leave it out")
+    for operand in operands:
+        if operand.needs_format and target is None:
+            raise UsageError(f"{operand.name} is counted against a format: say which, as format: fp8_e4m3")
+
+
+def _outcome(asked: _Asked, *, view: View | None, engine: Engine | None) -> Outcome:
+    rule = asked.rule
+    if not len(asked.records):
+        return Outcome(
+            rule=rule, num_records=0, num_checked=0, num_failed=0, num_missing=0, offenders=(), notes=asked.notes
+        )
+    target = one_target(rule.format, rule.scaling)
+    targets = () if target is None else (target,)
+    condition = rule.condition.condition
+    try:
+        judged = values_of(asked.records, asked.operands, by=rule.by or (), targets=targets, view=view, engine=engine)
+        num_rows = len(judged.groups)
+        truth = judge(condition, judged.columns, num_rows=num_rows)
+        is_unknown = ~truth.holds & ~truth.fails
+        is_bad = truth.fails | is_unknown if rule.missing is Missing.FAIL else truth.fails
+        found = list(faults(condition, judged.columns, is_bad))
+    except UsageError as error:
+        raise rule.mistake(error) from error
+    return Outcome(
+        rule=rule,
+        num_records=len(asked.records),
+        num_checked=num_rows,
+        num_failed=int(is_bad.sum()),
+        num_missing=int(is_unknown.sum()),
+        offenders=tuple(_offenders(found, judged)),
+        notes=(*asked.notes, *judged.places.notes),
+    )
+
+
+def _offenders(found: Sequence[Fault], judged: Judged) -> Iterator[Offender]:
+    has_records = any(fault.rows.any() and not judged.groups[0][0] for fault in found)
+    identities = identity_rows(judged.places.records) if has_records else []
+    for fault in found:
+        (rows,) = np.nonzero(fault.rows)
+        values = {row: _plain(judged.columns[fault.figure][row]) for row in rows.tolist()}
+        for row in sorted(values, key=lambda row: _badness(values[row], fault), reverse=True):
+            key, members = judged.groups[row]
+            owners = np.unique(judged.places.owners[members])
+            cells = group_row(key, num_records=0) if key else identities[owners[0]]
+            yield Offender(
+                figure=fault.figure,
+                value=values[row],
+                limit=fault.limit,
+                records=int(owners.size),
+                identity=dict(zip(key or IDENTITY, cells, strict=False)),
+            )
+
+
+def _badness(value: Any, fault: Fault) -> tuple[int, float]:
+    """Missing figures first, then the farther beyond the limit the sooner."""
+    if value is None:
+        return 2, 0.0
+    if isinstance(value, str) or fault.bound is None:
+        return 0, 0.0
+    if fault.comparison in {Comparison.BELOW, Comparison.AT_MOST}:
+        return 1, float(value)
+    if fault.comparison in {Comparison.ABOVE, Comparison.AT_LEAST}:
+        return 1, -float(value)
+    return 1, abs(float(value) - fault.bound)
+
+
+def _plain(value: Any) -> Any:
+    """A value as tables hold it: whole numbers as int, a missing one as None."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    if isinstance(plain, float):
+        if math.isnan(plain):
+            return None
+        return int(plain) if plain.is_integer() and abs(plain) < 2**53 else plain
+    return plain

@@ -1,0 +1,116 @@
+"""What does a name in a condition stand for: a count, a figure, what a format loses, copies that differ, a field?"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+from dataclasses import dataclass
+
+from ranktape.analyze.figures import FIGURES, figure
+from ranktape.analyze.limits.counts import EXTREMES, KINDS
+from ranktape.analyze.sample_names import SAMPLE
+from ranktape.analyze.sweeps.metrics import METRICS
+from ranktape.analyze.sweeps.options import SweepOptions, resolve
+from ranktape.errors import UsageError
+from ranktape.storage.backends.failures import printable
+from ranktape.storage.catalogue import COLUMNS
+
+REPLICAS = "replicas.differing"
+"""How many copies of a record hold other bits than it does; 0 where most hold the same."""
+
+LOSSES = (*METRICS, "overflow_ratio", "underflow_ratio", "flushed_ratio", "exponent")
+"""What can be asked of the recommended level of a sweep: `sqnr.mxfp8`."""
+
+
+class Origin(enum.Enum):
+    """Where a value comes from."""
+
+    COUNTS = "counts"
+    """What is beyond limits: from the catalogue, or against a format from digests."""
+    DIGEST = "digest"
+    """A figure of single values."""
+    SWEEP = "sweep"
+    """What a format loses with the recommended scale."""
+    REPLICAS = "replicas"
+    """The checksums of copies."""
+    FIELD = "field"
+    """What the catalogue says of the record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """What a name stands for."""
+
+    name: str
+    """The name, as it is written."""
+    origin: Origin
+    """Where its values come from."""
+    part: str = ""
+    """Of counts their kind, of a sweep the figure."""
+    is_ratio: bool = False
+    """Of a count, whether it is one of all elements."""
+    format: str = ""
+    """Of a sweep the format."""
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether it depends on the limits that values are counted against."""
+        return self.origin is Origin.COUNTS and self.part in {
+            "upper",
+            "lower",
+            "total",
+            "underflow",
+            "flushed",
+            "spoiled",
+        }
+
+    @property
+    def needs_format(self) -> bool:
+        """Whether against the limits of the dtype there is nothing to count."""
+        return self.origin is Origin.COUNTS and self.part in {"flushed", "spoiled"}
+
+    @property
+    def is_worst_if_low(self) -> bool:
+        """Of a sweep, whether the lowest value of a group is its worst."""
+        return self.part in METRICS and not METRICS[self.part].is_error
+
+
+def parse_operand(name: str) -> Operand:
+    """What a name stands for.
+
+    Raises:
+        UsageError: nothing; the message names what is like it.
+    """
+    if name in _COUNTS:
+        return _COUNTS[name]
+    if name == REPLICAS:
+        return Operand(name=name, origin=Origin.REPLICAS)
+    if name in FIGURES or re.fullmatch(r"p\d+(\.\d+)?", name):
+        return Operand(name=figure(name).name, origin=Origin.DIGEST)
+    if name in COLUMNS or name == SAMPLE:
+        return Operand(name=name, origin=Origin.FIELD)
+    part, dot, format_name = name.partition(".")
+    if dot and part in LOSSES:
+        resolve(format_name, options=SweepOptions())
+        return Operand(name=name, origin=Origin.SWEEP, part=part, format=format_name)
+    known = [*_COUNTS, REPLICAS, *FIGURES, *COLUMNS, *(f"{loss}.{format_name or 'mxfp8'}" for loss in LOSSES)]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near += [one for one in known if name in one.split(".") and one not in near]
+    hint = f"did you mean {' or '.join(dict.fromkeys(near[:3]))}?" if near else f"use one of {', '.join(FIGURES)}"
+    raise UsageError(f"no figure or field {printable(repr(name))}: {hint}")
+
+
+def _counts() -> dict[str, Operand]:
+    found = [Operand(name="elements", origin=Origin.COUNTS, part="elements")]
+    for kind in KINDS:
+        names = f"overflow.{kind}.count", f"overflow.{kind}.ratio"
+        for name, is_ratio in zip(
+            ("overflow.total", "overflow.ratio") if kind == "total" else names, (False, True), strict=True
+        ):
+            found.append(Operand(name=name, origin=Origin.COUNTS, part=kind, is_ratio=is_ratio))
+    found += [Operand(name=f"overflow.{name}", origin=Origin.COUNTS, part=name) for name in EXTREMES]
+    return {operand.name: operand for operand in found}
+
+
+_COUNTS = _counts()

@@ -1,0 +1,177 @@
+"""What became of the rules: which hold, of how many records, and what offends those that do not?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS
+from ranktape.analyze.rules.rule import Missing, Rule
+from ranktape.analyze.table import Column, Kind, Table
+
+_DETAILS = frozenset({"attempt", "microbatch", "call", "mode", "component", "compute_dtype", "shape", "quant_type"})
+"""Fields of offenders that text leaves out unless everything is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offender:
+    """One comparison that does not hold of a record, or of a group."""
+
+    figure: str
+    """What was compared."""
+    value: Any
+    """What it is; None where it is missing."""
+    limit: str
+    """How it should have compared, and with what."""
+    records: int
+    """How many records it is about."""
+    identity: dict[str, Any]
+    """The fields that say which: all of a record, those of a group that it was made by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one rule."""
+
+    rule: Rule
+    """The rule, with what was said for all rules filled in."""
+    num_records: int
+    """Records that it is about."""
+    num_checked: int
+    """Records, or groups of these, that were judged."""
+    num_failed: int
+    """Those that do not hold to it."""
+    num_missing: int
+    """Those of which it cannot be told; failed or not, as the rule says."""
+    offenders: tuple[Offender, ...]
+    """The worst first, one for each comparison to blame."""
+    notes: tuple[str, ...] = ()
+    """What was left out."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the rule does."""
+        return not self.num_failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateResult:
+    """What became of all rules."""
+
+    outcomes: tuple[Outcome, ...]
+    """One for each rule, in order."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every rule holds."""
+        return all(outcome.holds for outcome in self.outcomes)
+
+    @property
+    def failed(self) -> tuple[Outcome, ...]:
+        """The rules that do not hold, the worst severity first."""
+        bad = [outcome for outcome in self.outcomes if not outcome.holds]
+        return tuple(sorted(bad, key=lambda outcome: outcome.rule.severity.order))
+
+    @property
+    def message(self) -> str:
+        """One line: how many rules hold."""
+        names = ", ".join(outcome.rule.name for outcome in self.failed)
+        total = f"{len(self.outcomes)} rule{'s' if len(self.outcomes) > 1 else ''}"
+        return f"{len(self.failed)} of {total} failed: {names}" if names else f"{total} passed"
+
+    @property
+    def rules(self) -> Table:
+        """One row for each rule: whether it holds, and of how many records."""
+        return Table(
+            title=self.message if self.passed else "",
+            columns=_RULE_COLUMNS,
+            rows=tuple(_rule_row(outcome) for outcome in self.outcomes),
+            notes=tuple(f"{outcome.rule.name}: {note}" for outcome in self.outcomes for note in outcome.notes),
+        )
+
+    @property
+    def offenders(self) -> Table:
+        """One row for each comparison that does not hold: which record or group, the figure, its value, the limit."""
+        fields = _fields(self.failed)
+        return Table(
+            title="offenders, of each rule the worst first",
+            columns=(
+                Column(name="rule", kind=Kind.TEXT, is_key=True),
+                Column(name="severity", kind=Kind.TEXT, is_key=True),
+                Column(name="figure", kind=Kind.TEXT),
+                Column(name="value", kind=Kind.FLOAT),
+                Column(name="limit", kind=Kind.TEXT),
+                Column(name="records", kind=Kind.INTEGER, is_detail=True),
+                *map(_field_column, fields),
+            ),
+            rows=tuple(
+                (
+                    outcome.rule.name,
+                    outcome.rule.severity.value,
+                    one.figure,
+                    one.value,
+                    one.limit,
+                    one.records,
+                    *(one.identity.get(field) for field in fields),
+                )
+                for outcome in self.failed
+                for one in outcome.offenders
+            ),
+            notes=tuple(
+                f"{outcome.rule.name}: of {outcome.num_missing} a figure does not exist: leave them out with where, "
+                "or let them pass with missing: pass in a file of rules"
+                for outcome in self.failed
+                if outcome.num_missing and outcome.rule.missing is Missing.FAIL
+            ),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Whether the rules hold, the table of rules and that of offenders, as one document for `json.dumps`."""
+        return {"passed": self.passed, "rules": self.rules.to_json(), "offenders": self.offenders.to_json()}
+
+
+_RULE_COLUMNS = (
+    Column(name="outcome", kind=Kind.TEXT),
+    Column(name="rule", kind=Kind.TEXT),
+    Column(name="checked", kind=Kind.INTEGER),
+    Column(name="failed", kind=Kind.INTEGER),
+    Column(name="missing", kind=Kind.INTEGER),
+    Column(name="records", kind=Kind.INTEGER),
+    Column(name="severity", kind=Kind.TEXT),
+    Column(name="check", kind=Kind.TEXT, is_detail=True),
+    Column(name="where", kind=Kind.TEXT, is_detail=True),
+    Column(name="by", kind=Kind.LIST),
+    Column(name="format", kind=Kind.TEXT),
+    Column(name="scaling", kind=Kind.TEXT),
+)
+
+
+def _rule_row(outcome: Outcome) -> tuple[Any, ...]:
+    rule = outcome.rule
+    return (
+        "passed" if outcome.holds else "failed",
+        rule.name,
+        outcome.num_checked,
+        outcome.num_failed,
+        outcome.num_missing,
+        outcome.num_records,
+        rule.severity.value,
+        rule.check,
+        rule.where,
+        list(rule.by) if rule.by else None,
+        rule.format,
+        rule.scaling,
+    )
+
+
+def _fields(failed: Sequence[Outcome]) -> tuple[str, ...]:
+    """The fields that any offender is told by, those of an identity in their order."""
+    used = dict.fromkeys(field for outcome in failed for one in outcome.offenders for field in one.identity)
+    known = tuple(field for field in IDENTITY if field in used)
+    return (*known, *(field for field in used if field not in known))
+
+
+def _field_column(field: str) -> Column:
+    kind = Kind.INTEGER if field in NUMBER_FIELDS else Kind.LIST if field == "shape" else Kind.TEXT
+    return Column(name=field, kind=kind, is_key=True, is_detail=field in _DETAILS)

@@ -1,0 +1,195 @@
+"""What does a file of rules say?
+
+A YAML list of mappings, each a rule. The file is data: it is small, nothing in it is run, and nothing in it stands for
+something larger than itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ranktape.analyze.findings.finding import Severity
+from ranktape.analyze.rules.rule import Missing, Rule, checked
+from ranktape.errors import UsageError
+from ranktape.storage.backends.failures import printable
+
+MAX_NBYTES = 1 << 16
+"""Bytes of a file."""
+
+MAX_DEPTH = 8
+"""Lists and mappings within one another."""
+
+MAX_SHOWN = 60
+"""Characters of a value in a message."""
+
+
+def read_rule_file(path: Path) -> list[Rule]:
+    """The rules of a file, in order.
+
+    Raises:
+        UsageError: it cannot be read, or an entry is no rule; the message names the file and the entry.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_NBYTES + 1)
+    except (OSError, ValueError) as error:  # the latter for a name with a zero in it
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"--rule-file {path} cannot be read: {reason}") from error
+    if len(data) > MAX_NBYTES:
+        raise UsageError(f"--rule-file {path} has more than {MAX_NBYTES} bytes: that is no list of rules")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--rule-file {path} is not text in UTF-8 (byte {error.start}): save it as UTF-8") from error
+    return parse_rules(text, place=str(path))
+
+
+def parse_rules(text: str, *, place: str) -> list[Rule]:
+    """The rules that a text in YAML lists; `place` is what messages call it.
+
+    Raises:
+        UsageError: it is no such list.
+    """
+    try:
+        entries = yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader, and stricter)
+    except yaml.MarkedYAMLError as error:
+        mark: Any = error.problem_mark or error.context_mark
+        where = "" if mark is None else f", line {mark.line + 1}"
+        raise UsageError(f"{place}{where} is not YAML that is read here: {error.problem or error.context}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UsageError(f"{place} cannot be read as YAML: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(entries, list):
+        raise UsageError(f"{place} holds {_kind(entries)}, not a list of rules: write '- check: overflow.ratio == 0'")
+    if not entries:
+        raise UsageError(f"{place} lists no rule: write '- check: overflow.ratio == 0'")
+    rules = [_rule(entry, place=f"{place}, entry {number}") for number, entry in enumerate(entries, start=1)]
+    names: dict[str, int] = {}
+    for number, rule in enumerate(rules, start=1):
+        if rule.name in names:
+            raise UsageError(
+                f"{place}, entry {number}: the name {_shown(rule.name)} is that of entry {names[rule.name]} already"
+            )
+        names[rule.name] = number
+    return rules
+
+
+class _Loader(yaml.SafeLoader):
+    """Without aliases, by which a small file becomes a large one, without tags, and without names given twice."""
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """A node that is written out."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        start = event.start_mark
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed", problem_mark=start)
+        if event.tag is not None:
+            raise yaml.MarkedYAMLError(problem=f"the tag {_shown(event.tag)} is not allowed", problem_mark=start)
+        if self._depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem="it is nested deeper than rules are", problem_mark=start)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002  (PyYAML's signature)
+        """A mapping, each name of which is text, and given once."""
+        names: set[str] = set()
+        for key, _ in node.value:
+            name = self.construct_object(key, deep=True)
+            if not isinstance(name, str) or name in names:
+                what = "is given twice" if isinstance(name, str) else "is no text"
+                raise yaml.MarkedYAMLError(problem=f"the name {_shown(name)} {what}", problem_mark=key.start_mark)
+            names.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError("is to be text")
+    return value.strip()
+
+
+def _line(value: Any) -> str:
+    return " ".join(_text(value).split())
+
+
+def _fields(value: Any) -> tuple[str, ...]:
+    several = value.split(",") if isinstance(value, str) else value
+    if not isinstance(several, list) or not all(isinstance(field, str) and field.strip() for field in several):
+        raise UsageError("is to be a field, or a list of fields")
+    return tuple(dict.fromkeys(field.strip().replace("-", "_") for field in several))
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError("is to be true or false")
+    return value
+
+
+def _severity(value: Any) -> Severity:
+    if value not in set(Severity):
+        raise UsageError(f"is to be one of {', '.join(Severity)}")
+    return Severity(value)
+
+
+def _missing(value: Any) -> Missing:
+    if value not in set(Missing):
+        raise UsageError(f"is to be one of {', '.join(Missing)}")
+    return Missing(value)
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "name": _line,
+    "check": _text,
+    "where": _text,
+    "by": _fields,
+    "format": _text,
+    "scaling": _text,
+    "severity": _severity,
+    "allow_empty": _truth,
+    "missing": _missing,
+}
+"""The keys of an entry, and what their values are."""
+
+
+def _rule(entry: Any, *, place: str) -> Rule:
+    if not isinstance(entry, dict):
+        raise UsageError(f"{place} is {_kind(entry)}, not a rule: write '- check: overflow.ratio == 0'")
+    named = entry.get("name")
+    shown = f"{place} ({_shown(named)})" if isinstance(named, str) else place
+    values = {}
+    for key, value in entry.items():
+        if key not in _PARSERS:
+            near = difflib.get_close_matches(key, _PARSERS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(_PARSERS)}"
+            raise UsageError(f"{shown}: unknown key {_shown(key)}: {hint}")
+        try:
+            values[key] = _PARSERS[key](value)
+        except (UsageError, TypeError) as error:
+            what = error if isinstance(error, UsageError) else "is of another kind"
+            raise UsageError(f"{shown}: {key} {what}, and is {_shown(value)}") from error
+    if "check" not in values:
+        raise UsageError(f"{shown}: there is no check: write what has to hold, as 'check: overflow.ratio == 0'")
+    where = f" where {values['where']}" if "where" in values else ""
+    try:
+        return checked(Rule(**({"name": values["check"] + where} | values)))
+    except UsageError as error:
+        raise UsageError(f"{place}: {error}") from error
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "a mapping", list: "a list", str: "text", bool: "a truth value", type(None): "nothing"}
+    return kinds.get(type(value), "a number")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return printable(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")

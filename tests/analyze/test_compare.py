@@ -1,0 +1,355 @@
+"""Does `compare` match the right tensors, and say of them what numpy says of the raw values?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from ranktape.analyze import View
+from ranktape.analyze.cli import cli
+from ranktape.analyze.comparison import tensors
+from ranktape.analyze.comparison.figures import DISTANCES
+from ranktape.analyze.comparison.map import difference_map
+from ranktape.analyze.comparison.sample_pairs import sample_pairs
+from ranktape.analyze.comparison.tensors import Tensor as Side
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.questions.compare import compare
+from ranktape.analyze.table import Table
+from ranktape.capture.writing.counting import reduce_to
+from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
+from ranktape.storage import Records, Run
+from ranktape.storage.record import RecordInfo
+from tests.analyze.compared import Array, changed, normal, relative, rows
+from tests.analyze.pt_files import seed_file
+from tests.analyze.runs import describe_tensor, model_tensors, store
+
+
+def info_with(info: RecordInfo, **fields: Any) -> RecordInfo:
+    return dataclasses.replace(info, **fields)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return store(tmp_path_factory.mktemp("run"), model_tensors(num_layers=3, num_ranks=2, iterations=(4, 7)))
+
+
+@pytest.fixture(scope="module")
+def records(run: Run) -> Records:
+    return run.select()
+
+
+def test_a_run_against_itself_is_exactly_zero(records: Records) -> None:
+    table = compare(records, records)
+    assert table.title == f"no divergence: {len(records)} pairs compared, 0 differ"
+    assert len(table.rows) == len(records) == 108
+    for row in table.records():
+        zeros = ("relative_norm", "max_abs", "mean_abs", "max_rel", "mean_rel", "ulp_max", "differing.count")
+        assert {row[name] for name in (*zeros, *DISTANCES)} == {0}
+        assert (row["sqnr"], row["cosine"], row["correlation"], row["diverges"]) == (np.inf, 1.0, 1.0, "no")
+    groups = compare(records, records, by=["layer_type", "iteration"]).records()
+    assert {(row["layer_type"], row["iteration"]): row["pairs"] for row in groups} == {
+        ("linear", 4): 30,
+        ("linear", 7): 30,
+        ("attention", 4): 24,
+        ("attention", 7): 24,
+    }
+    assert {row["relative_norm.worst"] for row in groups} == {0}
+
+
+def test_the_first_divergence_comes_first_in_the_order_of_execution(tmp_path: Path) -> None:
+    before = [
+        (array, info_with(info, counter=place)) for place, (array, info) in enumerate(model_tensors(num_layers=2))
+    ]
+    after = list(before)
+    for changed_place, factor in ((5, 1.01), (11, 2.0)):
+        array, info = after[changed_place]
+        after[changed_place] = ((array.astype(np.float32) * factor).astype(array.dtype), info)
+    a, b = store(tmp_path / "a", before).select(), store(tmp_path / "b", after).select()
+    table = compare(a, b)
+    place = "iteration 0 microbatch 0 rank 0: layers.0.attention forward pre query, relative_norm"
+    assert table.title.startswith(f"first divergence: {place}")
+    assert table.title.endswith("(18 pairs compared, 2 differ, 2 diverge)")
+    assert rows(table, "order", "diverges")[:3] == [(12, "yes"), (6, "yes"), (1, "no")]
+    assert table.column("relative_norm")[0] == relative(*(side[11][0] for side in (before, after)))
+    assert compare(a, b, in_order=True).column("order") == list(range(1, 19))
+    tolerant = compare(a, b, tolerance=0.5)
+    assert "layers.1.linear forward post output" in tolerant.title
+    assert compare(a, b, tolerance=2.0).title == (
+        "no divergence: 18 pairs compared, 2 differ, none by more than is tolerated"
+    )
+
+
+def test_noise_of_an_equal_run_is_the_floor(tmp_path: Path) -> None:
+    clean = [(array.astype(np.float32), info_with(info, dtype="float32")) for array, info in model_tensors()]
+    clean = [(array, info_with(info, nbytes=array.nbytes)) for array, info in clean]
+    other = changed(clean, seed=2, by=1e-4)
+    other[7] = changed(clean[7:8], seed=3, by=1e-2)[0]
+    a, twin, b = (
+        store(tmp_path / name, side).select()
+        for name, side in (("a", clean), ("twin", changed(clean, seed=1, by=1e-4)), ("b", other))
+    )
+    table = compare(a, b, noise=twin)
+    assert table.column("diverges").count("yes") == 1
+    worst = table.records()[0]
+    assert worst["diverges"] == "yes"
+    assert worst["noise.ratio"] == worst["relative_norm"] / worst["noise.floor"] == pytest.approx(100, rel=0.3)
+    assert max(ratio for ratio in table.column("noise.ratio")[1:]) < 2
+    assert compare(a, b, noise=twin, margin=1000).title.startswith("no divergence")
+    assert compare(a, b, noise=a).column("noise.ratio")[0] == np.inf
+    few = twin.select(layer_type="linear")
+    notes = compare(a, b, noise=few).notes
+    assert notes == ("of 8 pairs it is not known whether they diverge: no noise floor, no relative_norm",)
+    with pytest.raises(NoRecordsError, match="no tensor of the first side is in the run that --noise names"):
+        compare(a, b, noise=store(tmp_path / "x", model_tensors(iterations=[9])).select())
+
+
+def test_two_quant_types_of_one_run(tmp_path: Path) -> None:
+    x = normal(4, 32, seed=1)
+    mine, theirs = (x.astype(dtype).astype(np.float32) for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
+    stored = [
+        describe_tensor(mine, quant_type="hifp8", tensor_name="input"),
+        describe_tensor(theirs, quant_type="mxfp8", tensor_name="input"),
+        describe_tensor(mine, quant_type="hifp8", tensor_name="weight"),
+    ]
+    records = store(tmp_path, stored).select()
+    with pytest.raises(UsageError, match=r"1 of 2 records of the first side have no counterpart: .* weight \(1\)"):
+        compare(records, pair=["quant_type=hifp8:mxfp8"])
+    table = compare(records, pair=["quant_type=hifp8:mxfp8"], allow_unmatched=True)
+    (row,) = table.records()
+    assert row["relative_norm"] == relative(mine, theirs)
+    assert (row["against"], row["quant_type"], row["b.quant_type"]) == ("quant_type=mxfp8", "hifp8", "mxfp8")
+    assert table.notes[0].startswith("1 of 2 records of the first side have no counterpart")
+    assert table.title.startswith("first divergence: ")
+    points = sample_pairs(*(records.select(quant_type=kind, tensor_name="input")[0] for kind in ("hifp8", "mxfp8")))
+    assert np.array_equal(points.a, mine.reshape(-1))
+    assert np.array_equal(points.b, theirs.reshape(-1))
+
+
+def matched(table: Table) -> set[tuple[str, ...]]:
+    return set(rows(table, "module", "phase", "tensor_name", "b.module", "b.phase", "b.tensor_name"))
+
+
+def test_forward_against_backward(records: Records) -> None:
+    one = records.select(layer_idx=0, rank=0, iteration=4)
+    linear, attention = "layers.0.linear", "layers.0.attention"
+    table = compare(one, pair=["operation=forward:backward"], allow_unmatched=True)
+    assert matched(table) == {
+        (linear, "pre", "weight", linear, "post", "grad_weight"),
+        (linear, "post", "output", linear, "pre", "grad_output"),
+        (attention, "pre", "query", attention, "post", "grad_query"),
+        (attention, "post", "output", attention, "pre", "grad_output"),
+    }
+    assert set(table.column("diverges")) == {None}
+    assert table.title == "4 pairs compared, 4 differ"
+
+
+def test_pre_against_post(records: Records) -> None:
+    one = records.select(layer_idx=0, rank=0, iteration=4)
+    linear, attention = "layers.0.linear", "layers.0.attention"
+    assert matched(compare(one, pair=["phase=pre:post"], allow_unmatched=True)) == {
+        (linear, "pre", "input", linear, "post", "output"),
+        (attention, "pre", "query", attention, "post", "output"),
+        (attention, "pre", "grad_output", attention, "post", "grad_query"),
+    }
+    with pytest.raises(NoRecordsError, match="weights and their gradients do not"):
+        compare(one.select(tensor_name=["weight", "grad_weight"]), pair=["phase=pre:post"])
+
+
+def test_each_layer_against_the_next(records: Records) -> None:
+    table = compare(records.select(rank=0, iteration=4), neighbours=True)
+    assert len(table.rows) == 18
+    assert {(row["layer_idx"], row["b.layer_idx"]) for row in table.records()} == {(0, 1), (1, 2)}
+    assert all(row["b.module"] == row["module"].replace(str(row["layer_idx"]), str(row["b.layer_idx"]))
+               for row in table.records())  # fmt: skip
+    assert table.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("pair", "num_pairs"),
+    [("rank=0:1", 54), ("rank=0:*", 54), ("iteration=4:7", 54), ("layer_idx=0:2", 36), ("layer_idx=0:1-2", 72),
+     ("module=layers.0.linear:layers.1.linear", 20), ("module=*.linear:*.attention", 24),
+     ("component=linear:linear", None), ("layer_type=linear:attention", 24), ("tensor_name=input:weight", 12)],
+)  # fmt: skip
+def test_what_is_paired(records: Records, pair: str, num_pairs: int | None) -> None:
+    if num_pairs is None:
+        with pytest.raises((UsageError, NoRecordsError), match="first side"):
+            compare(records, pair=[pair], with_distances=False)
+        return
+    assert len(compare(records, pair=[pair], allow_unmatched=True, with_distances=False).rows) == num_pairs
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "nothing says what is compared with what"),
+        ({"pair": ["quant_type"]}, "give FIELD=LEFT:RIGHT"),
+        ({"pair": ["quanttype=a:b"]}, "use quant_type"),
+        ({"pair": ["iteration=1:2:3"]}, "two colons"),
+        ({"pair": ["rank=0:1", "rank=1:0"]}, "paired twice"),
+        ({"pair": ["rank=0:1"], "neighbours": True}, "layers of one run"),
+        ({"pair": ["rank=0:1"], "figure": "maxabs"}, "use max_abs"),
+        ({"pair": ["rank=0:1"], "tolerance": float("nan")}, "tolerance nan is not allowed"),
+        ({"pair": ["rank=0:1"], "margin": -1.0}, "margin -1.0 is not allowed"),
+        ({"pair": ["iteration=*:*"]}, "they differ in iteration"),
+        ({"pair": ["tensor_name=input:output"]}, "give --pair phase=pre:post"),
+        ({"pair": ["quant_type=hifp8:bf16"]}, "no record has quant_type hifp8: quant_type is bf16"),
+    ],
+)
+def test_a_mistake_is_told(records: Records, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((UsageError, NoRecordsError), match=message):
+        compare(records, **options)
+
+
+def test_what_is_nearest_is_named(records: Records, tmp_path: Path) -> None:
+    renamed = [
+        (array, info_with(info, module=info.module.replace("layers", "blocks"))) for array, info in model_tensors()
+    ]
+    tagged = [(array, info_with(info, quant_type="mxfp8")) for array, info in model_tensors(iterations=[4])]
+    with pytest.raises(NoRecordsError, match="give --pair quant_type=bf16:mxfp8"):
+        compare(records, store(tmp_path / "tagged", tagged).select())
+    with pytest.raises(NoRecordsError, match=r"the nearest to 'layers.0.attention .*' is 'blocks.0.attention"):
+        compare(records, store(tmp_path / "renamed", renamed).select())
+    with pytest.raises(UnknownFieldError, match="no field 'nonsense'"):
+        compare(records, records, by=["nonsense"])
+    with pytest.raises(NoRecordsError, match="no record to compare"):
+        compare(records, records[:0])
+
+
+@pytest.mark.parametrize("keep", ["histogram", "statistics"])
+def test_what_was_kept_is_compared_by_distribution(tmp_path: Path, keep: str) -> None:
+    tensors_of = [describe_tensor(normal(64, 64, seed=seed, dtype=ml_dtypes.bfloat16)) for seed in (1, 2)]
+    reduced = reduce_to(keep, tensors_of[1][0], info=tensors_of[1][1])
+    assert reduced is not None
+    a, b = store(tmp_path / "a", tensors_of[:1]).select(), store(tmp_path / "b", [reduced]).select()
+    table = compare(a, b)
+    (row,) = table.records()
+    assert row["relative_norm"] is None
+    assert row["diverges"] == ("yes" if keep == "histogram" else None)
+    assert "1 pairs are compared by their distributions alone" in table.notes[0]
+    whole = store(tmp_path / "c", tensors_of[1:]).select()
+    (full,) = compare(a, whole).records()
+    expected = full["kolmogorov_smirnov"] if keep == "histogram" else None
+    assert row["kolmogorov_smirnov"] == expected
+    with pytest.raises(UsageError, match="were kept, and a map needs the values"):
+        difference_map(a[0], b[0])
+
+
+def test_shapes_that_differ_leave_the_distributions(tmp_path: Path) -> None:
+    x = normal(4, 6)
+    a, b = (store(tmp_path / name, [describe_tensor(array)]).select() for name, array in (("a", x), ("b", x.T)))
+    (row,) = compare(a, b).records()
+    assert (row["max_abs"], row["total_variation"], row["against"]) == (None, 0, "shape=[6,4]")
+    (row,) = compare(a, b, with_distances=False).records()
+    assert row["diverges"] is None
+    with pytest.raises(UsageError, match=r"have the shapes \[4, 6\] and \[6, 4\]"):
+        sample_pairs(a[0], b[0])
+
+
+def test_bad_values_diverge_whatever_is_tolerated(tmp_path: Path) -> None:
+    x = normal(4, 6)
+    spoiled = x.copy()
+    spoiled[2, 3] = np.nan
+    rest = [
+        describe_tensor(np.zeros((0, 3), dtype=np.float32), tensor_name="weight"),
+        describe_tensor(np.full((2, 2), np.nan, dtype=np.float32), tensor_name="output"),
+    ]
+    a, b = (
+        store(tmp_path / name, [describe_tensor(array, tensor_name="input"), *rest]).select()
+        for name, array in (("a", x), ("b", spoiled))
+    )
+    table = compare(a, b, tolerance=1e9)
+    assert rows(table, "tensor_name", "nan.one", "nan.both", "diverges") == [
+        ("input", 1, 0, "yes"),
+        ("output", 0, 4, "no"),
+        ("weight", 0, 0, "no"),
+    ]
+    assert "NaN or Inf on one side in 1 elements" in table.title
+    found = difference_map(a[0], b[0])
+    assert np.array_equal(np.argwhere(np.isinf(found.values)), [[2, 3]])
+
+
+def test_views_dtypes_and_other_words(tmp_path: Path) -> None:
+    x = normal(32, 32)
+    y = x.astype(ml_dtypes.bfloat16)
+    a = store(tmp_path / "a", [describe_tensor(x, compute_dtype="bfloat16")]).select()
+    b = store(tmp_path / "b", [describe_tensor(y)]).select()
+    (seen,) = compare(a, b).records()
+    assert (seen["dtype"], seen["b.dtype"], seen["ulp_max"]) == ("float32", "bfloat16", None)
+    assert seen["relative_norm"] == relative(x, y)
+    (computed,) = compare(a, b, view=View.COMPUTE).records()
+    assert (computed["relative_norm"], computed["ulp_max"], computed["jensen_shannon"]) == (0, 0, 0)
+
+
+def test_workers_and_samples_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = []
+    for name, seed in (("a", 1), ("b", 2)):
+        tensors_of = [
+            describe_tensor(normal(*shape, seed=seed), sample_dim=shape.index(3), layer_idx=layer)
+            for layer, shape in enumerate([(3, 200, 500), (200, 3, 500), (200, 500, 3), (3, 5, 4)])
+        ]
+        sides.append(store(tmp_path / name, tensors_of).select())
+    plain = compare(*sides, engine=Engine(use_cache=False))
+    assert compare(*sides, engine=Engine(workers=2, use_cache=False)) == plain
+    read_samples: list[int] = []
+    read_sample = Side.read_sample
+
+    def counted(side: Side, sample: int, *, view: View) -> Array:
+        read_samples.append(sample)
+        return read_sample(side, sample, view=view)
+
+    monkeypatch.setattr(tensors, "WHOLE_NBYTES", 0)
+    monkeypatch.setattr(Side, "read_sample", counted)
+    assert compare(*sides, engine=Engine(use_cache=False)) == plain
+    # Each sample of each of two large tensors.
+    assert len(read_samples) == 2 * 3 * 3
+
+
+def ask(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["compare", *map(str, arguments)])
+
+
+def test_on_the_command_line(run: Run, tmp_path: Path) -> None:
+    url = run.url
+    text = ask(url, url, "--limit", "1")
+    assert (text.exit_code, text.stderr) == (0, "")
+    assert text.stdout.startswith("no divergence: 108 pairs compared, 0 differ\n")
+    document = json.loads(ask(url, "--pair", "rank=0:1", "--by", "tensor_name", "--json").stdout)
+    assert {row["pairs"] for row in document["rows"]} == {6, 12}
+    one = (url, "--pair", "rank=0:1", "--module", "layers.0.linear", "--tensor-name", "input", "--iteration", "4")
+    csv = ask(*one, "--map", "--csv", "--limit", "2").stdout.splitlines()
+    assert csv[0] == "token_first,token_last,channel_first,channel_last,max_abs"
+    assert len(csv) == 3
+    assert ask(*one, "--map", "--output", tmp_path / "map.npz").exit_code == 0
+    with np.load(tmp_path / "map.npz") as saved:
+        assert saved["values"].shape == (4, 64)
+    for arguments, code, message in (
+        ((url,), 2, "nothing says what is compared with what"),
+        ((url, tmp_path / "missing"), 1, "there is nothing|no run"),
+        ((*one[:3], "--map"), 2, "a map is of one pair, and there are 54"),
+        ((url, url, "--noise", tmp_path / "missing"), 1, "no run"),
+        ((*one, "--map", "--output", tmp_path / "no" / "map.npz"), 2, "cannot be written"),
+    ):
+        failed = ask(*arguments)
+        assert (failed.exit_code, failed.stdout) == (code, "")
+        assert re.search(message, failed.stderr)
+
+
+def test_a_folder_of_files(tmp_path: Path) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    for quant_type, tensor in (("mxfp8", x), ("hifp8", x.bfloat16().float())):
+        for counter in (1, 2):
+            seed_file(tmp_path, tensor * counter, quant_type=quant_type, counter=counter)
+    answer = ask(tmp_path, "--pair", "quant_type=mxfp8:hifp8", "--json", "--workers", "2")
+    assert answer.exit_code == 0, answer.stderr
+    found = json.loads(answer.stdout)["rows"]
+    assert [row["call"] for row in found] == [0, 1]
+    assert [row["relative_norm"] for row in found] == [relative(x.numpy(), x.bfloat16().float().numpy())] * 2

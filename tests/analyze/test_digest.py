@@ -1,0 +1,289 @@
+"""Does a digest say of a record what numpy says of its values, however it was stored?"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranktape.analyze.engine.digest import SAMPLE_FIGURES, Digest
+from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of
+from ranktape.analyze.engine.digests import digests, merge_digests
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.histograms.histogram import KINDS, own_limits, scan
+from ranktape.analyze.histograms.moments import statistics_of
+from ranktape.analyze.values import View
+from ranktape.capture.writing.counting import reduce_to
+from ranktape.errors import DataError
+from ranktape.storage import Run
+from ranktape.storage.documents import Compression
+from ranktape.storage.dtypes import DTYPES, numpy_dtype
+from ranktape.storage.parts import RUN
+from tests.analyze.engine_runs import assert_same_digests, store_as
+from tests.analyze.runs import Tensor, describe_tensor
+from tests.strategies import special_patterns
+
+Array = np.ndarray[Any, Any]
+ENGINE = Engine(use_cache=False)
+ENDS = ("minimum", "maximum", "largest_finite", "smallest_nonzero")
+
+
+def drawn(name: str, shape: tuple[int, ...], *, seed: int) -> Array:
+    """Values of a type, many of them special."""
+    rng = np.random.default_rng(seed)
+    dtype = numpy_dtype(name)
+    size = math.prod(shape)
+    if name == "bool":
+        return rng.integers(0, 2, shape).astype(np.bool_)
+    with np.errstate(all="ignore"):
+        values = (rng.standard_normal(size) * 2.0 ** rng.integers(-30, 12, size)).astype(dtype)
+    raw = values.view(np.uint8).reshape(size, dtype.itemsize)
+    specials = special_patterns(name)
+    for place in range(0, size, 3):
+        raw[place] = np.frombuffer(specials[rng.integers(len(specials))].to_bytes(dtype.itemsize, "little"), np.uint8)
+    return values.reshape(shape)
+
+
+def digest_of_array(folder: Path, array: Array, **fields: Any) -> Digest:
+    """The digest of a stored record."""
+    run = store_as(folder, [describe_tensor(array, **fields)])
+    (digest,) = digests(run.select(), view=View.SEEN, engine=ENGINE)
+    return digest
+
+
+def rounded_to_odd(array: Array) -> tuple[Array, Array]:
+    """The slow twin: values with eight bits of significand, and half a step more where they had more bits."""
+    if array.dtype.kind == "c":
+        real, imaginary = array.real, array.imag
+        larger = np.where(np.abs(real) >= np.abs(imaginary), real, imaginary)
+        return rounded_to_odd(np.where(np.isnan(real) | np.isnan(imaginary), np.nan, larger))
+    with np.errstate(invalid="ignore"):
+        wide = array.astype(np.float64).reshape(-1)
+    wide = wide[~np.isnan(wide)]
+    with np.errstate(over="ignore"):
+        narrow = wide.astype(np.float32)
+    narrow = np.where(np.abs(narrow) > np.abs(wide), np.nextafter(narrow, np.float32(0)), narrow)
+    bits = narrow.view(np.uint32)
+    is_odd = ((bits & 0xFFFF) != 0) | (narrow != wide)
+    odd = ((bits >> 16 << 1 | is_odd) << 15).astype(np.uint32).view(np.float32).astype(np.float64)
+    return np.unique(odd + 0.0, return_counts=True)
+
+
+def check_digest(digest: Digest, array: Array, *, sample_dim: int | None) -> None:
+    """Compare a digest with the array that it is of."""
+    limits = own_limits(array.dtype)
+    tallies = scan(array, limits=limits)
+    assert [getattr(digest.tallies, kind) for kind in KINDS] == [getattr(tallies, kind) for kind in KINDS]
+    assert [getattr(digest.tallies, end) for end in ENDS] == [getattr(tallies, end) for end in ENDS]
+    check_statistics(digest, array)
+    if array.dtype.itemsize <= 2:
+        with np.errstate(invalid="ignore"):
+            wide = array.astype(np.float64).reshape(-1) + 0.0
+        values, counts = np.unique(wide[~np.isnan(wide)], return_counts=True)
+        assert digest.is_exact
+    else:
+        values, counts = rounded_to_odd(array)
+    np.testing.assert_array_equal(digest.values, values, strict=True)
+    np.testing.assert_array_equal(digest.counts, counts, strict=True)
+    assert (digest.samples is None) == (sample_dim is None)
+    if digest.samples is not None and sample_dim is not None:
+        assert list(digest.samples) == list(SAMPLE_FIGURES)
+        for place, sample in enumerate(np.moveaxis(array, sample_dim, 0)):
+            check_sample({name: float(column[place]) for name, column in digest.samples.items()}, sample)
+
+
+def check_statistics(digest: Digest, array: Array) -> None:
+    """Compare sums with those that are added up element by element."""
+    found, expected = digest.statistics, statistics_of(array)
+    assert (found.num_elements, found.num_finite) == (expected.num_elements, expected.num_finite)
+    assert (found.minimum, found.maximum, found.absmax) == (expected.minimum, expected.maximum, expected.absmax)
+    scale = expected.sum_magnitudes
+    assert found.sum_magnitudes == pytest.approx(scale, rel=1e-12)
+    assert found.sum == pytest.approx(expected.sum, abs=1e-12 * scale)
+    for name in ("std", "skewness", "kurtosis"):
+        if getattr(expected, name) is None:
+            assert getattr(found, name) is None
+        else:
+            assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-9, abs=1e-9)
+
+
+def check_sample(figures: dict[str, float], sample: Array) -> None:
+    """Compare the figures of a sample with the sample."""
+    tallies, statistics = scan(sample, limits=own_limits(sample.dtype)), statistics_of(sample)
+    for name, found in figures.items():
+        expected = getattr(tallies if name in KINDS else statistics, name)
+        if expected is None:
+            assert math.isnan(found), name
+        else:
+            slack = 1e-12 * statistics.sum_magnitudes
+            assert found == pytest.approx(expected, rel=1e-9, abs=slack), name
+
+
+@given(
+    name=st.sampled_from(list(DTYPES)),
+    shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    seed=st.integers(0, 99),
+    dim=st.integers(0, 2),
+)
+@settings(max_examples=80)
+def test_of_every_dtype_and_shape(
+    tmp_path_factory: pytest.TempPathFactory, name: str, shape: tuple[int, ...], seed: int, dim: int
+) -> None:
+    array = drawn(name, shape, seed=seed)
+    sample_dim = dim if dim < len(shape) else None
+    digest = digest_of_array(tmp_path_factory.mktemp("run") / "run", array, sample_dim=sample_dim)
+    check_digest(digest, array, sample_dim=sample_dim)
+
+
+@pytest.mark.parametrize(
+    ("array", "sample_dim"),
+    [
+        (np.full((4, 3000), 3.0, ml_dtypes.bfloat16), 0),
+        (np.full((4, 3000), 0.1, np.float32), 0),
+        (np.full((2, 70_000), -0.0, np.float16), 0),
+        (np.full(70_000, np.nan, ml_dtypes.bfloat16), None),
+        (np.array(np.inf, np.float32), None),
+        (np.zeros((3, 0), ml_dtypes.bfloat16), 0),
+        (np.zeros((0, 3), np.float32), 0),
+        (np.array([0x7F800001, 0xFF800001, 0x7F800000], np.uint32).view(np.float32), None),
+        (np.array([1e300, -1e300, 5e-324, np.nan, np.inf, 2.0**-126, 1.0 + 2.0**-50], np.float64), None),
+        (drawn("bfloat16", (3, 70_001), seed=1), 0),
+        (drawn("float16", (70_001, 3), seed=2), 1),
+        (drawn("float8_e4m3fn", (5, 40_003), seed=3), 0),
+    ],
+    ids=lambda value: f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else str(value),
+)
+def test_of_what_is_awkward(tmp_path: Path, array: Array, sample_dim: int | None) -> None:
+    check_digest(digest_of_array(tmp_path / "run", array, sample_dim=sample_dim), array, sample_dim=sample_dim)
+
+
+def test_no_more_than_a_run_of_elements_is_read_at_once(tmp_path: Path) -> None:
+    array = np.arange(2 * RUN + 5, dtype=np.float32)
+    record = store_as(tmp_path / "run", [describe_tensor(array)]).select()[0]
+    parts = list(record.parts())
+    assert [part.size for part in parts] == [RUN, RUN, 5]
+    np.testing.assert_array_equal(np.concatenate(parts), array)
+
+
+def tensors() -> list[Tensor]:
+    """Records with samples in each place, large and small."""
+    shapes: list[tuple[tuple[int, ...], int | None]] = [
+        ((6, 300, 5), 0),
+        ((300, 6, 5), 1),
+        ((40, 50, 6), 2),
+        ((50, 2), 0),
+        ((70_000, 2), 1),
+        ((777,), None),
+    ]
+    names = ("bfloat16", "float32", "float8_e5m2")
+    return [
+        describe_tensor(drawn(name, shape, seed=number), layer_idx=number, sample_dim=dim, tensor_name=name)
+        for name in names
+        for number, (shape, dim) in enumerate(shapes)
+    ]
+
+
+def test_the_storage_makes_no_difference_to_a_bit(tmp_path: Path) -> None:
+    runs = [
+        store_as(tmp_path / "alone", tensors()),
+        store_as(tmp_path / "packed", tensors(), compression=Compression.ZSTD),
+        store_as(tmp_path / "stacked", tensors(), is_stacked=True),
+    ]
+    first, *others = [list(digests(run.select(), engine=ENGINE)) for run in runs]
+    assert len(first) == len(tensors())
+    for other in others:
+        assert_same_digests(first, other)
+
+
+def test_a_large_tensor_in_one_chunk_is_the_same_packed(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).standard_normal(RUN + 7).astype(np.float32)
+    runs = [
+        store_as(tmp_path / packing.value, [describe_tensor(array)], compression=packing) for packing in Compression
+    ]
+    plain, packed = [list(digests(run.select(), engine=ENGINE)) for run in runs]
+    assert_same_digests(plain, packed)
+
+
+@pytest.mark.parametrize("keep", ["histogram", "statistics"])
+def test_what_was_kept_of_values_has_the_same_digest(tmp_path: Path, keep: str) -> None:
+    tensor = describe_tensor(drawn("bfloat16", (50, 60), seed=5))
+    reduced = reduce_to(keep, tensor[0], info=tensor[1])
+    assert reduced is not None
+    (values,) = digests(store_as(tmp_path / "values", [tensor]).select(), engine=ENGINE)
+    (kept,) = digests(store_as(tmp_path / "kept", [reduced]).select(), engine=ENGINE)
+    if keep == "histogram":
+        assert_same_digests([kept], [values])
+        return
+    assert not kept.has_values
+    assert not kept.values.size
+    assert kept.statistics.std == pytest.approx(values.statistics.std, rel=1e-12)
+    assert kept.tallies.nan == values.tallies.nan
+
+
+def test_values_are_looked_at_as_computed_with(tmp_path: Path) -> None:
+    array = drawn("float32", (4, 100), seed=6)
+    run = store_as(tmp_path / "run", [describe_tensor(array, compute_dtype="bfloat16", sample_dim=0)])
+    with np.errstate(over="ignore", invalid="ignore"):
+        computed = array.astype(ml_dtypes.bfloat16)
+    (digest,) = digests(run.select(), engine=ENGINE)
+    assert digest.dtype == "bfloat16"
+    check_digest(digest, computed, sample_dim=0)
+
+
+def test_digests_of_parts_are_the_digest_of_the_whole(tmp_path: Path) -> None:
+    array = drawn("bfloat16", (4, 500), seed=7)
+    run = store_as(tmp_path / "run", [describe_tensor(part, layer_idx=place) for place, part in enumerate(array)])
+    together = merge_digests(list(digests(run.select(), engine=ENGINE)))
+    check_digest(together, array, sample_dim=None)
+
+
+def flip(run: Run, *, offset: int) -> None:
+    """Change a byte of the one array of a run."""
+    (path,) = [path for path in Path(run.url).glob("attempt_*/rank_*/iter_*/layers*/c*") if path.is_file()]
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("array", "sample_dim"),
+    [(np.ones((4, 2000), np.float32), 0), (np.ones(RUN + 1, np.float32), None), (np.ones(9, np.float32), None)],
+    ids=["samples", "runs", "whole"],
+)
+def test_a_changed_byte_is_found(tmp_path: Path, array: Array, sample_dim: int | None) -> None:
+    run = store_as(tmp_path / "run", [describe_tensor(array, sample_dim=sample_dim)])
+    flip(run, offset=array.nbytes - 1)
+    with pytest.raises(DataError, match=r"is damaged: .*checksum"):
+        list(digests(run.select(), engine=ENGINE))
+    # And what was counted of it before is in no later digest.
+    whole = store_as(tmp_path / "whole", [describe_tensor(array, sample_dim=sample_dim)])
+    (digest,) = digests(whole.select(), engine=ENGINE)
+    check_digest(digest, array, sample_dim=sample_dim)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"codes": np.array([1 << 17], np.uint32), "counts": np.array([1], np.uint32)},
+        {"counts": np.zeros(1, np.uint32)},
+        {"statistics": np.zeros(3)},
+        {"samples": np.zeros((3, 1))},
+        {"flags": np.array([True])},
+        {"tallies": np.zeros(2, np.int64)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_payload_that_nobody_measured_is_not_accepted(tmp_path: Path, change: dict[str, Array]) -> None:
+    measure = DigestMeasure()
+    record = store_as(tmp_path / "run", [describe_tensor(np.ones(5, ml_dtypes.bfloat16))]).select()[0]
+    payload = measure(record)
+    assert measure.accepts(payload)
+    assert not measure.accepts(payload | change)
+    assert not measure.accepts({name: array for name, array in payload.items() if name != "codes"})
+    assert digest_of(payload, dtype="bfloat16").counts.tolist() == [5]

@@ -1,0 +1,230 @@
+"""Does `distribution` show the raw tensors' values: in each look, of each group, and whatever was kept of them?"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ranktape.analyze.cli import cli
+from ranktape.analyze.commands.distribution import KINDS
+from ranktape.analyze.distributions.occupancy import NARROW_FORMATS
+from ranktape.analyze.formats import FORMATS, round_to
+from ranktape.analyze.questions.distribution import distribution
+from ranktape.analyze.questions.looks import Look
+from ranktape.analyze.values import View
+from ranktape.capture.writing.counting import reduce_to
+from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
+from ranktape.storage import Records
+from tests.analyze.every_tensor import COMPLEX, FILLINGS, REAL, Array, filled, records_of, stored
+from tests.analyze.runs import describe_tensor
+
+
+@pytest.fixture(scope="module")
+def tensors() -> list[Array]:
+    return [filled("bfloat16", (30, 40), filling=filling) for filling in ("normal", "special", "wide")]
+
+
+@pytest.fixture(scope="module")
+def records(tensors: list[Array]) -> Records:
+    return stored(*tensors)
+
+
+def values_of(tensors: list[Array]) -> Array:
+    together = np.concatenate([array.astype(np.float64).reshape(-1) for array in tensors])
+    finite: Array = together[np.isfinite(together)]
+    return finite
+
+
+def test_a_selection_is_one_histogram(tensors: list[Array], records: Records) -> None:
+    values = values_of(tensors[:1])
+    table = distribution(records.select(layer_idx=0), bins=20)
+    edges = [*table.column("lower"), table.column("upper")[-1]]
+    assert edges == pytest.approx(np.histogram_bin_edges(values, bins=20).tolist())
+    assert table.column("count") == np.histogram(values, bins=edges)[0].tolist()
+    assert table.column("density") == pytest.approx(np.histogram(values, bins=edges, density=True)[0].tolist())
+    assert (min(table.column("relative_density")), max(table.column("relative_density"))) >= (0.0, 1.0)
+    assert table.column("records") == [1] * 20
+
+
+def test_groups_have_bins_of_their_own(tensors: list[Array], records: Records) -> None:
+    table = distribution(records, kind="log2", by=["layer_idx"])
+    for layer, array in enumerate(tensors):
+        rows = [row for row in table.records() if row["layer_idx"] == layer]
+        values = values_of([array])
+        assert sum(row["count"] for row in rows) == (values != 0).sum()
+        for row in rows:
+            inside = (np.abs(values) >= row["lower"]) & (np.abs(values) < row["upper"])
+            assert (row["count"], row["negative"]) == (inside.sum(), (inside & (values < 0)).sum())
+            assert row["density"] == row["ratio"]
+    every = values_of(tensors)
+    total = np.concatenate([array.astype(np.float64).reshape(-1) for array in tensors])
+    expected = f"{np.isnan(total).sum()} NaN and {np.isinf(total).sum()} Inf are in no bin; {(every == 0).sum()} values"
+    assert table.notes[0].startswith(expected)
+
+
+def test_normalised_values_are_from_0_to_1(tensors: list[Array], records: Records) -> None:
+    values = values_of(tensors[:1])
+    table = distribution(records.select(layer_idx=0), kind=Look.NORMALISED, bins=16)
+    scaled = (values - values.min()) / (values.max() - values.min())
+    lower, upper = table.column("normalised.lower"), table.column("normalised.upper")
+    assert (lower[0], upper[-1]) == (0.0, 1.0)
+    density = np.histogram(scaled, bins=16, range=(0, 1), density=True)[0]
+    assert table.column("normalised.density") == pytest.approx(density.tolist(), abs=16 / values.size)
+    assert sum(table.column("count")) == values.size
+    assert table.column("density") == pytest.approx((density / np.ptp(values)).tolist(), abs=16 / values.size)
+
+
+def test_exponents_say_which_formats_hold_them() -> None:
+    array = np.array([1.0, 1.5, 2.0**-6, -(2.0**-9), 2.0**-10, 0.0, np.nan, np.inf], dtype=np.float32)
+    table = distribution(stored(array), kind="exponents", formats=["fp8_e4m3", "fp4_e2m1"])
+    rows = {row["exponent"]: row for row in table.records()}
+    assert {exponent: row["count"] for exponent, row in rows.items()} == {-10: 1, -9: 1, -6: 1, 0: 2}
+    assert (rows[0]["lower"], rows[0]["upper"], rows[0]["ratio"]) == (1.0, 2.0, 2 / 8)
+    # Without a scale fp8_e4m3 has all bits from 2**-6 on; with 448 at 1.5, ten octaves further down.
+    assert rows[-6]["unscaled.normal_in"] == ["fp8_e4m3"]
+    assert rows[-9]["unscaled.normal_in"] == []
+    assert (rows[-10]["normal_in"], rows[-6]["normal_in"]) == (["fp8_e4m3"], ["fp8_e4m3"])
+    assert rows[0]["normal_in"] == ["fp8_e4m3", "fp4_e2m1"]
+    assert rows[-9]["subnormal_in"] == []
+
+
+def test_formats_say_what_becomes_of_the_values(tensors: list[Array], records: Records) -> None:
+    values = values_of(tensors[2:])
+    rows = distribution(records.select(layer_idx=2), kind="formats").records()
+    assert [(row["format"], row["scale"]) for row in rows] == [
+        (name, scale) for name in NARROW_FORMATS for scale in ("none", "aligned")
+    ]
+    for row in rows:
+        scaled = values / 2.0 ** row["scale_exponent"]
+        rounded = round_to(scaled, target=FORMATS[row["format"]])
+        assert row["flushed.count"] == ((rounded == 0) & (scaled != 0)).sum()
+        assert (row["above.count"] == 0) or row["scale"] == "none"
+        fates = ("above", "normal", "subnormal", "flushed", "zero", "nan", "inf")
+        assert sum(row[f"{fate}.count"] for fate in fates) == values.size
+        assert sum(row[f"{fate}.ratio"] for fate in fates) == pytest.approx(1)
+
+
+def test_the_normal_fit_and_its_quantiles(records: Records) -> None:
+    (normal, special, wide) = distribution(records, kind="normal", by=["layer_idx"]).records()
+    assert normal["ks_distance"] < 0.05 < wide["ks_distance"]
+    assert normal["qq_correlation"] > 0.99 > wide["qq_correlation"]
+    assert special["finite"] < normal["finite"] == 1200
+    assert normal["ks_p_value"] > 0.01
+    points = distribution(records.select(layer_idx=0), kind="qq", points=5)
+    assert points.column("probability") == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
+    assert points.column("observed") == pytest.approx(points.column("theoretical"), abs=0.15)
+
+
+@pytest.fixture(scope="module")
+def every_record() -> Records:
+    shapes = [(3, 0), (), (40, 5)]
+    return stored(
+        *(filled(dtype, shape, filling=filling) for dtype in REAL + COMPLEX for shape in shapes for filling in FILLINGS)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_a_record_holds_has_an_answer(kind: str, every_record: Records) -> None:
+    table = distribution(every_record, kind=kind, by=["layer_idx"])
+    assert len({row["layer_idx"] for row in table.records()}) > len(REAL + COMPLEX) * 3
+    assert len(table.to_text(wide=True).splitlines()) > len(table.rows)
+    json.dumps(table.to_json(), allow_nan=False)
+    assert distribution(every_record, kind=kind).rows
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, 2.5])
+def test_constants_and_what_is_no_number(value: float) -> None:
+    records = stored(np.full(6, value, dtype=np.float16), np.zeros((0, 4), dtype=np.float16))
+    rows = {kind: distribution(records, kind=kind).records() for kind in KINDS}
+    is_finite = np.isfinite(value)
+    assert sum(row["count"] for row in rows["linear"]) == (6 if is_finite else 0)
+    assert sum(row["count"] for row in rows["log2"]) == (6 if is_finite and value else 0)
+    assert rows["normalised"] == rows["qq"] == []
+    assert rows["normal"][0]["finite"] == (6 if is_finite else 0)
+    assert rows["normal"][0]["ks_distance"] is None
+    assert len(rows["formats"]) == len(NARROW_FORMATS) * (2 if is_finite and value else 1)
+
+
+def test_what_was_kept_of_the_values() -> None:
+    array = filled("bfloat16", (40, 60), filling="wide")
+    tensor = describe_tensor(array)
+    histogram, statistics = (reduce_to(keep, array, info=tensor[1]) for keep in ("histogram", "statistics"))
+    assert histogram is not None
+    assert statistics is not None
+    for kind in KINDS:
+        whole = distribution(records_of([tensor]), kind=kind)
+        assert distribution(records_of([histogram]), kind=kind).rows == whole.rows
+        with pytest.raises(NoRecordsError, match="of no record values were kept"):
+            distribution(records_of([statistics]), kind=kind)
+    other = describe_tensor(array, tensor_name="other")
+    beside = distribution(records_of([statistics, other]), kind="linear")
+    assert sum(beside.column("count")) == array.size
+    assert "1 records left out: of them statistics were kept, and no values" in beside.notes
+
+
+def test_wide_values_are_looked_at_as_computed_with_unless_said_otherwise() -> None:
+    records = stored(np.array([1.0, 1.001, 3.0], dtype=np.float32), compute_dtype="bfloat16")
+    computed, seen = (distribution(records, bins=2, view=view) for view in (None, View.SEEN))
+    assert not any("2^-8" in note for note in computed.notes)
+    assert any("2^-8" in note for note in seen.notes)
+    assert "as they were captured" in seen.title
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "lin"}, "kind 'lin' is not known: use one of linear"),
+        ({"bins": 0}, "bins=0 is not allowed: give a number from 1"),
+        ({"per_octave": 1000}, "per_octave=1000 is not allowed"),
+        ({"points": -1}, "points=-1 is not allowed"),
+        ({"formats": ["fp8_e4m4"]}, "format 'fp8_e4m4' is not known"),
+        ({"formats": ["e8m0"]}, "format 'e8m0' is one of scales"),
+    ],
+)
+def test_what_is_not_known_is_refused(records: Records, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        distribution(records, **options)
+    with pytest.raises(UnknownFieldError, match="layr"):
+        distribution(records, by=["layr"])
+
+
+def ask(records: Records, options: str) -> Any:
+    url = repr(records).rpartition(" in ")[2].removesuffix(">")
+    return CliRunner().invoke(cli, shlex.split(f"distribution {url} {options}"))
+
+
+def test_the_command_asks_the_question(records: Records) -> None:
+    assert tuple(Look) == KINDS
+    for options, given in (
+        ("", {}),
+        ("--kind log2 --per-octave 2 --by layer-idx", {"kind": "log2", "per_octave": 2, "by": ["layer_idx"]}),
+        ("--kind formats --format hif8,int8", {"kind": "formats", "formats": ["hif8", "int8"]}),
+        ("--kind qq --points 3", {"kind": "qq", "points": 3}),
+        ("--bins 5", {"bins": 5}),
+    ):
+        result = ask(records, f"{options} --json")
+        assert result.exit_code == 0, result.output
+        expected: Any = distribution(records, **given)
+        assert json.loads(result.stdout) == json.loads(json.dumps(expected.to_json()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--kind lin", "'lin' is not one of"),
+        ("--kind log2 --bins 3", "--bins says nothing about --kind log2: it is for linear and normalised"),
+        ("--per-octave 3", "--per-octave says nothing about --kind linear: it is for log2"),
+        ("--format fp8_e4m3", "--format says nothing about --kind linear: it is for exponents and formats"),
+        ("--bins 0", "bins=0 is not allowed"),
+        ("--layer-idx 9", "no records match --layer-idx 9"),
+    ],
+)
+def test_the_command_names_the_way_out(records: Records, options: str, message: str) -> None:
+    result = ask(records, options)
+    assert result.exit_code in {1, 2}
+    assert message in result.stderr

@@ -1,0 +1,150 @@
+"""Are results in order, whoever asks, and is nothing done that nobody waits for?"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rich.console
+
+from ranktape.analyze.engine.batch import BATCH_NBYTES, BATCH_RECORDS, shares
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.files.open import open_folder
+from ranktape.analyze.progress import bytes_left
+from ranktape.errors import UsageError
+from ranktape.storage import Run, open_run
+from tests.analyze.engine_runs import FirstValue, square
+from tests.analyze.pt_files import seed_file
+from tests.analyze.runs import describe_tensor, store
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Two ranks and two iterations with ten layers each; the first value names the record."""
+    tensors = [
+        describe_tensor(
+            np.full(4, 1000 * iteration + 100 * rank + layer, np.float32),
+            iteration=iteration,
+            rank=rank,
+            layer_idx=layer,
+        )
+        for iteration in (0, 1)
+        for rank in (0, 1)
+        for layer in range(10)
+    ]
+    return store(tmp_path / "run", tensors)
+
+
+@pytest.fixture
+def measure(tmp_path: Path) -> FirstValue:
+    """A measure that says how often it was asked."""
+    (tmp_path / "trace").mkdir()
+    return FirstValue(trace=tmp_path / "trace")
+
+
+def test_payloads_come_in_the_order_of_the_records(run: Run, measure: FirstValue) -> None:
+    records = run.select(layer_idx="3,7")
+    found = [float(payload["first"][0]) for payload in Engine(use_cache=False).measure(records, measure)]
+    assert found == [3, 7, 103, 107, 1003, 1007, 1103, 1107]
+    assert measure.num_read() == 8
+
+
+def test_of_no_records_there_is_nothing(run: Run, measure: FirstValue) -> None:
+    assert list(Engine().measure(run.select(layer_idx=99), measure)) == []
+    assert list(Engine().map(square, [])) == []
+    assert not (Path(run.url) / "analysis").exists()
+
+
+def test_who_stops_asking_has_nothing_more_read(run: Run, measure: FirstValue) -> None:
+    answers = Engine(use_cache=False).measure(run.select(), measure)
+    next(answers)
+    answers.close()  # type: ignore[attr-defined]
+    assert measure.num_read() == 10  # the batch of the first record
+
+
+def test_tasks_are_answered_in_their_order() -> None:
+    assert list(Engine().map(square, range(5))) == [0, 1, 4, 9, 16]
+    assert list(Engine().map(square, [3, 4], sizes=[10, 20])) == [9, 16]
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_so_many_workers_there_are_not(run: Run, measure: FirstValue, workers: int) -> None:
+    with pytest.raises(UsageError, match=rf"workers={workers} is not a number of processes"):
+        list(Engine(workers=workers).measure(run.select(), measure))
+
+
+def test_batches_have_bounds() -> None:
+    assert shares([]) == []
+    assert shares([BATCH_NBYTES, 1, 1]) == [slice(0, 1), slice(1, 3)]
+    assert shares([0] * (BATCH_RECORDS + 1)) == [slice(0, BATCH_RECORDS), slice(BATCH_RECORDS, BATCH_RECORDS + 1)]
+
+
+def test_records_of_runs_and_folders_travel(run: Run, tmp_path: Path) -> None:
+    import torch
+
+    for number in range(50):
+        seed_file(tmp_path / "files", torch.full((3,), float(number)), counter=number)
+    for records in (run.select(), open_folder(tmp_path / "files").select()):
+        sent = pickle.dumps(list(records[:2]))
+        first, second = pickle.loads(sent)  # noqa: S301  # our own
+        assert first.info == records[0].info
+        np.testing.assert_array_equal(second.read(), records[1].read())
+        # What arrives together shares what was read of the run; and of a folder, other files stay at home.
+        assert len(sent) < 10_000
+    arrived = [pickle.loads(pickle.dumps(record)) for record in run.select()[:2]]  # noqa: S301  # as above
+    assert arrived[0]._reader is arrived[1]._reader
+
+
+class Terminal:
+    """A stream that says that it is a terminal."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def isatty(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Keep it."""
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
+def test_a_terminal_shows_bytes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    with bytes_left(is_shown=True, description="counting") as bar:
+        bar.expect(3_000_000)
+        with bytes_left(is_shown=True, description="another question") as same:
+            assert same is bar
+            same.expect(-1_000_000)
+        bar.advance(2_000_000)
+    assert "counting" in terminal.text
+    assert "2.0/2.0 MB" in terminal.text
+    assert rich.console.Console(stderr=True).is_terminal
+
+
+def test_a_pipe_shows_nothing(run: Run, measure: FirstValue, capsys: pytest.CaptureFixture[str]) -> None:
+    list(Engine(show_progress=True).measure(run.select(), measure))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_selection_names_its_groups(run: Run) -> None:
+    groups = run.select().groups()
+    assert [places for _, places in groups] == [slice(0, 10), slice(10, 20), slice(20, 30), slice(30, 40)]
+    assert [path.split("/")[1:] for path, _ in groups] == [
+        ["rank_00000", "iter_00000000"],
+        ["rank_00001", "iter_00000000"],
+        ["rank_00000", "iter_00000001"],
+        ["rank_00001", "iter_00000001"],
+    ]
+    assert open_run(run.url).select(layer_idx=99).groups() == []

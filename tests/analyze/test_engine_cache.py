@@ -1,0 +1,314 @@
+"""Is what was counted found again, never taken for something else, and in nobody's way?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import pytest
+import zarr
+from numcodecs import zstd
+
+from ranktape.analyze.engine import engine as engine_module
+from ranktape.analyze.engine.cache_object import CacheObject, DamagedObjectError, pack
+from ranktape.analyze.engine.digest_measure import DigestMeasure
+from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.files.open import open_folder
+from ranktape.errors import DataError
+from ranktape.storage import Run, open_run
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.upkeep.copy import copy_run
+from ranktape.storage.upkeep.repair import repair_run
+from ranktape.storage.upkeep.runs import find_runs
+from tests.analyze.engine_runs import FirstValue, assert_same_digests
+from tests.analyze.pt_files import seed_file
+from tests.analyze.runs import describe_tensor, model_tensors, store
+from tests.runs import start
+from tests.s3 import S3Server
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANKTAPE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    engine_module._warn_once.cache_clear()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Two ranks with ten layers each."""
+    tensors = [
+        describe_tensor(np.full(4, 100 * rank + layer, np.float32), rank=rank, layer_idx=layer)
+        for rank in (0, 1)
+        for layer in range(10)
+    ]
+    return store(tmp_path / "run", tensors)
+
+
+@pytest.fixture
+def measure(tmp_path: Path) -> FirstValue:
+    """A measure that says how often it was asked."""
+    (tmp_path / "trace").mkdir()
+    return FirstValue(trace=tmp_path / "trace")
+
+
+def ask(run: Run, measure: FirstValue, **filters: object) -> list[float]:
+    """The first values, as one gets them who opens the run anew."""
+    records = open_run(run.url).select(**filters)
+    return [float(payload["first"][0]) for payload in Engine().measure(records, measure)]
+
+
+def objects(run: Run) -> list[Path]:
+    """What lies in the run's own cache."""
+    return sorted(Path(run.url).glob("analysis/first_value_v1/attempt_*/rank_*/iter_*/*.counts"))
+
+
+EXPECTED = [float(100 * rank + layer) for rank in (0, 1) for layer in range(10)]
+
+
+def test_the_second_question_reads_no_values(run: Run, measure: FirstValue) -> None:
+    assert ask(run, measure) == EXPECTED
+    assert len(objects(run)) == 2  # one for each rank's iteration
+    for values in Path(run.url).glob("attempt_*/rank_*/iter_*/*/c*"):
+        values.unlink()
+    assert ask(run, measure) == EXPECTED
+    assert measure.num_read() == 20
+
+
+def test_only_what_is_not_known_is_measured(run: Run, measure: FirstValue) -> None:
+    assert ask(run, measure, layer_idx="3,7") == [3, 7, 103, 107]
+    assert ask(run, measure) == EXPECTED
+    assert measure.num_read() == 20
+    assert ask(run, measure, layer_idx="2-4") == [2, 3, 4, 102, 103, 104]
+    assert measure.num_read() == 20
+
+
+def test_without_the_cache_nothing_is_kept_or_used(run: Run, measure: FirstValue) -> None:
+    for _ in range(2):
+        assert len(list(Engine(use_cache=False).measure(run.select(), measure))) == 20
+    assert measure.num_read() == 40
+    assert not (Path(run.url) / "analysis").exists()
+
+
+def test_a_record_with_another_checksum_is_measured_again(tmp_path: Path, measure: FirstValue) -> None:
+    """The cache of one run put into another, whose attempt is made to have the same path."""
+    first = store(tmp_path / "first", [describe_tensor(np.full(4, 1, np.float32))])
+    second = store(tmp_path / "second", [describe_tensor(np.full(4, 2, np.float32))])
+    assert ask(first, measure) == [1]
+    shutil.copytree(Path(first.url) / "analysis", Path(second.url) / "analysis")
+    (there,) = Path(second.url).glob("analysis/*/attempt_*")
+    (attempt,) = Path(second.url).glob("attempt_*")
+    there.rename(there.with_name(attempt.name))
+    assert ask(second, measure) == [2]
+
+
+def truncated(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def changed(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def made_up(data: bytes) -> bytes:
+    """A head with a right checksum, and behind it nothing that makes sense."""
+    return with_index(data, b'{"keys": [["x"]], "forms": 3}')
+
+
+def too_large(data: bytes) -> bytes:
+    """One that says that its arrays unpack to a petabyte."""
+    body = data[12:20] + struct.pack("<Q", 1 << 50) + data[28:]
+    return data[:8] + struct.pack("<I", google_crc32c.value(body)) + body
+
+
+def with_index(data: bytes, index: bytes) -> bytes:
+    packed: bytes = zstd.compress(index, 1)
+    body = struct.pack("<IIQ", len(packed), len(index), 0) + packed
+    return data[:8] + struct.pack("<I", google_crc32c.value(body)) + body
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda _: b"", lambda _: b"PK\x03\x04", truncated, changed, made_up, too_large],
+    ids=["empty", "foreign", "truncated", "changed", "made up", "too large"],
+)
+def test_a_damaged_object_is_counted_again_and_replaced(
+    run: Run, measure: FirstValue, spoil: Callable[[bytes], bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(run, measure, layer_idx="3-9")
+    before = objects(run)
+    for path in before:
+        path.write_bytes(spoil(path.read_bytes()))
+    assert ask(run, measure) == EXPECTED
+    assert measure.num_read() == 14 + 20
+    assert not set(before) & set(objects(run))  # other records, another name: the damaged ones are gone
+    assert ask(run, measure) == EXPECTED
+    assert measure.num_read() == 34
+    assert capsys.readouterr().err == ""
+
+
+def test_a_payload_that_nobody_measured_is_measured_again(run: Run) -> None:
+    first = list(digests(run.select()))
+    (path, *_) = Path(run.url).glob(f"analysis/{DigestMeasure().name}/*/*/*/*.counts")
+    keys = CacheObject(path.read_bytes()).keys
+    path.write_bytes(pack(keys, [{"codes": np.zeros(3)} for _ in keys]))
+    assert_same_digests(first, list(digests(run.select())))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {"keys": ["k"], "forms": [{"arrays": [["a", "<f8", 1]], "shapes": [[[1 << 40]]]}]},
+        {"keys": ["k"], "forms": [{"arrays": [["a", "|O8", 1]], "shapes": [[[0]]]}]},
+        {"keys": ["k"], "forms": [{"arrays": [["a", "<f8", 1]], "shapes": [[[-1]]]}]},
+        {"keys": ["k"], "forms": []},
+        {"keys": [], "forms": [{"arrays": [["a", "<f8", 1]], "shapes": [[[0]]]}]},
+        {"keys": ["k"], "forms": [{"arrays": [["a", "<f8", 1]], "shapes": [[[0], [0]]]}]},
+        [1, 2],
+    ],
+    ids=str,
+)
+def test_an_index_that_lies_is_refused(index: object) -> None:
+    data = with_index(pack([], []), json.dumps(index).encode())
+    with pytest.raises(DamagedObjectError, match="its index is damaged"):
+        CacheObject(data)
+
+
+def test_what_is_packed_comes_back() -> None:
+    payloads = [
+        {"a": np.arange(3, dtype=np.uint16), "b": np.array(2.5)},
+        {"a": np.zeros(0, np.uint16), "b": np.array(np.nan)},
+        {"c": np.array([[True, False]]), "d": np.array([1j])},
+    ]
+    content = CacheObject(pack(["x", "y", "z"], payloads))
+    assert content.keys == ["x", "y", "z"]
+    for key, payload in zip(content.keys, payloads, strict=True):
+        found = content.payload(key)
+        assert list(found) == list(payload)
+        for name, array in payload.items():
+            np.testing.assert_array_equal(found[name], array, strict=True)
+
+
+def test_a_run_that_cannot_be_written_has_its_cache_beside_it(tmp_path: Path, run: Run, measure: FirstValue) -> None:
+    (Path(run.url) / "analysis").write_text("in the way")
+    assert ask(run, measure) == EXPECTED
+    assert ask(run, measure) == EXPECTED
+    assert measure.num_read() == 20
+    assert (tmp_path / "run.analysis" / "first_value_v1").is_dir()
+    # And that is no run, and none is looked for in it.
+    assert [one.path for one in find_runs(tmp_path)] == ["run"]
+
+
+def test_and_else_in_the_users_cache(tmp_path: Path, run: Run, measure: FirstValue) -> None:
+    (Path(run.url) / "analysis").write_text("in the way")
+    (tmp_path / "run.analysis").write_text("in the way")
+    assert ask(run, measure) == EXPECTED
+    assert ask(run, measure) == EXPECTED
+    assert measure.num_read() == 20
+    assert len(list(tmp_path.glob("user/ranktape/*/first_value_v1/**/*.counts"))) == 2
+
+
+def test_where_nothing_can_be_kept_there_is_an_answer_and_one_line(
+    tmp_path: Path, run: Run, measure: FirstValue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("run/analysis", "run.analysis", "user"):
+        (tmp_path / name).write_text("in the way")
+    assert ask(run, measure) == EXPECTED
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "warning: what is counted now is not kept: " in said
+
+
+def test_a_place_that_fails_while_it_is_written_costs_one_line(
+    run: Run, measure: FirstValue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a disk that fills up: the place was there when it was tried, and takes no object."""
+    folder = Path(run.url) / "analysis" / measure.name
+    folder.mkdir(parents=True)
+    (attempt,) = Path(run.url).glob("attempt_*")
+    (folder / attempt.name).write_text("in the way")
+    assert ask(run, measure) == EXPECTED
+    assert capsys.readouterr().err.count("is not kept") == 1
+
+
+def test_nothing_stumbles_over_the_cache(tmp_path: Path, run: Run, measure: FirstValue) -> None:
+    backend = open_backend(run.url)
+    before = check_run(backend, deep=True).findings
+    ask(run, measure)
+    assert len(objects(run)) == 2
+    assert check_run(backend, deep=True).findings == before
+    assert not [finding for finding in repair_run(backend, dry_run=True).done if "analysis" in finding.key]
+    assert [one.path for one in find_runs(tmp_path)] == ["run"]
+    report = copy_run(backend, open_backend(tmp_path / "copy"))
+    assert report.left_out == []
+    assert not (tmp_path / "copy" / "analysis").exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        members = dict(zarr.open_group(run.url, mode="r").members(max_depth=None))
+    assert "analysis" in members
+    assert not [name for name in members if name.startswith("analysis/")]
+
+
+def test_a_run_that_is_overwritten_takes_its_cache_along(run: Run, measure: FirstValue) -> None:
+    ask(run, measure)
+    start(run.url, launch_id="another", overwrite=True)
+    assert not (Path(run.url) / "analysis").exists()
+
+
+def test_a_run_that_is_gone_is_not_called_damaged(run: Run, measure: FirstValue) -> None:
+    """As it is for a worker on a machine where the path means nothing."""
+    records = run.select()
+    len(records.column("site"))
+    shutil.rmtree(run.url)
+    with pytest.raises(DataError, match=f"there is no run at {run.url}, seen from .*, or that machine cannot see it"):
+        list(Engine(use_cache=False).measure(records, measure))
+
+
+def test_on_s3_too(s3_server: S3Server, tmp_path: Path) -> None:
+    url, options = s3_server.new_url(), s3_server.storage_options
+    local = store(tmp_path / "run", model_tensors(num_ranks=2))
+    copy_run(open_backend(local.url), open_backend(url, storage_options=options))
+    first = list(digests(open_run(url, storage_options=options).select()))
+    backend = open_backend(url, storage_options=options)
+    cached = backend.list_keys("analysis")
+    assert len(cached) == 3  # the document, and one object for each rank
+    values = [key for key in backend.list_keys("") if key.endswith("/c.0.0.0") and "/stack_" in key]
+    assert len(values) == 2
+    backend.delete_keys(values)
+    assert_same_digests(list(digests(open_run(url, storage_options=options).select())), first)
+
+
+def test_files_are_known_by_size_and_time(tmp_path: Path, measure: FirstValue) -> None:
+    import torch
+
+    paths = [
+        seed_file(tmp_path / "files", torch.full((3,), float(number)), counter=number, layer_idx=number)
+        for number in range(3)
+    ]
+
+    def ask_folder() -> list[float]:
+        records = open_folder(tmp_path / "files").select()
+        return [float(payload["first"][0]) for payload in Engine().measure(records, measure)]
+
+    assert ask_folder() == [0, 1, 2]
+    status = paths[1].stat()
+    seed_file(tmp_path / "files", torch.full((3,), 8.0), counter=1, layer_idx=1)
+    os.utime(paths[1], ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert ask_folder() == [0, 8, 2]
+    assert measure.num_read() == 4
+    # A copy that keeps the time, or a time set back, does not hide a change.
+    status = paths[2].stat()
+    seed_file(tmp_path / "files", torch.full((3,), 9.0), counter=2, layer_idx=2)
+    os.utime(paths[2], ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert ask_folder() == [0, 8, 9]
+    # What was counted lies with the user, and nothing beside the files.
+    assert sorted((tmp_path / "files").iterdir()) == paths

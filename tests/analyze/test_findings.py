@@ -1,0 +1,183 @@
+"""Is a fault that was planted the first finding, at its place, and does a healthy run have none?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.findings.find import find
+from ranktape.analyze.findings.finding import Finding, Severity
+from tests.analyze.faulty_runs import Fault, Place, Sizes, all_faults, faulty_run, healthy
+
+Array = np.ndarray[Any, Any]
+
+RANKS = (2, 4, 8)
+"""Two ranks are a case of their own: no majority says which of them is wrong."""
+
+
+def sizes_of(num_ranks: int, **sizes: Any) -> Sizes:
+    """Runs of many ranks are short."""
+    defaults: dict[str, Any] = {"iterations": (0, 10, 20) if num_ranks <= 2 else (10,)}
+    return Sizes(num_ranks=num_ranks, **defaults | sizes)
+
+
+def findings_of(folder: Path, fault: Fault, sizes: Sizes) -> list[Finding]:
+    """What is found in a run with a fault."""
+    return find(faulty_run(folder, fault, sizes=sizes).select(), engine=Engine(use_cache=False))
+
+
+def scaled(rank: int, layer: int, *, name: str = "weight", factor: float = 2.0**12, since: int = 0) -> Fault:
+    """One tensor of one rank times a factor."""
+
+    def fault(place: Place, tensor: Array) -> Array:
+        is_here = place[1:] == (rank, layer, name) and place[0] >= since
+        return (tensor.astype(np.float64) * factor).astype(tensor.dtype) if is_here else tensor
+
+    return fault
+
+
+def outlier(rank: int, layer: int, sample: int, *, iteration: int = 10) -> Fault:
+    """One value of one sample as large as nothing else."""
+
+    def fault(place: Place, tensor: Array) -> Array:
+        if place != (iteration, rank, layer, "input"):
+            return tensor
+        changed = tensor.copy()
+        changed[sample, 0, 0] = 20_000
+        return changed
+
+    return fault
+
+
+def underflow(layer: int, *, factor: float, name: str = "grad_output") -> Fault:
+    """The gradient of one layer times a factor, on all ranks."""
+
+    def fault(place: Place, tensor: Array) -> Array:
+        if place[2:] != (layer, name):
+            return tensor
+        return (tensor.astype(np.float64) * factor).astype(tensor.dtype)
+
+    return fault
+
+
+def bit(rank: int, layer: int, *, since: int = 0) -> Fault:
+    """The lowest bit of one element of a weight."""
+
+    def fault(place: Place, tensor: Array) -> Array:
+        if place[1:] != (rank, layer, "weight") or place[0] < since:
+            return tensor
+        changed = tensor.copy()
+        changed.view(np.uint16)[3, 5] ^= 1
+        return changed
+
+    return fault
+
+
+def first(folder: Path, fault: Fault, **sizes: Any) -> Finding:
+    """The worst finding of a run with a fault."""
+    return findings_of(folder, fault, Sizes(**sizes))[0]
+
+
+def place_of(finding: Finding) -> tuple[Any, ...]:
+    """Rank, layer and tensor."""
+    return tuple(finding.where.get(field) for field in ("rank", "layer_idx", "tensor_name"))
+
+
+@pytest.mark.parametrize("num_ranks", [1, *RANKS])
+def test_a_healthy_run_has_no_findings(tmp_path: Path, num_ranks: int) -> None:
+    assert findings_of(tmp_path, healthy, sizes_of(num_ranks)) == []
+
+
+@pytest.mark.parametrize(("num_ranks", "layer"), [(2, 0), (2, 2), (4, 1), (8, 2)])
+def test_a_weight_of_one_rank(tmp_path: Path, num_ranks: int, layer: int) -> None:
+    findings = findings_of(tmp_path, scaled(1, layer), sizes_of(num_ranks))
+    assert place_of(findings[0]) == (1, layer, "weight")
+    assert (findings[0].kind, findings[0].severity) == ("rank_differs", Severity.HIGH)
+    assert findings[0].octaves == pytest.approx(12)
+    assert "replica_differs" in findings[0].evidence
+    # What follows is said by the one finding: the output, and the gradients on that rank.
+    assert len(findings) == 1
+    assert any("output" in title for title in findings[0].consequences)
+
+
+@pytest.mark.parametrize("sizes", [{"num_layers": 1}, {"num_layers": 2, "iterations": (0,)}, {"iterations": (5,)}])
+def test_a_weight_of_one_of_two_ranks_of_few_layers(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    found = first(tmp_path, scaled(1, 0), num_ranks=2, **sizes)
+    assert (found.kind, found.where["layer_idx"], found.where["tensor_name"]) == ("rank_differs", 0, "weight")
+    # One layer alone does not say which of the two is wrong, and so both are named.
+    assert found.where.get("rank", found.where.get("ranks")) == ([0, 1] if sizes == {"num_layers": 1} else 1)
+
+
+def test_a_weight_of_one_of_two_ranks_from_some_iteration_on(tmp_path: Path) -> None:
+    found = first(tmp_path, scaled(0, 0, since=20), num_ranks=2, num_layers=1)
+    assert place_of(found) == (0, 0, "weight")
+    assert found.where["iteration"] == 20
+
+
+@pytest.mark.parametrize(("num_ranks", "layer"), [(2, 0), (2, 2), (4, 1), (8, 2)])
+def test_one_sample(tmp_path: Path, num_ranks: int, layer: int) -> None:
+    findings = findings_of(tmp_path, outlier(1, layer, 4), sizes_of(num_ranks))
+    assert (findings[0].kind, findings[0].severity) == ("sample_outlier", Severity.HIGH)
+    assert place_of(findings[0]) == (1, layer, "input")
+    assert (findings[0].where["sample"], findings[0].where["iteration"]) == ("4", 10)
+    assert findings[0].value == float(ml_dtypes.bfloat16(20_000))
+    assert len(findings) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "factor", "layer"),
+    [
+        (2, ml_dtypes.bfloat16, 2.0**-120, 1),
+        (4, np.float16, 2.0**-10, 2),
+        (8, np.float32, 2.0**-200, 1),
+        (2, np.float32, 0.0, 0),
+    ],
+)
+def test_a_gradient_that_underflows(tmp_path: Path, num_ranks: int, dtype: Any, factor: float, layer: int) -> None:
+    """Some of it, nearly all of it, and so that nothing is left."""
+    sizes = sizes_of(num_ranks, dtype=dtype)
+    findings = findings_of(tmp_path, underflow(layer, factor=factor), sizes)
+    assert findings[0].kind == "gradient_underflow"
+    assert findings[0].where["layer_idx"] == layer
+    assert findings[0].where["tensor_name"] == "grad_output"
+    assert len(findings) == 1
+
+
+def test_a_gradient_that_vanishes_above_its_smallest_number(tmp_path: Path) -> None:
+    found = first(tmp_path, underflow(2, factor=2.0**-30), num_layers=5)
+    assert (found.kind, found.where["layer_idx"]) == ("gradient_vanishing", 2)
+    assert found.octaves == pytest.approx(-30, abs=2)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_one_bit(tmp_path: Path, num_ranks: int) -> None:
+    findings = findings_of(tmp_path, bit(1, 2), sizes_of(num_ranks))
+    assert len(findings) == 1
+    found = findings[0]
+    assert (found.kind, found.severity) == ("replica_differs", Severity.HIGH)
+    assert (found.where["layer_idx"], found.where["tensor_name"]) == (2, "weight")
+    # Two copies that differ do not say which of them is wrong.
+    assert found.where.get("ranks" if num_ranks == 2 else "rank") == ([0, 1] if num_ranks == 2 else 1)
+
+
+def test_a_bit_that_falls_over_during_the_run(tmp_path: Path) -> None:
+    """With two ranks and one layer, what was equal before tells that copies should be."""
+    found = first(tmp_path, bit(0, 0, since=20), num_ranks=2, num_layers=1)
+    assert (found.kind, found.where["iteration"]) == ("replica_differs", 20)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_two_faults(tmp_path: Path, num_ranks: int) -> None:
+    fault = all_faults(scaled(1, 1), underflow(3, factor=2.0**-120), bit(0, 2), outlier(0, 0, 2))
+    findings = findings_of(tmp_path, fault, sizes_of(num_ranks, num_layers=5))
+    assert {(one.kind, one.where["layer_idx"]) for one in findings} == {
+        ("rank_differs", 1),
+        ("gradient_underflow", 3),
+        ("replica_differs", 2),
+        ("sample_outlier", 0),
+    }

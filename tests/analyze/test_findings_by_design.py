@@ -1,0 +1,145 @@
+"""Is what a model does on purpose (experts without tokens, adapters, masks, shards) no fault, and does it hide none?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.findings.find import find
+from ranktape.analyze.findings.finding import Finding, Severity
+from tests.analyze.compared import normal
+from tests.analyze.runs import Tensor, describe_tensor, store
+
+Array = np.ndarray[Any, Any]
+
+
+def found_in(folder: Path, tensors: list[Tensor]) -> list[Finding]:
+    """What is found in a run of those tensors, recorded in that order."""
+    numbered = [
+        describe_tensor(array, **_identity(info, counter=counter)) for counter, (array, info) in enumerate(tensors)
+    ]
+    return find(store(folder, numbered).select(), engine=Engine(use_cache=False))
+
+
+def _identity(info: Any, **fields: Any) -> dict[str, Any]:
+    names = ("iteration", "rank", "layer_idx", "module", "operation", "tensor_name", "placement")
+    return {name: getattr(info, name) for name in names} | fields
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_one_of_two_ranks_is_a_power_of_two_larger(tmp_path: Path, seed: int) -> None:
+    """Exactly at the smallest factor that is told, where the last bit of a logarithm decides."""
+    tensors = [
+        describe_tensor(
+            normal(8, 8, seed=100 * seed + layer) * np.float32(4 if (rank, layer % 7) == (1, 3) else 1),
+            rank=rank,
+            layer_idx=layer,
+            tensor_name="query",
+        )
+        for rank in range(2)
+        for layer in range(20)
+    ]
+    findings = found_in(tmp_path, tensors)
+    assert {one.kind for one in findings} == {"rank_differs"}
+    assert findings[0].where["layer_idx"] in {3, 10, 17}
+    # Where it is not clear which of the two is wrong, both are named, and not one by chance.
+    assert all(one.where.get("ranks", one.where.get("rank")) in (1, [0, 1]) for one in findings)
+
+
+def experts(*, tokens: tuple[int, int]) -> list[Tensor]:
+    """One expert in each of three layers; that of the second is sent so many tokens on the two ranks."""
+    tensors = []
+    for rank in range(2):
+        for layer in range(3):
+            count = tokens[rank] if layer == 1 else 8
+            fields = {"rank": rank, "layer_idx": layer, "module": f"layers.{layer}.experts.0"}
+            inputs, grads = normal(count, 16, seed=layer + 10 * rank), normal(count, 16, seed=50 + layer + 10 * rank)
+            tensors += [
+                describe_tensor(inputs, **fields),
+                describe_tensor(inputs.T @ grads, tensor_name="grad_weight", operation="backward", **fields),
+            ]
+    return tensors
+
+
+def test_an_expert_without_tokens_has_no_gradient(tmp_path: Path) -> None:
+    assert found_in(tmp_path / "one", experts(tokens=(0, 8))) == []
+    assert found_in(tmp_path / "none", experts(tokens=(0, 0))) == []
+    # It had tokens, and its gradient is lost all the same.
+    lost = [
+        (array * np.float32(0) if info.tensor_name == "grad_weight" and info.layer_idx == 1 else array, info)
+        for array, info in experts(tokens=(8, 8))
+    ]
+    assert [one.kind for one in found_in(tmp_path / "lost", lost)] == ["gradient_underflow"]
+
+
+def adapter(*, zero_in: tuple[int, ...]) -> list[Tensor]:
+    """What comes out of an adapter, and its gradient, in three iterations, of which in some both are zero."""
+    return [
+        describe_tensor(
+            normal(8, 16, seed=iteration + layer) * np.float32(iteration not in zero_in),
+            iteration=iteration,
+            layer_idx=layer,
+            tensor_name=name,
+            operation="backward" if name == "grad_output" else "forward",
+        )
+        for iteration in (0, 1, 2)
+        for layer in range(3)
+        for name in ("output", "grad_output")
+    ]
+
+
+def test_an_adapter_begins_with_zeros(tmp_path: Path) -> None:
+    findings = found_in(tmp_path / "first", adapter(zero_in=(0,)))
+    assert [(one.kind, one.severity) for one in findings] == [("zero", Severity.LOW)]
+    later = found_in(tmp_path / "later", adapter(zero_in=(2,)))
+    assert {one.kind for one in later} == {"zero", "gradient_underflow"}
+    assert {one.severity for one in later} == {Severity.MEDIUM}
+
+
+def masked(*, layers: int = 3) -> list[Tensor]:
+    """Masks and the scores that they were added to."""
+    mask = np.triu(np.full((8, 8), -np.inf, dtype=np.float32), k=1)
+    return [
+        describe_tensor(array, layer_idx=layer, tensor_name=name)
+        for layer in range(layers)
+        for name, array in (("attention_mask", mask), ("scores", normal(4, 8, 8, seed=layer) + mask))
+    ]
+
+
+def test_masks_are_the_cause_of_nothing(tmp_path: Path) -> None:
+    findings = found_in(tmp_path / "masks", masked())
+    assert {(one.kind, one.severity) for one in findings} == {("inf", Severity.LOW)}
+    spoiled = masked()
+    array, info = spoiled[3]
+    assert (info.tensor_name, info.layer_idx) == ("scores", 1)
+    array[0, 7, 0] = np.nan
+    findings = found_in(tmp_path / "nan", spoiled)
+    assert (findings[0].kind, findings[0].severity, findings[0].where["layer_idx"]) == ("nan", Severity.HIGH, 1)
+    array[0, 7, 0] = -np.inf
+    findings = found_in(tmp_path / "more", spoiled)
+    assert findings[0].severity is Severity.HIGH
+
+
+@pytest.mark.parametrize(("factor", "kinds"), [(25, []), (4096, ["rank_differs"])])
+def test_a_shard_may_have_the_large_channels(tmp_path: Path, factor: int, kinds: list[str]) -> None:
+    tensors = []
+    for rank in range(4):
+        for layer in range(4):
+            array = normal(8, 16, seed=4 * layer + rank)
+            array[3] *= factor if (rank, layer) == (0, 2) else 1
+            placement = {
+                "mesh": {"axes": ["tp"], "shape": [4], "ranks": [0, 1, 2, 3]},
+                "coordinates": [rank],
+                "placements": ["shard(0)"],
+                "global_shape": [32, 16],
+                "offset": [8 * rank, 0],
+                "partial": False,
+            }
+            tensors.append(
+                describe_tensor(array, rank=rank, layer_idx=layer, tensor_name="weight", placement=placement)
+            )
+    assert [one.kind for one in found_in(tmp_path, tensors)] == kinds

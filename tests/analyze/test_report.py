@@ -1,0 +1,419 @@
+"""Does a report hold what the raw tensors hold, in numbers that numpy counts, and is its file whole and harmless?"""
+
+from __future__ import annotations
+
+import errno
+import html.parser
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ranktape.analyze.cli import cli
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.findings.finding import Finding, Severity
+from ranktape.analyze.report.columns import packed, unpacked
+from ranktape.analyze.report.details import MAX_SWEPT_NBYTES, OFFSETS, bundles_of
+from ranktape.analyze.report.model import Model, build_model
+from ranktape.analyze.report.page import FORMATS, json_in_html, render, write_report
+from ranktape.analyze.report.samples import Samples
+from ranktape.analyze.sweeps.sweep import sweep_array
+from ranktape.analyze.values import View
+from ranktape.errors import NoRecordsError, NoSpaceError, StorageError, UsageError
+from ranktape.storage import Records, Run
+from tests.analyze.pt_files import seed_file
+from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
+
+Array = np.ndarray[Any, Any]
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(2)>',
+    "</script><script>alert(3)</script>",
+    "<!--<script>",
+    "'-alert(4)-'",
+    "<b>bold</b><a href='javascript:alert(5)'>x</a>",
+    "&lt;i&gt;",
+    "{{ 7*7 }}{% raw %}",
+    "\u2028\u2029\u202e\ud800",
+)
+"""What a stranger may call a module."""
+
+
+def all_kinds() -> list[Tensor]:
+    """Tensors of every kind that a record can be of."""
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal((4, 96))
+    spoiled = normal.copy()
+    spoiled[1, :3] = [np.nan, np.inf, -np.inf]
+    arrays = {
+        "plain": (normal.astype(ml_dtypes.bfloat16), 0),
+        "wide": (normal.astype(np.float32), 0),
+        "double": (normal * 1e30, None),
+        "spoiled": (spoiled.astype(np.float16), 0),
+        "nothing but NaN": (np.full(5, np.nan, dtype=np.float16), None),
+        "constant": (np.full((3, 4), 2.5, dtype=ml_dtypes.bfloat16), None),
+        "zeros": (np.zeros((3, 4), dtype=np.float32), None),
+        "empty": (np.zeros((0, 7), dtype=ml_dtypes.bfloat16), 0),
+        "scalar": (np.array(3.0, dtype=np.float32), None),
+        "flags": (np.array([True, False, True]), None),
+        "tokens": (np.arange(12, dtype=np.int64), None),
+        "complex": ((normal + 1j).astype(np.complex64), None),
+        "narrow": (normal.astype(ml_dtypes.float8_e4m3fn), None),
+    }
+    return [
+        describe_tensor(array, tensor_name=name, layer_idx=index - 1, sample_dim=dim, module=f"m.{index}")
+        for index, (name, (array, dim)) in enumerate(arrays.items())
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with a tensor of every kind."""
+    return store(tmp_path_factory.mktemp("run"), all_kinds())
+
+
+def model_of(records: Records, **options: Any) -> Model:
+    defaults: dict[str, Any] = {"findings": [], "formats": FORMATS, "view": View.COMPUTE, "engine": Engine()}
+    return build_model(records, **(defaults | options))
+
+
+def figure_of(model: Model, name: str) -> Array:
+    (found,) = (one for one in model.data["figures"] if one["name"] == name)
+    return unpacked(found["column"], count=model.data["count"])
+
+
+def octaves_of(model: Model) -> list[dict[int, int]]:
+    """For each bundle how many values have which exponent, as the page's script reads it."""
+    details = model.data["details"]
+    firsts, lengths = (unpacked(details[name], count=details["count"]).astype(int) for name in ("first", "length"))
+    counts = unpacked(details["counts"], count=int(lengths.sum())).astype(int)
+    ends = np.cumsum(lengths)
+    return [
+        {first + place: int(count) for place, count in enumerate(counts[end - length : end]) if count}
+        for first, length, end in zip(firsts, lengths, ends, strict=True)
+    ]
+
+
+def ratios_of(model: Model, name: str) -> Array:
+    """For each bundle the ratio in dB at each offset; NaN where none is known, infinite where nothing is lost."""
+    details = model.data["details"]
+    (sweep,) = (one for one in details["sweeps"] if one["name"] == name)
+    hundredths = unpacked(sweep["sqnr"], count=details["count"] * len(OFFSETS)).reshape(-1, len(OFFSETS))
+    known = np.where(hundredths == 32767, math.inf, hundredths / 100)
+    return np.where(hundredths == -32768, math.nan, known)
+
+
+@given(
+    st.lists(st.one_of(st.floats(width=32, allow_subnormal=False), st.none()), max_size=30)
+    | st.lists(st.integers(-(2**40), 2**40), max_size=30)
+    | st.lists(st.floats(allow_subnormal=False), max_size=5)
+)
+def test_a_column_keeps_its_numbers(values: list[float | None]) -> None:
+    column = json.loads(json.dumps(packed(values), allow_nan=False))
+    expected = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+    found = unpacked(column, count=len(values))
+    is_whole = np.isfinite(expected).all() and np.array_equal(expected, np.rint(expected))
+    if is_whole and np.abs(expected).max(initial=0) < 2**31:
+        np.testing.assert_array_equal(found, expected)
+    else:
+        np.testing.assert_allclose(found, expected, rtol=2**-23)
+
+
+def test_figures_are_those_of_numpy(run: Run) -> None:
+    records = run.select()
+    model = model_of(records)
+    for index, record in enumerate(records):
+        array = record.read()
+        if array.dtype.kind == "c":
+            continue
+        values = array.astype(np.float64).reshape(-1)
+        finite = values[np.isfinite(values)]
+        expected = {
+            "absmax": np.abs(finite).max() if finite.size else math.nan,
+            "mean": finite.mean() if finite.size else math.nan,
+            "std": finite.std() if finite.size else math.nan,
+            "overflow.nan.ratio": np.isnan(values).sum(),
+            "overflow.inf.ratio": np.isinf(values).sum(),
+            "overflow.zero.ratio": (values == 0).sum(),
+        }
+        for name, value in expected.items():
+            np.testing.assert_allclose(figure_of(model, name)[index], value, rtol=1e-6, atol=1e-12, err_msg=name)
+    elements = unpacked(model.data["elements"], count=len(records))
+    assert elements.tolist() == [math.prod(record.shape) for record in records]
+
+
+def test_octaves_are_those_of_numpy(run: Run) -> None:
+    records = run.select()
+    octaves = octaves_of(model_of(records))
+    assert len(octaves) == len(records)
+    for found, record in zip(octaves, records, strict=True):
+        array = record.read()
+        if array.dtype.kind == "c":
+            continue
+        values = array.astype(np.float64)
+        exponents = np.frexp(values[np.isfinite(values) & (values != 0)])[1] - 1
+        assert found == dict(zip(*(part.tolist() for part in np.unique(exponents, return_counts=True)), strict=True))
+
+
+def test_sweeps_are_those_of_the_sweep(run: Run) -> None:
+    records = run.select(tensor_name=["plain", "spoiled"])
+    model = model_of(records, formats=(*FORMATS, "nvfp4"))
+    for name in (*FORMATS, "nvfp4"):
+        for index, record in enumerate(records):
+            levels = sweep_array(record.read(), format=name).levels
+            found = ratios_of(model, name)[index]
+            if name.startswith(("mx", "nv")):
+                expected = {int(level.exponent): level.sqnr for level in levels}
+                np.testing.assert_allclose(found, [expected[offset] for offset in OFFSETS], atol=0.006)
+            else:
+                # The largest value just fits at the sweep's first level.
+                np.testing.assert_allclose(found[OFFSETS.index(0)], levels[0].sqnr, atol=0.006)
+            usual = figure_of(model, f"sqnr.{name}")[index]
+            np.testing.assert_allclose(usual, found[OFFSETS.index(0)], atol=0.006)
+
+
+def test_what_cannot_be_swept_has_no_ratio(run: Run) -> None:
+    records = run.select()
+    model = model_of(records)
+    names = records.column("tensor_name").tolist()
+    for name in FORMATS:
+        known = dict(zip(names, np.any(~np.isnan(ratios_of(model, name)), axis=1).tolist(), strict=True))
+        assert {one for one in names if not known[one]} == {"nothing but NaN", "zeros", "empty", "flags", "tokens"}
+
+
+def test_too_many_records_share_their_details(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = store(tmp_path, model_tensors(num_ranks=3, iterations=(0, 1))).select()
+    alone = octaves_of(model_of(records))
+    monkeypatch.setattr(
+        "ranktape.analyze.report.model.bundles_of", lambda *args, **kw: bundles_of(*args, **kw, limit=20)
+    )
+    finding = Finding(kind="x", severity=Severity.LOW, score=1.0, title="t", evidence="e", where={}, places=(7,))
+    model = model_of(records, findings=[finding])
+    of = unpacked(model.data["details"]["of"], count=len(records)).astype(int)
+    together = octaves_of(model)
+    assert len(together) == model.data["details"]["count"] == 19
+    assert np.flatnonzero(of == of[7]).tolist() == [7]
+    for bundle, found in enumerate(together):
+        members = [alone[index] for index in np.flatnonzero(of == bundle)]
+        assert found == {key: sum(one.get(key, 0) for one in members) for one in members for key in one}
+    # Signals and errors are added up.
+    bundle = of[0]
+    arrays = [records[int(index)].read().astype(np.float64) for index in np.flatnonzero(of == bundle)]
+    levels = [sweep_array(array.astype(ml_dtypes.bfloat16), format="mxfp4_e2m1").levels for array in arrays]
+    signals = [(array**2).sum() for array in arrays]
+    for place, offset in enumerate(OFFSETS):
+        errors = [
+            next(level.mse for level in some if level.exponent == offset) * array.size
+            for some, array in zip(levels, arrays, strict=True)
+        ]
+        expected = 10 * math.log10(sum(signals) / sum(errors))
+        np.testing.assert_allclose(ratios_of(model, "mxfp4_e2m1")[bundle, place], expected, atol=0.006)
+    assert any("19 groups of the 108 records" in text for text in model.left_out)
+
+
+def test_what_is_too_large_to_sweep_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = store(tmp_path, model_tensors(num_ranks=2)).select()
+    assert records.column("nbytes").sum() < MAX_SWEPT_NBYTES
+    monkeypatch.setattr("ranktape.analyze.report.details.MAX_SWEPT_NBYTES", 18 * 512)
+    model = model_of(records)
+    known = np.isfinite(figure_of(model, "sqnr.mxfp8_e4m3"))
+    # One record of each place, before a second of any.
+    assert known.tolist() == [True] * 18 + [False] * 18
+    assert np.isfinite(figure_of(model, "sqnr.fp8_e4m3")).all()
+    assert any("not tried on 18 records" in text for text in model.left_out)
+
+
+def test_samples_are_those_of_numpy(run: Run) -> None:
+    records = run.select()
+    model = model_of(records)
+    samples = model.data["samples"]
+    kept = unpacked(samples["records"], count=samples["count"]).astype(int).tolist()
+    assert set(records.column("tensor_name")[kept]) == {"plain", "wide", "spoiled"}
+    absmax = unpacked(samples["figures"]["absmax"], count=12).reshape(3, 4)
+    for index, found in zip(kept, absmax, strict=True):
+        values = records[index].read().astype(np.float64)
+        np.testing.assert_allclose(
+            found, np.nanmax(np.where(np.isinf(values), np.nan, np.abs(values)), axis=1), rtol=1e-6
+        )
+
+
+def test_the_samples_that_differ_most_are_kept() -> None:
+    samples = Samples()
+    for index in range(10):
+        values = np.ones((6, 4))
+        values[2, 1] = 1 + index % 7
+        samples._figures[index] = values
+    document, count = samples.to_json(first=[0], limit=12)
+    assert unpacked(document["records"], count=count).tolist() == [0, 5, 6]
+
+
+def test_the_first_line_says_what_the_run_is(tmp_path: Path) -> None:
+    run = store(tmp_path, model_tensors(iterations=range(0, 90, 10)))
+    model = model_of(run.select(), url=run.url, scope="rank 0,1", environment={"torch": "2.6", "program": "train.py"})
+    assert model.facts == (
+        "1 rank",
+        "9 complete iterations (0 to 80)",
+        "162 records",
+        "82.94 kB",
+        "1970-01-01 00:00 UTC",
+        "2 layers (attention, linear)",
+        "bfloat16",
+        "train.py",
+        "torch 2.6",
+        "only rank 0,1",
+    )
+    assert model.headline == "Nothing stands out in 162 records."
+
+
+class Elements(html.parser.HTMLParser):
+    """Collects elements with their attributes, and what the scripts hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def hostile_model(tmp_path: Path) -> Model:
+    tensors = [
+        describe_tensor(
+            np.ones(4, dtype=np.float32), module=name.replace("\ud800", ""), layer_idx=index, tensor_name="x"
+        )
+        for index, name in enumerate(HOSTILE)
+    ]
+    findings = [
+        Finding(
+            kind="x",
+            severity=Severity.HIGH,
+            score=1.0,
+            title=f"{name} is wrong",
+            evidence=name,
+            where={"module": name},
+            places=(0,),
+            consequences=(name,),
+        )
+        for name in HOSTILE
+    ]
+    names = " ".join(HOSTILE)
+    return model_of(
+        store(tmp_path, tensors).select(), findings=findings, url=names, scope=names, environment={"torch": names}
+    )
+
+
+def test_names_of_strangers_are_text(tmp_path: Path) -> None:
+    model = hostile_model(tmp_path)
+    page = render(model)
+    elements = Elements()
+    elements.feed(page)
+    tags = [tag for tag, _ in elements.found]
+    assert tags.count("script") == 12  # data, plotly and our own
+    assert "img" not in tags
+    assert not [name for _, attributes in elements.found for name in attributes if name.startswith("on")]
+    assert not [1 for _, attributes in elements.found for name in ("src", "action") if name in attributes]
+    assert {attributes.get("href") for tag, attributes in elements.found if tag == "a"} == {"#drill"}
+    shown = "".join(elements.text)
+    assert "<script>alert(1)</script> is wrong" in shown
+    assert "{{ 7*7 }}{% raw %} is wrong" in shown
+    policy = next(attributes["content"] for _, attributes in elements.found if "http-equiv" in attributes)
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy.replace("style-src-attr 'unsafe-inline'", "")
+
+
+def test_json_cannot_leave_its_element() -> None:
+    text = json_in_html({name: [name] for name in HOSTILE})
+    assert not set("<>&\u2028\u2029") & set(text)
+    assert json.loads(text) == {name: [name] for name in HOSTILE}
+
+
+def test_a_report_is_the_same_bytes_again(run: Run, tmp_path: Path) -> None:
+    path = write_report(run.select(), output=tmp_path / "new" / "report.html")
+    first = path.read_bytes()
+    assert write_report(run.select(), output=path, engine=Engine(use_cache=False)).read_bytes() == first
+    assert [one.name for one in path.parent.iterdir()] == ["report.html"]
+    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_what_cannot_be_written_is_said_before_the_work(run: Run, tmp_path: Path) -> None:
+    records = run.select()
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="is a directory: give a file in it"):
+        write_report(records, output=tmp_path)
+    with pytest.raises(UsageError, match="--output - is not a file"):
+        write_report(records, output="-")
+    with pytest.raises(UsageError, match="is not a plain file"):
+        write_report(records, output=tmp_path / "pipe")
+    with pytest.raises(UsageError, match="is not a path"):
+        write_report(records, output=tmp_path / "file" / "report.html")
+    with pytest.raises(StorageError, match=r"cannot be written to /proc/report\.html"):
+        write_report(records, output=Path("/proc/report.html"))
+    with pytest.raises(UsageError, match="format 'fp9' is not known"):
+        write_report(records, output=tmp_path / "report.html", formats=["fp9"])
+    with pytest.raises(NoRecordsError, match="no records"):
+        write_report(records[:0], output=tmp_path / "report.html")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "pipe"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_half_a_report_is_none(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("the one before", encoding="utf-8")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "fchmod", fail)
+    with pytest.raises(NoSpaceError if isinstance(error, OSError) else KeyboardInterrupt, match=r"No space left|^$"):
+        write_report(run.select(), output=path)
+    assert [one.name for one in tmp_path.iterdir()] == ["report.html"]
+    assert path.read_text(encoding="utf-8") == "the one before"
+
+
+def test_the_command_writes_a_page(tmp_path: Path) -> None:
+    store(tmp_path / "run", model_tensors())
+    output = tmp_path / "out" / "report.html"
+    runner = CliRunner()
+    done = runner.invoke(
+        cli, ["report", str(tmp_path / "run"), "-o", str(output), "--layer-idx", "1", "--format", "hif8"]
+    )
+    assert (done.exit_code, done.output) == (0, f"{output}\n")
+    page = output.read_text(encoding="utf-8")
+    assert "9 records" in page
+    assert "only layer_idx 1" in page
+    assert "sqnr.hif8" in page
+    assert "sqnr.mxfp8_e4m3" not in page
+    refused = runner.invoke(cli, ["report", str(tmp_path / "run"), "-o", str(tmp_path), "--format", "hif8"])
+    assert refused.exit_code != 0
+
+
+def test_files_of_other_tools_have_a_report_too(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    for counter in range(3):
+        seed_file(folder, torch.randn(4, 32), counter=counter, layer_idx=counter)
+    output = tmp_path / "report.html"
+    done = CliRunner().invoke(cli, ["report", str(folder), "-o", str(output)])
+    assert done.exit_code == 0, done.output
+    assert "3 records" in output.read_text(encoding="utf-8")

@@ -1,0 +1,123 @@
+"""Are figures over the iterations those of the raw tensors, and slopes and jumps those of scipy?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats  # type: ignore[import-untyped]  # it has no types
+from click.testing import CliRunner
+
+from ranktape.analyze.cli import cli
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.questions.trend import Trend, trend
+from ranktape.errors import UnknownFieldError, UsageError
+from ranktape.storage import Run
+from tests.analyze.runs import describe_tensor, store
+
+ITERATIONS = (0, 10, 20, 50)
+SIZES = (1.0, 3.0, 2.0, 64.0)
+UNCACHED = Engine(use_cache=False)
+
+
+def values(iteration: int, rank: int, microbatch: int, layer: int) -> np.ndarray[Any, Any]:
+    """Layer 1 changes, layer 0 does not."""
+    ordinary = np.random.default_rng((rank, microbatch, layer)).standard_normal((4, 8)).astype(np.float16)
+    return ordinary * np.float16(SIZES[ITERATIONS.index(iteration)] if layer else 1)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two ranks with two microbatches in each of four iterations."""
+    tensors = [
+        describe_tensor(
+            values(iteration, rank, microbatch, layer),
+            iteration=iteration,
+            rank=rank,
+            microbatch=microbatch,
+            layer_idx=layer,
+        )
+        for iteration in ITERATIONS
+        for rank in (0, 1)
+        for microbatch in (0, 1)
+        for layer in (0, 1)
+    ]
+    return store(tmp_path_factory.mktemp("run"), tensors)
+
+
+def together(iteration: int, layer: int) -> np.ndarray[Any, Any]:
+    """All values of a layer in an iteration."""
+    return np.concatenate([values(iteration, rank, batch, layer) for rank in (0, 1) for batch in (0, 1)]).astype(float)
+
+
+def test_the_course_of_a_group(run: Run) -> None:
+    rows = trend(run.select(), figures=["absmax", "mean"], by=["layer_idx"], engine=UNCACHED).course.records()
+    assert [(row["layer_idx"], row["iteration"], row["records"]) for row in rows] == [
+        (layer, iteration, 4) for layer in (0, 1) for iteration in ITERATIONS
+    ]
+    for row in rows:
+        whole = together(row["iteration"], row["layer_idx"])
+        assert row["absmax"] == np.abs(whole).max()
+        assert row["mean"] == pytest.approx(whole.mean())
+    assert [row["absmax.octaves"] for row in rows[4:]] == [None, *np.diff(np.log2([r["absmax"] for r in rows[4:]]))]
+    assert rows[5]["mean.change"] == pytest.approx(together(10, 1).mean() - together(0, 1).mean())
+    # Means change sign, or not: a factor is given where both are positive.
+    assert all(row["mean.octaves"] is None or row["mean"] > 0 for row in rows)
+
+
+def test_the_summary_of_a_group(run: Run) -> None:
+    still, moving = trend(run.select(), figures=["absmax"], by=["layer_idx"], engine=UNCACHED).summary.records()
+    assert (still["slope"], still["jump"], still["kendall_z"], still["last_over_first"]) == (0, 0, 0, 1)
+    ends = [np.abs(together(iteration, 1)).max() for iteration in ITERATIONS]
+    assert moving["slope"] == pytest.approx(scipy.stats.theilslopes(ends, ITERATIONS)[0])
+    assert moving["octave_slope"] == pytest.approx(scipy.stats.theilslopes(np.log2(ends), ITERATIONS)[0])
+    assert (moving["first"], moving["last"], moving["iterations"]) == (ends[0], ends[-1], 4)
+    assert (moving["jump_octaves"], moving["jump_iteration"]) == (pytest.approx(5, abs=0.01), 50)
+
+
+def test_without_groups_each_place_is_one(run: Run) -> None:
+    found = trend(run.select(), engine=UNCACHED)
+    assert len(found.course.rows) == 2 * len(ITERATIONS)
+    assert [row["module"] for row in found.summary.records()] == ["layers.0.linear", "layers.1.linear"]
+    apart = trend(run.select(), by=["rank", "microbatch"], engine=UNCACHED).course
+    assert set(apart.column("records")) == {2}
+
+
+def nothing_of(folder: Path, *arrays: np.ndarray[Any, Any]) -> Trend:
+    """The trend of tensors that follow each other."""
+    tensors = [describe_tensor(array, iteration=place) for place, array in enumerate(arrays)]
+    return trend(store(folder, tensors).select(), figures=["absmax", "overflow.nan.ratio"], engine=UNCACHED)
+
+
+def test_what_has_no_figure(tmp_path: Path) -> None:
+    empty, spoiled, zero = (np.full(shape, value, dtype=np.float32) for shape, value in ((0, 0), (4, np.nan), (4, 0)))
+    rows = nothing_of(tmp_path / "many", empty, spoiled, zero, zero + 1).course.records()
+    assert [row["absmax"] for row in rows] == [None, None, 0, 1]
+    assert [row["absmax.octaves"] for row in rows] == [None] * 4
+    assert [row["overflow.nan.ratio"] for row in rows] == [0, 1, 0, 0]
+    ends = nothing_of(tmp_path / "nan", spoiled, spoiled).summary.records()
+    assert [ends[0][name] for name in ("first", "last", "slope", "jump")] == [None] * 4
+    assert nothing_of(tmp_path / "one", zero + 1).summary.records()[0]["slope"] is None
+
+
+def test_what_is_not_allowed(run: Run) -> None:
+    with pytest.raises(UsageError, match="by 'iteration' is not allowed"):
+        trend(run.select(), by=["iteration"])
+    with pytest.raises(UsageError, match="no figure 'absmx'"):
+        trend(run.select(), figures=["absmx"])
+    with pytest.raises(UsageError, match="needs a figure"):
+        trend(run.select(), figures=[])
+    with pytest.raises(UnknownFieldError, match="lyer"):
+        trend(run.select(), by=["lyer"])
+
+
+def test_the_command(run: Run) -> None:
+    url = str(run.url).removeprefix("file://")
+    answer = CliRunner().invoke(cli, ["trend", url, "--figure", "std,absmax", "--by", "layer-idx", "--json"])
+    assert answer.exit_code == 0, answer.output
+    assert len(json.loads(answer.stdout)["rows"]) == 8
+    summary = CliRunner().invoke(cli, ["trend", url, "--summary", "--csv"])
+    assert summary.stdout.splitlines()[0].startswith("module,layer_type,layer_idx")

@@ -1,0 +1,222 @@
+"""Are a run and its records what they are as DataFrames, as xarray and in a notebook, whoever wrote their strings?"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ranktape.errors import UsageError
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.catalogue import COLUMNS
+from ranktape.storage.notebook import MAX_SHOWN_LETTERS, MAX_SHOWN_ROWS
+from ranktape.storage.reader import RunReader
+from ranktape.storage.records import Records
+from ranktape.storage.run import Run, open_run
+from ranktape.storage.stored_record import Record
+from tests.runs import describe, write_run
+
+pandas = pytest.importorskip("pandas")
+xarray = pytest.importorskip("xarray")
+
+HOSTILE = "<script>alert('x')</script>"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two ranks; of each an activation with samples that have names, a hostile weight, a scalar and an empty tensor."""
+    url = str(tmp_path_factory.mktemp("runs") / "run")
+
+    def tensors(rank: int) -> list[Any]:
+        random = np.random.default_rng(rank)
+        query = random.normal(size=(3, 4, 5)).astype(ml_dtypes.bfloat16)
+        query[0, 0, :2] = np.inf, np.nan
+        fields: list[tuple[Any, dict[str, Any]]] = [
+            (
+                query,
+                {
+                    "tensor_name": "query",
+                    "layout": "BTH",
+                    "sample_dim": 0,
+                    "sample_ids": ["a", 7, "c"],
+                    "batch_size": 3,
+                },
+            ),
+            (
+                random.normal(size=(40, 2)),
+                {"tensor_name": "weight", "module": HOSTILE * 8 + "z" * 200, "metadata": {"why": HOSTILE}},
+            ),
+            (np.array(rank, dtype=np.int64), {"tensor_name": "scalar"}),
+            (np.zeros((0, 3), dtype=np.float32), {"tensor_name": "empty", "layout": "OI"}),
+        ]
+        return [
+            (array, describe(array, iteration=5, rank=rank, counter=count, **one))
+            for count, (array, one) in enumerate(fields)
+        ]
+
+    write_run(url, {5: [tensors(rank) for rank in (0, 1)]})
+    return open_run(url)
+
+
+class Page(HTMLParser):
+    """The tags of a page, and its texts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002 - the parser's signature
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_catalogue_is_a_frame(run: Run) -> None:
+    records = run.select()
+    frame = records.to_pandas()
+    assert len(frame) == 8
+    # `index`, `site` and `stack` say where bytes lie; counts of single samples are no column.
+    assert set(COLUMNS) - set(frame.columns) == {"index", "site", "stack", "numel", "overflow.per_sample"}
+    for place, record in enumerate(records):
+        row = frame.iloc[place]
+        for name in (
+            "iteration",
+            "rank",
+            "module",
+            "dtype",
+            "timestamp",
+            "nbytes",
+            "checksum",
+            "metadata",
+            "sample_ids",
+        ):
+            assert row[name] == getattr(record, name)
+        assert row["shape"] == list(record.shape)
+        assert pandas.isna(row["batch_size"]) == (record.batch_size is None)
+        assert row["overflow.nan.count"] == record.overflow.nan.count
+        assert row["overflow.ratio"] == record.overflow.ratio
+        assert pandas.isna(row["overflow.absmax"]) == (record.overflow.absmax is None)
+    types = frame.dtypes.astype(str)
+    assert (types["batch_size"], types["module"], types["overflow.total"]) == ("Int64", "string", "Int64")
+    assert frame.attrs["units"]["nbytes"] == "bytes"
+    assert frame.groupby("tensor_name")["overflow.nan.count"].sum().to_dict() == {
+        "empty": 0,
+        "query": 2,
+        "scalar": 0,
+        "weight": 0,
+    }
+    nothing = run.select(rank=9).to_pandas()
+    assert nothing.dtypes.astype(str).tolist() == types.tolist()
+
+
+def test_without_pandas_and_xarray_it_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = run.select()[0]
+    monkeypatch.delitem(sys.modules, "ranktape.storage.xarray_record", raising=False)
+    for name in ("pandas", "xarray"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UsageError, match=r"to_pandas\(\) needs pandas .*pip install 'ranktape\[notebook\]'"):
+        run.select().to_pandas()
+    with pytest.raises(UsageError, match=r"to_xarray\(\) needs xarray .*pip install 'ranktape\[notebook\]'"):
+        record.to_xarray()
+
+
+@pytest.mark.parametrize("name", ["query", "weight", "scalar", "empty"])
+def test_a_record_is_a_labelled_array_of_its_bits(run: Run, name: str) -> None:
+    record = run.select(rank=1, tensor_name=name)[0]
+    array = record.to_xarray()
+    dims = {"query": ("sample", "T", "H"), "weight": ("dim0", "dim1"), "scalar": (), "empty": ("O", "I")}
+    assert (array.dims, array.name, array.shape) == (dims[name], name, record.shape)
+    assert array.dtype == record.read().dtype
+    assert array.values.tobytes() == record.read().tobytes()
+    fields = record.info.to_json()
+    ids = fields.pop("sample_ids")
+    assert array.attrs == fields
+    assert (array.coords["sample"].values.tolist() if "sample" in array.coords else None) == ids
+
+
+class Counted(RunReader):
+    """Says which sample was read."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(open_backend(url))
+        self.reads: list[int | None] = []
+
+    def read(self, record: Any, *, sample: int | None) -> np.ndarray[Any, Any]:
+        self.reads.append(sample)
+        return super().read(record, sample=sample)
+
+
+def test_a_record_as_xarray_is_read_when_it_is_used_and_no_more_than_is_used(run: Run) -> None:
+    records = run.select(rank=0, tensor_name="query")
+    reader = Counted(run.url)
+    record = Records(reader, records._catalogues, records._rows)[0]
+    array = record.to_xarray()
+    assert "query" in repr(array)
+    assert reader.reads == []
+    one = array.sel(sample=7).isel(T=[2, 0], H=slice(None, None, -2))
+    assert one.values.tobytes() == record.read()[1][[2, 0]][:, ::-2].tobytes()
+    assert reader.reads == [1, None]
+    array.load()
+    array.isel(sample=0).load()
+    assert reader.reads == [1, None, None]
+
+
+def test_a_record_as_xarray_goes_to_other_processes(run: Run) -> None:
+    array = run.select(rank=0, tensor_name="weight")[0].to_xarray()
+    copied = pickle.loads(pickle.dumps(array))  # noqa: S301  # our own
+    xarray.testing.assert_identical(copied, array)
+
+
+def test_records_are_xarray_as_a_stack_is(run: Run) -> None:
+    pytest.importorskip("dask.array")
+    records = run.select(tensor_name="query")
+    array, stack = records.to_xarray(), records.stack()
+    assert (array.dims, array.attrs, list(array.coords)) == (stack.dims, stack.attrs, list(stack.coords))
+    assert array.values.tobytes() == stack.values.tobytes()
+    assert array.attrs["dtype"] == "bfloat16"
+
+
+def test_a_notebook_shows_them_and_runs_nothing_of_them(run: Run) -> None:
+    records = run.select()
+    weight = next(record for record in records if record.tensor_name == "weight")
+    pages = [run._repr_html_(), records._repr_html_(), weight._repr_html_()]
+    for page in pages:
+        assert not {"script", "img", "a", "link"} & Page(page).tags
+        assert len(page) < 20_000
+    for page in pages[1:]:
+        (shown,) = {text for text in Page(page).texts if text.startswith(HOSTILE)}
+        assert len(shown) == MAX_SHOWN_LETTERS
+    assert run.url in pages[0]
+    assert f"Records: 8 in {run.url}" in Page(pages[1]).texts
+    assert "overflow.nan" in Page(pages[2]).texts
+
+
+def test_reprs_say_what_is_there(run: Run) -> None:
+    assert repr(run) == f"<Run {run.url}: complete iterations 5>"
+    assert repr(run.select()) == f"<Records: 8 in {run.url}>"
+
+
+def test_many_records_are_not_all_shown(tmp_path: Path) -> None:
+    arrays: list[np.ndarray[Any, Any]] = [np.array(number, dtype=np.float32) for number in range(100)]
+    tensors = [(array, describe(array, call=number, counter=number)) for number, array in enumerate(arrays)]
+    write_run(str(tmp_path / "run"), {iteration: [tensors] for iteration in range(1)})
+    records = open_run(tmp_path / "run").select()
+    page = Page(records._repr_html_())
+    assert page.texts.count("input") == MAX_SHOWN_ROWS
+    assert page.texts[-1] == "the first 20 of 100"
+    assert Page(records.select(rank=9)._repr_html_()).texts[0] == f"Records: 0 in {tmp_path / 'run'}"
+
+
+def test_a_public_record_is_this_one() -> None:
+    from ranktape.storage import Record as Public
+
+    assert Public is Record
