@@ -211,7 +211,7 @@ class RunReader:
                 raise DataError(message) from error
             if not self.backend.exists(document_key("")):
                 message = f"there is no run at {self.url}, seen from {platform.node()}, which was to read {record!r}"
-                raise DataError(f"{message}: it was removed, or that machine cannot see it") from error
+                raise DataError(f"{message}: it was removed, or that machine cannot see it ({error})") from error
             raise DataError(f"{record!r} is damaged: {error}") from error
 
     def _opened(self, record: Record) -> StoredArray:

@@ -103,7 +103,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.storage import open_run
 from tests.analyze.engine_runs import FirstValue
 
-measure = FirstValue(trace=Path(sys.argv[2]), seconds=0.01)
+measure = FirstValue(trace=Path(sys.argv[2]), seconds=0.05)
 for _ in Engine(workers=2).measure(open_run(sys.argv[1]).select(), measure):
     pass
 """

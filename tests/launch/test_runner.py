@@ -202,7 +202,8 @@ WITH_WORKERS = """
             optimizer.zero_grad()
             print("step", loss.item().hex(), flush=True)
 
-    print("loaded as", __name__, flush=True)
+    # In one write: several processes share stdout.
+    print(f"loaded as {__name__}\\n", end="", flush=True)
     if __name__ == "__main__":
         main()
 """

@@ -184,10 +184,16 @@ def percent_text(ratio: float) -> str:
 
 
 def factor_text(octaves: float) -> str:
-    """A factor as a power of two, without zeros behind the point."""
-    rounded = f"{octaves:.1f}".removesuffix(".0")
-    return f"2^{rounded}"
+    """A factor as people say it, `20`, `4,096` or `1/8`; beyond a million as a power of two."""
+    if abs(octaves) > _MAX_SAID_OCTAVES:
+        return f"2^{octaves:.0f}"
+    factor = 2.0 ** abs(octaves)
+    text = f"{factor:.2g}" if factor < 99.5 else f"{float(f'{factor:.4g}'):,.0f}"  # noqa: PLR2004 - two digits
+    return text if octaves >= 0 else f"1/{text}"
 
+
+_MAX_SAID_OCTAVES = 20.0
+"""Beyond it a factor has too many digits to be read."""
 
 _PLACE = tuple(name for name in IDENTITY if name not in {"attempt", "dtype", "compute_dtype", "shape"})
 
