@@ -155,18 +155,20 @@ def dask_cluster(num_workers: int, folder: Path) -> Iterator[str]:
 
 
 def several(run: Run, *, nbytes: int, rounds: int, folder: Path) -> None:
+    alone: dict[str, Callable[[], object]] = {"1 process": lambda: first_question(run)}
+
+    def print_beside_one(name: str, work: Callable[[], object]) -> None:
+        ways = alone | {name: work}
+        for way in ways.values():
+            way()  # what is started is started
+        taken = in_turn(ways, rounds=rounds, clock=time.perf_counter)
+        print_speeds(taken, nbytes=nbytes, beside="1 process", unit="MB/s")
+
+    print(f"several processes, wall time, {len(os.sched_getaffinity(0))} cores")
+    print_beside_one("2 workers", lambda: first_question(run, workers=2))
+    end_executors()
     with dask_cluster(2, folder) as address:
-        ways: dict[str, Callable[[], object]] = {
-            "1 process": lambda: first_question(run),
-            "2 workers": lambda: first_question(run, workers=2),
-            "Dask, 2 workers": lambda: first_question(run, scheduler=address),
-        }
-        for work in ways.values():
-            work()  # what is started is started
-        print(f"several processes, wall time, {len(os.sched_getaffinity(0))} cores")
-        print_speeds(
-            in_turn(ways, rounds=rounds, clock=time.perf_counter), nbytes=nbytes, beside="1 process", unit="MB/s"
-        )
+        print_beside_one("Dask, 2 workers", lambda: first_question(run, scheduler=address))
 
 
 def memory(run: Run) -> None:
