@@ -11,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test ceph lint docs support bench clean
+.PHONY: demo test kernels ceph lint docs support bench clean
 
 # The first interpreter that works, is new enough and can make a virtual environment (a name on the PATH may be an empty shim).
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
@@ -35,12 +35,14 @@ demo: $(STAMP)
 test: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	@# mypy takes one core: on another one the kernels are compiled meanwhile, once for all processes of the tests.
-	PYTHONPATH=. $(BIN)/python tests/kernels.py & kernels=$$!; \
-	$(MAKE) --no-print-directory lint || { kill $$kernels; exit 1; }; \
-	wait $$kernels || echo "tests/kernels.py failed: the tests compile what is missing" >&2
+	$(MAKE) --no-print-directory --jobs=2 lint kernels
 	$(BIN)/python -m pytest --run-slow -m 'not alone' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_OPTIONS)
 	@# Only the files that have such tests: to look through all of them takes a quarter of a minute.
 	$(BIN)/python -m pytest --run-slow -m alone $(TEST_OPTIONS) $$(grep -rlE --include='*.py' 'mark\.alone' tests)
+
+# Where this fails, the tests compile what is missing.
+kernels: $(STAMP)
+	-PYTHONPATH=. $(BIN)/python tests/kernels.py
 
 ceph:
 	tests/ceph_packages.sh
