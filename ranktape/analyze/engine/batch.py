@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,12 @@ BATCH_NBYTES = 64 << 20
 
 BATCH_RECORDS = 1024
 """And no more of them than that."""
+
+KEPT_NBYTES = 64 << 20
+"""Freed memory is kept up to here, in blocks of at most half of it: more glibc does not take."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""From <malloc.h>."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +81,13 @@ def measure_batch(batch: Batch) -> Measured:
 def _keep_freed_memory() -> None:
     """Have the memory of a chunk used again for the next one: its page faults take as long as the counting.
 
-    glibc returns what is free from twice the size of the largest block on that was ever returned at once, up to
-    32 MiB; no page of this block is touched.
+    glibc learns that by itself from the first large block that is freed, but not where MALLOC_TRIM_THRESHOLD_ is set:
+    Dask sets it for its workers.
     """
-    bytes(31 << 20)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # which other C libraries lack
+        mallopt(_M_MMAP_THRESHOLD, KEPT_NBYTES // 2)
+        mallopt(_M_TRIM_THRESHOLD, KEPT_NBYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +111,7 @@ def call_all(calls: Calls) -> list[Any]:
     Raises:
         RanktapeError: what the function raises.
     """
+    _keep_freed_memory()
     return [calls.function(task) for task in calls.tasks]
 
 
