@@ -5,12 +5,14 @@ One class for all of them (conformance.py). The raw reads and writes go around t
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 
 from ranktape.errors import NoBucketError, StorageError, UsageError
@@ -152,6 +154,12 @@ class S3Tests(BackendTests):
             b"4",
         ]
         assert backend.list_debris() == []
+
+    def test_views_of_any_size_are_sent_in_their_order(self, backend: Backend) -> None:
+        data = np.random.default_rng(0).integers(0, 256, 3 * 2**20, dtype=np.uint8).tobytes()
+        cuts = [0, 1, 1, 20, 2**18 + 5, 2**19, 2**19, 2 * 2**20, len(data)]
+        backend.put("many", [memoryview(data)[a:b] for a, b in itertools.pairwise(cuts)])
+        assert backend.get("many") == data
 
     def test_a_run_may_have_the_whole_bucket(self, server: S3Server) -> None:
         client = server.client()

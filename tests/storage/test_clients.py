@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,6 +189,27 @@ def test_profiles_of_the_files_are_read(s3_server: S3Server, monkeypatch: pytest
     backend = open_backend(s3_server.new_url(), storage_options={"profile": "mine"})
     backend.put("a", [b"."])
     assert backend.get("a") == b"."
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("client", ["fsspec", "obstore"])
+def test_what_is_sent_is_not_copied(s3_server: S3Server, client: str) -> None:
+    options = json.dumps(s3_server.storage_options | {"client": client})
+    # Above 128 MiB an object goes in parts; the first object is there so that the client is.
+    program = f"""
+import json, resource
+from ranktape.storage.backends.urls import open_backend
+backend = open_backend({s3_server.new_url()!r}, storage_options=json.loads({options!r}))
+value = b"." * (140 << 20)
+backend.put("a", [value[: 2 << 20]])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+backend.put("b", [memoryview(value)[: 90 << 20]])
+backend.put("c", [value])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) < 50 << 10  # KiB
 
 
 @pytest.mark.s3

@@ -119,6 +119,17 @@ class TestServers:
         assert not caught.value.is_transient
         assert proxy.requests == ["PUT"]
 
+    def test_a_part_that_failed_is_tried_again(
+        self, proxy: FlakyProxy, open_flaky: Callable[..., RetryingBackend], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for client in (s3, obstore_backend):
+            monkeypatch.setattr(client, "_PART_NBYTES", 5 * 2**20)  # the least that S3 takes
+        backend = open_flaky()
+        proxy.faults += ["", (503, "SlowDown")]
+        backend.put("a", [bytes(11 * 2**20)])
+        assert backend.size("a") == 11 * 2**20
+        assert backend.list_debris() == []
+
     @pytest.mark.alone
     def test_a_server_that_hangs_ends_by_the_deadline(
         self, proxy: FlakyProxy, open_flaky: Callable[..., RetryingBackend]

@@ -1,4 +1,4 @@
-"""How does a run lie in S3?
+"""A run in S3, through the client of s3fs.
 
 Objects are objects. The requests are S3's own, through the client that s3fs sets up from the storage options, the
 environment and the usual files: one request per verb, no HEAD before a GET, and a server's answer is seen as it is.
@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import io
 import os
 import uuid
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsspec.asyn import sync
@@ -25,6 +28,8 @@ from ranktape.storage.backends.failures import answer_of
 from ranktape.storage.backends.remote import RemoteBackend
 
 if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
     from ranktape.storage.backends.backend import Buffer
 
 Result = TypeVar("Result")
@@ -33,6 +38,9 @@ _PART_NBYTES = 64 * 2**20
 """Above twice this an object is sent in parts of this size."""
 
 _PARTS_AT_ONCE = 4
+
+_JOINED_NBYTES = 2**20
+"""Up to this an object is sent as one piece of memory; of a larger one neither we nor the client hold a copy."""
 
 _DELETE_AT_ONCE = 1000
 """Keys in one request: S3's limit."""
@@ -85,8 +93,8 @@ class S3Backend(RemoteBackend):
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """Write an object of the joined parts."""
-        data = b"".join(byte_view(part) for part in parts)
-        self._wait("write", key, self._put, key, data)
+        views = [view for view in (byte_view(part) for part in parts) if view.nbytes]
+        self._wait("write", key, self._put, key, views)
 
     def create(self, key: str, data: bytes) -> bool:
         """Write an object if there is none; False if there was one."""
@@ -193,32 +201,37 @@ class S3Backend(RemoteBackend):
         answer: dict[str, Any] = await self._fs._call_s3(method, Bucket=self._bucket, **arguments)  # noqa: SLF001  # its public form blocks the loop
         return answer
 
-    async def _put(self, key: str, data: bytes) -> None:
-        if len(data) <= 2 * _PART_NBYTES:
-            await self._request("put_object", Key=self._key(key), Body=data)
+    async def _put(self, key: str, views: Sequence[memoryview]) -> None:
+        nbytes = sum(view.nbytes for view in views)
+        if nbytes <= _JOINED_NBYTES:
+            await self._request("put_object", Key=self._key(key), Body=b"".join(views))
+        elif nbytes <= 2 * _PART_NBYTES:
+            await self._request("put_object", Key=self._key(key), Body=_Joined(views, 0, nbytes))
         else:
-            await self._put_parts(self._key(key), data)
+            await self._put_parts(self._key(key), views, nbytes)
 
-    async def _put_parts(self, key: str, data: bytes) -> None:
+    async def _put_parts(self, key: str, views: Sequence[memoryview], nbytes: int) -> None:
         upload = (await self._request("create_multipart_upload", Key=key))["UploadId"]
-        view = memoryview(data)
         gate = asyncio.Semaphore(_PARTS_AT_ONCE)
 
         async def send(number: int) -> dict[str, Any]:
             async with gate:
-                part = bytes(view[(number - 1) * _PART_NBYTES : number * _PART_NBYTES])
+                part = _Joined(views, (number - 1) * _PART_NBYTES, min(number * _PART_NBYTES, nbytes))
                 answer = await self._request("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=part)
                 return {"PartNumber": number, "ETag": answer["ETag"]}
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(send(number)) for number in range(1, -(-len(data) // _PART_NBYTES) + 1)]
+                tasks = [group.create_task(send(number)) for number in range(1, -(-nbytes // _PART_NBYTES) + 1)]
             parts = {"Parts": [task.result() for task in tasks]}
             await self._request("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload=parts)
-        except BaseException:
+        except BaseException as error:
             # Its parts would be paid for until somebody looks; where this fails too, `repair` finds them.
             with contextlib.suppress(Exception):
                 await asyncio.shield(self._request("abort_multipart_upload", Key=key, UploadId=upload))
+            if isinstance(error, ExceptionGroup):
+                # What the first part that failed was answered says whether to try again.
+                raise error.exceptions[0] from None
             raise
 
     async def _create(self, key: str, data: bytes) -> bool:
@@ -310,3 +323,42 @@ class PartlyDeletedError(Exception):
     def __init__(self, error: Mapping[str, Any]) -> None:
         super().__init__(f"{error.get('Key')}: {error.get('Message') or error.get('Code')}")
         self.response = {"Error": {"Code": error.get("Code", "")}}
+
+
+class _Joined(io.RawIOBase):
+    """The bytes from `start` to `stop` of joined parts as a file, which a client reads in pieces while it sends."""
+
+    def __init__(self, views: Sequence[memoryview], start: int, stop: int) -> None:
+        self._views = views
+        self._ends = list(accumulate(view.nbytes for view in views))
+        self._start = start
+        self._nbytes = stop - start
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        self._position = max(0, origin + offset)
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        target = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._position)]
+        at = self._start + self._position
+        done = 0
+        while done < len(target):
+            index = bisect_right(self._ends, at + done)
+            view = self._views[index]
+            first = view.nbytes - (self._ends[index] - at - done)
+            piece = view[first : first + len(target) - done]
+            target[done : done + len(piece)] = piece
+            done += len(piece)
+        self._position += done
+        return done
