@@ -1,4 +1,4 @@
-"""What does a capture tell the person at the terminal?
+"""What a capture tells the person at the terminal.
 
 Everything goes to stderr, once for the whole launch: from rank 0, but for a rank's own trouble. No carriage
 return and no colour: the lines of several ranks and of the training run together there.
@@ -10,6 +10,8 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from ranktape.capture.settings.cadence import cadence_of
 
 if TYPE_CHECKING:
     from ranktape.capture.settings.options import CaptureOptions
@@ -74,14 +76,22 @@ class Console:
                 f"--max-iterations"
             )
 
+    def tell_of_past(self, options: CaptureOptions, *, completed: Sequence[int], planned: Sequence[int]) -> None:
+        """Of iterations that were asked for, are not complete and come before the training's first step."""
+        count = options.target_iterations - len(completed)
+        past = cadence_of(options).past(count=count, without=completed)
+        if past and (options.start or not planned):
+            self.warn(
+                f"iterations {_shown(past)} come before --first-iteration {options.first_iteration} and cannot be "
+                f"captured: {_shown(planned) or 'none'} will be"
+            )
+
     def show_matched(
         self, tally: Tally, *, iterations: Sequence[int], min_iterations: int, budget_nbytes: int, url: str
     ) -> None:
         """What is captured and what it costs, once the first iteration has shown it."""
         kinds = Counter(source.layer_type for source in tally.sources)
         layers = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        shown = ", ".join(str(iteration) for iteration in iterations[:_MAX_NAMED])
-        more = f", ... {iterations[-1]}" if len(iterations) > _MAX_NAMED else ""
         kept = "".join(f", {count} as {keep}" for keep, count in sorted(tally.kept.items()) if keep != "values")
         stored = kept and f", of which {size_text(tally.stored_nbytes)} are stored"
         if tally.stored_nbytes > tally.nbytes:
@@ -90,7 +100,7 @@ class Console:
             stored += " before compression"
         self.say(
             f"capturing {layers} layers into {url}: {tally.num_tensors} tensors{kept}, {size_text(tally.nbytes)} per "
-            f"iteration and rank{stored} (host budget {size_text(budget_nbytes)}); iterations {shown}{more}; "
+            f"iteration and rank{stored} (host budget {size_text(budget_nbytes)}); iterations {_shown(iterations)}; "
             f"{min_iterations} guaranteed complete"
         )
 
@@ -110,6 +120,11 @@ class Console:
         """Everything is stored, or the wait is over."""
         if self._drain_is_shown:
             self.say("done storing")
+
+
+def _shown(iterations: Sequence[int]) -> str:
+    more = f", ... {iterations[-1]}" if len(iterations) > _MAX_NAMED else ""
+    return ", ".join(map(str, iterations[:_MAX_NAMED])) + more
 
 
 def size_text(nbytes: int) -> str:

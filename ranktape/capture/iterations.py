@@ -1,4 +1,4 @@
-"""Which iteration of the training is running, and what happens between two of them?
+"""The iterations of a training, and what happens between two of them.
 
 At a boundary the hooks come off, the writer is told that the iteration is whole and asked what is wanted; then the
 hooks go on again where the next iteration is. A capture that fails inside is disabled here, and the training goes on.
@@ -116,6 +116,9 @@ class Iterations:
             return
         if self.is_watching:
             self._end_iteration()
+        for passed in self._schedule.between(self._iteration, iteration):
+            reason = f"the training went from iteration {self._iteration} to {iteration}"
+            self._tell(SlotKind.SKIP, {"iteration": passed, "reason": reason})
         self._iteration = iteration
         self._clock.begin_iteration()
         self._recorder.poll()

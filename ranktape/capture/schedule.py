@@ -1,4 +1,4 @@
-"""Which iterations does this rank still capture?
+"""The iterations that this rank still captures.
 
 The first ones follow from the options and are the same on every rank. Later ones are named by the
 coordinator, through the writer, when those were not enough.
@@ -29,6 +29,13 @@ class Schedule:
     def wants(self, iteration: int) -> bool:
         """Whether an iteration is to be captured."""
         return not self.is_done and iteration in self._wanted
+
+    def between(self, before: int, after: int) -> list[int]:
+        """Those that are wanted and that a training never enters which goes from one iteration to another."""
+        is_jump = after > before + 1  # asked at each step of the training
+        return (
+            [wanted for wanted in self.iterations if before < wanted < after and self.wants(wanted)] if is_jump else []
+        )
 
     def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:
         """Take over what the writer says now; those of the new iterations that are past already."""

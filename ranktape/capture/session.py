@@ -1,4 +1,4 @@
-"""How does a training get recorded from its first step to its last?
+"""A training, recorded from its first step to its last.
 
 `Capture` follows the training's iterations, puts hooks on before an iteration that is wanted and takes them
 off after it, and sees to it at the end that what was staged is stored. The training is never changed, and
@@ -121,6 +121,7 @@ class Capture(Iterations):
         words, self._rendezvous = self._start()
         self._attempt = str(words["attempt"])
         self._schedule = Schedule(words)
+        self._console.tell_of_past(self.options, completed=words["completed"], planned=self._schedule.iterations)
         self._follow()
         Capture.current = self
         try:
@@ -133,9 +134,16 @@ class Capture(Iterations):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the capture; wait, within bounds, until everything is stored."""
+        """End the capture; wait, within bounds, until everything is stored; warn of an unmet minimum.
+
+        Not of one that `close` has returned before.
+        """
+        if self._verdict is not None:
+            return
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-            self.close()
+            verdict = self.close()
+            if not verdict.met:
+                self._console.warn(verdict.message())
         elif isinstance(error, StrictCaptureError):
             self.close(reason=str(error))
         else:
@@ -251,6 +259,7 @@ class Capture(Iterations):
         num_ranks = self._place.num_local_ranks
         budget = self.options.host_budget_nbytes or default_host_budget_nbytes(num_local_ranks=num_ranks)
         self._process = self._new_process(budget)
+        self._process.ring.set_step(self._iteration)
         self._process.ring.on_long_wait = self._tell_of_wait
         self._recorder = Recorder(
             ring=self._process.ring,

@@ -105,7 +105,7 @@ class Writer:
             self._attempt = join_attempt(self._backend, launch=launch, timeout_seconds=config.join_timeout_seconds)
         completed = self._attempt.completed
         cadence = Cadence.from_json(config.cadence)
-        planned = cadence.following(cadence.start - 1, count=config.target - len(completed), without=completed)
+        planned = cadence.following(count=config.target - len(completed), without=completed)
         self._plan = Plan(iterations=planned, is_done=not planned)
         self._coordinator = self._start_coordinator(planned, cadence=cadence) if config.rank == 0 else None
         self._start_storing()

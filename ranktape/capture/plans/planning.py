@@ -178,7 +178,7 @@ class PlanningCapture(Capture):
         """
         super().__init__(url, model=model, **options)
         cadence = cadence_of(self.options)
-        self.iterations = list(cadence.following(cadence.start - 1, count=self.options.target_iterations))
+        self.iterations = list(cadence.following(count=self.options.target_iterations))
         """The iterations that the capture would take."""
         if not self.iterations:
             raise CaptureError("the options leave no iteration to capture: check --iteration, --where and --every")

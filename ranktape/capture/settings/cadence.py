@@ -1,4 +1,4 @@
-"""In which iterations is anything captured?
+"""The iterations in which anything is captured.
 
 Every rule has its own distance between iterations, counted from the first one, and may ask for certain iterations.
 An iteration is captured when one rule is due in it. The trainers and the coordinator, which knows no rules, agree on
@@ -7,6 +7,7 @@ this from one description.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -87,16 +88,18 @@ class Cadence:
     """The first that may be captured."""
     beats: tuple[Beat, ...]
     """Those of each rule."""
+    first: int = 0
+    """The training's first step: none before it can be captured."""
 
     @classmethod
-    def regular(cls, *, start: int, every: int) -> Cadence:
+    def regular(cls, *, start: int, every: int, first: int = 0) -> Cadence:
         """Each so manieth iteration."""
-        return cls(start=start, beats=(Beat(every=every),))
+        return cls(start=start, beats=(Beat(every=every),), first=first)
 
     @classmethod
-    def of_rules(cls, general: Rule, rules: Sequence[Rule], *, start: int) -> Cadence:
+    def of_rules(cls, general: Rule, rules: Sequence[Rule], *, start: int, first: int = 0) -> Cadence:
         """The iterations in which a rule is due, among those that hold for all of them."""
-        return cls(start=start, beats=tuple(_beat(general, rule) for rule in rules))
+        return cls(start=start, beats=tuple(_beat(general, rule) for rule in rules), first=first)
 
     @property
     def is_limited(self) -> bool:
@@ -110,19 +113,25 @@ class Cadence:
             away >= 0 and away % beat.every == 0 and bool(beat.mask(np.array([iteration]))[0]) for beat in self.beats
         )
 
-    def following(self, after: int, *, count: int, without: Collection[int] = ()) -> tuple[int, ...]:
+    def following(self, after: int = -1, *, count: int, without: Collection[int] = ()) -> tuple[int, ...]:
         """The next iterations above `after`, ascending; fewer where there are no more.
 
         Iterations that are chosen one by one are looked for among the next four million.
         """
         if count <= 0:
             return ()
-        merged = heapq.merge(*(self._of(beat, after=after) for beat in self.beats))
+        begin = max(after, self.first - 1, self.start - 1)
+        merged = heapq.merge(*(self._of(beat, after=begin) for beat in self.beats))
         distinct = (iteration for iteration, _ in itertools.groupby(merged) if iteration not in without)
         return tuple(itertools.islice(distinct, count))
 
+    def past(self, *, count: int, without: Collection[int] = ()) -> list[int]:
+        """Those of the first iterations from the start on that come before the training's first step."""
+        asked = dataclasses.replace(self, first=0).following(count=count, without=without)
+        return [iteration for iteration in asked if iteration < self.first]
+
     def _of(self, beat: Beat, *, after: int) -> Iterator[int]:
-        first = self.start + max(0, (after - self.start) // beat.every + 1) * beat.every
+        first = self.start + ((after - self.start) // beat.every + 1) * beat.every
         if not beat.is_limited:
             yield from itertools.takewhile(_LAST.__gt__, itertools.count(first, beat.every))
             return
@@ -137,12 +146,13 @@ class Cadence:
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary for JSON."""
-        return {"start": self.start, "beats": [beat.to_json() for beat in self.beats]}
+        return {"start": self.start, "first": self.first, "beats": [beat.to_json() for beat in self.beats]}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Cadence:
         """Rebuild what `to_json` wrote."""
-        return cls(start=document["start"], beats=tuple(Beat.from_json(beat) for beat in document["beats"]))
+        beats = tuple(Beat.from_json(beat) for beat in document["beats"])
+        return cls(start=document["start"], beats=beats, first=document["first"])
 
 
 def cadence_of(options: CaptureOptions) -> Cadence:
@@ -152,10 +162,10 @@ def cadence_of(options: CaptureOptions) -> Cadence:
         UsageError: their rules are none.
     """
     if not options.selects:
-        return Cadence.regular(start=options.start, every=options.every)
+        return Cadence.regular(start=options.start, every=options.every, first=options.first_iteration)
     from ranktape.capture.settings.rules import read_selection
 
-    return Cadence.of_rules(*read_selection(options), start=options.start)
+    return Cadence.of_rules(*read_selection(options), start=options.start, first=options.first_iteration)
 
 
 def _beat(general: Rule, rule: Rule) -> Beat:

@@ -52,7 +52,12 @@ class CaptureOptions:
     max_iterations: int | None = option(
         None, kind=int, least=1, help="Go on to this many complete iterations; the guaranteed minimum by default."
     )
-    first_iteration: int = option(0, kind=int, least=0, help="Number of the first training step, after a checkpoint.")
+    first_iteration: int = option(
+        0,
+        kind=int,
+        least=0,
+        help="Number of the first training step, after a checkpoint; none before it is captured.",
+    )
     quant_type: str | None = option(
         None, metavar="TAG", help="Tag: what the run computes in (bf16, mxfp8, ...); the compute dtype by default."
     )

@@ -127,9 +127,11 @@ def check_selection(options: CaptureOptions) -> None:
     # Here, because a cadence is made of rules.
     from ranktape.capture.settings.cadence import Cadence
 
-    cadence = Cadence.of_rules(general, rules, start=options.start)
+    # What lies before the first step may be complete already in a run that is continued.
+    first = 0 if options.resume else options.first_iteration
+    cadence = Cadence.of_rules(general, rules, start=options.start, first=first)
     if cadence.is_limited:
-        count = len(cadence.following(options.start - 1, count=options.min_iterations))
+        count = len(cadence.following(count=options.min_iterations))
         if count < options.min_iterations:
             raise UsageError(
                 f"--start-at, --every, --iteration, --where and --select leave {count} iteration{'s' * (count != 1)}, "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.capture.settings.cadence import Cadence
+from ranktape.capture.settings.cadence import cadence_of
 from ranktape.capture.settings.rules import TEXT_FIELDS, read_selection
 from ranktape.capture.settings.unmatched import OF_SITES, Sightings
 from ranktape.storage.selection.columns import StringColumn
@@ -66,7 +66,7 @@ class Selecting:
         self._general, self._rules = read_selection(options)
         self._rank = rank
         self._decisions = [Decision(keep=rule.keep, samples=rule.samples) for rule in self._rules]
-        self.cadence = Cadence.of_rules(self._general, self._rules, start=options.start)
+        self.cadence = cadence_of(options)
         names = self._general.names.union(*(rule.names for rule in self._rules))
         self._is_general = not names
         self._getters = [_GETTERS[name] for name in sorted(names & _GETTERS.keys())]
@@ -75,7 +75,7 @@ class Selecting:
         """Whether it is in the call whether a tensor is taken: its microbatch, dtype, batch or mode."""
         self._is_by_iteration = "iteration" in names
         self._is_by_name = "tensor_name" in names
-        self.first = next(iter(self.cadence.following(options.start - 1, count=1)), options.start)
+        self.first = next(iter(self.cadence.following(count=1)), options.start)
         """The first iteration in which a rule is due."""
         self.sightings: Sightings | None = None if self._is_general else Sightings(rank)
         """What there was to choose from so far; None once nobody will ask."""
