@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.capture.settings.cadence import cadence_of
 
 if TYPE_CHECKING:
+    from ranktape.capture.hooks.coverage import Coverage
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.capture.tally import Tally
 
@@ -87,7 +88,14 @@ class Console:
             )
 
     def show_matched(
-        self, tally: Tally, *, iterations: Sequence[int], min_iterations: int, budget_nbytes: int, url: str
+        self,
+        tally: Tally,
+        *,
+        iterations: Sequence[int],
+        min_iterations: int,
+        budget_nbytes: int,
+        url: str,
+        coverage: Coverage | None,
     ) -> None:
         """What is captured and what it costs, once the first iteration has shown it."""
         kinds = Counter(source.layer_type for source in tally.sources)
@@ -103,6 +111,10 @@ class Console:
             f"iteration and rank{stored} (host budget {size_text(budget_nbytes)}); iterations {_shown(iterations)}; "
             f"{min_iterations} guaranteed complete"
         )
+        if coverage is not None:
+            self.say(coverage.text())
+            for place, reason in list(coverage.unseen.items())[:_MAX_NAMED]:
+                self.warn(f"not recorded: {place}: {reason}")
 
     def show_drain(self, pending_nbytes: int, state: str) -> None:
         """How far the storing of what was staged is; called about each second."""

@@ -154,6 +154,9 @@ class Iterations:
         tally = self._recorder.tally
         assert tally is not None, "only called while an iteration is watched"
         summary = self._recorder.end()
+        coverage = None
+        with self._recorder.guarded():
+            coverage = self._hooks.find_coverage(tally.sources)
         self._hooks.detach()
         if self._disabled is not None:
             return
@@ -169,6 +172,9 @@ class Iterations:
             self._tell(SlotKind.SKIP, {"iteration": tally.iteration, "reason": reason})
         elif tally.is_staged:
             self._num_recorded += 1
+            if coverage is not None:
+                summary["silent_sites"] |= coverage.unseen
+                summary["coverage"] = coverage.text()
             self._tell(SlotKind.END, {"iteration": tally.iteration, "num_tensors": tally.num_tensors, **summary})
         if mistake is not None:
             self._is_surveyed = True
@@ -185,6 +191,7 @@ class Iterations:
                 min_iterations=self.options.min_iterations,
                 budget_nbytes=self._process.ring.file.capacity,
                 url=self._backend.url,
+                coverage=coverage,
             )
             for note in self._hooks.unmatched_roles():
                 self._console.warn_once(note)

@@ -151,6 +151,7 @@ def forecast_lines(forecast: Forecast, *, verbose: bool) -> list[str]:
     rows = [
         ("layers", _counted(one.num_layers) + where),
         ("tensors", f"{footprint.num_tensors}, {size_text(footprint.nbytes)} per iteration{kept}"),
+        *([("coverage", one.coverage)] if one.coverage else []),
         ("largest", f"{footprint.largest}, {size_text(footprint.largest_nbytes)}"),
         (
             "iterations",

@@ -124,24 +124,25 @@ def test_llama_under_checkpointing(tmp_path: Path, *, is_reentrant: bool) -> Non
     assert len(trained.run.select(iteration=0)) == 15 * 6 + 2 * 8
 
 
+def mixtral(experts: str) -> Any:
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attn_implementation="sdpa",
+        experts_implementation=experts,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
 @pytest.mark.support(framework="MoE", parallelism="one process", features=("linear", "unchanged"))
 def test_mixtral_with_experts_in_one_parameter(tmp_path: Path) -> None:
-    def make(attention: str) -> Any:
-        config = transformers.MixtralConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=24,
-            num_hidden_layers=NUM_LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            attn_implementation=attention,
-            experts_implementation="eager",
-        )
-        return transformers.MixtralForCausalLM(config)
-
-    trained = train_twice(task(make, "sdpa"), tmp_path / "run")
+    trained = train_twice(task(mixtral, "eager"), tmp_path / "run")
     assert trained.is_equal
     verify_run(trained.run)
     modules = set(trained.run.select(iteration=0, layer_idx=1).column("module"))
@@ -149,6 +150,18 @@ def test_mixtral_with_experts_in_one_parameter(tmp_path: Path) -> None:
     assert "model.layers.1.mlp.gate" in modules
     inputs = trained.run.select(iteration=0, module="*.1.mlp.experts.gate_up_proj*", tensor_name="input")
     assert sum(record.shape[0] for record in inputs) == BATCH * LENGTH * 2
+
+
+@pytest.mark.support(framework="MoE", parallelism="one process", features=("linear", "unchanged"))
+def test_mixtral_with_grouped_products(tmp_path: Path) -> None:
+    trained = train_twice(task(mixtral, "grouped_mm"), tmp_path / "run")
+    assert trained.is_equal
+    assert is_whole(trained)
+    counts = verify_run(trained.run)
+    names = ("output", "grad_input", "grad_weight")
+    assert {counts[f"grouped {name}"] for name in names} == {2 * 2 * NUM_LAYERS}
+    [tokens] = trained.run.select(iteration=0, module="*.1.mlp.experts.down_proj", tensor_name="input")
+    assert (tokens.shape, tokens.layout, tokens.sample_dim) == ((BATCH * LENGTH * 2, 24), "TH", None)
 
 
 def hidden_states(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -36,8 +36,9 @@ class _Call:
 def verify_run(run: Run | Records, *, mask: torch.Tensor | None = None) -> Counter[str]:
     """Compute every linear, attention and embedding layer again; how often each kind of tensor was compared.
 
-    The keys are `output`, `grad_input`, `grad_weight` of linear layers, the same with `embedding ` before them, and
-    with `attention ` before them `output`, `grad_query`, `grad_key`, `grad_value`. An assertion fails for what differs,
+    The keys are `output`, `grad_input`, `grad_weight` of linear layers, the same with `grouped ` before them of experts
+    in one product and with `embedding ` before them of embeddings, and with `attention ` before them `output`,
+    `grad_query`, `grad_key`, `grad_value`. An assertion fails for what differs,
     and names it. Shards are compared with what is computed from shards: that holds for tensors seen inside of a layer.
 
     With `mask`, attention is computed with it; else with a causal one, or none, whichever fits the output.
@@ -47,7 +48,8 @@ def verify_run(run: Run | Records, *, mask: torch.Tensor | None = None) -> Count
         records = run.select(layer_type=layer_type)
         weights = _Weights(records.select(tensor_name="weight"))
         for calls in _by_microbatch(records).values():
-            counts += verify(calls, weights=weights)
+            is_grouped = any("offsets" in group for group in calls.values())
+            counts += (_verify_grouped if is_grouped else verify)(calls, weights=weights)
     for call, group in _by_call(run.select(layer_type="attention")).items():
         counts += _verify_attention(call, group, mask=mask)
     return counts
@@ -122,6 +124,32 @@ def _verify_linear(calls: Mapping[_Call, Group], *, weights: _Weights) -> Counte
         total = torch.stack([one.float() for one in expected]).sum(0)
         _check_close(torch.stack(found).float().sum(0), total.to(expected[0].dtype), what=f"grad_weight of {call}")
     counts["grad_weight"] += len(found)
+    return counts
+
+
+def _verify_grouped(calls: Mapping[_Call, Group], *, weights: _Weights) -> Counter[str]:
+    """Of each expert the product of its own tokens: the rows up to its offset."""
+    counts: Counter[str] = Counter()
+    for call, group in calls.items():
+        record = weights.of(call, group["output"])
+        assert record is not None, f"{call} has no weight"
+        assert record.layout == "EIO", record
+        tensors = {name: one.tensor() for name, one in group.items()}
+        ends = tensors["offsets"].tolist()
+        assert ends[-1] == len(tensors["input"]), f"{call} leaves out tokens"
+        names = [name for name in ("output", "grad_input", "grad_weight") if name in tensors]
+        for expert, weight in enumerate(record.tensor()):
+            rows = slice(ends[expert - 1] if expert else 0, ends[expert])
+            grad = tensors["grad_output"][rows]
+            again = {
+                "output": tensors["input"][rows] @ weight,
+                "grad_input": grad @ weight.T,
+                "grad_weight": tensors["input"][rows].T @ grad,
+            }
+            for name in names:
+                found = tensors[name][expert] if name == "grad_weight" else tensors[name][rows]
+                _check_close(found, again[name], scale=tensors[name], what=f"{name} of expert {expert} of {call}")
+        counts.update(f"grouped {name}" for name in names)
     return counts
 
 

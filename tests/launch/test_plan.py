@@ -232,6 +232,7 @@ def rank_plan(**changes: Any) -> RankPlan:
         footprint=dataclasses.replace(footprint, **own),
         num_expected=10,
         silent_sites={"b": "its module was not called"},
+        coverage=None,
         silence=None,
         problem=None,
         budget_nbytes=500 * MB,

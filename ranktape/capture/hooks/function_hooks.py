@@ -195,10 +195,12 @@ class FunctionHooks:
             return original(*args, **kwargs)
         owner = None
         with self._recorder.guarded():
-            owner = self._owners.find(weight, self._tracker.current())
+            owner = self._owners.find(weight, self._tracker.current(), is_grouped=role.is_grouped)
         if owner is None:
             return original(*args, **kwargs)
         source = self._source(role, owner)
+        if source is not None:
+            self._owners.met.add((owner.module, owner.attribute))
         names = () if self._multihead is None else self._multihead.names_of(owner)
         return self._recorded(role, original, source, args, kwargs, names=names)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ranktape.capture.hooks.calls import Placement, Ports, Running
 from ranktape.capture.hooks.compiled import run_eagerly
+from ranktape.capture.hooks.coverage import Coverage, find_attention_by_hand, find_coverage
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
@@ -270,6 +271,29 @@ class ModelHooks:
         for module, hooks in self._modules.items():
             for attribute in hooks.attributes:
                 yield hooks.source, module, attribute
+
+    def find_coverage(self, sources: Collection[Source]) -> Coverage | None:
+        """What the hooks see of the models, where linear layers are recorded; asked before they are taken off.
+
+        `sources` are what was recorded in the iteration.
+        """
+        if not self._attached or not self._wants("linear"):
+            return None
+        found = find_coverage(
+            self._attached.values(),
+            is_seen=lambda module, name: module in self._modules or (module, name) in self._owners.met,
+            is_left_out=self._is_left_out,
+        )
+        if self._wants("attention"):
+            wanted = (frame for frame in self._attached.values() if self._is_wanted(frame.path))
+            found.unseen.update(find_attention_by_hand(wanted, sources=sources))
+        return found
+
+    def _is_left_out(self, frame: Frame) -> bool:
+        role = role_of(type(frame.module))
+        if role is None:
+            return not self._is_wanted(frame.path)
+        return not self._is_wanted_kind(role.layer_type, frame.path)
 
     def unmatched_roles(self) -> Iterator[str]:
         """What a person is told of registered roles that have matched nothing."""

@@ -1,14 +1,15 @@
-"""Whose parameter is this tensor, and what is a part of it called?"""
+"""The owner of a parameter: the module that has it, and what a product with it, or with a part of it, is called."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from ranktape.capture.passes.tracker import Frame
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -44,6 +45,8 @@ class Owners:
         # The tensors are held too: another one could get the identity of one that is gone.
         self._owners: dict[int, tuple[torch.Tensor, Frame, str]] = {}
         self._frames: dict[nn.Module, Frame] = {}
+        self.met: set[tuple[nn.Module, str]] = set()
+        """The modules and their names of the parameters with which a product was recorded."""
 
     def add(self, frame: Frame) -> None:
         """Know a module's own parameters; of one that several have, the first is the owner."""
@@ -52,12 +55,13 @@ class Owners:
             if parameter is not None:
                 self._owners.setdefault(id(parameter), (parameter, frame, name))
 
-    def find(self, weight: torch.Tensor, frame: Frame | None) -> Owner | None:
+    def find(self, weight: torch.Tensor, frame: Frame | None, *, is_grouped: bool = False) -> Owner | None:
         """The owner of a weight or of some rows of one; None where it is no known parameter, or a transposed one.
 
-        The module that is running is asked too: under FSDP2 it computes with other tensors than it has at rest.
+        With `is_grouped`, of a transposed one too, and of its copy in another dtype. The module that is running is
+        asked too: under FSDP2 it computes with other tensors than it has at rest.
         """
-        found = self._lookup(weight, frame)
+        found = self._lookup(_origin(weight) if is_grouped else weight, frame)
         if found is not None:
             return _owner(found[1], found[2])
         base = weight._base  # noqa: SLF001  (torch has no public name for it)
@@ -81,6 +85,22 @@ class Owners:
                 if parameter is weight:
                     return weight, self._frames.get(module, frame), name
         return None
+
+
+_SAME_VALUES = ("TransposeBackward0", "PermuteBackward0", "ToCopyBackward0")
+"""Nodes of autograd behind which a tensor has the same values, in another order or dtype."""
+
+
+def _origin(weight: torch.Tensor) -> torch.Tensor:
+    """The parameter that a tensor is, transposed or in another dtype; the tensor itself where autograd cannot tell."""
+    node = weight.grad_fn
+    while node is not None and node.name() in _SAME_VALUES:
+        node = node.next_functions[0][0]
+    own = getattr(node, "variable", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    base = weight._base  # noqa: SLF001  (torch has no public name for it)
+    return base if base is not None and base.numel() == weight.numel() else weight
 
 
 def _owner(frame: Frame, attribute: str, *, first: int | None = None, last: int | None = None) -> Owner:

@@ -86,6 +86,8 @@ class RankPlan:
     """Tensors that were expected of it."""
     silent_sites: dict[str, str]
     """Those that were not there, by module, each with the reason."""
+    coverage: str | None
+    """How much of the model's weights hooks see; None where linear layers are not recorded."""
     silence: str | None
     """Why there was nothing to capture; None where there was."""
     problem: str | None
@@ -233,6 +235,7 @@ class PlanningCapture(Capture):
             footprint=footprint,
             num_expected=int(end.get("num_expected", 0)),
             silent_sites=dict(end.get("silent_sites", {})),
+            coverage=end.get("coverage"),
             silence=None if footprint.num_tensors else self._silence or self._explain_silence(),
             problem=self._disabled,
             budget_nbytes=self._budget,

@@ -7,6 +7,7 @@ the heads of a group.
 
 from __future__ import annotations
 
+from ranktape.capture.roles.pytorch import grouped
 from ranktape.capture.roles.table import FunctionRole, ModuleRole
 
 MODULES = (
@@ -30,4 +31,6 @@ FUNCTIONS = (
         layouts={"query": "BHTD", "key": "BHTD", "value": "BHTD", "output": "BTHD"},
         gives_function=True,
     ),
+    # Its experts; without torch's grouped product it has an operator of its own.
+    grouped("transformers.integrations.moe._grouped_mm", names=("input", "weight")),
 )

@@ -70,4 +70,27 @@ EMBEDDING = FunctionRole(
     owner="weight",
 )
 
-FUNCTIONS = (ATTENTION, FLEX_ATTENTION, LINEAR, EMBEDDING)
+
+def grouped(*functions: str, names: tuple[str, str]) -> FunctionRole:
+    """The products of tokens, sorted by expert, with the weights of all experts in one call.
+
+    `names` are the arguments of the tokens and of the weights (experts, in, out). Where each expert's tokens end is
+    recorded as `offsets`: told apart in the training, they would have it wait for the device.
+    """
+    return FunctionRole(
+        functions=functions,
+        layer_type="linear",
+        component="linear",
+        operands={"input": (0, names[0]), "weight": (1, names[1]), "offsets": (2, "offs")},
+        layouts={"input": "TH", "weight": "EIO", "offsets": "E", "output": "TH"},
+        owner="weight",
+        is_grouped=True,
+    )
+
+
+GROUPED = (
+    grouped("torch.nn.functional.grouped_mm", names=("mat_a", "mat_b")),
+    grouped("torch._grouped_mm", names=("input", "mat2")),
+)
+
+FUNCTIONS = (ATTENTION, FLEX_ATTENTION, LINEAR, EMBEDDING, *GROUPED)

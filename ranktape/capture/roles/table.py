@@ -103,6 +103,8 @@ class FunctionRole:
     owner: str = ""
     """The operand that must be a parameter of a known module, which then gives the call its name; none by default, and
     the module that is running gives it."""
+    is_grouped: bool = False
+    """Whether that operand may also be the parameter transposed, or in another dtype, as in products of experts."""
 
     def __post_init__(self) -> None:
         """Check what a user may get wrong."""

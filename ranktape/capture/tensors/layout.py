@@ -1,6 +1,7 @@
 """Which dimension of a tensor holds samples, and what are its dimensions called?
 
     B batch   T tokens   H hidden (of attention: heads)   D of one head   I, O into and out of a layer   V vocabulary
+    E experts
 
 What a role says of its tensors comes first; else it follows from the batch.
 """

@@ -1,0 +1,111 @@
+"""The share of a model's weights that hooks see, and the parts of the model that they do not see."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ranktape.capture.passes.tracker import Frame
+    from ranktape.capture.source import Source
+
+MIN_SHARE = 0.01
+"""Parts of the model that hold less of its weights are not named."""
+
+_MIN_DIMS = 2
+"""Of a weight: norms and biases are no operands of a product."""
+
+_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
+"""What classes that compute attention are called."""
+
+_BY_HAND = "its attention calls no function that is known: add a role for it (docs/roles.md)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """What hooks see of a model."""
+
+    seen: float
+    """The share of the weights, by number of values, that are an operand of something recorded."""
+    left_out: float
+    """The share that the selection leaves out."""
+    unseen: dict[str, str]
+    """The parts of the model that no hook sees, layers written as `*`, each with the reason."""
+
+    def text(self) -> str:
+        """One line for a person."""
+        chosen = f" ({_percent(self.left_out)} are left out by the selection)" if self.left_out else ""
+        return f"hooks see {_percent(self.seen)} of the model's weights{chosen}"
+
+
+def find_coverage(
+    frames: Iterable[Frame],
+    *,
+    is_seen: Callable[[nn.Module, str], bool],
+    is_left_out: Callable[[Frame], bool],
+) -> Coverage:
+    """What hooks have seen in an iteration; of a model without weights, all of it.
+
+    Args:
+        frames: The model's modules.
+        is_seen: Says of a module and its name of a parameter whether what computes with it is recorded.
+        is_left_out: Says of a module whether it is not to be recorded.
+    """
+    owned: dict[int, tuple[int, str]] = {}
+    kinds: dict[int, set[str]] = {}
+    for frame in frames:
+        for name, weight in frame.module._parameters.items():  # noqa: SLF001  (runs no parametrization)
+            if weight is None or weight.ndim < _MIN_DIMS:
+                continue
+            # One that several modules have is seen where any of them is.
+            owned.setdefault(id(weight), (weight.numel(), _label(f"{frame.path}.{name}", frame.module)))
+            kind = "seen" if is_seen(frame.module, name) else "left out" if is_left_out(frame) else "unseen"
+            kinds.setdefault(id(weight), set()).add(kind)
+    counts: Counter[str] = Counter()
+    unseen: Counter[str] = Counter()
+    for number, (num_values, label) in owned.items():
+        kind = next(kind for kind in ("seen", "left out", "unseen") if kind in kinds[number])
+        counts[kind] += num_values
+        if kind == "unseen":
+            unseen[label] += num_values
+    total = counts.total() or math.nan
+    named = {label: num for label, num in unseen.most_common() if num >= MIN_SHARE * total}
+    return Coverage(
+        seen=counts["seen"] / total if owned else 1.0,
+        left_out=counts["left out"] / total if owned else 0.0,
+        unseen={
+            label: f"no hook sees it: {_percent(num / total)} of the model's weights" for label, num in named.items()
+        },
+    )
+
+
+def find_attention_by_hand(frames: Iterable[Frame], *, sources: Collection[Source]) -> dict[str, str]:
+    """The modules of attention that ran and of which no attention was recorded, each with the reason."""
+    attended = {source.module for source in sources if source.layer_type == "attention"}
+    ran = {source.module for source in sources if source.layer_type != "attention"}
+    return {
+        _label(frame.path, frame.module): _BY_HAND
+        for frame in frames
+        if _ATTENTION.search(type(frame.module).__name__)
+        and any(_is_within(path, frame.path) for path in ran)
+        and not any(_is_within(path, frame.path) or _is_within(frame.path, path) for path in attended)
+    }
+
+
+def _is_within(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def _label(path: str, module: nn.Module) -> str:
+    return f"{re.sub(r'(?<![^.])[0-9]+(?![^.])', '*', path.lstrip('.'))} ({type(module).__name__})"
+
+
+def _percent(share: float) -> str:
+    """Rounded down: what is not whole is never 100 %."""
+    return f"{math.floor(share * 100)} %" if share >= MIN_SHARE or not share else "less than 1 %"
