@@ -279,7 +279,7 @@ class PlanningCapture(Capture):
                 rendezvous.report_failure(str(error))
             self._process.close()
             raise
-        return {"attempt": "", "iterations": [self._number], "is_done": False}, rendezvous
+        return {"attempt": "", "completed": [], "iterations": [self._number], "is_done": False}, rendezvous
 
     def _probe(self, rendezvous: Rendezvous) -> float:
         """Bytes per second that the store takes, while it takes from all ranks."""
