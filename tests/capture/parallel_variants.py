@@ -45,6 +45,7 @@ VARIANTS: list[Any] = [
     pytest.param("llama-fsdp", marks=support(framework="HF Llama", parallelism="FSDP2", features=MODEL)),
     pytest.param("llama-fsdp_all", marks=support(framework="HF Llama", parallelism="FSDP2", features=ALL)),
     pytest.param("llama-tp", marks=support(framework="HF Llama", parallelism="TP", features=MODEL)),
+    pytest.param("llama-tp_auto", marks=support(framework="HF Llama", parallelism="TP", features=MODEL)),
     pytest.param("llama-tp_all", marks=support(framework="HF Llama", parallelism="TP", features=ALL)),
     pytest.param("llama-fsdp_tp", marks=support(framework="HF Llama", parallelism="FSDP2 x TP", features=MODEL)),
     pytest.param("llama-fsdp_tp_all", marks=support(framework="HF Llama", parallelism="FSDP2 x TP", features=ALL)),

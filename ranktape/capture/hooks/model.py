@@ -20,7 +20,7 @@ from ranktape.capture.hooks.coverage import Coverage, find_attention_by_hand, fi
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
-from ranktape.capture.hooks.module_hooks import ModuleHooks
+from ranktape.capture.hooks.module_hooks import EnterHook, ModuleHooks, is_seen_inside
 from ranktape.capture.hooks.multihead import MultiheadHooks
 from ranktape.capture.hooks.owners import Owners
 from ranktape.capture.hooks.survey import Surveys
@@ -38,7 +38,6 @@ from ranktape.capture.tensors.placement import Placements
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
-    from ranktape.capture.guard import Guard
     from ranktape.capture.passes.tracker import Tracker
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.settings.options import CaptureOptions
@@ -72,6 +71,7 @@ class ModelHooks:
         self.paths: set[str] = set()
         self._handles: list[Any] = []
         self._modules: dict[nn.Module, ModuleHooks] = {}
+        self._inside: dict[nn.Module, Source] = {}
         self._running = Running()
         self._owners = Owners()
         self._weights_seen: set[tuple[Source, str, str, int]] = set()
@@ -209,6 +209,7 @@ class ModelHooks:
             hooks.remove()
         self._handles.clear()
         self._modules.clear()
+        self._inside.clear()
         self._attached.clear()
         self._owners = Owners()
         self._functions = self._multihead = self._layers = None
@@ -271,6 +272,8 @@ class ModelHooks:
         for module, hooks in self._modules.items():
             for attribute in hooks.attributes:
                 yield hooks.source, module, attribute
+        for module, source in self._inside.items():
+            yield source, module, "weight"
 
     def find_coverage(self, sources: Collection[Source]) -> Coverage | None:
         """What the hooks see of the models, where linear layers are recorded; asked before they are taken off.
@@ -322,7 +325,7 @@ class ModelHooks:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks; what it does inside is not Python either
             self._owners.add(frame)
-            self._handles.append(module.register_forward_pre_hook(_Enter(frame, tracker, guard), with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(EnterHook(frame, tracker, guard), with_kwargs=True))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
             with self._recorder.guarded(_source(frame, "module", "unknown")):
                 self._attach_role(frame)
@@ -349,6 +352,9 @@ class ModelHooks:
                 reason = f"its {attribute} is not a plain parameter (parametrized, or not made yet)"
                 self._recorder.refuse(source, forward_role(name, role.layouts), reason)
                 return
+        if is_seen_inside(module, role):
+            self._inside[module] = source
+            return
         self._modules[module] = ModuleHooks(
             module,
             role=role,
@@ -392,25 +398,6 @@ class ModelHooks:
 
     def _is_wanted(self, path: str) -> bool:
         return self._options.wants_module(path)
-
-
-class _Enter(Hook):
-    """Tells the tracker that a module begins."""
-
-    __slots__ = ("_frame", "_guard", "_tracker")
-
-    def __init__(self, frame: Frame, tracker: Tracker, guard: Guard) -> None:
-        self._frame = frame
-        self._tracker = tracker
-        self._guard = guard
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:  # noqa: ARG002  (torch's signature)
-        """It begins."""
-        # Without keywords: torch's word for a hook that was taken off while its module is called.
-        if kwargs is None or is_traced():
-            return
-        with self._guard:
-            self._tracker.enter(self._frame, args, kwargs)
 
 
 def _source(frame: Frame, layer_type: str, component: str) -> Source:

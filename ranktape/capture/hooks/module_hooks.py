@@ -1,4 +1,4 @@
-"""Which hooks see the tensors of a module with a role, for one iteration?
+"""The hooks that see the tensors of a module with a role, for one iteration.
 
 input, output, their gradients   see `calls.py`
 weight                           with the first call of the iteration, read when it is computed with
@@ -19,12 +19,15 @@ from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.leaves import is_cached_by_autocast
 from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
 from ranktape.capture.passes.tracker import Call
+from ranktape.capture.roles.pytorch import PRODUCTS
 from ranktape.capture.source import Source, Tags, TensorRole
+from ranktape.capture.tensors.placement import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ranktape.capture.passes.tracker import Tracker
+    from ranktape.capture.guard import Guard
+    from ranktape.capture.passes.tracker import Frame, Tracker
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.roles.table import ModuleRole
 
@@ -242,6 +245,35 @@ class ModuleHooks:
             self._recorder.record(self.source, port.grad, own, call=call, tags=ACCUMULATED)
         else:
             self._taking.record_grad_now(port, grad, call)
+
+
+class EnterHook(Hook):
+    """Tells the tracker that a module begins."""
+
+    __slots__ = ("_frame", "_guard", "_tracker")
+
+    def __init__(self, frame: Frame, tracker: Tracker, guard: Guard) -> None:
+        self._frame = frame
+        self._tracker = tracker
+        self._guard = guard
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:  # noqa: ARG002  (torch's signature)
+        """It begins."""
+        # Without keywords: torch's word for a hook that was taken off while its module is called.
+        if kwargs is None or is_traced():
+            return
+        with self._guard:
+            self._tracker.enter(self._frame, args, kwargs)
+
+
+def is_seen_inside(module: nn.Module, role: ModuleRole) -> bool:
+    """Whether the product is recorded, not the module: its forward turns plain tensors into DTensors and back.
+
+    As transformers' `tp_plan` has it, where what goes in and comes out does not say which share of it a rank has.
+    """
+    weight = module._parameters.get("weight")  # noqa: SLF001  (runs no parametrization)
+    is_shared_out = weight is not None and is_dtensor(weight)
+    return is_shared_out and "forward" in vars(module) and role.component in PRODUCTS
 
 
 def _certain_roles(module: nn.Module, ports: Ports) -> Iterator[TensorRole]:

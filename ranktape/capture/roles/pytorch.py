@@ -94,3 +94,6 @@ GROUPED = (
 )
 
 FUNCTIONS = (ATTENTION, FLEX_ATTENTION, LINEAR, EMBEDDING, *GROUPED)
+
+PRODUCTS = frozenset(role.component for role in FUNCTIONS if role.owner)
+"""What modules are whose forward is one of these functions on their own weight."""

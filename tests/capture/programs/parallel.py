@@ -68,6 +68,16 @@ def split_llama(model: Any, *, mesh: DeviceMesh) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+def split_by_transformers(model: Any, *, mesh: DeviceMesh) -> nn.Module:
+    """As `tp_plan="auto"` has it: in place of each layer's forward stands one that goes to DTensors and back."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+    styles = {name: "rowwise" if name.endswith(("o_proj", "down_proj")) else "colwise" for name in names}
+    plan = styles | {f"{name}.weight": style for name, style in styles.items()}
+    return apply_tensor_parallelism(model, mesh, plan)  # type: ignore[no-any-return]
+
+
 def split_sequence(model: Model, *, mesh: DeviceMesh) -> Model:
     """Between the blocks each rank has a piece of the sequence; into the linear layers go DTensors."""
     gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
@@ -139,6 +149,7 @@ def recipe_of(variant: str) -> Recipe:
         "fsdp_all": lambda: change(fsdp, **everything),
         "hsdp": lambda: change(fsdp, wrap=partial(shard_fully, mesh=grid("replica", "shard"))),
         "tp": tp,
+        "tp_auto": lambda: Recipe(wrap=partial(split_by_transformers, mesh=flat("tp"))),
         "tp_sequence": lambda: Recipe(wrap=partial(split_sequence, mesh=flat("tp")), microbatches=2),
         "tp_twice": lambda: change(tp(), **twice),
         "tp_all": lambda: change(tp(), **everything),
