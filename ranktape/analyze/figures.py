@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ranktape.analyze.distributions.finite import is_beyond_float32
 from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
 
@@ -68,16 +67,9 @@ def _percentile(percent: float) -> Figure:
         # Of complex values single parts are known, and of statistics that were kept nothing.
         if not digest.has_values or "complex" in digest.dtype:
             return None
-        (found,) = digest.quantiles([percent / 100])
-        if found is None or not is_beyond_float32(digest):
-            return found
-        return found if abs(found) < _LARGEST_APART or math.isinf(found) else None
+        return digest.quantiles([percent / 100])[0]
 
     return Figure(name=f"p{percent:g}", kind=Kind.FLOAT, head=f"p{percent:g}", of=quantile)
-
-
-_LARGEST_APART = 255.5 * 2.0**120
-"""What stands in a digest for all that is beyond the largest bfloat16, and no infinity."""
 
 
 def _tally(kind: str, head: str) -> tuple[Figure, Figure]:

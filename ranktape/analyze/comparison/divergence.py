@@ -73,10 +73,7 @@ class Judge:
         return floor, ratio, None if value is None or not self.is_same_tensor else value > limit
 
     def _judge_alone(self, distances: Distances | None) -> bool | None:
-        known = None if distances is None else (distances.kolmogorov_smirnov, distances.total_variation)
-        if known is None or self.tolerance or self.has_noise or set(known) == {None}:
-            return None
-        return any(known)
+        return None if distances is None or self.tolerance or self.has_noise else distances.differ
 
 
 def execution_order(records: Records, rows: list[int]) -> list[int]:

@@ -125,8 +125,7 @@ def is_differing(pair: ComparedPair) -> bool:
     """Whether anything differs: an element, or where distributions alone are known, these."""
     if pair.differences is not None:
         return pair.differences.num_differing > 0
-    distances = pair.distances
-    return distances is not None and bool(distances.kolmogorov_smirnov or distances.total_variation)
+    return pair.distances is not None and bool(pair.distances.differ)
 
 
 def _num_diverging(pairs: Sequence[ComparedPair]) -> int | None:

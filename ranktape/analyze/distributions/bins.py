@@ -1,4 +1,4 @@
-"""How many values are in each bin of a linear or of a logarithmic axis, and how dense are they there?"""
+"""How many values are in each bin of a linear or of a logarithmic axis, and how dense they are there."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Bins:
     num_infinite: int
     """Infinities of either sign, which are in no bin."""
     is_exact: bool
-    """Whether each value is known, and not only within 2**-8: `finite.finite`."""
+    """Whether each value is known, and not only a summary of them: `finite.finite`."""
 
     @property
     def num_values(self) -> int:

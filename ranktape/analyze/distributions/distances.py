@@ -1,4 +1,4 @@
-"""How far apart are the distributions of two digests?"""
+"""How far apart the distributions of two digests are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ranktape.analyze.distributions.finite import Finite, finite
+from ranktape.analyze.engine.quantile_summary import MAX_RANK_ERROR
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,6 +35,15 @@ class Distances:
     """Part of the values that would have to move into another class, from 0 to 1."""
     jensen_shannon: float | None
     """Divergence of the two from their middle, in bits, from 0 to 1. Lin 1991, IEEE Trans. Inf. Theory 37."""
+    is_exact: bool
+    """Whether the values of both are known, and not only a summary of them."""
+
+    @property
+    def differ(self) -> bool | None:
+        """Whether the two are certainly not the same distribution; None where neither kind of distance is known."""
+        known = [value for value in (self.kolmogorov_smirnov, self.total_variation) if value is not None]
+        least = 0.0 if self.is_exact else MAX_RANK_ERROR
+        return (self.kolmogorov_smirnov or 0.0) > least or bool(self.total_variation) if known else None
 
 
 def distance(a: Digest, b: Digest) -> Distances:
@@ -48,6 +58,7 @@ def distance(a: Digest, b: Digest) -> Distances:
             relative_wasserstein=None,
             total_variation=None,
             jensen_shannon=None,
+            is_exact=False,
         )
     largest_gap, area = _between_finite(a, b)
     std = a.statistics.std
@@ -58,6 +69,7 @@ def distance(a: Digest, b: Digest) -> Distances:
         relative_wasserstein=area / std if area is not None and std else None,
         total_variation=variation,
         jensen_shannon=divergence,
+        is_exact=a.is_exact and b.is_exact,
     )
 
 

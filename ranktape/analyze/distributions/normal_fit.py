@@ -1,4 +1,4 @@
-"""How near are the finite values to a normal distribution of their own mean and standard deviation?"""
+"""How near the finite values are to a normal distribution of their own mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -51,13 +51,19 @@ class NormalFit:
     @property
     def qq_correlation(self) -> float | None:
         """Correlation of `observed` with `theoretical`: 1 where they lie on a line; None without `observed`."""
-        if not self.observed.size or self.std is None or self.mean is None:
+        if not self.observed.size:
             return None
-        # In standard deviations: squares of the values themselves may be beyond all numbers.
-        scores = [(points - self.mean) / self.std for points in (self.theoretical, self.observed)]
-        theoretical, observed = (points - points.mean() for points in scores)
+        theoretical, observed = _centred(self.theoretical), _centred(self.observed)
         norms = math.sqrt(float(theoretical @ theoretical) * float(observed @ observed))
         return float(theoretical @ observed) / norms if norms else None
+
+
+def _centred(points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The differences from their mean, the largest of which is 1: squares of the points may be beyond all numbers."""
+    scaled = points / (np.abs(points).max() or 1.0)
+    centred = scaled - scaled.mean()
+    unit: NDArray[np.float64] = centred / (np.abs(centred).max() or 1.0)
+    return unit
 
 
 def fit_normal(digest: Digest, *, num_points: int = 101) -> NormalFit:

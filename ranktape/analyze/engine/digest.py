@@ -1,8 +1,8 @@
-"""What does one pass over a record leave that every question about single values can be answered from?
+"""What one pass over a record leaves, from which every question about single values can be answered.
 
-Of types of at most 16 bits: each value that occurs and how often, which is everything. Of wider ones: the same after
-every value was rounded to odd with eight bits of significand, so that no two sides of a limit of a format of at most
-six mantissa bits are taken for one, beside exact sums, counts and extremes.
+Of types of at most 16 bits: each value that occurs and how often, which is everything. Of wider ones: a quantile
+summary, in which no two sides of a limit of a format of at most six mantissa bits are taken for one, beside exact sums,
+counts and extremes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Digest:
     counts: NDArray[np.int64]
     """How often each of `values` occurs."""
     is_exact: bool
-    """Whether `values` are those that were recorded, not rounded to odd."""
+    """Whether `values` are all that were recorded, and none stands for others: `quantile_summary`."""
     has_values: bool = True
     """Whether `values` are known: where statistics alone were kept they are not."""
     samples: dict[str, NDArray[Any]] | None = None

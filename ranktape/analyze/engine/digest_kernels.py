@@ -1,7 +1,7 @@
-"""What does the compiled code do with each element of which a digest is made?
+"""The loops over the elements of which a digest is made.
 
-Elements of at most 16 bits are counted by their pattern, wider ones by what is left of them after rounding to odd. What
-occurred is listed beside the counters, so that a small record costs no look at all of them.
+Elements of at most 16 bits are counted by their pattern; what occurred is listed beside the counters, so that a small
+record costs no look at all of them. Wider ones are sorted and thinned.
 """
 
 # Shapes: S = samples, I = elements of a sample, P = patterns, T = tables of counters, F = figures of a sample,
@@ -36,15 +36,6 @@ _GROUP = 64
 _PATTERN_BITS = 16
 _PATTERN_MASK = 0xFFFF
 _HALF_NBYTES = 2
-
-NUM_KEYS = 1 << 17
-"""What float32 can be after rounding to odd: 16 bits of it, and whether anything was behind them."""
-
-SIGN_KEY = NUM_KEYS // 2
-"""The bit of a key that says that the value is negative."""
-
-INFINITE_KEY = 0xFF00
-"""The key of an infinity without its sign; what is above it is NaN."""
 
 
 class Nature(enum.IntEnum):
@@ -197,42 +188,36 @@ def count_samples(  # noqa: PLR0917  # compiled code is not called by keywords
 
 
 @compiled
-def count_odd(bits_I: NDArray[np.uint32], totals_K: NDArray[np.int64], met_D: NDArray[np.uint32], num_met: int) -> int:
-    """Add the values of float32, rounded to odd, to the totals; NaN too, and the two zeros apart.
+def thin(
+    values_N: NDArray[np.float64], counts_N: NDArray[np.int64], groups_N: NDArray[np.int64], num_cells: int
+) -> tuple[int, int]:
+    """Merge ascending values in place: ties, and with `num_cells` those of a group between which little lies.
 
-    A key is the upper half of the pattern, and behind it whether the lower one had any bit. What is met first is
-    listed; where that costs more than a look at all totals, there is no list any more, and the result is negative.
+    Of merged values the last stands for all: less than two parts in `num_cells` of all elements lie between the first
+    and the last of them. The first two are kept: one of them is the smallest finite value.
+
+    Returns how many values are left, and how many different ones were merged.
     """
-    if num_met < 0 or bits_I.size >= SMALL:
-        for bits in bits_I:
-            totals_K[(bits >> _PATTERN_BITS) << 1 | (bits & _PATTERN_MASK != 0)] += 1
-        return -1
-    for bits in bits_I:
-        key = (bits >> _PATTERN_BITS) << 1 | (bits & _PATTERN_MASK != 0)
-        met_D[num_met] = key
-        num_met += totals_K[key] == 0
-        totals_K[key] += 1
-    return num_met
-
-
-@compiled
-def count_odd_wide(
-    values_I: NDArray[np.float64],
-    nearest_I: NDArray[np.float32],
-    totals_K: NDArray[np.int64],
-    met_D: NDArray[np.uint32],
-    num_met: int,
-) -> int:
-    """The same of float64, whose nearest float32 are given."""
-    bits_I = nearest_I.view(np.uint32)
-    is_listed = num_met >= 0 and values_I.size < SMALL
-    for place in range(values_I.size):
-        value, nearest, bits = values_I[place], np.float64(nearest_I[place]), bits_I[place]
-        # Towards zero: the pattern below, where rounding went up.
-        bits = bits - np.uint32(1) if abs(nearest) > abs(value) else bits
-        key = (bits >> _PATTERN_BITS) << 1 | ((bits & _PATTERN_MASK != 0) | (nearest != value))
-        if is_listed:
-            met_D[num_met] = key
-            num_met += totals_K[key] == 0
-        totals_K[key] += 1
-    return num_met if is_listed else -1
+    total = counts_N.sum()
+    kept, num_merged, place = 0, 0, 0
+    # Ranks times `num_cells`; a cell ends at a multiple of `total`.
+    end, end_of_cell, previous = np.int64(0), np.int64(0), np.int64(0)
+    previous_group = np.int64(0)
+    while place < values_N.size:
+        value, group, count = values_N[place], groups_N[place], np.int64(0)
+        while place < values_N.size and values_N[place] == value:
+            count += counts_N[place]
+            place += 1
+        end += count * num_cells
+        is_near = num_cells > 0 and end <= end_of_cell and previous < total
+        if is_near and group == previous_group and kept > 2:  # noqa: PLR2004 - as said above
+            num_merged += 1
+            counts_N[kept - 1] += count
+        else:
+            counts_N[kept] = count
+            kept += 1
+        values_N[kept - 1] = value
+        previous, previous_group = count * num_cells, group
+        if end > end_of_cell:
+            end_of_cell = (end + total - 1) // total * total
+    return kept, num_merged

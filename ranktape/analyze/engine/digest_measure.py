@@ -1,4 +1,4 @@
-"""How is a record digested with no more of it in memory than one chunk, and in which form does the digest rest?
+"""The digest of a record, measured with no more of it in memory than one chunk, and the form in which it rests.
 
 What is measured does not depend on how the store holds the values: of types of at most 16 bits everything follows from
 counts; of wider ones, sums are made of each sample, or of each run of elements, and added up in that order.
@@ -18,12 +18,11 @@ import numpy as np
 from ranktape.analyze.engine.digest import SAMPLE_FIGURES, Digest
 from ranktape.analyze.engine.digest_kernels import (
     MAX_COUNT,
-    NUM_KEYS,
     NUM_TABLES,
     Nature,
     count_samples,
 )
-from ranktape.analyze.engine.odd_counter import OddCounter, odd_values
+from ranktape.analyze.engine.quantile_summary import Summarizer
 from ranktape.analyze.histograms.histogram import KINDS, Histogram, Tallies, own_limits, pattern_values, scan
 from ranktape.analyze.histograms.moments import statistics_of, statistics_of_pairs
 from ranktape.analyze.pieces import frozen
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.measure import Payload
     from ranktape.storage import Record
 
-VERSION = 1
+VERSION = 2
 """Of the payload; one more whenever what is in it changes."""
 
 ENDS = ("minimum", "maximum", "largest_finite", "smallest_nonzero")
@@ -103,9 +102,10 @@ class DigestMeasure:
         return (
             is_formed
             and codes.shape == counts.shape == (codes.size,)
-            and codes.dtype in (np.uint8, np.uint16, np.uint32)
+            and codes.dtype in (np.uint8, np.uint16, np.float32, np.float64)
             and counts.dtype in (np.uint32, np.int64)
-            and (not codes.size or (int(counts.min()) > 0 and int(codes.max()) < NUM_KEYS))
+            and (not codes.size or int(counts.min()) > 0)
+            and (codes.dtype.kind == "u" or bool((codes[1:] > codes[:-1]).all() and not np.isnan(codes[:1]).any()))
             and (samples is None or (samples.ndim == _NUM_AXES and len(samples) == len(SAMPLE_FIGURES)))
         )
 
@@ -133,8 +133,8 @@ def digest_of(payload: Payload, *, dtype: str) -> Digest:
 
 
 def _values_of(codes: NDArray[Any], *, dtype: str) -> NDArray[np.float64]:
-    if codes.dtype.itemsize > _HALF_NBYTES:
-        return odd_values(codes)
+    if codes.dtype.kind == "f":
+        return codes.astype(np.float64)
     if not codes.size:
         return np.zeros(0)
     if codes.dtype.itemsize != numpy_dtype(dtype).itemsize:
@@ -334,14 +334,14 @@ def _wide(parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], figures: NDArray[
     limits = own_limits(dtype)
     statistics: list[Statistics] = []
     tallies: list[Tallies] = []
-    counter = OddCounter()
+    summarizer = Summarizer()
     for part in parts:
         for sample in part:
             statistics.append(statistics_of(sample))
             tallies.append(scan(sample, limits=limits))
-            counter.add(sample)
+            summarizer.add(sample)
     together = merge_tallies(tallies)
-    keys, occurrences = counter.keys()
+    summary = summarizer.summary()
     for row, known, counted in zip(figures, statistics, tallies, strict=False):
         found = [getattr(known if name in _STATISTICAL else counted, name) for name in SAMPLE_FIGURES]
         row[:] = [math.nan if value is None else value for value in found]
@@ -349,9 +349,9 @@ def _wide(parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], figures: NDArray[
         merge_statistics(statistics),
         counts=[together.num_elements, *(getattr(together, kind) for kind in KINDS)],
         ends=[getattr(together, name) for name in ENDS],
-        codes=keys,
-        occurrences=occurrences,
-        is_exact=False,
+        codes=summary.values.astype(np.float32 if dtype in (np.float32, np.complex64) else np.float64),
+        occurrences=summary.counts,
+        is_exact=summary.is_exact,
     )
 
 

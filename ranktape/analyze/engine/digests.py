@@ -1,15 +1,14 @@
-"""How is the digest of each record of a selection found, and that of several together?"""
+"""The digest of each record of a selection, and that of several together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ranktape.analyze.engine.digest import Digest
 from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of, merge_tallies
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.quantile_summary import Summary, merge_summaries
 from ranktape.analyze.values import View, viewed_dtype
 from ranktape.storage.statistics import merge_statistics
 
@@ -40,15 +39,13 @@ def merge_digests(parts: Sequence[Digest]) -> Digest:
 
     The order of the parts matters to the last bit of sums, and to nothing else.
     """
-    values, places = np.unique(np.concatenate([part.values for part in parts]), return_inverse=True)
-    counts = np.zeros(values.size, dtype=np.int64)
-    np.add.at(counts, places, np.concatenate([part.counts for part in parts]))
+    summary = merge_summaries([Summary(part.values, part.counts, part.is_exact) for part in parts])
     return Digest(
         dtype=" ".join(sorted({part.dtype for part in parts})),
         statistics=merge_statistics([part.statistics for part in parts]),
         tallies=merge_tallies([part.tallies for part in parts]),
-        values=values,
-        counts=counts,
-        is_exact=all(part.is_exact for part in parts),
+        values=summary.values,
+        counts=summary.counts,
+        is_exact=summary.is_exact,
         has_values=all(part.has_values for part in parts),
     )

@@ -219,7 +219,7 @@ def scan(array: AnyArray, *, limits: Limits, sample_dim: int | None = None) -> T
     elif row.is_floating:
         tallies = _scan_floats(array, shape_OSI=shape_OSI, limits=limits)
     elif row.is_complex:
-        tallies = _scan_floats(_larger_part(array), shape_OSI=shape_OSI, limits=limits)
+        tallies = _scan_floats(larger_part(array), shape_OSI=shape_OSI, limits=limits)
     elif limits.min_normal == 0 and limits.overflow_start == np.inf:
         tallies = _scan_integers(array, shape_OSI=shape_OSI)
     else:
@@ -248,7 +248,8 @@ def _samples_apart(shape: tuple[int, ...], *, sample_dim: int | None) -> tuple[i
     return int(np.prod(before, dtype=np.int64)), shape[sample_dim], int(np.prod(after, dtype=np.int64))
 
 
-def _larger_part(array: AnyArray) -> AnyArray:
+def larger_part(array: AnyArray) -> AnyArray:
+    """Of complex elements the larger part in magnitude, the real one on a tie; NaN where either part is."""
     real, imaginary = array.real, array.imag
     larger = np.where(np.abs(real) >= np.abs(imaginary), real, imaginary)
     return np.where(np.isnan(real) | np.isnan(imaginary), real.dtype.type(np.nan), larger)

@@ -116,7 +116,7 @@ def one_target(name: str | None, scaling: str | None = None) -> Target | None:
 def tells_apart(limits: Limits) -> bool:
     """Whether the rounded values of a digest lie on the same sides of the limits as the values themselves.
 
-    Those are numbers with eight significant bits, and one between each two of them for all that lie there.
+    In digests that are not exact no value is moved past a number of nine significant bits.
     """
     starts = (limits.overflow_start, limits.min_normal)
     return all(_is_held(end) or _is_held(float(np.nextafter(end, 0.0))) for end in starts) and (

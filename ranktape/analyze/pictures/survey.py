@@ -243,7 +243,7 @@ class Pass:
         self.num_without_values = 0
         """Records of which statistics alone were kept."""
         self.num_rounded = 0
-        """Records whose values are known with eight significant bits."""
+        """Records whose values are known as a quantile summary."""
 
     def add(self, index: int, digest: Digest, *, kind: int) -> None:
         """Take in the digest of the record in that place."""

@@ -167,7 +167,5 @@ def _notes(survey: Survey) -> tuple[str, ...]:
         notes.append(f"Of {count:,} records statistics alone were kept: they are in no distribution.")
     if survey.has_passed and survey.passed.num_rounded:
         count = survey.passed.num_rounded
-        notes.append(
-            f"Of {count:,} records of wider types distributions are drawn of values with eight significant bits."
-        )
+        notes.append(f"Of {count:,} records of wider types distributions are drawn of quantile summaries.")
     return tuple(notes)

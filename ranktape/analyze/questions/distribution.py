@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.distributions.finite import is_beyond_float32
 from ranktape.analyze.distributions.occupancy import NARROW_FORMATS
 from ranktape.analyze.formats import Coding, parse_format
 from ranktape.analyze.identity import group_columns, group_row
@@ -52,8 +51,8 @@ def distribution(
 
     NaN and infinities are in no bin, and a note counts them; zeros are in none of octaves. A group without finite
     values has no rows but for `formats` and `normal`. Of complex values the larger part of each is meant. Records of
-    which statistics alone were kept have no values, and are left out; a note counts them. Values of more than 16 bits
-    are within 2^-8 of themselves; their octaves are exact.
+    which statistics alone were kept have no values, and are left out; a note counts them. Of many values of more than
+    16 bits the part below any number is known to 2^-10; their octaves are exact.
 
     `bins` is how many there are at most, `per_octave` how many in each octave, `points` how many quantiles `qq` has,
     `formats` the formats of `exponents` and `formats`. Values are rounded to what the operation computed in, unless
@@ -126,7 +125,6 @@ class _Said:
     zero: int
     is_exact: bool
     is_complex: bool
-    is_beyond: bool
 
 
 def _say(digest: Digest) -> _Said:
@@ -136,7 +134,6 @@ def _say(digest: Digest) -> _Said:
         zero=digest.tallies.zero,
         is_exact=digest.is_exact,
         is_complex="complex" in digest.dtype,
-        is_beyond=is_beyond_float32(digest),
     )
 
 
@@ -146,9 +143,7 @@ def _notes(said: Sequence[_Said], *, num_without: int) -> tuple[str, ...]:
     if num_without:
         texts.append(f"{num_without} records left out: of them statistics were kept, and no values")
     if any(not one.is_exact for one in said):
-        texts.append("values of more than 16 bits are within 2^-8 of themselves; their powers of two are exact")
+        texts.append("many values of more than 16 bits: below any number is 2^-10 of them more, or less, at most")
     if any(one.is_complex for one in said):
         texts.append("of complex values the larger part of each is counted")
-    if any(one.is_beyond for one in said):
-        texts.append("values beyond 3.4e38 are counted as that, and those below 1e-40 as about 5e-41")
     return tuple(texts)

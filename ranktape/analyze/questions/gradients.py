@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests, merge_digests
+from ranktape.analyze.engine.quantile_summary import push
 from ranktape.analyze.figures import Figure, figure
 from ranktape.analyze.identity import group_columns, group_row
 from ranktape.analyze.limits.target import SCALINGS, parse_targets
@@ -122,9 +123,7 @@ class _Totals:
         key = self.key(position, name)
         self._counts[key] += 1
         parts = self._parts[key]
-        parts.append(digest)
-        if len(parts) == _PARTS_AT_ONCE:
-            parts[:] = [merge_digests(parts)]
+        push(parts, digest, number=self._counts[key], merge=merge_digests)
 
     def digest(self, group: int, name: str) -> Digest | None:
         """That of all records of a group under a name; None where there are none."""
@@ -144,9 +143,6 @@ class _Totals:
     def count(self, group: int, name: str) -> int:
         """How many records a group has under a name."""
         return self._counts.get((group, name), 0)
-
-
-_PARTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

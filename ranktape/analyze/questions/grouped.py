@@ -1,4 +1,4 @@
-"""What is the digest of each group of records, found in one pass over all of them?"""
+"""The digest of each group of records, found in one pass over all of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.digests import digests, merge_digests
+from ranktape.analyze.engine.quantile_summary import push
 from ranktape.storage.selection.groups import equal_rows
 
 if TYPE_CHECKING:
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.values import View
     from ranktape.storage import Records
-
-_PARTS_AT_ONCE = 8
-"""Digests of a group that are merged together: each merge sorts all values that the group has so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +63,12 @@ def group_digests(
         StorageError: the store cannot be read.
         UsageError: what was kept of a record cannot be looked at so.
     """
-    missing = Counter(groups.numbers)
+    seen: Counter[int] = Counter()
     begun: dict[int, list[Digest]] = {}
     for number, digest in zip(groups.numbers, digests(records, view=view, engine=engine), strict=True):
         parts = begun.setdefault(number, [])
-        parts.append(digest)
-        missing[number] -= 1
-        if not missing[number]:
+        seen[number] += 1
+        push(parts, digest, number=seen[number], merge=merge_digests)
+        if seen[number] == groups.sizes[number]:
             del begun[number]
-            yield number, merge_digests(parts) if groups.sizes[number] > 1 else digest
-        elif len(parts) == _PARTS_AT_ONCE:
-            parts[:] = [merge_digests(parts)]
+            yield number, merge_digests(parts) if len(parts) > 1 else parts[0]

@@ -39,7 +39,7 @@ SHOWN = (
 """The figures that text shows, unless others are asked for."""
 
 PRECISION = Column(name="percentiles", kind=Kind.TEXT, head="percentiles are", is_detail=True)
-"""How well percentiles are known: `exact`, `within 2^-8`, or `unknown`."""
+"""How well percentiles are known: `exact`, `within 2^-8` of their value and 2^-10 of their rank, or `unknown`."""
 
 
 def stats(
@@ -107,7 +107,8 @@ def _notes(rows: Sequence[tuple[Any, ...]], *, has_percentiles: bool) -> tuple[s
         return ()
     counts = {word: sum(row[-1] == word for row in rows) for word in ("within 2^-8", "unknown")}
     said = {
-        "within 2^-8": "wider than 16 bits: their percentiles are within 2^-8 of themselves",
+        "within 2^-8": "of many values wider than 16 bits: their percentiles are values within 2^-8 of the right ones, "
+        "and their ranks within 2^-10",
         "unknown": "complex, or kept as statistics: they have no percentiles",
     }
     return tuple(f"{counts[word]} of {len(rows)} rows are {text}" for word, text in said.items() if counts[word])

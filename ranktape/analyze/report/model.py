@@ -270,8 +270,7 @@ def _details_left_out(details: Details, *, num_records: int, num_rounded: int) -
         )
     if num_rounded:
         said.append(
-            f"Of {num_rounded:,} records of wide types, distributions and sweeps with one scale are of values with "
-            "eight significant bits."
+            f"Of {num_rounded:,} records of wide types, distributions and sweeps with one scale are of summaries."
         )
     return said
 
