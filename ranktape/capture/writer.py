@@ -36,7 +36,7 @@ from ranktape.storage.layout import Mark
 from ranktape.storage.plan import Plan, read_plan
 from ranktape.storage.progress import open_iteration
 from ranktape.storage.stack import STACK_BELOW_NBYTES
-from ranktape.storage.start import begin_attempt, join_attempt
+from ranktape.storage.start import begin_attempt, claim_run, join_attempt
 from ranktape.storage.upkeep.spill import SpillingBackend
 from ranktape.storage.writer import RankWriter
 
@@ -66,31 +66,36 @@ class Writer:
         self._plan: Plan | None = None
         self._next_plan_poll = 0.0
         self._is_out = False
+        self._held = contextlib.ExitStack()
         self._say()
 
     def run(self) -> int:
         """Serve the trainer to its end; the exit code of the process."""
-        try:
-            self._start()
-        except RanktapeError as error:
-            self._say(state="failed", kind=type(error).__name__, error=str(error))
-            return 1
-        try:
-            reason = self._serve()
-            self._end(reason)
-        except RanktapeError as error:
-            self._say(state="failed", kind=type(error).__name__, error=str(error))
-            return 1
-        finally:
-            self._committer.stop()
-            self._storer.shutdown()
-        return 0
+        with self._held:
+            try:
+                self._start()
+            except RanktapeError as error:
+                self._say(state="failed", kind=type(error).__name__, error=str(error))
+                return 1
+            try:
+                reason = self._serve()
+                self._end(reason)
+            except RanktapeError as error:
+                self._say(state="failed", kind=type(error).__name__, error=str(error))
+                return 1
+            finally:
+                self._committer.stop()
+                self._storer.shutdown()
+            return 0
 
     def _start(self) -> None:
         config = self._config
         launch = Launch(**config.launch)
         self._backend = open_backend(config.url, storage_options=config.storage_options)
         if config.rank == 0:
+            self._lease = self._held.enter_context(
+                claim_run(self._backend, launch=launch, resume=config.resume, overwrite=config.overwrite)
+            )
             self._attempt = begin_attempt(
                 self._backend,
                 launch=launch,
@@ -132,6 +137,7 @@ class Writer:
             goal=goal,
             step=lambda: self._ring.step,
             given_up=lambda: {int(rank): text for rank, text in (self._ring.hear() or {}).get("given_up", {}).items()},
+            lost=lambda: self._lease.lost,
         )
         coordinator.start()
         return coordinator

@@ -1,6 +1,7 @@
-"""Under which key does each part of a run lie?
+"""The key under which each part of a run lies.
 
 zarr.json                                                   the run
+lease_000/zarr.json                                         the launch that records into it, while it does
 attempt_000-1f3a9c2e/zarr.json                              one start of the worker group
 <attempt>/rank_00003/zarr.json                              one process of it
 <attempt>/rank_00003/iter_00001234/zarr.json                rank commit, written last
@@ -51,6 +52,7 @@ _MARKER = re.compile(rf"iter_{_STEP}/rank_{_RANK}\.([a-z]+)/zarr\.json")
 _ITERATION = re.compile(rf"iter_{_STEP}/zarr\.json")
 _CLOSED = re.compile(rf"rank_{_RANK}/zarr\.json")
 _ATTEMPT = re.compile(r"attempt_([0-9]{3}|[1-9][0-9]{3,8})(-[0-9a-f]+)?")
+_LEASE = re.compile(r"lease_([0-9]{3}|[1-9][0-9]{3,8})")
 
 
 class Mark(enum.StrEnum):
@@ -74,6 +76,11 @@ class Marker:
     """Global rank."""
     mark: Mark
     """What became of it."""
+
+
+def lease_path(number: int) -> str:
+    """The group that says which launch records into the run."""
+    return f"lease_{number:03d}"
 
 
 def attempt_path(number: int, *, token: str) -> str:
@@ -158,6 +165,17 @@ def parse_attempt(name: str) -> int | None:
     """The number in the name of an attempt's group; None for other names."""
     match = _ATTEMPT.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def parse_lease(name: str) -> int | None:
+    """The number in the name of a lease's group; None for other names."""
+    match = _LEASE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_part_of_run(name: str) -> bool:
+    """Whether a name at the top of a run is one that the layout gives."""
+    return name in {DOCUMENT, ANALYSIS} or parse_attempt(name) is not None or parse_lease(name) is not None
 
 
 def parse_marker(key: str) -> Marker | None:

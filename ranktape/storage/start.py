@@ -1,6 +1,6 @@
-"""How does a start of the worker group find or make its place in a run?
+"""The place of a start of the worker group in a run.
 
-Rank 0 makes the run (or continues it) and writes the attempt's document last. Every other rank waits for
+Rank 0 claims the run, makes it (or continues it) and writes the attempt's document last. Every other rank waits for
 that document: seeing it proves that all ranks write into the same store, and not each into a directory of
 its own node.
 """
@@ -33,13 +33,27 @@ from ranktape.storage.documents import (
     group_document,
 )
 from ranktape.storage.groups import write_group
+from ranktape.storage.lease import Lease
 from ranktape.storage.progress import read_progress
 
 if TYPE_CHECKING:
     from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.backends.retry import RetryingBackend
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 2.0
+
+
+def claim_run(backend: RetryingBackend, *, launch: Launch, resume: bool, overwrite: bool) -> Lease:
+    """The lease that rank 0 holds from before the attempt begins until its verdict is written.
+
+    Raises:
+        RunExistsError: another launch's run, or something that is not a run, is at the URL; or another launch records
+            into the run at this moment.
+        StorageError: the store cannot be read or written.
+    """
+    check_place(backend, resume=resume, overwrite=overwrite, launch_id=launch.launch_id)
+    return Lease(backend, launch=launch)
 
 
 def begin_attempt(
@@ -55,7 +69,7 @@ def begin_attempt(
 
     A run of the same launch is continued without being asked, so that a restart by torchrun resumes. Overwriting
     deletes what belongs to the run, and leaves what else lies beside it. What a late writer of a deleted run left
-    is passed over.
+    is passed over. Whoever records holds the lease of `claim_run`.
 
     Raises:
         RunExistsError: another launch's run, or something that is not a run, is at the URL.
@@ -83,8 +97,10 @@ def begin_attempt(
     return attempt
 
 
-def check_place(backend: Backend, *, resume: bool, overwrite: bool) -> None:
-    """Make sure, before anything is written, that a new launch could record into a place.
+def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: str | None = None) -> bytes | None:
+    """Make sure, before anything is written, that a launch may record into a place; the document of the run there.
+
+    Without `launch_id` it is a new launch.
 
     Raises:
         RunExistsError: another launch's run, or something that is not a run, is at the URL.
@@ -92,20 +108,14 @@ def check_place(backend: Backend, *, resume: bool, overwrite: bool) -> None:
     """
     data = read_run(backend)
     if data is None and (found := _foreign_names(backend)):
-        raise RunExistsError(_foreign_message(backend, found[0]))
-    if data is not None and not (resume or overwrite):
-        raise RunExistsError(_taken_message(backend))
-
-
-def _foreign_message(backend: Backend, name: str) -> str:
-    return f"{backend.url} is not empty and holds no run (there is {name!r}): choose another URL"
-
-
-def _taken_message(backend: Backend) -> str:
-    return (
-        f"there is a run at {backend.url} already: add --resume to continue it, --overwrite to delete it, "
-        f"or choose another URL"
-    )
+        raise RunExistsError(f"{backend.url} is not empty and holds no run (there is {found[0]!r}): choose another URL")
+    is_anothers = data is not None and run_attributes(data, place=backend.url).get("launch_id") != launch_id
+    if is_anothers and not (resume or overwrite):
+        raise RunExistsError(
+            f"there is a run at {backend.url} already: add --resume to continue it, --overwrite to delete it, "
+            f"or choose another URL"
+        )
+    return data
 
 
 def _make_or_continue_run(
@@ -117,9 +127,7 @@ def _make_or_continue_run(
     resume: bool,
     overwrite: bool,
 ) -> None:
-    data = read_run(backend)
-    if data is None and (found := _foreign_names(backend)):
-        raise RunExistsError(_foreign_message(backend, found[0]))
+    data = check_place(backend, resume=resume, overwrite=overwrite, launch_id=launch.launch_id)
     if data is not None and overwrite:
         owner = run_attributes(data, place=backend.url).get("launch_id")
         if owner != launch.launch_id:
@@ -136,8 +144,6 @@ def _make_or_continue_run(
         key = layout.document_key("")
         if not backend.create(key, encode_document(group_document(attributes), key=key)):
             raise RunExistsError(f"another launch made a run at {backend.url} just now: choose another URL")
-    elif run_attributes(data, place=backend.url).get("launch_id") != launch.launch_id and not resume:
-        raise RunExistsError(_taken_message(backend))
     else:
         _raise_schema(backend, run_attributes(data, place=backend.url))
 
@@ -177,7 +183,8 @@ def _foreign_names(backend: Backend) -> list[str]:
     return [
         name
         for name in backend.list_names("")
-        if name != layout.ANALYSIS and (layout.parse_attempt(name) is None or backend.exists(layout.document_key(name)))
+        if not layout.is_part_of_run(name)
+        or (layout.parse_attempt(name) is not None and backend.exists(layout.document_key(name)))
     ]
 
 

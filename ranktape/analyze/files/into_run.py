@@ -27,7 +27,7 @@ from ranktape.storage.progress import open_iteration, write_verdict
 from ranktape.storage.record import RecordInfo
 from ranktape.storage.run import Run
 from ranktape.storage.seed_names import parse_seed_name
-from ranktape.storage.start import begin_attempt
+from ranktape.storage.start import begin_attempt, claim_run
 from ranktape.storage.writer import RankWriter
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def import_folder(
     Raises:
         DataError: a file is damaged, or not under a name that we know, and `skip_unreadable` was not given. What was
             stored before is intact, and importing again goes on from there.
-        RunExistsError: another run is there, and `overwrite` was not given.
+        RunExistsError: another run is there, and `overwrite` was not given; or somebody records into it.
         StorageError: the store cannot be read or written.
         UsageError: a file is of a rank far beyond those that have files, or has a name that is too long for the
             store, and `skip_unreadable` was not given; or the URL is not usable.
@@ -100,16 +100,19 @@ def import_folder(
     if before is not None:
         return ImportReport(verdict=before, left_out=left_out)
     source = {"imported_from": folder.url, "num_files": len(files), "ranktape": __version__}
-    attempt = begin_attempt(
-        backend,
-        launch=launch,
-        options={"min_iterations": len(iterations)},
-        environment=source,
-        resume=False,
-        overwrite=overwrite,
-    )
-    job = _Import(backend, attempt, source=source, left_out=left_out, is_skipping=skip_unreadable, on_record=on_record)
-    return job.run(files)
+    with claim_run(backend, launch=launch, resume=False, overwrite=overwrite):
+        attempt = begin_attempt(
+            backend,
+            launch=launch,
+            options={"min_iterations": len(iterations)},
+            environment=source,
+            resume=False,
+            overwrite=overwrite,
+        )
+        job = _Import(
+            backend, attempt, source=source, left_out=left_out, is_skipping=skip_unreadable, on_record=on_record
+        )
+        return job.run(files)
 
 
 def _of_fitting_ranks(folder: Folder, left_out: dict[str, str], *, is_skipping: bool) -> Sequence[SourceFile]:

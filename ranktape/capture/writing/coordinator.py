@@ -67,6 +67,7 @@ class Coordinator:
         goal: Goal,
         step: Callable[[], int],
         given_up: Callable[[], Mapping[int, str]] = dict,
+        lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Prepare to watch.
 
@@ -76,12 +77,14 @@ class Coordinator:
             goal: What is wanted.
             step: Gives the iteration that the training is in.
             given_up: Gives the ranks that record nothing, each with the reason.
+            lost: Gives the reason why nothing more is to be captured, where there is one.
         """
         self._backend = backend
         self._attempt = attempt
         self._goal = goal
         self._step = step
         self._given_up = given_up
+        self._lost = lost
         self._plan = Plan(iterations=goal.planned, is_done=False)
         self._notices = 0
         self._started = (time.monotonic(), step())
@@ -136,7 +139,7 @@ class Coordinator:
         seen = None
         while not self._stop.wait(pause):
             is_news = bool(self._committed - self.complete - self._refused)
-            if self._plan.is_done or not (is_news or self._owes_plan):
+            if self._plan.is_done or not (is_news or self._owes_plan or self._lost()):
                 pause = _POLL_SECONDS
                 continue
             progress = self._look()
@@ -159,6 +162,10 @@ class Coordinator:
         try:
             # Only at what was not settled when we looked before.
             progress = read_progress(self._backend, self._attempt, known=self._seen)
+            if (reason := self._lost()) is not None:
+                # What becomes complete from now on would be among the iterations of another training.
+                self.problems["launch"] = reason
+                return progress
             finished = {iteration for iteration in progress.ready() if self._finish_iteration(iteration)}
             progress = dataclasses.replace(progress, complete=progress.complete | finished)
             self._seen = progress
@@ -204,7 +211,7 @@ class Coordinator:
         }
         self._undecided -= self.complete | self._refused
         num_complete = len(self.complete | set(self._attempt.completed))
-        if num_complete >= self._goal.target:
+        if num_complete >= self._goal.target or self._lost():
             self._announce(Plan(iterations=self._plan.iterations, is_done=True))
         elif not self._undecided:
             further = self._further(self._goal.target - num_complete)

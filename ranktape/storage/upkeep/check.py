@@ -116,7 +116,7 @@ def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress |
 def _note_others(backend: Backend, names: list[str], found: Findings) -> None:
     """What lies at the top of a run and is none of it, and what writers left unfinished."""
     for name in names:
-        if name not in {layout.DOCUMENT, layout.ANALYSIS} and layout.parse_attempt(name) is None:
+        if not layout.is_part_of_run(name):
             found.note(FindingKind.FOREIGN, "no part of a run", key=name)
     for debris in backend.list_debris():
         size = "" if debris.nbytes is None else f" ({debris.nbytes} bytes)"

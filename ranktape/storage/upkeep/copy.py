@@ -121,8 +121,8 @@ def list_run(source: Backend) -> tuple[list[Item], list[str]]:
     for name in source.list_names(""):
         if name == layout.DOCUMENT:
             items.append(Item(key=name, nbytes=source.size(name) or 0, stage=Stage.RUN, iteration=None))
-        elif name == layout.ANALYSIS:
-            continue  # what analysis has counted is counted again
+        elif name == layout.ANALYSIS or layout.parse_lease(name) is not None:
+            continue  # what analysis has counted is counted again, and nobody records into the copy
         elif layout.parse_attempt(name) is None or not source.exists(layout.document_key(name)):
             left_out.append(name)
         else:

@@ -1,0 +1,165 @@
+"""Does one launch at a time have the right to record into a run, and does nobody keep it beyond its end?"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ranktape.errors import AccessDeniedError, RunExistsError, UnreachableError
+from ranktape.storage import lease, open_run
+from ranktape.storage.attempt import Launch
+from ranktape.storage.backends.retry import RetryingBackend
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.lease import Lease
+from ranktape.storage.start import claim_run
+from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.upkeep.copy import copy_run
+from tests.runs import start
+from tests.s3 import S3Server
+from tests.storage.flaky import HANG, flaky_proxy
+
+RENEW_SECONDS = 0.1
+EXPIRY_SECONDS = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "RENEW_SECONDS", RENEW_SECONDS)
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", EXPIRY_SECONDS)
+    monkeypatch.setattr(lease, "_LOOK_SECONDS", RENEW_SECONDS / 2)
+
+
+@pytest.fixture(
+    params=["local", pytest.param("fsspec", marks=pytest.mark.s3), pytest.param("obstore", marks=pytest.mark.s3)]
+)
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> RetryingBackend:
+    if request.param == "local":
+        return open_backend(tmp_path / "run")
+    server: S3Server = request.getfixturevalue("s3_server")
+    return open_backend(server.new_url(), storage_options=server.storage_options | {"client": request.param})
+
+
+def launch(name: str, *, restart: int = 0) -> Launch:
+    return Launch(launch_id=name, restart=restart, world_size=1)
+
+
+def leave(backend: RetryingBackend, name: str) -> None:
+    """A lease whose holder was killed."""
+    left = Lease(backend, launch=launch(name))
+    left._is_over.set()
+    left._thread.join()
+
+
+def test_a_run_that_is_recorded_is_nobody_elses(backend: RetryingBackend) -> None:
+    with Lease(backend, launch=launch("first")):
+        with pytest.raises(RunExistsError) as caught:
+            Lease(backend, launch=launch("second"))
+        assert f"another launch records into the run at {backend.url}" in str(caught.value)
+        assert f"(process {os.getpid()} on {socket.gethostname()})" in str(caught.value)
+        assert "once its processes are gone, the run is free after 1 s" in str(caught.value)
+    assert backend.list_keys("") == []
+    with Lease(backend, launch=launch("second")):
+        assert backend.list_names("") == ["lease_000"]
+
+
+def test_a_lease_of_the_dead_is_passed_over(backend: RetryingBackend) -> None:
+    leave(backend, "killed")
+    begin = time.monotonic()
+    with Lease(backend, launch=launch("next")):
+        assert time.monotonic() - begin > EXPIRY_SECONDS
+        assert backend.list_names("") == ["lease_001"]
+
+
+def test_a_restart_of_the_same_launch_takes_over_at_once(backend: RetryingBackend) -> None:
+    leave(backend, "other")
+    with Lease(backend, launch=launch("same")) as first:
+        begin = time.monotonic()
+        with Lease(backend, launch=launch("same", restart=1)):
+            assert time.monotonic() - begin < EXPIRY_SECONDS
+            first._thread.join(timeout=10)  # it renews no more
+            assert first.lost is None
+            assert backend.list_names("") == ["lease_002"]
+    assert backend.list_keys("") == []
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_one_of_many_who_want_it_gets_it(backend: RetryingBackend, *, left: bool) -> None:
+    if left:
+        leave(backend, "killed")
+
+    def want(number: int) -> Lease | str:
+        try:
+            return Lease(backend, launch=launch(f"launch-{number}"))
+        except RunExistsError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(want, range(6)))
+    [held] = [result for result in results if isinstance(result, Lease)]
+    assert all("another launch records into the run" in result for result in results if isinstance(result, str))
+    assert backend.list_names("") == [f"lease_{held._number:03}"]
+    held.release()
+
+
+def test_who_was_not_heard_of_learns_that_another_has_the_run(
+    backend: RetryingBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalled = Lease(backend, launch=launch("stalled"))
+    with monkeypatch.context() as patched:
+        # As after an outage: nothing of it arrives for longer than a lease lasts.
+        patched.setattr(lease, "write_group", lambda *_: None)
+        other = Lease(backend, launch=launch("other"))
+    stalled._thread.join(timeout=10)
+    assert "another launch continues the run" in str(stalled.lost)
+    stalled.release()
+    assert backend.list_names("") == ["lease_001"]
+    assert other.lost is None
+    other.release()
+
+
+def test_a_lease_is_a_part_of_a_run_and_of_no_copy(tmp_path: Path) -> None:
+    start(str(tmp_path / "run"))
+    backend = open_backend(tmp_path / "run")
+    leave(backend, "killed")
+    assert not [finding for finding in check_run(backend).findings if "lease" in finding.text()]
+    report = copy_run(backend, open_backend(tmp_path / "copy"))
+    assert report.left_out == []
+    assert not [name for name in open_backend(tmp_path / "copy").list_names("") if "lease" in name]
+    assert open_run(tmp_path / "run").iterations == []
+
+
+def test_nothing_is_written_where_nothing_may_be_recorded(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(RunExistsError, match=r"not empty and holds no run \(there is 'notes.txt'\)"):
+        claim_run(open_backend(tmp_path / "mine"), launch=launch("new"), resume=False, overwrite=True)
+    start(str(tmp_path / "run"))
+    with pytest.raises(RunExistsError, match="add --resume"):
+        claim_run(open_backend(tmp_path / "run"), launch=launch("new"), resume=False, overwrite=False)
+    assert not list(tmp_path.rglob("lease*"))
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("client", ["fsspec", "obstore"])
+def test_a_store_that_refuses_or_hangs_is_named(s3_server: S3Server, client: str) -> None:
+    with flaky_proxy(s3_server.endpoint_url) as proxy:
+        options = s3_server.storage_options | {"endpoint_url": proxy.endpoint_url, "client": client}
+        backend = open_backend(s3_server.new_url(), storage_options=options, timeout_seconds=2)
+        proxy.faults += ["", (403, "AccessDenied")]
+        with pytest.raises(AccessDeniedError, match=r"cannot write s3://.*lease_000.*lack the permission"):
+            Lease(backend, launch=launch("first"))
+        proxy.faults += [HANG] * 100
+        with pytest.raises(UnreachableError, match=r"cannot list s3://"):
+            Lease(backend, launch=launch("first"))
+        proxy.faults.clear()
+        with Lease(backend, launch=launch("first")) as held:
+            proxy.faults += [(503, "SlowDown")] * 100
+            time.sleep(3 * RENEW_SECONDS)
+            proxy.faults.clear()
+            assert held._thread.is_alive()
+        assert backend.list_keys("") == []
