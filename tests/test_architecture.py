@@ -268,3 +268,26 @@ def test_what_is_light_stays_light(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not set(LIGHT[module]) & set(done.stdout.split())
+
+
+DOORS = {
+    "analyze/console.py": "escapes control codes",
+    "analyze/group.py": "says what the operating system says",
+    "analyze/table.py": "has escaped what is no document for programs",
+    "launch/worker.py": "escapes control codes",
+    "launch/demo_train.py": "a script of its own, which prints numbers",
+}
+"""Files of commands that write to stdout or stderr themselves, and why they may."""
+
+WRITERS = {"print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write"}
+
+
+def test_text_of_commands_goes_through_one_door() -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for folder in ("analyze", "launch")
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in WRITERS
+    }
+    assert found == set(DOORS), "write with ranktape.analyze.console.say: names in a store may be a stranger's"

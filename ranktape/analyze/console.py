@@ -1,16 +1,29 @@
-"""How does text reach a terminal that does not have all its letters?"""
+"""The one door to stdout and stderr for text of commands, whatever the terminal and whoever wrote the names in it."""
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import IO
+from typing import IO, Any
 
 import click
 
+from ranktape.storage.backends.failures import printable
+
 
 def say(text: str, *, err: bool = False) -> None:
-    """Write a line to stdout or stderr; letters that the terminal lacks become escapes."""
-    click.echo(encodable(text, sys.stderr if err else sys.stdout), err=err)
+    """Write lines to stdout or stderr; control codes, and letters that the terminal lacks, become escapes."""
+    click.echo(encodable(printable_lines(text), sys.stderr if err else sys.stdout), err=err)
+
+
+def say_json(document: Any) -> None:
+    """Write one JSON document to stdout; what is not ASCII becomes escapes."""
+    click.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+def printable_lines(text: str) -> str:
+    """The text with escapes for what a terminal would take as commands; line breaks stay."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def encodable(text: str, stream: IO[str]) -> str:

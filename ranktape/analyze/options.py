@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ranktape.analyze.console import say
 from ranktape.analyze.sweep_arguments import SWEEP_MODES
 from ranktape.analyze.table import Form, Table, write_table
 from ranktape.errors import NoRecordsError, UsageError
@@ -347,7 +348,7 @@ def say_what_is_left_out(run: Source, *, with_unreadable: bool = True) -> None:
             shown = "; ".join(names[:MAX_NAMED_FILES])
             rest = len(names) - MAX_NAMED_FILES
             more = f"; and {rest} more" if rest > 0 else ""
-            click.echo(f"{len(names)} .pt files left out, {why}: {shown}{more}", err=True)
+            say(f"{len(names)} .pt files left out, {why}: {shown}{more}", err=True)
 
 
 def _flag(field: str) -> str:

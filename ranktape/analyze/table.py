@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.console import encodable
+from ranktape.analyze.console import encodable, printable_lines
 from ranktape.analyze.shown import Shown
 from ranktape.errors import UsageError
 
@@ -222,7 +222,9 @@ def write_text(text: str, *, output: Path | None) -> None:
         UsageError: the file cannot be written.
     """
     if output is None:
-        sys.stdout.write(encodable(text, sys.stdout))
+        # What programs read stays as it is.
+        is_terminal = sys.stdout.isatty()
+        sys.stdout.write(encodable(printable_lines(text) if is_terminal else text, sys.stdout))
         return
     try:
         output.write_text(text, encoding="utf-8")

@@ -1,13 +1,12 @@
-"""Is a run whole, and if not, what exactly is wrong with it?"""
+"""`ranktape check`: whether a run is whole, and if not, what exactly is wrong with it."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import TYPE_CHECKING
 
 import click
 
+from ranktape.analyze.console import say, say_json
 from ranktape.analyze.table import nbytes_text
 from ranktape.errors import CheckFoundError
 from ranktape.launch.place import count_text, open_backend_of, read_options, storage_options_option, work_bar
@@ -32,9 +31,9 @@ def command(run: str, *, deep: bool, as_json: bool, storage_options: str | None)
     with open_backend_of(run, read_options(storage_options)) as backend, work_bar("checking") as on_progress:
         report = check_run(backend, deep=deep, on_progress=on_progress)
     if as_json:
-        sys.stdout.write(json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
+        say_json(report.to_json())
     else:
-        sys.stdout.write("".join(f"{line}\n" for line in report_lines(report)))
+        say("\n".join(report_lines(report)))
     if report.errors:
         raise CheckFoundError(f"{count_text(len(report.errors), 'error')} in {report.url}")
 

@@ -1,13 +1,12 @@
-"""How does a run get to another disk, into an object store, or back?"""
+"""`ranktape cp`: a run is copied to another disk, into an object store, or back."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 
 import click
 
+from ranktape.analyze.console import say, say_json
 from ranktape.analyze.table import nbytes_text
 from ranktape.launch.place import read_options, shown, storage_options_option, work_bar
 
@@ -45,11 +44,8 @@ def command(
         target = open_backend(url, storage_options=target_options if "://" in url else None)
         report = copy_run(source, target, verify=not no_verify, on_progress=on_progress)
     if as_json:
-        document = {"run": shown(run), "url": shown(url), **dataclasses.asdict(report)}
-        sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        say_json({"run": shown(run), "url": shown(url), **dataclasses.asdict(report)})
         return
     present = f"; {report.num_present} ({nbytes_text(report.nbytes_present)}) were there" if report.num_present else ""
     left = f"; {len(report.left_out)} that are no part of what is committed were left out" if report.left_out else ""
-    sys.stdout.write(
-        f"{shown(url)}: {report.num_copied} objects ({nbytes_text(report.nbytes_copied)}) copied{present}{left}\n"
-    )
+    say(f"{shown(url)}: {report.num_copied} objects ({nbytes_text(report.nbytes_copied)}) copied{present}{left}")

@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from ranktape.analyze.console import say
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.errors import CaptureError, RunExistsError, RunNotFoundError, UsageError
 from ranktape.launch.demo_text import read_text
@@ -131,7 +132,7 @@ def train(capture: Sequence[str], *, script: Sequence[str], num_ranks: int) -> N
     ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], env=environment, check=False)
     if ended.returncode != 0:
         raise CaptureError(f"the training ended with exit code {ended.returncode}: its output above says why")
-    click.echo(f"trained and stored in {time.monotonic() - started:.1f} s")
+    say(f"trained and stored in {time.monotonic() - started:.1f} s")
 
 
 def show(url: str, *, storage_options: str | None) -> None:
@@ -148,7 +149,7 @@ def show(url: str, *, storage_options: str | None) -> None:
         arguments = [*(places.get(word, word) for word in words), *access]
         _say(["ranktape", *arguments])
         cli.main(arguments, prog_name="ranktape", standalone_mode=False)
-    click.echo(f"open it in a browser: {Path(places['REPORT']).resolve().as_uri()}")
+    say(f"open it in a browser: {Path(places['REPORT']).resolve().as_uri()}")
 
 
 ANSWERS = (
@@ -185,4 +186,4 @@ def _say(words: Sequence[str]) -> None:
     shown = [
         "JSON" if before == "--storage-options" else word for before, word in zip(["", *words], words, strict=False)
     ]
-    click.echo(f"\n$ {shlex.join(shown)}")
+    say(f"\n$ {shlex.join(shown)}")

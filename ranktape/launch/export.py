@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from ranktape.analyze.console import say
 from ranktape.analyze.options import NamedPath, Selection, selection_options
 
 
@@ -43,4 +44,4 @@ def command(*, selection: Selection, folder: Path, form: str, per_sample: bool, 
             on_record=on_record,
         )
     kept = f"; {report.num_kept} were there already" if report.num_kept else ""
-    click.echo(f"{report.num_written} files written to {folder}, {nbytes_text(report.nbytes)} of values{kept}")
+    say(f"{report.num_written} files written to {folder}, {nbytes_text(report.nbytes)} of values{kept}")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from ranktape.analyze.console import say
 from ranktape.analyze.options import MAX_NAMED_FILES
 from ranktape.storage.backends.urls import parse_storage_options
 
@@ -38,9 +39,9 @@ def command(folder: Path, run: str, *, skip_unreadable: bool, overwrite: bool, s
             on_record=on_record,
         )
     for name, reason in list(report.left_out.items())[:MAX_NAMED_FILES]:
-        click.echo(f"left out: {name}: {reason}", err=True)
+        say(f"left out: {name}: {reason}", err=True)
     if len(report.left_out) > MAX_NAMED_FILES:
-        click.echo(f"left out: {len(report.left_out)} files in all", err=True)
+        say(f"left out: {len(report.left_out)} files in all", err=True)
     stored = f"{report.num_records} tensors stored in {run}, {nbytes_text(report.nbytes)}"
     already = "everything was stored before" if not report.num_records else stored
-    click.echo(f"{already}; {report.verdict.message()}")
+    say(f"{already}; {report.verdict.message()}")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ranktape.analyze.console import say, say_json
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.launch.options import capture_options, capture_request
 from ranktape.launch.place import count_text
@@ -99,9 +100,9 @@ def _plan(url: str, settings: dict[str, Any], script: Script, *, as_json: bool, 
     if forecast is None:
         return
     if as_json:
-        sys.stdout.write(json.dumps(forecast.to_json(), indent=2, allow_nan=False) + "\n")
+        say_json(forecast.to_json())
     else:
-        sys.stdout.write("".join(f"{line}\n" for line in forecast_lines(forecast, verbose=verbose)))
+        say("\n".join(forecast_lines(forecast, verbose=verbose)))
     sys.stdout.flush()
     if forecast.refusals:
         raise CaptureError(f"this capture cannot work: {'; '.join(forecast.refusals)}")

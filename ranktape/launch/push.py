@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from ranktape.analyze.console import say, say_json
 from ranktape.analyze.table import nbytes_text
 from ranktape.errors import CheckFoundError, RanktapeError, UsageError
 from ranktape.launch.place import read_options, storage_options_option
@@ -55,10 +54,10 @@ def command(directory: Path, *, url: str | None, keep: bool, as_json: bool, stor
             }
             for spill, report, error in results
         ]
-        sys.stdout.write(json.dumps({"directory": str(directory), "spills": spills}, indent=2) + "\n")
+        say_json({"directory": str(directory), "spills": spills})
     else:
         lines = [line for spill, report, error in results for line in _lines(spill, report, error)]
-        sys.stdout.write("\n".join(lines or [f"nothing waits in {directory}"]) + "\n")
+        say("\n".join(lines or [f"nothing waits in {directory}"]))
     stays = [spill for spill, report, _ in results if report is None or report.problems or report.unfinished]
     if stays:
         raise CheckFoundError(f"something of {len(stays)} of {len(results)} ranks stays in {directory}")

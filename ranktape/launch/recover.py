@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from ranktape.analyze.console import say, say_json
 from ranktape.errors import CheckFoundError, RanktapeError
 from ranktape.launch.place import read_options, storage_options_option
 
@@ -52,10 +51,9 @@ def command(directory: Path, *, trust_other_boots: bool, as_json: bool, storage_
         reports.append(report)
     if as_json:
         rings = [{**dataclasses.asdict(report), "path": str(report.path)} for report in reports]
-        sys.stdout.write(json.dumps({"directory": str(directory), "rings": rings}, indent=2) + "\n")
+        say_json({"directory": str(directory), "rings": rings})
     else:
-        sys.stdout.write("\n".join(line for report in reports for line in _lines(report)) or f"no ring in {directory}")
-        sys.stdout.write("\n")
+        say("\n".join(line for report in reports for line in _lines(report)) or f"no ring in {directory}")
     if left := [report for report in reports if report.remains is not None]:
         raise CheckFoundError(f"{len(left)} of {len(reports)} rings remain in {directory}")
     if lost := sum(len(report.failed) for report in reports):

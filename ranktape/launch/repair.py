@@ -1,13 +1,12 @@
-"""How does a user put a run in order after a crash?"""
+"""`ranktape repair`: a run is put in order after a crash."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import TYPE_CHECKING
 
 import click
 
+from ranktape.analyze.console import say, say_json
 from ranktape.errors import CheckFoundError
 from ranktape.launch.place import count_text, open_backend_of, read_options, storage_options_option, work_bar
 
@@ -38,20 +37,19 @@ def command(run: str, *, dry_run: bool, min_age: float, as_json: bool, storage_o
 
     def tell(finding: Finding) -> None:
         if not as_json:
-            sys.stdout.write(_line(finding) + "\n")
-            sys.stdout.flush()
+            say(_line(finding))
 
     with open_backend_of(run, read_options(storage_options)) as backend, work_bar("checking") as on_progress:
         report = repair_run(backend, dry_run=dry_run, min_age_seconds=min_age, on_done=tell, on_progress=on_progress)
     if as_json:
-        sys.stdout.write(json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
+        say_json(report.to_json())
     else:
         planned = [f"would {_line(finding)}" for finding in report.done] if dry_run else []
         young = [f"left alone, as it is younger than {min_age:g} s: {_line(finding)}" for finding in report.young]
         left = [f"cannot be mended: {finding.text()}" for finding in report.left]
         word = "to be mended" if dry_run else "mended"
         told = f"{len(report.done)} {word}, {len(young)} left alone, {len(left)} cannot be mended"
-        sys.stdout.write("".join(f"{line}\n" for line in (*planned, *young, *left, told)))
+        say("\n".join((*planned, *young, *left, told)))
     if report.left:
         raise CheckFoundError(f"{count_text(len(report.left), 'error')} left in {report.url}")
 

@@ -1,16 +1,15 @@
-"""Which runs lie below a place, how is each, and how large?"""
+"""`ranktape runs`: the runs below a place, how each is, and how large."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ranktape.analyze.console import say_json
 from ranktape.analyze.table import Column, Kind, Table, write_table
 from ranktape.launch.place import read_options, shown, storage_options_option
 
@@ -47,7 +46,7 @@ def command(url: str, *, depth: int | None, as_json: bool, storage_options: str 
     with suggest_nearest(url, storage_options=options):
         found = find_runs(url, storage_options=options, max_depth=MAX_DEPTH if depth is None else depth)
     if as_json:
-        sys.stdout.write(json.dumps(runs_document(found, url=shown(url)), indent=2, allow_nan=False) + "\n")
+        say_json(runs_document(found, url=shown(url)))
     else:
         write_table(runs_table(found, url=shown(url)))
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ranktape.analyze.console import say_json
 from ranktape.analyze.table import Column, Kind, Table, write_table
 from ranktape.errors import CheckFoundError
 from ranktape.launch.place import read_options, shown, storage_options_option
@@ -65,7 +64,7 @@ def write_status(run: Run, *, url: str, as_json: bool = False) -> Verdict | None
     disabled = run.disabled()
     if as_json:
         document = status_document(statuses, verdict=verdict, url=url, disabled=disabled)
-        sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        say_json(document)
     else:
         write_table(status_table(statuses, verdict=verdict, url=url, disabled=disabled))
     return verdict

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ranktape.analyze.console import say
 from ranktape.analyze.table import nbytes_text
 from ranktape.errors import CheckFoundError, RunNotFoundError
 from ranktape.launch.place import count_text, open_backend_of, read_options, shown, storage_options_option
@@ -213,9 +214,7 @@ def _screen(title: str) -> Iterator[Callable[[View], object]]:
 
         def write(view: View) -> None:
             for line in lines(view, before=before[-1] if before else None):
-                sys.stdout.write(line + "\n")
-            # Whoever reads the pipe waits for it.
-            sys.stdout.flush()
+                say(line)
             before[:] = [view.snapshot]
 
         yield write

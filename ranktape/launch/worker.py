@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ranktape.storage.backends.failures import printable
+
 HEAD_START_SECONDS = 3.0
 """How long the other ranks leave the word to rank 0.
 
@@ -83,5 +85,5 @@ class Worker:
 
 
 def one_line(text: str) -> str:
-    """The text without its line breaks."""
-    return " ".join(text.split())
+    """The text without its line breaks, and without what a terminal would take as commands."""
+    return printable(" ".join(text.split()))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ranktape.analyze.console import say
 from ranktape.analyze.options import (
     FORMAT_HELP,
     NamedPath,
@@ -29,7 +30,7 @@ def _show_defaults(context: click.Context, _: click.Parameter, is_wanted: bool) 
     if is_wanted and not context.resilient_parsing:
         from ranktape.analyze.rules.defaults import DEFAULT_RULES
 
-        click.echo(DEFAULT_RULES, nl=False)
+        say(DEFAULT_RULES.rstrip("\n"))
         context.exit()
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ranktape.analyze.console import say
 from ranktape.analyze.options import (
     FORMAT_HELP,
     NamedPath,
@@ -131,7 +132,7 @@ def _draw_one(
 
         table = plot_overflow(records, path=path, format=format_name, view=view, engine=engine)
         if not any(table.column("overflow.total")) and not any(table.column("overflow.underflow.count")):
-            click.echo("nothing overflows or underflows; --format NAME draws against another format", err=True)
+            say("nothing overflows or underflows; --format NAME draws against another format", err=True)
     else:
         from ranktape.analyze.pictures.gallery import draw, missing
         from ranktape.analyze.pictures.survey import Survey
@@ -141,7 +142,7 @@ def _draw_one(
         if reason:
             raise UsageError(f"--kind {kind.name} cannot be drawn: {reason}")
         write_picture(draw(kind.name, survey), path)
-    click.echo(path)
+    say(str(path))
 
 
 def _draw_many(
@@ -166,7 +167,7 @@ def _draw_many(
         view=view,
         engine=engine,
         source=selection.run,
-        on_picture=click.echo,
+        on_picture=lambda path: say(str(path)),
     )
     rest = f", {len(written.left_out)} left out" if written.left_out else ""
-    click.echo(f"{len(written.drawn)} pictures{rest}: see {folder / README}", err=True)
+    say(f"{len(written.drawn)} pictures{rest}: see {folder / README}", err=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ranktape.analyze.console import say
 from ranktape.analyze.options import (
     NamedPath,
     Selection,
@@ -64,7 +65,7 @@ def command(*, selection: Selection, formats: tuple[str, ...], view: View | None
         environment=attributes.get("environment") or {},
         engine=engine,
     )
-    click.echo(output)
+    say(str(output))
 
 
 def _scope(selection: Selection) -> str:

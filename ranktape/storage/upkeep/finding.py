@@ -1,10 +1,12 @@
-"""What can a check find in a run, how bad is it, and how is it mended?"""
+"""What a check can find in a run, how bad that is, and how it is mended."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
 from typing import Any
+
+from ranktape.storage.backends.failures import printable
 
 
 class Severity(enum.StrEnum):
@@ -37,6 +39,8 @@ class FindingKind(enum.StrEnum):
     """A writer that was lost left it behind."""
     FOREIGN = "foreign"
     """It is no part of a run."""
+    UNCHECKED = "unchecked"
+    """It could not be looked at: the store refuses it, or this machine has too little memory for it."""
 
 
 class Mend(enum.StrEnum):
@@ -93,13 +97,13 @@ class Finding:
         return self.severity is Severity.ERROR
 
     def text(self) -> str:
-        """The finding in one line."""
+        """The finding in one line, fit for a terminal."""
         parts = {"attempt": self.attempt, "iteration": self.iteration, "rank": self.rank}
         place = ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
         where = f" ({place})" if place else ""
         record = f" {self.record}:" if self.record else ""
         key = f" [{self.key}]" if self.key else ""
-        return f"{self.severity}: {self.kind}{where}:{record} {self.message}{key}"
+        return printable(f"{self.severity}: {self.kind}{where}:{record} {self.message}{key}")
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary for JSON."""
