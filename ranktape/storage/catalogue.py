@@ -1,4 +1,4 @@
-"""Which records are in an iteration, as columns that can be filtered without parsing a document for each?
+"""The records of an iteration as columns, which can be filtered without parsing a document for each.
 
 The catalogue of an iteration is an npz archive: one array for each field, strings as codes into a table.
 Fields are read from the archive when a question first needs them. Every rank writes one of what it recorded; that
@@ -13,7 +13,7 @@ import io
 import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -122,9 +122,10 @@ _STRINGS: dict[str, _Source] = {
 }
 """Columns of strings."""
 
-_SOURCES = {**_NUMBERS, **_STRINGS}
+SOURCES = {**_NUMBERS, **_STRINGS}
+"""Columns that are stored."""
 
-_values = operator.attrgetter(*(source.path for source in _SOURCES.values()))
+_values = operator.attrgetter(*(source.path for source in SOURCES.values()))
 """All of an entry's values at once: asking for one after the other takes far longer."""
 
 _DERIVED = (*(f"overflow.{kind}.ratio" for kind in TALLY_KINDS), "overflow.total", "overflow.ratio")
@@ -142,34 +143,34 @@ _LOW = {"layer_idx": -1, "index": -1}
 def encode_catalogue(entries: Sequence[Entry]) -> bytes:
     """The npz archive that holds the entries as columns, in their order."""
     columns: dict[str, Column] = {}
-    values_of = dict(zip(_SOURCES, zip(*map(_values, entries), strict=True), strict=False))
-    for name, source in _SOURCES.items():
+    values_of = dict(zip(SOURCES, zip(*map(_values, entries), strict=True), strict=False))
+    for name, source in SOURCES.items():
         values = values_of.get(name, ())
         if source.convert is not None:
             values = tuple(map(source.convert, values))
-        columns[name] = _encode_text(values) if source.dtype is None else np.array(values, dtype=source.dtype)
+        columns[name] = encode_text(values) if source.dtype is None else np.array(values, dtype=source.dtype)
     return pack_columns(columns.items())
 
 
-def _encode_text(values: Sequence[str]) -> StringColumn:
-    codes: dict[str, int] = {}
-    rows = [codes.setdefault(str(value), len(codes)) for value in values]
-    return StringColumn(codes=np.array(rows, dtype=np.uint32), table=list(codes))
+def encode_text(values: Sequence[str]) -> StringColumn:
+    """A column of texts, each different one written once."""
+    codes = {text: code for code, text in enumerate(dict.fromkeys(values))}
+    return StringColumn(codes=np.array([*map(codes.__getitem__, values)], dtype=np.uint32), table=list(codes))
 
 
 def merge_catalogues(sources: Sequence[ColumnSource]) -> bytes:
     """The npz archive that holds the rows of all sources, one after the other; no record is parsed for it."""
-    return pack_columns((name, concatenate(source(name) for source in sources)) for name in _SOURCES)
+    return pack_columns((name, concatenate(source(name) for source in sources)) for name in SOURCES)
 
 
 class Catalogue:
     """The records of one iteration as columns; a column is unpacked when it is first asked for."""
 
-    def __init__(self, file: IO[bytes], *, place: str, attempt: str) -> None:
+    def __init__(self, file: IO[bytes] | Mapping[str, Column], *, place: str, attempt: str) -> None:
         """Read what columns there are.
 
         Args:
-            file: The archive.
+            file: The archive; or all of `SOURCES` themselves, looked at.
             place: Where it lies, for messages.
             attempt: The path of the attempt that the iteration belongs to.
 
@@ -180,6 +181,10 @@ class Catalogue:
         self._place = place
         self._attempt = attempt
         self._columns: dict[str, Column] = {}
+        if isinstance(file, Mapping):
+            self._columns |= file
+            self.num_rows = len(file["iteration"])
+            return
         try:
             self._archive = ColumnArchive(file)
             # The column that every catalogue has: how long it is all others are.
@@ -230,12 +235,7 @@ class Catalogue:
     def _checked(self, name: str) -> np.ndarray[Any, Any]:
         """A column of numbers, each of which can be what the column says."""
         column = self._archive.numbers(name)
-        if name in OPTIONAL_INT_FIELDS:
-            check_optional_integers(column)
-        elif _NUMBERS[name].dtype is np.float64:
-            check_floats(column)
-        else:
-            check_integers(column, low=_LOW.get(name, 0), high=np.iinfo(_NUMBERS[name].dtype).max)
+        check_numbers(name, column)
         return column
 
     def _fill(self, name: str) -> Column:
@@ -262,6 +262,20 @@ class Catalogue:
         column = widened(self.column(name))
         assert not isinstance(column, StringColumn), name
         return column
+
+
+def check_numbers(name: str, column: np.ndarray[Any, Any]) -> None:
+    """Make sure that a column holds what numbers of that name can be.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if name in OPTIONAL_INT_FIELDS:
+        check_optional_integers(column)
+    elif _NUMBERS[name].dtype is np.float64:
+        check_floats(column)
+    else:
+        check_integers(column, low=_LOW.get(name, 0), high=np.iinfo(_NUMBERS[name].dtype).max)
 
 
 def empty_catalogue() -> Catalogue:

@@ -1,4 +1,4 @@
-"""What did each rank commit of an iteration, and how does it become the iteration's own commit?"""
+"""What each rank committed of an iteration, and how that becomes the iteration's own commit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from ranktape.errors import DataError
 from ranktape.storage import layout
 from ranktape.storage.attempt import check_attempt
 from ranktape.storage.blob import blob_document, blob_key, blob_parts, open_blob
-from ranktape.storage.catalogue import Catalogue, Entry, encode_catalogue, merge_catalogues
-from ranktape.storage.documents import decode_document, document_checksum, encode_document
+from ranktape.storage.catalogue import Catalogue, Entry, merge_catalogues
+from ranktape.storage.commit_columns import commit_columns
+from ranktape.storage.documents import CHECKSUM_KEY, decode_document, encode_document
 from ranktape.storage.groups import MAX_COMMIT_NBYTES, read_attributes, read_document
 from ranktape.storage.layout import Mark
 from ranktape.storage.names import Site, site_path
 from ranktape.storage.record import RecordInfo
-from ranktape.storage.validation import Fields, check_info, check_key
+from ranktape.storage.validation import Fields, check_documents, check_records
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -153,27 +154,32 @@ def read_whole_commit(backend: Backend, attempt: str, rank: int, iteration: int)
     data = read_document(backend, group, max_nbytes=MAX_COMMIT_NBYTES)
     if data is None:
         raise DataError(_lost_message(backend, group, rank=rank, iteration=iteration))
-    document = decode_document(data, place=place, key=key)
+    return parse_commit(decode_document(data, place=place, key=key), place=place, attempt=attempt)
+
+
+def parse_commit(document: Mapping[str, Any], *, place: str, attempt: str) -> RankCommit:
+    """What the document of a rank's commit says, and the copies in it of the documents of its arrays.
+
+    Raises:
+        DataError: it says what none does.
+        RunFormatError: a field is not what it must be.
+    """
     fields = Fields(document.get("attributes", {}), place=place)
     try:
-        members = document.get("consolidated_metadata", {}).get("metadata", {})
-        entries = [entry for name, member in members.items() for entry in entries_of(name, member)]
-        entries.sort(key=lambda entry: (entry.info.counter, entry.site))
-        for entry in entries:
-            check_info(entry.info)
-            check_key(entry.stack or entry.site)
-        packed = encode_catalogue(entries)
-        nbytes = sum(entry.info.nbytes for entry in entries)
+        columns = commit_columns(document.get("consolidated_metadata", {}).get("metadata", {}))
+        catalogue = Catalogue(columns, place=place, attempt=attempt)
+        check_records(columns.__getitem__)
+        check_documents(columns.__getitem__)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise DataError(f"{place} is damaged: {error!r}: see 'ranktape check'") from error
     num_records = fields.integer("num_records")
-    if num_records != len(entries):
-        raise DataError(f"{place} says {num_records} records and holds {len(entries)}: the commit is damaged")
+    if num_records != catalogue.num_rows:
+        raise DataError(f"{place} says {num_records} records and holds {catalogue.num_rows}: the commit is damaged")
     return RankCommit(
-        catalogue=Catalogue.from_bytes(packed, place=place, attempt=attempt),
-        nbytes=nbytes,
+        catalogue=catalogue,
+        nbytes=sum(columns["nbytes"].tolist()),
         silent_sites=fields.texts("silent_sites", default={}),
-        checksum=document_checksum(data),
+        checksum=fields.text(CHECKSUM_KEY, default="") or None,
         num_expected=fields.count("num_expected"),
         num_missing=fields.count("num_missing"),
     )

@@ -1,20 +1,19 @@
-"""What is known of the records in some rows of a catalogue?"""
+"""What is known of the records in some rows of a catalogue, one value for each of them."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import RunFormatError
 from ranktape.storage.catalogue import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
 from ranktape.storage.record import EXTREMES, TALLY_KINDS, Overflow, RecordInfo, Tally
-from ranktape.storage.selection.columns import StringColumn
-from ranktape.storage.validation import check_info, check_key
+from ranktape.storage.selection.columns import Column, StringColumn, values_of, widened
+from ranktape.storage.validation import check_document, check_records, parse_shape
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,15 +23,11 @@ if TYPE_CHECKING:
 _COUNTS = tuple(f"overflow.{kind}.count" for kind in TALLY_KINDS)
 _EXTREMES = tuple(f"overflow.{name}" for name in EXTREMES)
 _OTHERS = ("numel", "timestamp", "checksum", "overflow.per_sample", "site", "stack", "index")
-_GROUPS = (INT_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS, JSON_FIELDS, _COUNTS, _EXTREMES, _OTHERS)
-"""The columns that a record is made of, in groups that are treated alike."""
+_NAMES = (*INT_FIELDS, *OPTIONAL_INT_FIELDS, *STRING_FIELDS, *JSON_FIELDS, *_COUNTS, *_EXTREMES, *_OTHERS)
+"""The columns that a record is made of."""
 
-_NAMES = tuple(itertools.chain.from_iterable(_GROUPS))
-
-_SLICES = tuple(
-    slice(sum(map(len, _GROUPS[:number])), sum(map(len, _GROUPS[: number + 1]))) for number in range(len(_GROUPS))
-)
-"""Where each group is in the values of a row."""
+_NO_TALLY = Tally(count=0, ratio=0.0)
+"""Of most kinds, in most tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,65 +51,62 @@ def read_rows(table: RecordTable, rows: np.ndarray[Any, Any], *, place: str) -> 
         RunFormatError: a column is damaged, or a row says what no record does.
         StorageError: the store cannot be read.
     """
-    columns = [_values(table, name, rows) for name in _NAMES]
-    for row, values in zip(rows.tolist(), zip(*columns, strict=True), strict=True):
-        try:
-            yield _row(values)
-        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise RunFormatError(
-                f"record {row} of a catalogue of {place} is damaged: {error}: see 'ranktape check'"
-            ) from error
+    columns = {name: _taken(table.column(name), rows) for name in _NAMES}
+    try:
+        check_records(columns.__getitem__)
+        infos = _infos(columns, len(rows))
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise RunFormatError(f"a catalogue of {place} is damaged: {error}: see 'ranktape check'") from error
+    sites, stacks, indices = (values_of(columns[name]) for name in ("site", "stack", "index"))
+    for info, site, stack, index in zip(infos, sites, stacks, indices, strict=True):
+        yield Row(info=info, site=site, stack=stack, index=index)
 
 
-def _values(table: RecordTable, name: str, rows: np.ndarray[Any, Any]) -> list[Any]:
-    """Of one column, as Python's own: a column is asked once for all of its rows."""
-    column = table.column(name)
+def _taken(column: Column, rows: np.ndarray[Any, Any]) -> Column:
     if isinstance(column, StringColumn):
-        return [column.table[code] for code in column.codes[rows].tolist()]
-    values: list[Any] = column[rows].tolist()
-    return values
+        return StringColumn(codes=column.codes[rows], table=column.table)
+    return widened(column[rows])
 
 
-def _row(values: tuple[Any, ...]) -> Row:
-    integers, optionals, texts, documents, counts, extremes, others = (values[part] for part in _SLICES)
-    numel, timestamp, checksum, per_sample, site, stack, index = others
-    # By their places: a name for each of the forty values of a row would take longer than the rest.
-    fields: dict[str, Any] = dict(zip(INT_FIELDS, map(int, integers), strict=True))
-    fields.update(zip(OPTIONAL_INT_FIELDS, map(_optional_int, optionals), strict=True))
-    fields.update(zip(STRING_FIELDS, texts, strict=True))
-    shape, *rest = documents
-    fields.update(zip(JSON_FIELDS, (_shape(shape), *map(_document, rest)), strict=True))
-    overflow: dict[str, Any] = dict(zip(EXTREMES, map(_optional, extremes), strict=True))
-    for kind, count in zip(TALLY_KINDS, map(int, counts), strict=True):
-        overflow[kind] = Tally(count=count, ratio=count / numel if numel else 0.0)
-    info = RecordInfo(
-        **fields,
-        overflow=Overflow(**overflow, per_sample=_document(per_sample)),
-        timestamp=float(timestamp),
-        checksum=f"crc32c:{int(checksum):08x}",
-    )
-    check_info(info)
-    return Row(info=info, site=check_key(site), stack=stack and check_key(stack), index=int(index))
+def _infos(columns: dict[str, Column], num_rows: int) -> list[RecordInfo]:
+    """The identities, made field by field: record by record takes several times as long."""
+    infos = [object.__new__(RecordInfo) for _ in range(num_rows)]
+    for name in (*INT_FIELDS, *STRING_FIELDS, "timestamp"):
+        _set(infos, name, values_of(columns[name]))
+    for name in OPTIONAL_INT_FIELDS:
+        _set(infos, name, (None if math.isnan(value) else int(value) for value in values_of(columns[name])))
+    _set(infos, "shape", map(parse_shape, values_of(columns["shape"])))
+    for name in JSON_FIELDS:
+        if name != "shape":
+            _set(infos, name, _documents(name, columns[name]))
+    _set(infos, "overflow", _overflows(columns, num_rows))
+    _set(infos, "checksum", (f"crc32c:{value:08x}" for value in values_of(columns["checksum"])))
+    return infos
 
 
-def _optional(number: Any) -> float | None:
-    value = float(number)
-    return None if math.isnan(value) else value
+def _overflows(columns: dict[str, Column], num_rows: int) -> list[Overflow]:
+    overflows = [object.__new__(Overflow) for _ in range(num_rows)]
+    sizes = values_of(columns["numel"])
+    for kind in TALLY_KINDS:
+        counts = values_of(columns[f"overflow.{kind}.count"])
+        _set(overflows, kind, map(_tally, counts, sizes))
+    for name in EXTREMES:
+        values = values_of(columns[f"overflow.{name}"])
+        _set(overflows, name, (None if math.isnan(value) else value for value in values))
+    _set(overflows, "per_sample", _documents("overflow.per_sample", columns["overflow.per_sample"]))
+    return overflows
 
 
-def _optional_int(number: Any) -> int | None:
-    value = _optional(number)
-    return None if value is None else int(value)
+def _tally(count: int, size: int) -> Tally:
+    return Tally(count=count, ratio=count / size if size else 0.0) if count else _NO_TALLY
 
 
-def _document(text: str) -> Any:
+def _set(items: list[Any], name: str, values: Iterable[Any]) -> None:
+    """Give each of some frozen values its own of one field."""
+    if items:
+        deque(map(getattr(type(items[0]), name).__set__, items, values), maxlen=0)
+
+
+def _documents(name: str, column: Column) -> Iterator[Any]:
     # Made anew for each record: whoever changes what one of them says changes no other.
-    return None if text == "null" else json.loads(text)
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _shape(text: str) -> tuple[int, ...]:
-    shape = json.loads(text)
-    if not isinstance(shape, list):
-        raise TypeError(f"shape {text[:60]}")
-    return tuple(shape)
+    return (None if text == "null" else check_document(name, json.loads(text)) for text in values_of(column))

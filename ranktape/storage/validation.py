@@ -1,4 +1,4 @@
-"""Is what somebody's document or catalogue says of the kind that it must be?
+"""The refusal of what somebody's document or catalogue says and none of ours would.
 
 Whoever writes a run can write its checksums too, so that they say nothing about sense. Everything that is read is
 compared with what it may be before it is counted with, allocated by or used as an index.
@@ -6,6 +6,8 @@ compared with what it may be before it is counted with, allocated by or used as 
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -17,15 +19,16 @@ from ranktape.errors import RunFormatError
 from ranktape.storage.block_counts import NUM_CODES
 from ranktape.storage.dtypes import DTYPES
 from ranktape.storage.record import TALLY_KINDS, Keep, Mode, Operation
+from ranktape.storage.selection.columns import StringColumn, matching
 
 if TYPE_CHECKING:
-    from ranktape.storage.record import RecordInfo
+    from ranktape.storage.selection.columns import Column, ColumnSource
 
 MAX_INTEGER = 2**63 - 1
 """Of any number in a document or a catalogue."""
 
-MAX_WORLD_SIZE = 10**6
-"""Ranks of an attempt."""
+MAX_WORLD_SIZE = 1 << 17
+"""Ranks of an attempt: a document that says more is refused, as every rank costs time and memory when it is told of."""
 
 MAX_DIMENSIONS = 64
 """Of a tensor: numpy and torch have no more."""
@@ -33,10 +36,17 @@ MAX_DIMENSIONS = 64
 _SHOWN = 60
 """Characters of a wrong value that are shown."""
 
-_OPERATIONS = frozenset(operation.value for operation in Operation)
-_KEEPS = frozenset(keep.value for keep in Keep)
+_WORDS = {
+    "dtype": frozenset(DTYPES),
+    "operation": frozenset(operation.value for operation in Operation),
+    "keep": frozenset(keep.value for keep in Keep),
+    "mode": frozenset(mode.value for mode in Mode),
+}
+"""What may stand in columns of closed vocabularies."""
+
+_TALLIES = frozenset(TALLY_KINDS)
 _WORD_NBYTES = 4
-_MODES = frozenset(mode.value for mode in Mode)
+_MAX_ITEMSIZE = max(row.itemsize for row in DTYPES.values())
 _REQUIRED = object()
 _RANK = re.compile("[0-9]{1,7}")
 
@@ -166,50 +176,86 @@ def check_key(path: str) -> str:
     return path
 
 
-def check_info(info: RecordInfo) -> None:
-    """Make sure that the fields of a record are of their kinds and fit together.
+def check_records(source: ColumnSource) -> None:
+    """Make sure that records in columns say what records can, and that their fields fit together.
+
+    Columns of numbers have been looked at one by one; what is JSON in a column is left to `check_document`.
 
     Raises:
-        ValueError: one is not, or does not.
+        ValueError: one does not.
     """
-    row = DTYPES.get(info.dtype)
-    if row is None:
-        raise ValueError(f"dtype {info.dtype!r:.{_SHOWN}}")
-    if info.operation not in _OPERATIONS or info.keep not in _KEEPS:
-        raise ValueError(f"operation {info.operation!r:.{_SHOWN}}, keep {info.keep!r:.{_SHOWN}}")
-    if info.mode not in _MODES:
-        raise ValueError(f"mode {info.mode!r:.{_SHOWN}}")
-    for name in ("iteration", "rank", "attempt", "microbatch", "call", "counter", "nbytes"):
-        value = getattr(info, name)
-        if type(value) is not int or not 0 <= value <= MAX_INTEGER:
-            raise ValueError(f"{name} {value!r:.{_SHOWN}}")
-    shape = info.shape
-    if len(shape) > MAX_DIMENSIONS or not all(type(extent) is int and 0 <= extent <= MAX_INTEGER for extent in shape):
-        raise ValueError(f"shape {str(shape)[:_SHOWN]}")
+    for name, words in _WORDS.items():
+        if unknown := _used(source(name)) - words:
+            raise ValueError(f"{name} {min(unknown)!r:.{_SHOWN}}")
+    for name in ("site", "stack"):
+        for path in _used(source(name)) - ({""} if name == "stack" else set()):
+            check_key(path)
+    shapes, keep = source("shape"), source("keep")
+    sample_dim, nbytes = source("sample_dim"), source("nbytes")
+    assert isinstance(shapes, StringColumn)
+    assert isinstance(keep, StringColumn)
+    assert not isinstance(sample_dim, StringColumn)
+    assert not isinstance(nbytes, StringColumn)
+    used = set(np.unique(shapes.codes).tolist())
+    num_dims = np.array(
+        [len(parse_shape(text)) if code in used else 0 for code, text in enumerate(shapes.table)], dtype=np.float64
+    )
+    if (sample_dim >= num_dims[shapes.codes]).any():
+        raise ValueError("a sample_dim that is none of the tensor's dimensions")
+    sizes = nbytes[matching(keep, lambda word: word == Keep.HISTOGRAM)]
+    if (sizes % _WORD_NBYTES).any() or (sizes < _WORD_NBYTES * NUM_CODES).any():
+        raise ValueError(f"a histogram of {sizes.min()} bytes")
+
+
+def _used(column: Column) -> set[str]:
+    """The texts that rows of a column have."""
+    assert isinstance(column, StringColumn)
+    return {str(column.table[code]) for code in np.unique(column.codes).tolist()}
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def parse_shape(text: str) -> tuple[int, ...]:
+    """The shape of a tensor, from the JSON list in a catalogue.
+
+    Raises:
+        ValueError: no tensor has such a shape.
+    """
+    shape = json.loads(text)
+    is_list = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
+    if not is_list or not all(type(extent) is int and 0 <= extent <= MAX_INTEGER for extent in shape):
+        raise ValueError(f"shape {text[:_SHOWN]}")
     # Also of a tensor without elements: numpy counts its other extents.
-    if math.prod(max(1, extent) for extent in shape) * row.itemsize > MAX_INTEGER:
-        raise ValueError(f"shape {str(shape)[:_SHOWN]}, which no memory holds")
-    dim = info.sample_dim
-    if dim is not None and (type(dim) is not int or not 0 <= dim < len(shape)):
-        raise ValueError(f"sample_dim {dim!r:.{_SHOWN}} of {len(shape)} dimensions")
-    if info.keep == Keep.HISTOGRAM and (info.nbytes % _WORD_NBYTES or info.nbytes < _WORD_NBYTES * NUM_CODES):
-        raise ValueError(f"a histogram of {info.nbytes} bytes")
-    _check_documents(info)
+    if math.prod(max(1, extent) for extent in shape) * _MAX_ITEMSIZE > MAX_INTEGER:
+        raise ValueError(f"shape {text[:_SHOWN]}, which no memory holds")
+    return tuple(shape)
 
 
-def _check_documents(info: RecordInfo) -> None:
-    if info.sample_ids is not None:
-        check_sample_ids(info.sample_ids)
-    documents: tuple[Any, ...] = (info.placement, info.metadata)
-    if not all(isinstance(document, dict | None) for document in documents):
-        raise ValueError("placement or metadata is no dictionary")
-    counts = info.overflow.per_sample
-    if counts is None:
-        return
-    by_kind: Any = counts
-    is_known = isinstance(by_kind, dict) and set(by_kind) == set(TALLY_KINDS)
-    if not is_known or not all(_are_counts(values) for values in by_kind.values()):
+def check_documents(source: ColumnSource) -> None:
+    """Make sure that records in columns say in JSON what records can.
+
+    Raises:
+        TypeError, ValueError: one does not.
+    """
+    for name in ("sample_ids", "placement", "metadata", "overflow.per_sample"):
+        for text in _used(source(name)):
+            check_document(name, json.loads(text))
+
+
+def check_document(name: str, value: Any) -> Any:
+    """What JSON says in a column of that name, if a record can say it.
+
+    Raises:
+        TypeError, ValueError: it cannot.
+    """
+    if value is None:
+        return None
+    if name == "sample_ids":
+        return check_sample_ids(value)
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is no dictionary")
+    if name == "overflow.per_sample" and (set(value) != _TALLIES or not all(map(_are_counts, value.values()))):
         raise ValueError("the counts of single samples are no lists of whole numbers")
+    return value
 
 
 def check_sample_ids(ids: Any) -> list[int | str]:

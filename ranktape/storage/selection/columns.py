@@ -138,6 +138,14 @@ def widened(column: Column) -> Column:
     return column.astype(_WIDE_DTYPES[column.dtype.kind], copy=False)
 
 
+def values_of(column: Column) -> list[Any]:
+    """The values of all rows as Python's own."""
+    if isinstance(column, StringColumn):
+        return [column.table[code] for code in column.codes.tolist()]
+    values: list[Any] = column.tolist()
+    return values
+
+
 def _code_dtype(num_texts: int) -> np.dtype[Any]:
     return np.min_scalar_type(max(0, num_texts - 1))
 
