@@ -1,6 +1,6 @@
-"""How do bytes that are no tensor lie in a run, so that plain Zarr can read them and a part of them is one request?
+"""Bytes that are no tensor in a run, so that plain Zarr can read them and a part of them is one request.
 
-As an array of bytes in one chunk, behind which their checksum stands, as the codec `crc32c` has it.
+They lie as an array of bytes in one chunk, behind which their checksum stands, as the codec `crc32c` has it.
 """
 
 from __future__ import annotations
@@ -64,6 +64,14 @@ def blob_document(data: bytes, *, attributes: Mapping[str, Any]) -> dict[str, An
 def blob_parts(data: bytes) -> list[bytes]:
     """What the object of that array holds."""
     return [data, _crc(data)]
+
+
+def blob_nbytes(document: Mapping[str, Any]) -> int | None:
+    """The size of that object, from the array's document; None where the document is not of such an array."""
+    match document.get("shape"):
+        case [int(length)]:
+            return length + _CRC_NBYTES
+    return None
 
 
 def open_blob(backend: Backend, path: str) -> IO[bytes]:

@@ -21,6 +21,7 @@ from ranktape.storage.documents import Compression, array_document, chunk_key, d
 from ranktape.storage.dtypes import DTYPES
 from ranktape.storage.encode import CRC_NBYTES, INDEX_ENTRY_NBYTES, MAX_PACKED_NBYTES, checksum, crc_of
 from ranktape.storage.layout import document_key
+from ranktape.storage.memory import expect_memory
 
 if TYPE_CHECKING:
     from ranktape.storage.backends.backend import Backend
@@ -270,6 +271,7 @@ def fetch_object(backend: Objects, key: str, nbytes: int) -> bytes | None:
     """An object of that size; a large one in pieces, each of which has a request's time."""
     if nbytes <= _PIECE_NBYTES:
         return backend.get(key, max_nbytes=nbytes)
+    expect_memory(2 * nbytes, place=f"{backend.url}/{key}")
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         starts = range(0, nbytes, _PIECE_NBYTES)
         pieces = pool.map(lambda start: backend.get_range(key, start, min(_PIECE_NBYTES, nbytes - start)), starts)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_DOCUMENT_NBYTES = 16 << 20
 """Of the document of a run, an attempt and what else is one of a kind."""
 
-MAX_COMMIT_NBYTES = 256 << 20
+MAX_COMMIT_NBYTES = 128 << 20
 """Of the documents that grow with what was captured: commits, and markers, which name what was not captured."""
 
 

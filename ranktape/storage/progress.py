@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _NUM_THREADS = 16
 """Requests in flight when many small documents are read."""
 
+_MAX_REASONS = 1000
+"""Ranks of which is said, for one iteration, why they have not committed it."""
 
 _T = TypeVar("_T")
 
@@ -158,8 +160,13 @@ def open_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> Non
 def read_statuses(backend: Backend, progress: Progress, *, final: bool) -> list[IterationStatus]:
     """Every iteration that was begun in an attempt, ascending; `final` says that nothing more will come."""
     iterations = sorted(progress.opened | progress.complete | progress.dropped)
+    expected = list(range(progress.attempt.launch.world_size))
+
+    def status(iteration: int) -> IterationStatus:
+        return _status(backend, progress, iteration, expected=expected, final=final)
+
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        return list(pool.map(lambda iteration: _status(backend, progress, iteration, final=final), iterations))
+        return list(pool.map(status, iterations))
 
 
 def read_verdict(backend: Backend) -> tuple[Verdict, list[IterationStatus]] | None:
@@ -216,22 +223,24 @@ def write_verdict(backend: Backend, *, attempt: Attempt, problems: Mapping[str, 
     return verdict
 
 
-def _status(backend: Backend, progress: Progress, iteration: int, *, final: bool) -> IterationStatus:
+def _status(
+    backend: Backend, progress: Progress, iteration: int, *, expected: list[int], final: bool
+) -> IterationStatus:
     attempt = progress.attempt
-    expected = list(range(attempt.launch.world_size))
     marks = progress.marks.get(iteration, {})
     committed = progress.committed_ranks(iteration)
     is_complete = iteration in progress.complete
     # Of an iteration that was removed on purpose nothing is missing.
-    absent = [] if iteration in progress.dropped else [rank for rank in expected if rank not in committed]
-    missing = {rank: _reason(backend, progress, iteration, rank, final=final) for rank in absent}
+    absent = set() if iteration in progress.dropped else set(expected).difference(committed)
+    named = sorted(absent)[:_MAX_REASONS]
+    missing = {rank: _reason(backend, progress, iteration, rank, final=final) for rank in named}
     if iteration in progress.dropped:
         state = IterationState.DROPPED
     elif is_complete:
         state = IterationState.COMPLETE
     elif Mark.SKIPPED in marks.values():
         state = IterationState.SKIPPED
-    elif final or Mark.FAILED in marks.values() or set(missing) & progress.closed:
+    elif final or Mark.FAILED in marks.values() or absent & progress.closed:
         state = IterationState.PARTIAL
     else:
         state = IterationState.OPEN

@@ -41,7 +41,7 @@ class IterationStatus:
     committed_ranks: list[int]
     """The ranks that have committed it."""
     missing: dict[int, str]
-    """For each rank that has not committed it: why, as far as is known."""
+    """For each rank that has not committed it, the first 1,000 of them: why, as far as is known."""
     silent_sites: dict[int, dict[str, str]]
     """For each rank that committed: the tensors that were expected and not recorded, each with the reason."""
     num_records: int

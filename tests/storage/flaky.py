@@ -42,6 +42,8 @@ class FlakyProxy:
     def __init__(self, endpoint_url: str) -> None:
         self.faults: list[str | tuple[int, str]] = []
         """What happens to the next requests: one of the words above, or a status with the code of an S3 error."""
+        self.refused: dict[str, tuple[int, str]] = {}
+        """What every request is answered in whose path has such a word: a status with the code of an S3 error."""
         self.requests: list[str] = []
         """The method of each request that came."""
         self.ended = threading.Event()
@@ -79,7 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         self.proxy.requests.append(self.command)
-        fault = self.proxy.faults.pop(0) if self.proxy.faults else None
+        refused = [answer for word, answer in self.proxy.refused.items() if word in self.path]
+        fault = refused[0] if refused else self.proxy.faults.pop(0) if self.proxy.faults else None
         nbytes = int(self.headers.get("Content-Length") or 0)
         body = b"".join(self._trickle(nbytes)) if fault == TRICKLE else self.rfile.read(nbytes)
         self.close_connection = True

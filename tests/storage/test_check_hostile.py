@@ -1,8 +1,9 @@
-"""Does a check bear what strangers write, and what an object store shows?"""
+"""A check bears what strangers write, and what an object store shows."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,18 @@ from typing import Any
 
 import pytest
 
+from ranktape.errors import ObjectTooLargeError
 from ranktape.storage.backends.urls import open_backend
 from ranktape.storage.documents import encode_document
+from ranktape.storage.run import open_run
 from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.upkeep.copy import copy_run
 from ranktape.storage.upkeep.finding import FindingKind, Mend
 from ranktape.storage.upkeep.repair import repair_run
+from ranktape.storage.upkeep.runs import RunState, find_runs
+from ranktape.storage.validation import MAX_WORLD_SIZE
 from tests.s3 import S3Server
+from tests.storage.flaky import flaky_proxy
 from tests.storage.whole_run import tensors, whole_run
 
 
@@ -26,7 +33,7 @@ def keys_of(path: Path, pattern: str) -> list[str]:
     return found
 
 
-JUNK: list[Any] = [None, True, -1, 2**70, 1e308, "", "x", "../..", [], {}, [[]], {"a": 1}]
+JUNK: list[Any] = [None, True, -1, 2**70, 1e308, "", "x", "../..", [], {}, [[]], {"a": 1}, {"a": {}}, "\ud800"]
 
 
 def branches(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -63,6 +70,64 @@ def test_documents_of_a_stranger_are_findings_and_never_a_traceback(tmp_path: Pa
     assert check_run(backend).findings == ()
 
 
+def forge(path: Path, key: str, way: str, value: Any) -> None:
+    """Say something else in a document, with a checksum that is right."""
+    document = json.loads((path / key).read_bytes())
+    document["attributes"].pop("ranktape_checksum")
+    *names, last = way.split(".")
+    place = document["attributes"]
+    for name in names:
+        place = place[name]
+    place[last] = value
+    (path / key).write_bytes(encode_document(document, key=key))
+
+
+def test_many_forged_ranks_are_counted_and_not_told_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    whole_run(str(path))
+    (key,) = keys_of(path, "attempt*/zarr.json")
+    forge(path, key, "launch.world_size", MAX_WORLD_SIZE)
+    errors = check_run(open_backend(path)).errors
+    assert len(errors) < 1000
+    assert any(f"but {MAX_WORLD_SIZE - 102} more ranks have no commit in it" in one.message for one in errors)
+    statuses = open_run(path).status()
+    assert [len(status.missing) for status in statuses] == [1000, 1000]
+    forge(path, key, "launch.world_size", MAX_WORLD_SIZE + 1)
+    (error,) = [one for one in check_run(open_backend(path)).errors if one.kind is FindingKind.DAMAGED]
+    assert "its world_size is 131073, not a whole number from 1 to 131072" in error.message
+    (listed,) = find_runs(path)
+    assert listed.state is RunState.UNREADABLE
+
+
+def test_objects_of_terabytes_are_findings_and_take_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    whole_run(str(path), iterations=(0,))
+    backend = open_backend(path)
+    for key in keys_of(path, "**/*"):
+        nbytes = (path / key).stat().st_size
+        data = (path / key).read_bytes()
+        os.truncate(path / key, 1 << 40)
+        if key == "zarr.json":
+            assert [one.kind for one in check_run(backend).errors] == [FindingKind.DAMAGED]
+        else:
+            kinds = {one.kind for one in check_run(backend, deep=True).errors}
+            assert kinds & {FindingKind.DAMAGED, FindingKind.SIZE}, key
+        if not key.endswith("zarr.json"):
+            with pytest.raises(ObjectTooLargeError, match="is larger than"):
+                copy_run(backend, open_backend(tmp_path / "copy"))
+        (path / key).write_bytes(data)
+        assert len(data) == nbytes
+
+
+def test_a_document_of_many_lists_is_not_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    whole_run(str(path), iterations=(0,))
+    (key,) = keys_of(path, "attempt*/rank_00000/iter_00000000/zarr.json")
+    (path / key).write_bytes(b"[" + b"[]," * (1 << 22) + b"[]]")
+    (error, *_) = check_run(open_backend(path)).errors
+    assert "holds more than 4,194,304 lists and dictionaries" in error.message
+
+
 def test_a_shape_that_no_object_can_have_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "run"
     whole_run(str(path), iterations=(0,))
@@ -78,6 +143,24 @@ def test_a_shape_that_no_object_can_have_takes_no_memory(tmp_path: Path) -> None
     (path / key).write_bytes(encode_document(document, key=key))
     kinds = {one.kind for one in check_run(open_backend(path), deep=True).errors if one.record.startswith("large")}
     assert kinds == {FindingKind.SIZE, FindingKind.MISMATCH}
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize(("status", "code"), [(403, "AccessDenied"), (501, "NotImplemented")])
+def test_where_uploads_may_not_be_listed_the_rest_is_checked(s3_server: S3Server, status: int, code: str) -> None:
+    url = s3_server.new_url()
+    with flaky_proxy(s3_server.endpoint_url) as proxy:
+        options = {**s3_server.storage_options, "endpoint_url": proxy.endpoint_url}
+        backend = open_backend(url, storage_options=options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tests.runs.open_backend", lambda _url: backend)
+            whole_run(url, iterations=(0,))
+        proxy.refused["uploads"] = (status, code)
+        (note,) = check_run(backend, deep=True).findings
+        assert (note.kind, note.is_error) == (FindingKind.UNCHECKED, False)
+        assert note.message.startswith("writes that were not ended were not looked for: cannot list")
+        assert str(status) in note.message
+        assert repair_run(backend).left == ()
 
 
 @pytest.mark.s3

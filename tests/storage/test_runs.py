@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,25 @@ def test_what_cannot_be_read_is_named_and_hides_nothing(tmp_path: Path) -> None:
     }
     assert "schema 99" in found["later"].message
     assert found["strange"].created is None
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "match"),
+    [(0, "attempts, but no document"), (None, "attempts, but no document"), (1 << 40, "is larger than")],
+    ids=["empty", "missing", "sparse"],
+)
+def test_a_run_with_a_damaged_document_is_listed_and_hides_no_other(
+    tmp_path: Path, nbytes: int | None, match: str
+) -> None:
+    for name in ("a", "b"):
+        whole_run(str(tmp_path / name), iterations=(0,))
+    document = tmp_path / "a" / "zarr.json"
+    document.unlink() if nbytes is None else os.truncate(document, nbytes)
+    damaged, whole = find_runs(tmp_path)
+    assert (damaged.path, damaged.state, whole.state) == ("a", RunState.UNREADABLE, RunState.MET)
+    assert match in damaged.message
+    (alone,) = find_runs(tmp_path / "a")
+    assert alone.state is RunState.UNREADABLE
 
 
 def test_places_without_anything_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

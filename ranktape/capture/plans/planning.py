@@ -24,12 +24,12 @@ from ranktape.capture.plans.footprint import Footprint, footprint_of
 from ranktape.capture.rendezvous import Rendezvous
 from ranktape.capture.session import Capture
 from ranktape.capture.settings.cadence import cadence_of
-from ranktape.capture.staging.budget import available_nbytes
 from ranktape.capture.staging.process import WriterProcess
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import PREFIX_NBYTES, Counter, Slot, SlotKind, aligned
 from ranktape.errors import CaptureError
 from ranktape.storage.backends.retry import TIMEOUT_SECONDS
+from ranktape.storage.memory import available_nbytes
 from ranktape.storage.start import check_place
 
 if TYPE_CHECKING:

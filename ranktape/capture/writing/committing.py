@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.errors import RanktapeError
 from ranktape.storage import layout
 from ranktape.storage.attempt import check_attempt
-from ranktape.storage.groups import write_group
+from ranktape.storage.groups import MAX_COMMIT_NBYTES, read_document, write_group
 from ranktape.storage.layout import Mark
 from ranktape.storage.progress import open_iteration
 from ranktape.storage.upkeep.push import commit_summary
@@ -201,7 +201,8 @@ class Committer:
         check_attempt(self._backend, self._attempt)
         group = layout.rank_iteration_path(attempt, self._rank, iteration)
         key = layout.document_key(group)
-        commit = self._backend.get(key) if word.mark is Mark.FAILED else None
+        is_failed = word.mark is Mark.FAILED
+        commit = read_document(self._backend, group, max_nbytes=MAX_COMMIT_NBYTES) if is_failed else None
         mark, words = word.mark, {"reason": word.reason}
         if word.waits_in is not None:
             words[SPILLED_KEY] = word.waits_in

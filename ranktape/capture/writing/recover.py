@@ -24,7 +24,7 @@ from ranktape.storage.attempt import read_attempt
 from ranktape.storage.commit import entries_of, finish_iteration
 from ranktape.storage.decode import parse_array, read_stored
 from ranktape.storage.documents import decode_document
-from ranktape.storage.groups import read_attributes, write_group
+from ranktape.storage.groups import MAX_COMMIT_NBYTES, read_attributes, read_document, write_group
 from ranktape.storage.layout import Mark
 from ranktape.storage.names import Site, site_path
 from ranktape.storage.progress import open_iteration, read_progress, write_verdict
@@ -196,8 +196,9 @@ class _Recovery:
                 return
         if self._rank == 0:
             open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
-        key = layout.document_key(layout.rank_iteration_path(attempt, self._rank, iteration))
-        commit = self._backend.get(key)
+        group = layout.rank_iteration_path(attempt, self._rank, iteration)
+        key = layout.document_key(group)
+        commit = read_document(self._backend, group, max_nbytes=MAX_COMMIT_NBYTES)
         if commit is not None:
             words = commit_summary(commit, place=f"{self._backend.url}/{key}", key=key)
             write_group(self._backend, layout.marker_path(attempt, iteration, self._rank, Mark.COMMITTED), words)
@@ -266,7 +267,7 @@ class _Recovery:
             if name == layout.CATALOGUE:
                 continue
             key = layout.document_key(f"{group}/{name}")
-            document = self._backend.get(key) or b""
+            document = read_document(self._backend, f"{group}/{name}", max_nbytes=MAX_COMMIT_NBYTES) or b""
             try:
                 member = decode_document(document, place=f"{self._backend.url}/{key}", key=key)
                 entries = entries_of(name, member)

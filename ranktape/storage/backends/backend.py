@@ -143,8 +143,8 @@ def range_within(size: int, start: int, nbytes: int) -> tuple[int, int]:
 def too_large(place: str, max_nbytes: int) -> ObjectTooLargeError:
     """The error for an object that is larger than what it is read as may be."""
     return ObjectTooLargeError(
-        f"{printable(place)} is larger than {max_nbytes:,} bytes, which is the most for what it should be: "
-        f"it was not written by ranktape, or is damaged"
+        f"{printable(place)} is larger than {max_nbytes:,} bytes, the most that is read of it here: it was not written "
+        f"by ranktape, is damaged, or has to be read on a larger machine"
     )
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ranktape.errors import StorageError
 from ranktape.storage.backends.backend import Backend, Debris, ObjectInfo
 from ranktape.storage.backends.deadline import Deadline
+from ranktape.storage.memory import available_nbytes, expect_memory
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -31,6 +32,9 @@ TIMEOUT_SECONDS = 30.0
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 _GROWTH = 2.0
+
+_LARGE_NBYTES = 64 << 20
+"""Of a range: before more is asked for at once, the memory that is left is looked at."""
 
 _LOOK_SECONDS = 0.25
 """How often `give_up` is asked during a pause."""
@@ -88,11 +92,14 @@ class RetryingBackend:
         return self._retried(work)
 
     def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
-        """The bytes of an object; None where there is none."""
-        return self._retried(lambda: self._backend.get(key, max_nbytes=max_nbytes))
+        """The bytes of an object; None where there is none. Never more than there is memory for."""
+        most = available_nbytes() if max_nbytes is None else max_nbytes
+        return self._retried(lambda: self._backend.get(key, max_nbytes=most))
 
     def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
         """Some bytes of an object, clipped to what it has; None where there is none."""
+        if nbytes > _LARGE_NBYTES:
+            expect_memory(min(nbytes, self.size(key) or 0), place=f"{self.url}/{key}")
         return self._retried(lambda: self._backend.get_range(key, start, nbytes))
 
     def size(self, key: str) -> int | None:

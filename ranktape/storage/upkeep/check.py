@@ -1,4 +1,4 @@
-"""Is everything that a run says it holds there, and is it what was written?
+"""The check that everything a run says it holds is there, and is what was written.
 
 One listing of each attempt, every document, and with `deep` every byte. What lies there is only read. An attempt
 that no verdict closes may be recorded just now: what is not there yet is a note, what is wrong an error.
@@ -6,16 +6,18 @@ that no verdict closes may be recorded just now: what is not there yet is a note
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ranktape.errors import DataError, RunFormatError, RunNotFoundError
+from ranktape.errors import DataError, RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage import layout
-from ranktape.storage.attempt import oldest_schema, read_attempt, run_attributes
+from ranktape.storage.attempt import oldest_schema, read_attempt, read_run, run_attributes
 from ranktape.storage.documents import document_checksum, is_document_intact
+from ranktape.storage.groups import read_document
 from ranktape.storage.layout import Mark
 from ranktape.storage.upkeep.check_commit import check_commit
 from ranktape.storage.upkeep.check_iteration import check_iteration
@@ -26,7 +28,7 @@ from ranktape.storage.upkeep.finding import AttemptAge, CheckReport, Finding, Fi
 
 if TYPE_CHECKING:
     from ranktape.storage.attempt import Attempt
-    from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.backends.backend import Backend, Debris
     from ranktape.storage.upkeep.check_commit import RankResult
 
 _NUM_GROUPS = 4
@@ -38,11 +40,11 @@ _NUM_THREADS = 16
 _STAMPED_SCHEMA = 2
 """The first in which every document has a checksum."""
 
-_MAX_FOREIGN = 100
-"""Foreign objects that are named before the rest is counted."""
+_MAX_NAMED = 100
+"""Foreign objects, and ranks that left nothing, that are named before the rest is counted."""
 
-MAX_RANKS = 1 << 20
-"""A document that says there are more is damaged, whoever wrote it."""
+_REMEMBERED = ("num_records", "nbytes", "commit", "is_done")
+"""The attributes of markers and of the plan that are compared with something."""
 
 OnProgress = Callable[[int, int], object]
 """Called with the pieces of work that are done and all that are known."""
@@ -118,7 +120,7 @@ def _note_others(backend: Backend, names: list[str], found: Findings) -> None:
     for name in names:
         if not layout.is_part_of_run(name):
             found.note(FindingKind.FOREIGN, "no part of a run", key=name)
-    for debris in backend.list_debris():
+    for debris in _list_debris(backend, found):
         size = "" if debris.nbytes is None else f" ({debris.nbytes} bytes)"
         found.note(
             FindingKind.DEBRIS,
@@ -129,11 +131,23 @@ def _note_others(backend: Backend, names: list[str], found: Findings) -> None:
         )
 
 
+def _list_debris(backend: Backend, found: Findings) -> list[Debris]:
+    try:
+        return backend.list_debris()
+    except StorageError as error:
+        # Many may read a run and not list its uploads, and some servers cannot.
+        if error.is_transient:
+            raise
+        found.note(FindingKind.UNCHECKED, f"writes that were not ended were not looked for: {error}")
+        return []
+
+
 def _check_run_document(backend: Backend, found: Findings, *, has_attempts: bool) -> bool:
     """Look at the document of the run; whether all documents below it must have a checksum."""
     key = layout.document_key("")
-    data = backend.get(key)
+    data: bytes | None = None
     try:
+        data = read_run(backend)
         is_stamped = oldest_schema(run_attributes(data, place=backend.url), place=backend.url) >= _STAMPED_SCHEMA
         decode_stamped(data or b"", key=key, place=backend.url, is_stamped=is_stamped)
     except RunNotFoundError:
@@ -159,8 +173,6 @@ def _read_attempts(backend: Backend, names: list[str], found: Findings) -> list[
         key = layout.document_key(name)
         try:
             attempt = read_attempt(backend, name)
-            if attempt is not None and not _is_count(attempt.launch.world_size):
-                raise RunFormatError(f"{backend.url}/{key} says there are {attempt.launch.world_size!r} ranks")
         except (DataError, RunFormatError) as error:
             found.error(FindingKind.DAMAGED, f"{error}; nothing of the attempt can be read", attempt=number, key=key)
             continue
@@ -169,11 +181,6 @@ def _read_attempts(backend: Backend, names: list[str], found: Findings) -> list[
         else:
             attempts.append(attempt)
     return sorted(attempts, key=lambda attempt: (attempt.number, attempt.path))
-
-
-def _is_count(value: Any) -> bool:
-    """Whether a document gives a number of ranks that there can be."""
-    return type(value) is int and 0 < value <= MAX_RANKS
 
 
 def _check_without_document(backend: Backend, found: Findings, name: str, number: int) -> None:
@@ -220,7 +227,7 @@ class _AttemptCheck:
         self._found = Findings(attempt=attempt.number)
         # A run of schema 1 that was continued has attempts of both schemas.
         key = layout.document_key(attempt.path)
-        has_stamp = document_checksum(backend.get(key) or b"") is not None
+        has_stamp = document_checksum(read_document(backend, attempt.path) or b"") is not None
         if is_stamped and not has_stamp:
             self._found.error(FindingKind.DAMAGED, "the attempt's document has lost its checksum", key=key)
         self._is_last = is_last
@@ -228,8 +235,7 @@ class _AttemptCheck:
         self._is_done = False
         # Read before the listing: what ranks write comes before it.
         self._verdict_key = layout.document_key(layout.verdict_path(attempt.path))
-        verdict = backend.get(self._verdict_key)
-        is_closed = verdict is not None
+        is_closed = backend.exists(self._verdict_key)
         objects = {f"{attempt.path}/{info.key}": info for info in backend.list_objects(attempt.path)}
         self.view = AttemptView(
             backend=backend,
@@ -245,9 +251,9 @@ class _AttemptCheck:
         self._verdict: dict[str, Any] | None = None
         self._verdict_error = ""
         self._stated: set[int] = set()
-        if verdict is not None:
+        if is_closed:
             try:
-                self._verdict = self.view.decode(verdict, self._verdict_key).get("attributes", {})
+                self._verdict = (self.view.document(self._verdict_key) or {}).get("attributes", {})
                 counted = self._verdict.get("complete")
                 if isinstance(counted, list):
                     self._stated |= {step for step in counted if isinstance(step, int)}
@@ -331,31 +337,31 @@ class _AttemptCheck:
         return layout.document_key(layout.dropped_path(self.view.attempt.path, iteration))
 
     def _note_foreign(self, listing: Listing) -> None:
-        for key in listing.foreign[:_MAX_FOREIGN]:
+        for key in listing.foreign[:_MAX_NAMED]:
             self._found.note(FindingKind.FOREIGN, "no part of a run", key=key)
-        rest = len(listing.foreign) - _MAX_FOREIGN
+        rest = len(listing.foreign) - _MAX_NAMED
         if rest > 0:
             self._found.note(FindingKind.FOREIGN, f"{rest} more objects that are no part of a run")
 
     def _check_documents(self, listing: Listing) -> None:
         """Every document that is not part of a commit; the words of markers are kept."""
         view = self.view
-        documents = view.leaves.map(view.backend.get, listing.documents)
-        for key, data in zip(listing.documents, documents, strict=True):
+        jobs = [view.leaves.submit(_words, view, key) for key in listing.documents]
+        for key, job in zip(listing.documents, jobs, strict=True):
             marker = listing.markers.get(key)
-            if data is None:  # gone since it was listed, as a retention does
-                continue
             try:
-                attributes = view.decode(data, key).get("attributes", {})
+                words = job.result()
             except (DataError, RunFormatError) as error:
                 if marker is None or marker.mark is not Mark.COMMITTED:
                     mend = Mend.RESTORE_GROUP if key in listing.plain else None
                     self._found.error(FindingKind.DAMAGED, str(error), key=key, mend=mend)
                 continue
+            if words is None:  # gone since it was listed, as a retention does
+                continue
             if key == layout.document_key(layout.plan_path(view.attempt.path)):
-                self._is_done = attributes.get("is_done") is True
+                self._is_done = words.get("is_done") is True
             if marker is not None:
-                view.marks[marker.iteration, marker.rank][marker.mark] = dict(attributes)
+                view.marks[marker.iteration, marker.rank][marker.mark] = words
 
     def _check_presence(self, listing: Listing) -> None:
         """Documents that an attempt has from its beginning, and those that a closed one has at its end."""
@@ -381,9 +387,12 @@ class _AttemptCheck:
                     mend=Mend.RESTORE_GROUP,
                 )
         silent = sorted(set(range(view.attempt.launch.world_size)) - listing.closed) if view.is_closed else []
-        for rank in silent:
+        for rank in silent[:_MAX_NAMED]:
             key = layout.document_key(layout.closed_path(path, rank))
             self._found.note(FindingKind.UNFINISHED, "the rank left no last word: it was lost", rank=rank, key=key)
+        rest = len(silent) - _MAX_NAMED
+        if rest > 0:
+            self._found.note(FindingKind.UNFINISHED, f"{rest} more ranks left no last word: they were lost")
 
     def _work(self) -> dict[int, list[int]]:
         """The ranks whose part of each iteration is to be looked at."""
@@ -391,10 +400,18 @@ class _AttemptCheck:
         seen: dict[int, set[int]] = {iteration: set() for iteration in view.opened | view.complete | view.dropped}
         for iteration, rank in [*view.groups, *view.marks]:
             seen.setdefault(iteration, set()).add(rank)
-        every = set(range(view.attempt.launch.world_size))
-        return {
-            iteration: []
-            if iteration in view.dropped
-            else sorted(ranks | (every if iteration in view.complete else set()))
-            for iteration, ranks in sorted(seen.items())
-        }
+        every = range(view.attempt.launch.world_size)
+        for iteration in view.complete:
+            # Of those of which nothing is there it is said, too, of the first of many one by one.
+            absent = (rank for rank in every if rank not in seen[iteration])
+            seen[iteration] |= set(itertools.islice(absent, _MAX_NAMED))
+        return {iteration: [] if iteration in view.dropped else sorted(seen[iteration]) for iteration in sorted(seen)}
+
+
+def _words(view: AttemptView, key: str) -> dict[str, Any] | None:
+    """What is remembered of a document; None where there is none."""
+    document = view.document(key)
+    if document is None:
+        return None
+    attributes = document.get("attributes", {})
+    return {name: attributes[name] for name in _REMEMBERED if name in attributes}

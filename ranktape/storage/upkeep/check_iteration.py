@@ -1,13 +1,13 @@
-"""Is the commit of an iteration there when all ranks have committed it, and does it say what they say?"""
+"""The check that the commit of an iteration is there when all ranks have committed it, and says what they say."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ranktape.errors import DataError, RunFormatError
+from ranktape.errors import DataError, ObjectTooLargeError, RunFormatError
 from ranktape.storage import layout
-from ranktape.storage.blob import blob_key, split_checksum
+from ranktape.storage.blob import blob_key, blob_nbytes, split_checksum
 from ranktape.storage.catalogue import Catalogue
 from ranktape.storage.layout import Mark
 from ranktape.storage.upkeep.check_columns import differing_replicas, first_difference
@@ -35,15 +35,18 @@ def check_iteration(view: AttemptView, iteration: int, results: Mapping[int, Ran
     if view.nbytes(key) is None:
         _check_missing(view, found, results, can_finish=can_finish)
         return found.items
+    num_absent = len(ranks) - sum(rank in ranks for rank in results)
+    if num_absent and not view.is_open:
+        found.error(FindingKind.MISSING, f"the iteration is complete, but {num_absent} more ranks have no commit in it")
     mend = Mend.REWRITE_COMMIT if can_finish else None
-    attributes = _check_document(view, found, key, mend=mend)
-    if attributes is None:
+    document = _check_document(view, found, key, mend=mend)
+    if document is None:
         return found.items
     by_rank = [results.get(rank) for rank in ranks]
     known = [result for result in by_rank if result is not None]
     if len(known) == len(ranks):
-        _check_summary(found, attributes, known, key=key, mend=mend)
-    catalogue = _read_catalogue(view, found, path, mend=mend)
+        _check_summary(found, document["attributes"], known, key=key, mend=mend)
+    catalogue = _read_catalogue(view, found, path, document, mend=mend)
     if catalogue is not None and len(known) == len(ranks):
         _check_rows(found, catalogue, known, key=blob_key(path), mend=mend)
     return found.items
@@ -111,16 +114,16 @@ def _note_waiting(view: AttemptView, found: Findings, results: Mapping[int, Rank
 
 
 def _check_document(view: AttemptView, found: Findings, key: str, *, mend: Mend | None) -> dict[str, Any] | None:
-    data = view.backend.get(key)
-    if data is None:
-        if not view.is_open:
-            found.error(FindingKind.MISSING, "the iteration commit was listed and is gone", key=key)
-        return None
     try:
-        attributes: dict[str, Any] = view.decode(data, key).get("attributes", {})
+        document = view.document(key)
     except (DataError, RunFormatError) as error:
         found.error(FindingKind.DAMAGED, str(error), key=key, mend=mend)
         return None
+    if document is None:
+        if not view.is_open:
+            found.error(FindingKind.MISSING, "the iteration commit was listed and is gone", key=key)
+        return None
+    attributes = document.get("attributes", {})
     ranks = list(range(view.attempt.launch.world_size))
     stated = tuple(attributes.get(name) for name in ("complete", "iteration", "expected_ranks"))
     if stated != (True, found.iteration, ranks):
@@ -132,7 +135,7 @@ def _check_document(view: AttemptView, found: Findings, key: str, *, mend: Mend 
             mend=mend,
         )
         return None
-    return attributes
+    return document
 
 
 def _check_summary(
@@ -153,12 +156,17 @@ def _check_summary(
             )
 
 
-def _read_catalogue(view: AttemptView, found: Findings, path: str, *, mend: Mend | None) -> Catalogue | None:
+def _read_catalogue(
+    view: AttemptView, found: Findings, path: str, document: Mapping[str, Any], *, mend: Mend | None
+) -> Catalogue | None:
     key = blob_key(path)
     place = view.place(key)
     nbytes = view.nbytes(key)
     if nbytes is None:
         found.error(FindingKind.MISSING, "the iteration's catalogue is lost: the object is missing", key=key, mend=mend)
+        return None
+    if nbytes != (expected := blob_nbytes(document)):
+        found.error(FindingKind.SIZE, f"the object has {nbytes} bytes instead of {expected}", key=key, mend=mend)
         return None
     try:
         with view.memory.taken(2 * nbytes):
@@ -166,7 +174,9 @@ def _read_catalogue(view: AttemptView, found: Findings, path: str, *, mend: Mend
             return Catalogue.from_bytes(data, place=place, attempt=view.attempt.path)
     except (DataError, RunFormatError) as error:
         found.error(FindingKind.DAMAGED, str(error), key=key, mend=mend)
-        return None
+    except ObjectTooLargeError as error:
+        found.note(FindingKind.UNCHECKED, str(error), key=key)
+    return None
 
 
 def _check_rows(

@@ -1,4 +1,4 @@
-"""What of an attempt has been listed and read before one looks closer?"""
+"""An attempt as its listing and its small documents show it, before one looks closer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import DataError
 from ranktape.storage.documents import decode_document, document_checksum
-from ranktape.storage.layout import Mark
+from ranktape.storage.groups import MAX_COMMIT_NBYTES, read_document
+from ranktape.storage.layout import DOCUMENT, Mark
 from ranktape.storage.upkeep.copy import Budget
 
 if TYPE_CHECKING:
     from ranktape.storage.attempt import Attempt
     from ranktape.storage.backends.backend import Backend, ObjectInfo
+
+
+_PARSED_RATIO = 8
+"""A document that was parsed takes so many times the memory of its text."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,6 +71,27 @@ class AttemptView:
     def place(self, key: str) -> str:
         """A key, for messages."""
         return f"{self.backend.url}/{key}"
+
+    def read(self, key: str) -> bytes | None:
+        """The text of a document; None where there is none.
+
+        Raises:
+            RunFormatError: it is larger than it can be.
+        """
+        if self.nbytes(key) is None:
+            return None
+        return read_document(self.backend, key.removesuffix(f"/{DOCUMENT}"), max_nbytes=MAX_COMMIT_NBYTES)
+
+    def document(self, key: str) -> dict[str, Any] | None:
+        """The document at a key, compared with its checksum; None where there is none.
+
+        Raises:
+            DataError: it is not what was written there.
+            RunFormatError: it is not a document of Zarr, or larger than it can be.
+        """
+        with self.memory.taken(_PARSED_RATIO * (self.nbytes(key) or 0)):
+            data = self.read(key)
+            return None if data is None else self.decode(data, key)
 
     def decode(self, data: bytes, key: str) -> dict[str, Any]:
         """A document, compared with its checksum.

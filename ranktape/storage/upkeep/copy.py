@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ranktape.errors import DataError, RunExistsError, UsageError
 from ranktape.storage import layout
-from ranktape.storage.attempt import run_attributes
+from ranktape.storage.attempt import read_run, run_attributes
 
 if TYPE_CHECKING:
     from ranktape.storage.backends.backend import Backend, ObjectInfo
@@ -99,7 +99,7 @@ def copy_run(
         StorageError: one of the stores cannot be read or written.
         UsageError: one place lies in the other.
     """
-    document = source.get(layout.document_key(""))
+    document = read_run(source)
     run_attributes(document, place=source.url)
     _check_target(source, target, document=document)
     items, left_out = list_run(source)
@@ -204,7 +204,7 @@ def _check_target(source: Backend, target: Backend, *, document: bytes | None) -
     inner, outer = f"{target.url}/", f"{source.url}/"
     if inner.startswith(outer) or outer.startswith(inner):
         raise UsageError(f"{target.url} is or lies in {source.url}, or the other way round: copy to another place")
-    there = target.get(layout.document_key(""))
+    there = read_run(target)
     if there is not None and there != document:
         raise RunExistsError(f"another run, or something else, is at {target.url}: choose another URL")
     ours = set(source.list_names(""))

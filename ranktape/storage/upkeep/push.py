@@ -20,7 +20,7 @@ from ranktape.storage.backends.local import LocalBackend
 from ranktape.storage.commit import finish_iteration
 from ranktape.storage.decode import open_stored, read_stored
 from ranktape.storage.documents import decode_document, document_checksum
-from ranktape.storage.groups import read_attributes, write_group
+from ranktape.storage.groups import MAX_COMMIT_NBYTES, read_attributes, read_document, write_group
 from ranktape.storage.layout import Mark
 from ranktape.storage.progress import read_progress, write_verdict
 from ranktape.storage.upkeep.spill import MANIFEST, read_manifest
@@ -145,7 +145,7 @@ class _Push:
         attempt, rank = self._attempt.path, self._spill.rank
         group = layout.rank_iteration_path(attempt, rank, iteration)
         commit_key = layout.document_key(group)
-        commit = self._source.get(commit_key)
+        commit = read_document(self._source, group, max_nbytes=MAX_COMMIT_NBYTES)
         if commit is not None:
             try:
                 self._push_committed(iteration, group=group, commit=commit)
@@ -156,7 +156,7 @@ class _Push:
         elif not self._is_settled(iteration):
             self.report.unfinished.append(iteration)
             return
-        elif self._target.get(commit_key) is None:
+        elif read_document(self._target, group, max_nbytes=MAX_COMMIT_NBYTES) is None:
             self.report.uncommitted.append(iteration)
         if not keep:
             others = [key for key in self._keys(group) if key != commit_key]
@@ -181,7 +181,7 @@ class _Push:
             # That an iteration was begun, where that was all that the store did not take.
             keys += [key for key in self._keys(layout.commits_path(attempt)) if layout.parse_marker(key) is None]
         for key in keys:
-            if self._source.exists(key) and self._target.get(key) is None:
+            if self._source.exists(key) and self._target.size(key) is None:
                 self._put(key)
         if not keep and not self.iterations():
             self._source.delete_keys(keys)

@@ -18,7 +18,7 @@ from ranktape.storage import layout
 from ranktape.storage.attempt import read_attempts
 from ranktape.storage.commit import finish_iteration, read_whole_commit
 from ranktape.storage.documents import decode_document, is_document_intact
-from ranktape.storage.groups import read_attributes, write_group
+from ranktape.storage.groups import MAX_COMMIT_NBYTES, read_attributes, read_document, write_group
 from ranktape.storage.layout import Mark
 from ranktape.storage.progress import write_verdict
 from ranktape.storage.upkeep.check import OnProgress, check_run
@@ -167,7 +167,9 @@ class _Repair:
         group, name = "/".join(parts[:_NUM_PARTS]), "/".join(parts[_NUM_PARTS:])
         commit_key = layout.document_key(group)
         place = f"{self._backend.url}/{commit_key}"
-        commit = decode_document(self._backend.get(commit_key) or b"", place=place, key=commit_key)
+        commit = decode_document(
+            read_document(self._backend, group, max_nbytes=MAX_COMMIT_NBYTES) or b"", place=place, key=commit_key
+        )
         member = commit["consolidated_metadata"]["metadata"][name]
         data = json.dumps(member, separators=(",", ":"), allow_nan=False).encode()
         if is_document_intact(data, key=key) is False:
@@ -214,7 +216,7 @@ class _Repair:
             self._backend.delete_keys([key])
             return True
         path = key.rstrip("/")
-        if self._backend.get(layout.document_key(path)) is not None:
+        if read_document(self._backend, path, max_nbytes=MAX_COMMIT_NBYTES) is not None:
             # It has been committed since it was looked at.
             return False
         self._backend.delete(path)

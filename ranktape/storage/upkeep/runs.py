@@ -1,4 +1,4 @@
-"""Which runs lie below a place, and how is each of them?"""
+"""The runs below a place, and how each of them is."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from ranktape.errors import RanktapeError, RunFormatError, RunNotFoundError, UsageError
+from ranktape.errors import DataError, RanktapeError, RunFormatError, RunNotFoundError, UsageError
 from ranktape.storage import layout
-from ranktape.storage.attempt import read_attempts, run_attributes
+from ranktape.storage.attempt import read_attempts, read_run, run_attributes
 from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.groups import read_document
 from ranktape.storage.progress import read_verdict
 from ranktape.storage.status import IterationState
 
@@ -140,7 +141,7 @@ def summarize(backend: Backend, *, path: str = "") -> RunSummary:
         RunFormatError: what is there is not a run, or is damaged.
         StorageError: the store cannot be read.
     """
-    attributes = run_attributes(backend.get(layout.document_key("")), place=backend.url)
+    attributes = run_attributes(read_run(backend), place=backend.url)
     created = _seconds(attributes.get("created"))
     judged = read_verdict(backend)
     if judged is None:
@@ -168,26 +169,23 @@ def _look(
     backend: Backend, place: str, *, url: str, storage_options: Mapping[str, Any] | None
 ) -> tuple[RunSummary | None, list[str]]:
     """The run at a place below the backend, or the places below it where there is no run."""
+    where = f"{backend.url}/{place}".rstrip("/")
+    names: list[str] | None = None
     try:
-        data = backend.get(layout.document_key(place))
-        if data is None:
-            return None, [f"{place}/{name}" if place else name for name in backend.list_names(place)]
-    except RanktapeError as error:
-        if not place:
-            raise
-        # Whether this is a run cannot be told; that nobody may look there must be.
-        return _unreadable(place, url=f"{backend.url}/{place}", error=error), []
-    try:
-        run_attributes(data, place=f"{backend.url}/{place}".rstrip("/"))
-    except RunFormatError as error:
-        # A group of somebody else's Zarr is nothing of ours, and neither is what lies inside of it.
-        if b"ranktape" not in data:
-            return None, []
-        return _unreadable(place, url=f"{backend.url}/{place}", error=error), []
-    try:
+        data = read_document(backend, place)
+        if data is None or b"ranktape" not in data:
+            names = backend.list_names(place)
+            if not any(layout.parse_attempt(name) is not None for name in names):
+                # A group of somebody else's Zarr is nothing of ours, and neither is what lies inside of it.
+                return None, [f"{place}/{name}" if place else name for name in names if data is None]
+            raise RunFormatError(f"{where} has attempts, but no document of a run: see 'ranktape check'")
+        run_attributes(data, place=where)
         return summarize(open_backend(_join(url, place), storage_options=storage_options), path=place), []
     except RanktapeError as error:
-        return _unreadable(place, url=f"{backend.url}/{place}", error=error), []
+        if not place and names is None and not isinstance(error, DataError | RunFormatError):
+            raise
+        # Whether this is a run may not be known; that it cannot be read must be.
+        return _unreadable(place, url=where, error=error), []
 
 
 def _unreadable(place: str, *, url: str, error: RanktapeError) -> RunSummary:

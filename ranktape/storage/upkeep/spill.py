@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ranktape.errors import StorageError, UnreachableError
 from ranktape.storage.backends.local import LocalBackend
+from ranktape.storage.groups import read_document
 from ranktape.storage.layout import document_key
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class SpillingBackend:
         }
         self._prefix = f"{attempt.path}/"
         self._attempt_key = document_key(attempt.path)
-        self._attempt_document = backend.get(self._attempt_key)
+        self._attempt_document = read_document(backend, attempt.path)
         self._lock = threading.Lock()
         self._reasons: dict[int | None, str] = {}
         self._ask_again_at: float | None = None

@@ -6,15 +6,14 @@ Looking again costs a few LISTs and one GET for each marker that was not there t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ranktape.errors import RunNotFoundError
 from ranktape.storage import layout
-from ranktape.storage.attempt import read_attempts, run_attributes
-from ranktape.storage.documents import decode_document
+from ranktape.storage.attempt import read_attempts, read_run, run_attributes
+from ranktape.storage.groups import MAX_COMMIT_NBYTES, read_fields
 from ranktape.storage.layout import Mark
 from ranktape.storage.progress import Progress, read_progress
 
@@ -107,7 +106,7 @@ class Watcher:
         """
         backend = self._backend
         if not self._seen:
-            run_attributes(backend.get(layout.document_key("")), place=backend.url)
+            run_attributes(read_run(backend), place=backend.url)
         attempts = read_attempts(backend)
         if not attempts:
             if self._seen:
@@ -115,7 +114,7 @@ class Watcher:
             return None
         last = attempts[-1]
         # Read first: what a rank committed last comes before it.
-        is_closed = backend.get(layout.document_key(layout.verdict_path(last.path))) is not None
+        is_closed = backend.exists(layout.document_key(layout.verdict_path(last.path)))
         known = {attempt.path for attempt in attempts}
         self._seen = {path: seen for path, seen in self._seen.items() if path in known}
         for attempt in attempts:
@@ -141,13 +140,12 @@ class Watcher:
             seen.words.update(zip(new, words, strict=True))
 
     def _word(self, attempt: Attempt, iteration: int, rank: int) -> _Word:
-        key = layout.document_key(layout.marker_path(attempt.path, iteration, rank, Mark.COMMITTED))
-        data = self._backend.get(key)
-        if data is None:
+        path = layout.marker_path(attempt.path, iteration, rank, Mark.COMMITTED)
+        fields = read_fields(self._backend, path, max_nbytes=MAX_COMMIT_NBYTES)
+        if fields is None:
             # It was there a moment ago: a retention that keeps the last iterations has taken it away.
             return _Word()
-        attributes: Mapping[str, Any] = decode_document(data, place=f"{self._backend.url}/{key}").get("attributes", {})
-        return _Word(num_records=int(attributes.get("num_records", 0)), nbytes=int(attributes.get("nbytes", 0)))
+        return _Word(num_records=fields.integer("num_records", default=0), nbytes=fields.integer("nbytes", default=0))
 
     def _snapshot(self, attempts: list[Attempt], *, is_closed: bool) -> Snapshot:
         last = attempts[-1]
