@@ -117,6 +117,17 @@ def test_blocks_lose_what_quantising_them_loses(run: Run, name: str) -> None:
         assert (row["overflow.upper.count"], row["overflow.upper.ratio"]) == (None, None)
 
 
+@pytest.mark.parametrize("by", [(), ("rank",)])
+def test_all_scalings_see_the_same_extremes(run: Run, by: tuple[str, ...]) -> None:
+    """Those of the values as they were computed with, also under autocast."""
+    table = overflow(run.select(), format=["fp8_e4m3", "mxfp8"], scaling=["none", "block"], by=by)
+    rows = [[row[f"overflow.{name}"] for name in ("minimum", "maximum", "absmax")] for row in table.records()]
+    assert rows[0::2] == rows[1::2]
+    if not by:
+        arrays = [judged(record) for record in run.select()]
+        assert rows[0::2] == [[np.nanmin(one), np.nanmax(one), np.nanmax(np.abs(one))] for one in arrays]
+
+
 def test_a_kept_histogram_knows_its_blocks(tmp_path: Path) -> None:
     tensor = tensor_of(KINDS[0])
     pair = [store(tmp_path / "a", [tensor]), store(tmp_path / "b", [kept_as_histogram(tensor)])]
@@ -141,7 +152,24 @@ def test_severity_is_that_of_the_seeds(tmp_path: Path, ratio: float, severity: s
         severity,
         "none",
     )
-    assert "high above 1%, moderate above 0.1%" in table.title
+    assert "high above 1% or with any NaN or Inf, moderate above 0.1%" in table.title
+
+
+@pytest.mark.parametrize(
+    ("value", "severities"), [(np.nan, ("high", "none", "none")), (-np.inf, ("high", "high", "none"))]
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"format": "fp8_e4m3"}, {"format": "mxfp8", "scaling": "block"}, {"by": ["layer_idx"]}]
+)
+def test_one_nan_is_high(
+    tmp_path: Path, value: float, severities: tuple[str, str, str], options: dict[str, Any]
+) -> None:
+    values = np.ones(100_000, dtype=np.float32)
+    clean = describe_tensor(values.copy(), layer_idx=0)
+    values[7] = value
+    rows = overflow(store(tmp_path, [clean, describe_tensor(values, layer_idx=1)]).select(), **options).records()
+    found = [(row["severity"], row["overflow.severity"], row["overflow.underflow.severity"]) for row in rows]
+    assert found == [("none", "none", "none"), severities]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def command(
 
     Without --format against the limits of the dtype, as counted when the run was written: no value is read.
     With --format every value is read once; what autocast rounded is rounded first (see --as). The severity of a row is
-    high where more than 1 % overflow or underflow, and moderate where more than 0.1 % do.
+    high where more than 1 % overflow or underflow or anything is NaN or Inf, and moderate where more than 0.1 % do.
     """
     from ranktape.analyze.questions.overflow import overflow
     from ranktape.analyze.questions.overflow_begins import overflow_begins

@@ -1,4 +1,4 @@
-"""What overflows and what underflows, where, and against which limits?
+"""What overflows and what underflows, where, and against which limits.
 
 Against the limits of their own dtype, tensors were counted when they were written: the catalogue answers and
 no value is read. Against another format, the digest of each record answers, which is made once and kept.
@@ -38,7 +38,7 @@ SEVERITY_COLUMNS = (
     Column(name="overflow.severity", kind=Kind.TEXT, is_detail=True),
     Column(name="overflow.underflow.severity", kind=Kind.TEXT, is_detail=True),
 )
-"""How bad the worse of overflow and underflow is, and each of the two."""
+"""How bad the worse of overflow and underflow is, or any NaN, and how bad each of the two."""
 
 
 def overflow(
@@ -168,13 +168,16 @@ def _count_cells(numbers: Mapping[str, float], targets: Sequence[Target]) -> tup
         cells += [None, None] if math.isnan(count) else [int(count), int(count) / max(1, elements)]
     cells += [None if math.isnan(numbers[name]) else float(numbers[name]) for name in EXTREMES]
     both = [numbers[kind] / max(1, elements) for kind in ("total", "underflow")]
+    # A single infinity has overflowed for good, and a single NaN makes NaN of all that is computed from it.
+    both[0] = math.inf if numbers["inf"] > 0 else both[0]
     severities = [None if math.isnan(ratio) else severity_of(ratio).value for ratio in both]
+    both.append(math.inf if numbers["nan"] > 0 else 0.0)
     worst = None if None in severities else severity_of(max(both)).value
     return (*cells, worst, *severities)
 
 
 def _title(targets: Sequence[Target], *, view: View) -> str:
-    severity = f"severity: high above {HIGH_RATIO:.0%}, moderate above {MODERATE_RATIO:.1%}"
+    severity = f"severity: high above {HIGH_RATIO:.0%} or with any NaN or Inf, moderate above {MODERATE_RATIO:.1%}"
     if not targets:
         whose = "the dtype that was captured" if view is View.SEEN else "the dtype that was computed with"
         return f"overflow and underflow against the limits of {whose}; {severity}"
