@@ -1,4 +1,4 @@
-"""How much of each record, or of each of its samples, is beyond limits: from the catalogue, a digest, or the values?"""
+"""How much of each record, or of each of its samples, is beyond limits: from the catalogue, a digest, or the values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ranktape.analyze.sweeps.options import SweepMode, SweepOptions, resolve
 from ranktape.analyze.sweeps.records import Job, sweep_records
 from ranktape.analyze.values import View, read_numbers, viewed_dtype
 from ranktape.errors import RanktapeError
-from ranktape.storage.dtypes import dtype_row
+from ranktape.storage.dtypes import dtype_row, numpy_dtype
 from ranktape.storage.record import Keep
 
 if TYPE_CHECKING:
@@ -230,13 +230,15 @@ def _block_counts(
     rows: dict[Target, list[Row]] = {target: [] for target in targets}
     jobs = [block_job(target) for target in targets]
     pairs = zip(records.column("dtype").tolist(), records.column("compute_dtype").tolist(), strict=True)
-    is_seen = [viewed_dtype(dtype=dtype, compute_dtype=compute, view=view) == dtype for dtype, compute in pairs]
-    ends = {name: records.column(f"overflow.{name}").tolist() for name in EXTREMES}
+    dtypes = [numpy_dtype(viewed_dtype(dtype=dtype, compute_dtype=compute, view=view)) for dtype, compute in pairs]
+    ends = {name: records.column(f"overflow.{name}") for name in EXTREMES}
     for position, sweeps in enumerate(sweep_records(records, [jobs] * len(records), view=view, engine=engine)):
         if isinstance(sweeps, RanktapeError):
             raise sweeps
+        with np.errstate(over="ignore"):
+            # Rounding keeps the order of values, so that the extremes are those that were counted, rounded.
+            known = {name: float(ends[name][position].astype(dtypes[position])) for name in EXTREMES}
         for place, target in enumerate(targets):
-            known = {name: ends[name][position] if is_seen[position] else math.nan for name in EXTREMES}
             rows[target].append(block_row(sweeps[place]) | known)
         on_record()
     return {target: _columns(found) for target, found in rows.items()}
