@@ -1,8 +1,8 @@
-"""Which runs do the tests of findings look at: a small model that is really computed, with faults planted into it?"""
+"""The runs that the tests of findings look at: a small model that is really computed, with faults planted into it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ class Sizes:
     num_layers: int = 3
     iterations: Iterable[int] = (0, 10, 20)
     dtype: Any = ml_dtypes.bfloat16
+    gradient: float = 1e-4
+    """How large the gradient of the last layer is."""
 
 
 def healthy(place: Place, tensor: Array) -> Array:  # noqa: ARG001 - the signature of a fault
@@ -46,6 +48,29 @@ def all_faults(*faults: Fault) -> Fault:
         return tensor
 
     return both
+
+
+def cast(dtype: Any, *, layers: Collection[int], scale: float = 1.0) -> Fault:
+    """Gradients of outputs in another type: what is below its smallest number becomes zero."""
+
+    def fault(place: Place, tensor: Array) -> Array:
+        if place[3] != "grad_output" or place[2] not in layers:
+            return tensor
+        rounded = (tensor.astype(np.float64) * scale).astype(dtype).astype(np.float64) / scale
+        return rounded.astype(tensor.dtype)
+
+    return fault
+
+
+def everywhere(layer: int, *, name: str = "weight", factor: float) -> Fault:
+    """One tensor of one layer times a factor, on all ranks."""
+
+    def fault(place: Place, tensor: Array) -> Array:
+        if place[2:] != (layer, name):
+            return tensor
+        return (tensor.astype(np.float64) * factor).astype(tensor.dtype)
+
+    return fault
 
 
 def faulty_run(folder: Path, fault: Fault = healthy, *, sizes: Sizes | None = None, seed: int = 0) -> Run:
@@ -90,7 +115,7 @@ def _iteration(iteration: int, rank: int, fault: Fault, *, sizes: Sizes, seed: i
         output = seen(layer, "output", inner @ weight)
         kept.append((inner, weight, output))
         x = x + np.tanh(output)
-    grad = x * 1e-4
+    grad = x * sizes.gradient
     for layer, (inner, weight, output) in reversed(list(enumerate(kept))):
         grad_output = seen(layer, "grad_output", grad / np.cosh(np.clip(output, -20, 20)) ** 2)
         tokens, grads = (one.reshape(-1, NUM_CHANNELS) for one in (inner, grad_output))

@@ -1,7 +1,8 @@
-"""Is a fault that was planted the first finding, at its place, and does a healthy run have none?"""
+"""A fault that was planted is the first finding, at its place, and a healthy run has none."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Finding, Severity
-from tests.analyze.faulty_runs import Fault, Place, Sizes, all_faults, faulty_run, healthy
+from tests.analyze.faulty_runs import Fault, Place, Sizes, all_faults, cast, everywhere, faulty_run, healthy
 
 Array = np.ndarray[Any, Any]
 
@@ -54,15 +55,9 @@ def outlier(rank: int, layer: int, sample: int, *, iteration: int = 10) -> Fault
     return fault
 
 
-def underflow(layer: int, *, factor: float, name: str = "grad_output") -> Fault:
+def underflow(layer: int, *, factor: float) -> Fault:
     """The gradient of one layer times a factor, on all ranks."""
-
-    def fault(place: Place, tensor: Array) -> Array:
-        if place[2:] != (layer, name):
-            return tensor
-        return (tensor.astype(np.float64) * factor).astype(tensor.dtype)
-
-    return fault
+    return everywhere(layer, name="grad_output", factor=factor)
 
 
 def bit(rank: int, layer: int, *, since: int = 0) -> Fault:
@@ -146,6 +141,62 @@ def test_a_gradient_that_underflows(tmp_path: Path, num_ranks: int, dtype: Any, 
     assert findings[0].where["layer_idx"] == layer
     assert findings[0].where["tensor_name"] == "grad_output"
     assert len(findings) == 1
+
+
+@pytest.mark.parametrize("layers", [range(2, 4), range(6)], ids=["some layers", "all layers"])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "said"),
+    [
+        (ml_dtypes.float8_e5m2, 1.0, "at least 1.526e-05, the smallest number of fp8_e5m2"),
+        (np.float16, 2.0**-8, "at least 1.526e-05"),
+        # A scale that is no power of two, and rounds the numbers once more.
+        (ml_dtypes.float8_e4m3fn, 150.0, "at least 1.299e-05"),
+    ],
+)
+def test_zeros_that_a_format_made(tmp_path: Path, layers: range, dtype: Any, scale: float, said: str) -> None:
+    """In all layers alike, where no layer says how many are usual, and beside others."""
+    sizes = Sizes(num_ranks=1, num_layers=6, iterations=(10,), gradient=1e-5)
+    run = faulty_run(tmp_path, cast(dtype, layers=layers, scale=scale), sizes=sizes)
+    zeros = [(record.layer_idx, float((record.read() == 0).mean())) for record in run.select(tensor_name="grad_output")]
+    # The backward pass begins with the last layer.
+    first_layer, share = next((layer, zero) for layer, zero in zeros if zero > 0.1)
+    findings = find(run.select(), engine=Engine(use_cache=False))
+    assert [(one.kind, one.severity) for one in findings] == [("gradient_underflow", Severity.HIGH)]
+    assert (findings[0].where["layer_idx"], findings[0].figure) == (first_layer, "overflow.zero.ratio")
+    assert findings[0].value == pytest.approx(share)
+    assert f"rounding made {100 * share:.3g} % of it zero" in findings[0].title
+    assert said in findings[0].title
+    assert "smallest normal" not in findings[0].title
+    assert len(findings[0].consequences) >= len(layers) - 1
+
+
+@pytest.mark.parametrize("layers", [[2], range(4)])
+def test_a_gradient_of_nothing_but_zeros(tmp_path: Path, layers: Collection[int]) -> None:
+    """Of one layer, and of all: the forward pass says that there was something to learn."""
+    findings = findings_of(tmp_path, cast(np.int8, layers=layers), Sizes(num_layers=4, iterations=(10,)))
+    assert [one.kind for one in findings] == ["gradient_underflow"]
+    assert findings[0].where["layer_idx"] == max(layers)
+    assert "is all zero" in findings[0].title
+
+
+def test_a_weight_is_the_cause_of_a_worse_gradient(tmp_path: Path) -> None:
+    """The fault in the weight is a factor of 32, and that of the gradient of the same module one of 4,096."""
+    fault = all_faults(everywhere(2, factor=2.0**5), everywhere(2, name="grad_weight", factor=2.0**12))
+    findings = findings_of(tmp_path, fault, Sizes(num_layers=6))
+    assert place_of(findings[0])[1:] == (2, "weight")
+    assert any("grad_weight" in title for title in findings[0].consequences)
+    assert len(findings) == 1
+
+
+def test_all_consequences_are_told(tmp_path: Path) -> None:
+    """A report counts them, and shows the first."""
+
+    def fault(place: Place, tensor: Array) -> Array:
+        return tensor * np.float32(np.nan) if place[2:] == (0, "output") else tensor
+
+    findings = findings_of(tmp_path, fault, Sizes(num_ranks=1, num_layers=12, iterations=(10,)))
+    # Of each layer the output, and of all others the input; the weights are clean, and all gradients spoiled.
+    assert [len(one.consequences) for one in findings] == [11 + 11 + 3 * 12]
 
 
 def test_a_gradient_that_vanishes_above_its_smallest_number(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Is what a model does on purpose (experts without tokens, adapters, masks, shards) no fault, and does it hide none?"""
+"""What a model does on purpose (experts without tokens, adapters, masks, shards) is no fault, and hides none."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Finding, Severity
 from tests.analyze.compared import normal
+from tests.analyze.faulty_runs import Fault, Place, Sizes, faulty_run
 from tests.analyze.runs import Tensor, describe_tensor, store
 
 Array = np.ndarray[Any, Any]
@@ -143,3 +145,73 @@ def test_a_shard_may_have_the_large_channels(tmp_path: Path, factor: int, kinds:
                 describe_tensor(array, rank=rank, layer_idx=layer, tensor_name="weight", placement=placement)
             )
     assert [one.kind for one in found_in(tmp_path, tensors)] == kinds
+
+
+def gradients_times(factors: Callable[[Place], Array | float], *, name: str = "grad_output", layer: int = 2) -> Fault:
+    """A gradient of a layer times factors, a number or one for each sample; by that of the last one all others are."""
+
+    def fault(place: Place, tensor: Array) -> Array:
+        if place[2:] != (layer, name):
+            return tensor
+        return np.asarray(tensor.astype(np.float64) * factors(place)).astype(tensor.dtype)
+
+    return fault
+
+
+def found_by(folder: Path, fault: Fault, **sizes: Any) -> list[Finding]:
+    """What is found in a run with a fault."""
+    return find(faulty_run(folder, fault, sizes=Sizes(**sizes)).select(), engine=Engine(use_cache=False))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_the_gradient_of_one_sample_has_a_tail(tmp_path: Path, num_ranks: int) -> None:
+    """A rare text is 2^8 above the others, and so is what ranks with it and without add up for the weight."""
+
+    def factors(place: Place) -> Array | float:
+        return np.where(np.arange(6) == 3, 2.0**8, 1.0)[:, None, None] if place[:2] == (10, 0) else 1.0
+
+    assert found_by(tmp_path, gradients_times(factors), num_ranks=num_ranks) == []
+
+
+def test_all_samples_of_a_rank_have_none(tmp_path: Path) -> None:
+    findings = found_by(tmp_path, gradients_times(lambda place: 2.0**8 if place[1] == 2 else 1.0), num_ranks=4)
+    assert {(one.kind, one.severity, one.where["rank"]) for one in findings} == {("rank_differs", Severity.HIGH, 2)}
+
+
+def test_a_gradient_begins_to_learn(tmp_path: Path) -> None:
+    def factors(place: Place) -> float:
+        return 2.0**8 if place[0] == 20 else 1.0
+
+    assert found_by(tmp_path / "one", gradients_times(factors, name="grad_weight", layer=0)) == []
+    # All of them at once is no beginning.
+    findings = found_by(tmp_path / "all", gradients_times(factors))
+    assert {(one.kind, one.severity, one.where["iteration"]) for one in findings} == {("trend", Severity.MEDIUM, 20)}
+
+
+def test_tokens_without_a_loss_have_no_gradient(tmp_path: Path) -> None:
+    """Of the last layer all but one token, as in a model that classifies by the first."""
+
+    def fault(place: Place, tensor: Array) -> Array:
+        changed = tensor.copy()
+        if place[2:] == (3, "grad_output"):
+            changed[:, 1:] = 0
+        return changed
+
+    findings = found_by(tmp_path, fault, num_layers=4)
+    assert [(one.kind, one.severity) for one in findings] == [("zero", Severity.LOW)]
+    assert findings[0].title.startswith("layers.3.linear grad_output on all ranks is 87.5 % zeros, none by rounding")
+
+
+def test_a_head_that_begins_with_zeros_has_one_number_in_its_gradient(tmp_path: Path) -> None:
+    """Each of 16 classes is as likely as the others, and half of the tokens have no loss: nothing was rounded."""
+    gradient = np.full((4, 8, 16), 1 / 16, dtype=np.float32)
+    gradient[..., 3] -= 1
+    gradient[:, 4:] = 0
+    fields = {"module": "head", "layer_idx": -1}
+    tensors = [
+        describe_tensor(normal(4, 8, 16, seed=1), **fields),
+        describe_tensor(gradient, tensor_name="grad_output", operation="backward", **fields),
+    ]
+    assert found_in(tmp_path / "loss", tensors) == []
+    tensors[1] = describe_tensor(abs(gradient.clip(max=0)), tensor_name="grad_output", operation="backward", **fields)
+    assert found_in(tmp_path / "mean", tensors) == []

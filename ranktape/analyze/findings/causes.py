@@ -1,4 +1,4 @@
-"""Which of the things that stand out is the cause, and which merely follow from it?
+"""Which of the things that stand out is the cause, and which merely follow from it.
 
 What is earlier in execution order, and reaches the other place, is taken for its cause. That holds more often than not;
 it is an order of reading, not a proof.
@@ -45,14 +45,11 @@ _LOST = frozenset({"nan", "inf", "overflow"})
 _TOO_LARGE = frozenset({"rank_differs", "sample_outlier", "layer_differs", "gradient_exploding", "trend"})
 """What may end in an overflow."""
 
-_SHRINKING = frozenset({"gradient_underflow", "gradient_vanishing"})
-"""What explains that later gradients are smaller, and nothing else."""
+_SHRINKING = frozenset({"gradient_underflow", "gradient_vanishing", "zero"})
+"""What explains of gradients that later ones are smaller, and nothing else."""
 
-_LOCAL = frozenset({"replica_differs", "channel_outlier", "zero", "constant", "placement_unknown", "trend"})
+_LOCAL = frozenset({"replica_differs", "channel_outlier", "constant", "placement_unknown", "trend"})
 """What explains nothing but other signs at its own place."""
-
-_MAX_CONSEQUENCES = 20
-"""Consequences that a finding names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +62,8 @@ class Event:
     """When it was first seen: attempt, iteration, and order within the rank."""
     site: int
     """The place of the model where that was."""
+    module: str
+    """Its module."""
     is_weight: bool
     """Whether it is about a parameter."""
     is_backward: bool
@@ -124,6 +123,7 @@ def _event(survey: Survey, sign: Sign, *, is_weight: bool) -> Event:
         sign=sign,
         start=when(survey, first),
         site=int(survey.sites[first]),
+        module=str(fields["module"][first]),
         is_weight=is_weight,
         is_backward=fields["operation"][first] == "backward",
         moments=frozenset(zip(*columns, strict=True)),
@@ -132,16 +132,17 @@ def _event(survey: Survey, sign: Sign, *, is_weight: bool) -> Event:
 
 def _explains(cause: Event, event: Event) -> bool:
     """Whether an event follows from an earlier one at another place."""
-    if cause.site == event.site:
+    one, two = cause.sign, event.sign
+    if cause.site == event.site or one.kind in _LOCAL or two.kind in _LOCAL - {"trend"}:
         return False
-    if cause.sign.kind in _LOCAL or event.sign.kind in _LOCAL - {"trend"}:
-        return False
-    if _is_mask(cause.sign) or _is_mask(event.sign):
+    if _is_mask(one) or _is_mask(two):
         return False
     if event.is_weight and not _spreads_to_weights(cause, event):
         # Within an iteration, no weight is computed from anything.
         return False
-    if cause.sign.kind in _SHRINKING and not (event.is_backward and _shrinks(event.sign)):
+    if one.kind in _SHRINKING and not (cause.is_backward and event.is_backward and _shrinks(two)):
+        return False
+    if two.kind == "zero" and one.kind not in _SHRINKING:
         return False
     return _is_bad_enough(cause, event) and _reaches(cause, event)
 
@@ -178,7 +179,10 @@ def _is_bad_enough(cause: Event, event: Event) -> bool:
     one, two = cause.sign, event.sign
     if two.kind in _LOST:
         return one.kind in _LOST or (one.kind in _TOO_LARGE and one.severity is not Severity.LOW)
-    return one.severity.order <= two.severity.order
+    if one.severity is not Severity.LOW or two.severity is Severity.LOW:
+        return True
+    # What is merely worth knowing is the cause of what is worse in its own module alone: of its gradients, say.
+    return one.kind in _TOO_LARGE and cause.module == event.module
 
 
 def _reaches(cause: Event, event: Event) -> bool:
@@ -222,10 +226,7 @@ def _alike(families: Sequence[_Family]) -> list[_Family]:
 
 def _finding(survey: Survey, root: Event, following: Sequence[Event]) -> Finding:
     here = [event for event in following if event.site == root.site]
-    shown = following[:_MAX_CONSEQUENCES]
-    titles = [title_of(survey, event.sign) for event in shown]
-    if len(following) > len(shown):
-        titles.append(f"and {len(following) - len(shown)} more")
+    titles = [title_of(survey, event.sign) for event in following]
     finding = finding_of(survey, root.sign, consequences=titles, severity=worst_of((root, list(following))))
     beside = "".join(f"; {event.sign.kind}: {event.sign.evidence}" for event in here[:2])
     return dataclasses.replace(finding, evidence=finding.evidence + beside)

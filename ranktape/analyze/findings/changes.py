@@ -1,4 +1,4 @@
-"""Which figures grow or shrink steadily over the iterations, or jump from one to the next?
+"""Figures that grow or shrink steadily over the iterations, or jump from one to the next.
 
 A trend is one by the test of Mann (1945) and Kendall, and as steep as the median of the slopes between all pairs of
 iterations says: Sen, "Estimates of the Regression Coefficient Based on Kendall's Tau" (1968).
@@ -6,9 +6,10 @@ iterations says: Sen, "Estimates of the Regression Coefficient Based on Kendall'
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from ranktape.analyze.findings.finding import Severity
 from ranktape.analyze.findings.peers import codes_of, middles_of, octaves
 from ranktape.analyze.findings.sign import Judgement, Sign, factor_text, number_text, sign_of
 from ranktape.analyze.findings.thresholds import (
+    GRADIENT_SERIOUS_OCTAVES,
     JUMP_OCTAVES,
     MIN_ITERATIONS_OF_JUMP,
     MIN_MAD_OCTAVES,
@@ -87,10 +89,15 @@ def sen_slope(times: NDArray[np.int64], values: Floats) -> float:
 def changing(survey: Survey, *, figure: str = "absmax") -> Iterator[Sign]:
     """A sign for each name of a tensor that grows or shrinks somewhere, and for each place that jumps."""
     growing: dict[tuple[str, bool], list[tuple[float, _Course]]] = defaultdict(list)
-    for course in _courses(survey, figure):
+    sizes, middles = octaves(survey.figures[figure]), survey.middle_samples()
+    # What a single sample does is none of the iteration's.
+    shared = middles if np.isfinite(middles[survey.is_gradient]).any() else sizes
+    usual = _usual_steps(_courses(survey, np.where(survey.is_gradient, shared, np.nan)))
+    for course in _courses(survey, sizes):
         jump = _jump(course)
         if jump is not None:
-            yield _jumping(survey, course, figure=figure, place=jump)
+            if not survey.is_gradient[course.records[0]] or _is_shared(course, jump, usual):
+                yield _jumping(survey, course, figure=figure, place=jump)
             continue
         total = _steady_change(course)
         if total is not None:
@@ -100,8 +107,7 @@ def changing(survey: Survey, *, figure: str = "absmax") -> Iterator[Sign]:
         yield _trend(survey, found, figure=figure)
 
 
-def _courses(survey: Survey, figure: str) -> Iterator[_Course]:
-    values = octaves(survey.figures[figure])
+def _courses(survey: Survey, values: Floats) -> Iterator[_Course]:
     known = np.flatnonzero(np.isfinite(values) & survey.is_floating)
     if not known.size:
         return
@@ -145,6 +151,23 @@ def _jump_of(values: Floats) -> int | None:
     spread = NORMAL_MAD * max(MIN_MAD_OCTAVES, float(np.median(np.abs(others - usual))))
     is_jump = abs(steps[place]) >= JUMP_OCTAVES and abs(steps[place] - usual) > ROBUST_Z * spread
     return place if is_jump else None
+
+
+def _usual_steps(courses: Iterable[_Course]) -> dict[tuple[int, int], float]:
+    """For each two iterations that follow one another the median step of all courses, in octaves."""
+    steps: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for course in courses:
+        for pair, step in zip(itertools.pairwise(course.iterations.tolist()), np.diff(course.means), strict=True):
+            steps[pair].append(float(step))
+    return {pair: float(np.median(found)) for pair, found in steps.items()}
+
+
+def _is_shared(course: _Course, place: int, usual: dict[tuple[int, int], float]) -> bool:
+    """Whether a gradient jumps with most others, or farther than one does that begins to learn."""
+    step = float(course.means[place + 1] - course.means[place])
+    before, after = course.iterations[place : place + 2].tolist()
+    together = usual.get((before, after), 0.0) * np.sign(step)
+    return bool(together >= JUMP_OCTAVES or abs(step) >= GRADIENT_SERIOUS_OCTAVES)
 
 
 def _jumping(survey: Survey, course: _Course, *, figure: str, place: int) -> Sign:

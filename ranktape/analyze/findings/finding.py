@@ -1,4 +1,4 @@
-"""What is known of something that is wrong in a run: how bad it is, what, where, and the evidence?"""
+"""What is known of something that is wrong in a run: how bad it is, what, where, and the evidence."""
 
 from __future__ import annotations
 
@@ -56,4 +56,4 @@ class Finding:
     octaves: float | None = None
     """How far the value is from the peers, in powers of two; None for figures that are not on such a scale."""
     consequences: tuple[str, ...] = ()
-    """The titles of what else was found and follows from this one, the nearest first."""
+    """The titles of all else that was found and follows from this one, the nearest first."""

@@ -1,4 +1,4 @@
-"""Which layer has figures that are far from those of the layers around it?"""
+"""Layers whose figures are far from those of the layers around them."""
 
 from __future__ import annotations
 
@@ -166,7 +166,8 @@ def _sign(
     value, expected = (survey.figure_at(name, size, position=worst) for size in (middle, middle - apart))
     direction = "gradient_exploding" if apart > 0 else "gradient_vanishing"
     neighbours = "the next layers" if is_edge else "the layers on both sides"
-    is_serious = abs(apart) >= SERIOUS_OCTAVES and not is_edge
+    # Of all that a layer has, its weights are most like those of the layers around it.
+    is_serious = not is_edge and (abs(apart) >= SERIOUS_OCTAVES or bool(survey.is_weight[worst]))
     return sign_of(
         survey,
         kind=direction if is_gradient[positions[0]] and name in _SIZES else "layer_differs",

@@ -1,4 +1,4 @@
-"""Which rank has figures that are far from those of the other ranks at the same place?"""
+"""Ranks whose figures are far from those of the other ranks at the same place."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ranktape.analyze.findings.sign import Judgement, Sign, count_text, factor_t
 from ranktape.analyze.findings.spoiled import by_place
 from ranktape.analyze.findings.thresholds import (
     GRADIENT_RANK_OCTAVES,
+    GRADIENT_TAIL_OCTAVES,
     MAX_POOLED_MAD_OCTAVES,
     RANK_OCTAVES,
     ROBUST_Z,
@@ -38,31 +39,29 @@ _CLEARLY_NEARER = 1.0
 def differing_ranks(survey: Survey, *, figures: Sequence[str] = FIGURES, threshold: float = ROBUST_Z) -> Iterator[Sign]:
     """A sign for each place and rank, by the figure that shows it best.
 
-    The same place is compared in the same iteration, microbatch and call. Of two ranks the one is meant whose figure
-    is farther from the layers around it, and from its own in other iterations; where neither is, both are.
+    The same place is compared in the same iteration, microbatch and call. Where a single sample is larger it is the
+    sample that stands out: the gradient of a rank does if the median of its samples does. Of two ranks the one is
+    meant whose figure is farther from the layers around it, and from its own in other iterations; where neither is,
+    both are.
     """
     best: dict[tuple[int, int], Sign] = {}
+    least = _least(survey)
     for name in figures:
-        for sign in _by_figure(survey, name=name, threshold=threshold):
+        for sign in _by_figure(survey, name=name, threshold=threshold, least=least):
             key = (int(survey.sites[sign.positions[0]]), min(sign.ranks))
             if key not in best or sign.score > best[key].score:
                 best[key] = sign
     yield from best.values()
 
 
-def _by_figure(survey: Survey, *, name: str, threshold: float) -> Iterator[Sign]:
+def _by_figure(survey: Survey, *, name: str, threshold: float, least: Floats) -> Iterator[Sign]:
     values = survey.octaves(name)
-    known = np.flatnonzero(np.isfinite(values) & survey.is_floating)
-    groups = codes_of(
-        *(survey.fields[field][known] for field in ("attempt", "iteration", "microbatch", "call")), survey.sites[known]
-    )
-    sizes = sizes_of(groups)
-    known, groups = known[sizes > 1], groups[sizes > 1]
+    known, groups = _compared(survey, values)
     if not known.size:
         return
     apart, mads = _deviations(groups, values[known], roles=survey.roles[known])
     scores = robust_z(apart, mads)
-    is_far = (np.abs(scores) > threshold) & (np.abs(apart) >= _least(survey)[known] * threshold / ROBUST_Z)
+    is_far = (np.abs(scores) > threshold) & (np.abs(apart) >= least[known] * threshold / ROBUST_Z)
     is_pair = sizes_of(groups) == _PAIR
     culprits = _culprits(survey, values, known, groups, chosen=is_far & is_pair)
     # Arrays over all records, as places are told apart by them.
@@ -80,12 +79,33 @@ def _by_figure(survey: Survey, *, name: str, threshold: float) -> Iterator[Sign]
                 yield _sign(survey, name, part, apart=apart_all, scores=z_all, is_sure=is_sure)
 
 
+def _compared(survey: Survey, values: Floats) -> tuple[Codes, Codes]:
+    """The records with a value that have peers on other ranks, and which are peers."""
+    known = np.flatnonzero(np.isfinite(values) & survey.is_floating)
+    fields = (survey.fields[field][known] for field in ("attempt", "iteration", "microbatch", "call"))
+    groups = codes_of(*fields, survey.sites[known])
+    has_peers = sizes_of(groups) > 1
+    return known[has_peers], groups[has_peers]
+
+
 def _least(survey: Survey) -> Floats:
     """For each record by how many octaves it differs from its peers, at the least, to be told."""
     # Of shards each is another part of the tensor, and a few large channels are on one rank alone.
     is_shard = np.array(["shard(" in text for text in survey.records.column("placement").tolist()], dtype=bool)
-    usual = np.where(survey.is_gradient, GRADIENT_RANK_OCTAVES, RANK_OCTAVES)
+    usual = np.where(survey.is_gradient, GRADIENT_TAIL_OCTAVES, RANK_OCTAVES)
+    usual[survey.is_gradient & _is_far_by_median(survey)] = GRADIENT_RANK_OCTAVES
     return np.where(is_shard, SERIOUS_OCTAVES, usual)
+
+
+def _is_far_by_median(survey: Survey) -> NDArray[np.bool_]:
+    """Whether not a single sample of a record, but the median of three and more, is far from that of other ranks."""
+    middles = survey.middle_samples()
+    known, groups = _compared(survey, middles)
+    found = np.zeros(len(survey), dtype=bool)
+    if known.size:
+        apart, _ = _deviations(groups, middles[known], roles=survey.roles[known])
+        found[known] = np.abs(apart) >= GRADIENT_RANK_OCTAVES
+    return found
 
 
 def _deviations(groups: Codes, values: Floats, *, roles: Codes) -> tuple[Floats, Floats]:

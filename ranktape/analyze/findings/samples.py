@@ -1,4 +1,4 @@
-"""Which sample is far larger than the others?"""
+"""Samples that are far larger than the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import numpy as np
 from ranktape.analyze.findings.finding import Severity
 from ranktape.analyze.findings.peers import codes_of, medians_of, octaves, robust_z, sizes_of
 from ranktape.analyze.findings.sign import Judgement, Sign, count_text, factor_text, named_numbers, number_text, sign_of
-from ranktape.analyze.findings.thresholds import MIN_SAMPLES, ROBUST_Z, SAMPLE_OCTAVES, SERIOUS_OCTAVES
+from ranktape.analyze.findings.thresholds import (
+    GRADIENT_SERIOUS_OCTAVES,
+    GRADIENT_TAIL_OCTAVES,
+    MIN_SAMPLES,
+    ROBUST_Z,
+    SAMPLE_OCTAVES,
+    SERIOUS_OCTAVES,
+)
 from ranktape.analyze.sample_names import sample_names
 
 if TYPE_CHECKING:
@@ -41,7 +48,8 @@ def outlying_samples(survey: Survey, *, threshold: float = ROBUST_Z) -> Iterator
     scores = robust_z(apart, spread)
     within = sizes - medians_of(records, sizes)
     is_alone = sizes_of(records) == 1
-    least = SAMPLE_OCTAVES * threshold / ROBUST_Z
+    is_gradient = survey.is_gradient[records]
+    least = np.where(is_gradient, GRADIENT_TAIL_OCTAVES, SAMPLE_OCTAVES) * threshold / ROBUST_Z
     is_far = (
         (scores > threshold)
         & (apart >= least)
@@ -75,11 +83,12 @@ def outlying_samples(survey: Survey, *, threshold: float = ROBUST_Z) -> Iterator
 
 def _sign(survey: Survey, records: NDArray[np.int64], sample: str, *, judgement: Judgement, num_peers: int) -> Sign:
     far, expected, score = judgement.octaves or 0.0, judgement.expected or 0.0, judgement.deviation or 0.0
+    serious = GRADIENT_SERIOUS_OCTAVES if survey.is_gradient[records[0]] else SERIOUS_OCTAVES
     iterations = named_numbers("iteration", survey.fields["iteration"][records].tolist())
     return sign_of(
         survey,
         kind="sample_outlier",
-        severity=Severity.HIGH if far >= SERIOUS_OCTAVES else Severity.MEDIUM,
+        severity=Severity.HIGH if far >= serious else Severity.MEDIUM,
         score=far,
         text=f"has an absmax of {factor_text(far)} times that of the other samples",
         evidence=(

@@ -1,10 +1,11 @@
-"""What is known of all records of a selection before anything in it is judged: who they are, and their figures?
+"""What is known of all records of a selection before anything in it is judged: who they are, and their figures.
 
 One pass over the digests, which are small and kept; every kind of finding is then a question to columns of numbers.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.figures import figure
-from ranktape.analyze.findings.peers import codes_of, octaves
+from ranktape.analyze.findings.peers import codes_of, medians_of, octaves, sizes_of
 from ranktape.analyze.formats import FORMATS
 from ranktape.analyze.identity import IDENTITY
 from ranktape.analyze.limits.target import parse_targets
@@ -35,7 +36,7 @@ FIELDS = (*IDENTITY, "counter", "sample_dim")
 SITE = ("module", "layer_type", "layer_idx", "operation", "phase", "component", "quant_type", "tensor_name", "mode")
 """What tells one place of the model from another, over ranks, iterations, microbatches and calls."""
 
-FIGURES = ("absmax", "rms", "norm", "elements")
+FIGURES = ("absmax", "rms", "norm", "elements", "smallest_nonzero")
 """The figures that findings ask for, unless others are named."""
 
 COUNTS = ("nan", "inf", "lower", "underflow", "zero")
@@ -73,6 +74,9 @@ class Survey:
     """Smallest and largest finite value, in two columns; NaN where there is none."""
     saturated: NDArray[np.int64]
     """Elements that are exactly the largest number of a type without infinities; 0 for other types."""
+    floored: NDArray[np.int64]
+    """Elements whose magnitude is the smallest that is not zero, if the next one is twice as large, as on the grid of a
+    format, or there is no other; else 0."""
     flushed: NDArray[np.float64]
     """Part that `NARROW_FORMAT` makes zero although each tensor has a scale of its own; NaN where values are not
     known."""
@@ -107,6 +111,16 @@ class Survey:
         if not _is_counted(name):
             return octaves(self.figures[name])
         return octaves(self.figures[name] * self._scale(name) + 1)
+
+    def middle_samples(self) -> NDArray[np.float64]:
+        """For each record the absmax that is the median of its samples, in octaves; NaN of less than three of them."""
+        found = np.full(len(self), np.nan)
+        sizes = octaves(self.samples.absmax)
+        known = np.flatnonzero(np.isfinite(sizes))
+        records = self.samples.record[known]
+        chosen = sizes_of(records) >= _MIN_MIDDLE
+        found[records[chosen]] = medians_of(records[chosen], sizes[known[chosen]])
+        return found
 
     def figure_at(self, name: str, sizes: float, *, position: int) -> float:
         """The figure of a record that `octaves` would give that number for."""
@@ -143,12 +157,12 @@ def survey(
         for one in wanted:
             value = one.of(digest)
             columns[one.name].append(np.nan if value is None else float(value))
-        rows.append((*_counts(digest), *_extremes(digest), _saturated(digest), _flushed(digest)))
+        rows.append((*_counts(digest), *_extremes(digest), _saturated(digest), _floored(digest), _flushed(digest)))
         if digest.samples is not None:
             absmax = digest.samples["absmax"]
             samples.append((np.full(absmax.size, position), np.arange(absmax.size), absmax))
     sites = codes_of(*(fields[name] for name in SITE))
-    table = np.array(rows, dtype=np.float64).reshape(len(rows), len(COUNTS) + 4)
+    table = np.array(rows, dtype=np.float64).reshape(len(rows), len(COUNTS) + 5)
     counts = {name: table[:, number].astype(np.int64) for number, name in enumerate(COUNTS)}
     rest = table[:, len(COUNTS) :]
     return Survey(
@@ -158,7 +172,8 @@ def survey(
         counts=counts | {"captured_inf": records.column("overflow.inf.count").astype(np.int64)},
         extremes=rest[:, :2],
         saturated=rest[:, 2].astype(np.int64),
-        flushed=rest[:, 3],
+        floored=rest[:, 3].astype(np.int64),
+        flushed=rest[:, 4],
         dtypes=dtypes,
         is_floating=_is_floating(dtypes),
         sites=sites,
@@ -240,6 +255,14 @@ def _saturated(digest: Digest) -> float:
     return float(digest.counts[np.abs(digest.values) == FORMATS[name].maximum].sum())
 
 
+def _floored(digest: Digest) -> float:
+    magnitudes = np.abs(digest.values)
+    floor = magnitudes[magnitudes > 0].min(initial=np.inf)
+    second = magnitudes[magnitudes > floor].min(initial=np.inf)
+    is_grid = math.isinf(second) or math.isclose(second, 2 * floor, rel_tol=_GRID_TOLERANCE)
+    return float(digest.counts[magnitudes == floor].sum()) if is_grid else 0.0
+
+
 def _flushed(digest: Digest) -> float:
     """The part of nonzero values that is zero in the format when the largest one is scaled to its largest number."""
     if not digest.has_values:
@@ -249,6 +272,12 @@ def _flushed(digest: Digest) -> float:
     nonzero = max(1, tallies.num_elements - tallies.zero - tallies.nan)
     return digest.count(target.limits(largest=tallies.largest_finite)).flushed / nonzero
 
+
+_MIN_MIDDLE = 3
+"""Of two samples the median is half way between them."""
+
+_GRID_TOLERANCE = 2.0**-6
+"""What rounding after a scale may take from the ratio of two numbers."""
 
 _SATURATING = {"float8_e4m3fn": "fp8_e4m3"}
 """Types whose conversions end at the largest number, and the formats that say which that is."""

@@ -1,4 +1,4 @@
-"""From which point on is a deviation a finding, and why there?
+"""From which point on a deviation is a finding, and why there.
 
 The robust z of a value is 0.6745 (x - median) / MAD, that is (x - median) / (1.4826 MAD): Iglewicz and Hoaglin, "How to
 Detect and Handle Outliers" (1993), who call values beyond 3.5 outliers. Sizes of tensors are compared as logarithms to
@@ -25,7 +25,15 @@ RANK_OCTAVES = 2.0
 since the largest value of a batch is that of one sample."""
 
 GRADIENT_RANK_OCTAVES = 3.0
-"""A factor of 8 for gradients, of which ranks saw other data: an expert is sent 3 tokens on one and 40 on another."""
+"""A factor of 8 for gradients, of which ranks saw other data: an expert is sent 3 tokens on one and 40 on another. The
+median over the samples has to be so far, too: in clean runs of nine models it differs by up to 2^2.1 between ranks."""
+
+GRADIENT_TAIL_OCTAVES = 10.0
+"""What the gradient of one sample decides, a factor of 1,000: in clean runs of nine models the largest is up to 2^9.4
+above the others (queries, keys and values that begin to learn; a rare text), and with it the gradient of the weight."""
+
+GRADIENT_SERIOUS_OCTAVES = 16.0
+"""Beyond what any gradient of a clean run did by itself: 2^12.6, from one captured iteration to the next."""
 
 SERIOUS_OCTAVES = 6.0
 """A factor of 64: beyond what data do, and more than an 8-bit format with one scale for all ranks gives away."""
@@ -45,7 +53,7 @@ MIN_LAYERS = 3
 
 SAMPLE_OCTAVES = 4.0
 """A sample is a factor of 16 above the samples of all ranks, microbatches and iterations, and above the other ones of
-its own tensor. Activations reach 4; gradients of single samples have heavier tails, and the largest are told."""
+its own tensor. Activations of clean runs reach 2; gradients see `GRADIENT_TAIL_OCTAVES`."""
 
 MIN_SAMPLES = 4
 """Of fewer samples none can be said to be the odd one."""
@@ -67,7 +75,15 @@ ZERO_EXCESS = 0.5
 """A gradient has so much more zeros than its peers: dropout and ReLU give all layers alike theirs."""
 
 FLUSHED_RATIO = 0.1
-"""A part of the gradients that an 8-bit format makes zero even with a scale for each tensor: the range is too wide."""
+"""A part of a gradient that rounding made zero, or that an 8-bit format would make zero even with a scale for each
+tensor: the range is too wide."""
+
+FLOOR_RATIO = 0.05
+"""Of a tensor whose small values were rounded to zero, so many of the others are the smallest number there is: those
+that were just large enough. Of one that is zero in places (masks, ReLU, tokens without a loss) one or two are."""
+
+MIN_FLOOR_ELEMENTS = 4
+"""So many elements at the least: among a few dozen, one is 5 %."""
 
 VANISHING_OCTAVES = 12.0
 """Over all layers the norm of a gradient changes by a factor of 4,096. Normal numbers of fp16 below 1 span 14."""
@@ -79,8 +95,9 @@ MIN_TREND_ITERATIONS = 5
 """Five values in one order are a chance of 2 in 120 (Kendall's test); fewer say nothing."""
 
 JUMP_OCTAVES = 5.0
-"""From one captured iteration to the next by a factor of 32. Gradients of clean runs change by up to 8 while the loss
-falls."""
+"""From one captured iteration to the next by a factor of 32. Activations of clean runs change by up to 4. The gradient
+of one place changes by up to 2^12.6 while it begins to learn, and counts if most gradients change by 32 with it (in
+clean runs by up to 8), or beyond `GRADIENT_SERIOUS_OCTAVES`."""
 
 MIN_ITERATIONS_OF_JUMP = 3
 """A jump is seen against other steps; of two iterations there is one step alone."""
