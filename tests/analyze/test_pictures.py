@@ -22,7 +22,7 @@ from ranktape.analyze.pictures.losses import ratio_counts
 from ranktape.analyze.pictures.octaves import LOWEST, exponents
 from ranktape.analyze.pictures.pairs import matched, read_pairs, two_quant_types
 from ranktape.analyze.pictures.ranks import rank_deviations, rank_distances
-from ranktape.analyze.pictures.style import Heading
+from ranktape.analyze.pictures.style import Heading, families, plain
 from ranktape.analyze.pictures.survey import Survey
 from ranktape.errors import NoRecordsError
 from tests.analyze.runs import SITES, Tensor, describe_tensor, store
@@ -80,9 +80,8 @@ def arrays(**fields: Any) -> list[np.ndarray[Any, Any]]:
 ONE_OF_EACH = (
     *("overflow_by_layer_type", "overflow_upper_lower", "overflow_histogram", "layer_rank_absmax"),
     *("exponent_occupancy", "distribution_by_phase", "statistics_by_tensor"),
-    *("statistics_by_iteration", "neighbouring_layers", "sample_differences", "layer_octaves"),
-    *("fp8_scatter", "fp8_normal_fit", "bf16_raw", "bf16_density", "bf16_raw_against_normalised"),
-    "rank_against_rank",
+    *("neighbouring_layers", "sample_differences", "layer_octaves"),
+    *("fp8_scatter", "fp8_normal_fit", "rank_against_rank"),
 )
 """A picture of each function that draws but that of test_plot.py; the others differ in their data."""
 
@@ -95,6 +94,24 @@ def test_a_picture_can_be_read(survey: Survey, name: str) -> None:
     assert any(text.startswith(KINDS[name].title) for text in shown)
     assert any("2 ranks" in text for text in shown)
     assert_readable(figure)
+
+
+@pytest.mark.parametrize("name", ["statistics_by_iteration", "bf16_raw", "bf16_density", "bf16_raw_against_normalised"])
+def test_a_picture_of_two_iterations_in_bf16_can_be_read(in_bf16: Survey, name: str) -> None:
+    assert missing(name, in_bf16) == ""
+    assert_readable(draw(name, in_bf16))
+
+
+@pytest.fixture(scope="module")
+def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Survey:
+    """Two iterations, forward and backward."""
+    values = np.random.default_rng(0).standard_normal((8, 64)).astype(ml_dtypes.bfloat16)
+    tensors = [
+        describe_tensor(values, quant_type="bf16", operation=operation, iteration=iteration)
+        for iteration in (0, 1)
+        for operation in ("forward", "backward")
+    ]
+    return Survey(store(tmp_path_factory.mktemp("run"), tensors).select())
 
 
 def test_every_kind_has_a_recipe() -> None:
@@ -231,6 +248,48 @@ def test_the_shape_is_a_density(survey: Survey) -> None:
     assert density.tolist() == pytest.approx((expected / finite.size / np.diff(edges)).tolist())
 
 
+def test_values_of_few_bits_show_no_comb(tmp_path: Path) -> None:
+    """Every bin between two others holds something, and all of them together what there is."""
+    values = np.random.default_rng(0).standard_normal((64, 1024))
+    coarse = values.astype(ml_dtypes.float8_e4m3fn).astype(ml_dtypes.bfloat16)
+    fine = values.astype(np.float16)
+    runs = [store(tmp_path / str(one.dtype), [describe_tensor(one)]) for one in (coarse, fine)]
+    (edges, density), (equal, _) = (standardised(Survey(run.select()).distribution()) for run in runs)
+    assert (density > 0).all()
+    assert (density * np.diff(edges)).sum() == pytest.approx(1)
+    assert (np.diff(edges) > 0).all()
+    assert np.ptp(np.diff(equal)) < 1e-9
+
+
+def test_pictures_of_bf16_are_of_that_quant_type(tmp_path: Path) -> None:
+    """Values of another quant type are held in bfloat16, too, and are no part of them."""
+    rng = np.random.default_rng(0)
+    seen = [rng.standard_normal((8, 64)).astype(ml_dtypes.bfloat16) * factor for factor in (1, 64)]
+    tensors = [
+        describe_tensor(one, quant_type=quant_type, layer_idx=0)
+        for one, quant_type in zip(seen, ("bf16", "mxfp8"), strict=True)
+    ]
+    found = Survey(store(tmp_path, tensors).select())
+    assert missing("bf16_raw", found) == ""
+    ends = draw("bf16_raw", found).axes[0].get_xlim()
+    assert -4 < ends[0] < ends[1] < 4
+    only = Survey(found.records.select(quant_type="mxfp8"))
+    assert missing("bf16_raw", only) == "no tensor is of the quant type bf16"
+
+
+def test_letters_of_other_writings_are_drawn_where_a_font_has_them() -> None:
+    has_font = len(families()) > 1
+    assert plain("线性") == ("线性" if has_font else r"\u7ebf\u6027")
+
+
+def test_a_layer_of_zeros_has_a_panel(tmp_path: Path) -> None:
+    """What was cast to a format without a scale is zero: it neither overflows nor underflows."""
+    tensors = [describe_tensor(np.zeros((4, 8), np.float32), layer_idx=1)]
+    tensors.append(describe_tensor(np.ones((4, 8), np.float32), layer_idx=0))
+    figure = draw("overflow", Survey(store(tmp_path, tensors).select()))
+    assert any(text.get_text().startswith("zeros") for text in texts(figure))
+
+
 def test_boxes_are_figures_of_tensors(survey: Survey) -> None:
     group = group_by(survey, "layer_type", "operation").groups[1]
     assert group.label == "attention, backward"
@@ -300,7 +359,7 @@ def test_names_are_text_and_nothing_else(name: str, hostile: Survey) -> None:
     words = "\n".join(text.get_text() for text in texts(figure)).replace(r"\$", "$")
     for one in HOSTILE[:3]:
         assert one in words
-    assert "\\u5c42\\u7c7b\\u578b" in words
+    assert plain("\u5c42\u7c7b\u578b") in words
     canvas_texts = [text for text in texts(figure) if "frac" in text.get_text()]
     assert all(not text._preprocess_math(text.get_text())[1] for text in canvas_texts)
 

@@ -78,9 +78,18 @@ def test_all_pictures_fill_the_folders_of_the_seeds(tmp_path: Path) -> None:
     left_out = {one["path"] for one in json.loads((folder / "index.json").read_text())["left_out"]}
     assert drawn | left_out == {kind.path for kind in KINDS.values()}
     assert not drawn & left_out
-    # No tensor of the model has a dimension of samples.
-    assert {path for path in left_out if "sample" not in path} == set()
+    # No tensor of the model has a dimension of samples, and its components are its layer types.
+    assert {path for path in left_out if "sample" not in path} == {
+        *(f"distributions/distribution_by_{field}.png" for field in ("component", "batch_size")),
+        *("statistics/statistics_by_component.png", "comparisons/batch_differences.png"),
+    }
     assert all(any(path.startswith(f"{name}/") for path in drawn) for name in FOLDERS)
+
+
+def test_without_a_format_one_is_chosen_and_named(run: str, tmp_path: Path) -> None:
+    assert invoke(run, "--kind", "overflow_histogram,overflow", "-o", str(tmp_path)).exit_code == 0
+    said = "No format was named: overflow and underflow are those of fp8_e4m3 without a scale."
+    assert json.loads((tmp_path / "index.json").read_text())["notes"] == [said]
 
 
 def model_tensors_of(quant_type: str) -> list[Tensor]:
@@ -161,7 +170,7 @@ def test_an_interruption_leaves_whole_pictures(run: str, tmp_path: Path) -> None
     with pytest.raises(KeyboardInterrupt):
         plot_pictures(open_run(run).select(), folder=tmp_path, kinds=parse_kinds(["overflow_*"]), on_picture=interrupt)
     found = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert [path.name for path in found] == ["overflow_by_quant_type.png"]
+    assert [path.name for path in found] == ["overflow_by_layer_type.png"]
 
 
 def test_what_was_kept_instead_of_values_has_pictures(tmp_path: Path) -> None:
@@ -174,9 +183,9 @@ def test_what_was_kept_instead_of_values_has_pictures(tmp_path: Path) -> None:
         written[keep] = plot_pictures(
             store(tmp_path / keep, [kept]).select(),
             folder=tmp_path / "draw" / keep,
-            kinds=parse_kinds(["distribution_by_phase", "layer_sample_std", "sweep_summary"]),
+            kinds=parse_kinds(["exponent_occupancy", "layer_sample_std", "sweep_summary"]),
         )
-    assert [kind.name for kind in written["histogram"].drawn] == ["distribution_by_phase", "sweep_summary"]
-    assert [kind.name for kind in written["statistics"].drawn] == ["distribution_by_phase"]
+    assert [kind.name for kind in written["histogram"].drawn] == ["exponent_occupancy", "sweep_summary"]
+    assert [kind.name for kind in written["statistics"].drawn] == ["exponent_occupancy"]
     assert [kind.name for kind, _ in written["statistics"].left_out] == ["layer_sample_std", "sweep_summary"]
-    assert written["statistics"].notes == ("Of 1 records statistics alone were kept: they are in no distribution.",)
+    assert written["statistics"].notes[1:] == ("Of 1 records statistics alone were kept: they are in no distribution.",)

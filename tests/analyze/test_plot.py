@@ -161,7 +161,8 @@ def layers_table(num_layers: int, *, layer_types: list[str], ratios: Any) -> Any
         for layer_type in layer_types
         for layer in range(-1, num_layers)
     )
-    columns = tuple(Column(name=name, kind=Kind.INTEGER) for name in (*names, *counts))
+    rows = tuple((*row, 0) for row in rows)
+    columns = tuple(Column(name=name, kind=Kind.INTEGER) for name in (*names, *counts, "overflow.zero.count"))
     return Table(title="", columns=columns, rows=rows)
 
 

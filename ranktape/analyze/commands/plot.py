@@ -1,4 +1,4 @@
-"""What can be drawn: the command `ranktape analyze plot`."""
+"""The pictures of a selection: the command `ranktape analyze plot`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,12 @@ def _epilog() -> str:
     help="Which picture: a name below, one with * and ?, or a folder; repeatable. overflow by default.",
 )
 @click.option("--all", "is_all", is_flag=True, help="Every picture that the selection has something for.")
-@click.option("--format", "format_name", metavar="NAME", help=FORMAT_HELP + " The captured dtype by default.")
+@click.option(
+    "--format",
+    "format_name",
+    metavar="NAME",
+    help=FORMAT_HELP + " fp8_e4m3 by default; for the picture overflow alone, the captured dtype.",
+)
 @view_option
 @click.option(
     "--output",
@@ -128,16 +133,18 @@ def _draw_one(
     target = _parse_target(format_name)
     records = selection.records()
     if kind.name == "overflow":
-        from ranktape.analyze.pictures.overflow_layers import plot_overflow
+        from ranktape.analyze.pictures.overflow_layers import MANY_ZEROS, plot_overflow, zeros_of
 
         table = plot_overflow(records, path=path, format=format_name, view=view, engine=engine)
         if not any(table.column("overflow.total")) and not any(table.column("overflow.underflow.count")):
-            say("nothing overflows or underflows; --format NAME draws against another format", err=True)
+            zeros = zeros_of(table)
+            but = f", but of one layer {zeros:.3g} of the elements are zeros" if zeros >= MANY_ZEROS else ""
+            say(f"nothing overflows or underflows{but}; --format NAME draws against another format", err=True)
     else:
         from ranktape.analyze.pictures.gallery import draw, missing
-        from ranktape.analyze.pictures.survey import Survey
+        from ranktape.analyze.pictures.survey import Survey, default_target
 
-        survey = Survey(records, target=target, view=view, engine=engine)
+        survey = Survey(records, target=target or default_target(records), view=view, engine=engine)
         reason = missing(kind.name, survey)
         if reason:
             raise UsageError(f"--kind {kind.name} cannot be drawn: {reason}")

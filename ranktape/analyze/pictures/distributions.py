@@ -41,6 +41,9 @@ NUM_BINS = 128
 CENTRE = (0.01, 0.99)
 """Parts of the values between which raw densities are drawn."""
 
+MAX_CODES, MIN_REPEATS = 2048, 8
+"""Values are of few bits where there are no more of them than that, each so many times on average."""
+
 NO_VALUES = "no finite values are known"
 
 
@@ -94,7 +97,23 @@ def standardised(digest: Digest | None) -> tuple[NDArray[np.float64], NDArray[np
     counts = digest.counts[is_finite]
     edges = np.linspace(-MAX_DEVIATIONS, MAX_DEVIATIONS, num_bins(int(counts.sum())) + 1)
     found, _ = np.histogram((digest.values[is_finite] - mean) / std, bins=edges, weights=counts)
-    return edges, found / max(1, int(counts.sum())) / np.diff(edges)
+    kept, held = joined(digest, edges, found)
+    return kept, held / max(1, int(counts.sum())) / np.diff(kept)
+
+
+def joined(
+    digest: Digest, edges: NDArray[np.float64], counts: NDArray[Any]
+) -> tuple[NDArray[np.float64], NDArray[Any]]:
+    """The bins as they are; of numbers of few bits without empty ones between others, whose halves the others get.
+
+    Bins narrower than the distance of a format's numbers would show a comb, which is of the bins and not of the values.
+    """
+    values = digest.values[np.isfinite(digest.values)]
+    held = np.flatnonzero(counts)
+    if values.size > MAX_CODES or digest.tallies.num_elements < MIN_REPEATS * values.size or held.size < 2:  # noqa: PLR2004
+        return edges, counts
+    between = (edges[held[:-1] + 1] + edges[held[1:]]) / 2
+    return np.concatenate([edges[held[:1]], between, edges[held[-1:] + 1]]), counts[held]
 
 
 def _draw_octaves(axes: Axes, groups: Sequence[Group]) -> None:
@@ -183,7 +202,8 @@ def central_bins(digest: Digest) -> tuple[NDArray[np.float64], NDArray[np.float6
     ends = np.cumsum(counts)
     low, high = (float(values[np.searchsorted(ends, part * ends[-1])]) for part in CENTRE)
     bins = linear_bins(digest, NUM_BINS, low=low, high=high)
-    return bins.edges, bins.counts / int(ends[-1]) / bins.widths
+    edges, held = joined(digest, bins.edges, bins.counts)
+    return edges, held / int(ends[-1]) / np.diff(edges)
 
 
 def normalised(
@@ -257,9 +277,7 @@ def draw_normal_fit(groups: Sequence[Group], *, heading: Heading) -> Figure:
         axes.set_ylabel("quantile of the values, in deviations", fontsize=TEXT_SIZE)
         scale_numbers(axes, "x")
         scale_numbers(axes, "y")
-        words = f"largest distance of the\ncumulative distributions: {fit.ks_distance:.3g}"
-        frame = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-        place: dict[str, Any] = {"transform": axes.transAxes, "va": "top", "bbox": frame}
-        axes.text(0.03, 0.97, words, **place, fontsize=TEXT_SIZE)
+        words = f"largest distance of the cumulative distributions: {fit.ks_distance:.3g}"
+        axes.set_title(f"{group.label}\n{words}", fontsize=PANEL_SIZE)
     handle = key(Line2D([], [], color=GREY, linewidth=1.2, linestyle=":"), "a normal distribution lies on this line")
     return finish(figure, heading, handles=[handle])

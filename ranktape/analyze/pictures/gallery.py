@@ -1,8 +1,9 @@
-"""Which function draws each picture, and which says why it cannot be drawn of a selection?"""
+"""The function that draws each picture, and the one that says why it cannot be drawn of a selection."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ranktape.analyze.pictures import boxes, lines
@@ -16,30 +17,31 @@ from ranktape.analyze.pictures.distributions import (
 )
 from ranktape.analyze.pictures.kinds import KINDS
 from ranktape.analyze.pictures.losses import draw_ratio_histogram
-from ranktape.analyze.pictures.recipes import (
+from ranktape.analyze.pictures.needs import (
     BF16,
-    FIGURES,
     Reason,
-    Recipe,
-    boxes_of,
-    distributions_of,
     gradient_names,
-    gradients_picture,
-    heading_of,
-    heat_map_of,
-    lines_of,
-    loss_bars_of,
     needs_attention,
     needs_attention_and_linear,
-    needs_backward,
+    needs_backward_of_several,
     needs_bf16,
     needs_both,
     needs_layers,
     needs_pairs,
-    needs_samples,
     needs_scale,
     needs_several,
+    needs_several_samples,
     needs_two_types,
+)
+from ranktape.analyze.pictures.recipes import (
+    FIGURES,
+    Recipe,
+    boxes_of,
+    compared,
+    gradients_picture,
+    heading_of,
+    heat_map_of,
+    lines_of,
     neighbours_picture,
     occupancy_of,
     octave_map_of,
@@ -71,42 +73,50 @@ def missing(name: str, survey: Survey) -> Reason:
     return RECIPES[name].needs(survey)
 
 
+def content(name: str, survey: Survey) -> Hashable:
+    """What is the same of pictures that show the same under other names; None where no other can. Nothing is read."""
+    return RECIPES[name].content(survey)
+
+
 RECIPES: Mapping[str, Recipe] = {
     "overflow": Recipe(draw=overflow_picture),
-    "overflow_by_quant_type": Recipe(draw=loss_bars_of("quant_type")),
-    "overflow_by_layer_type": Recipe(draw=loss_bars_of("layer_type", "operation")),
+    "overflow_by_quant_type": compared("loss bars", "quant_type"),
+    "overflow_by_layer_type": compared("loss bars", "layer_type", "operation"),
     "overflow_upper_lower": Recipe(draw=upper_lower_picture),
     "overflow_histogram": Recipe(draw=lambda survey, heading: draw_ratio_histogram(survey, heading=heading)),
     **{
-        f"layer_{field}_{one}": Recipe(draw=heat_map_of(field, one))
+        f"layer_{field}_{one}": Recipe(draw=heat_map_of(field, one), needs=needs_several(field, field))
         for field in ("rank", "iteration")
         for one in FIGURES
     },
-    **{f"layer_sample_{one}": Recipe(draw=sample_map_of(one), needs=needs_samples) for one in FIGURES},
+    **{f"layer_sample_{one}": Recipe(draw=sample_map_of(one), needs=needs_several_samples) for one in FIGURES},
     "exponent_occupancy": Recipe(draw=occupancy_of("operation")),
-    "distribution_by_phase": Recipe(draw=distributions_of("phase", "operation")),
-    "distribution_by_component": Recipe(draw=distributions_of("component", "operation")),
-    "distribution_by_batch_size": Recipe(draw=distributions_of("batch_size", "operation")),
-    "distribution_by_tensor": Recipe(draw=distributions_of("tensor_name")),
-    "statistics_by_tensor": Recipe(draw=boxes_of("tensor_name")),
-    "statistics_by_phase": Recipe(draw=boxes_of("phase", "operation")),
-    "statistics_by_component": Recipe(draw=boxes_of("component", "operation")),
-    "statistics_by_iteration": Recipe(draw=lines_of("iteration", "operation")),
+    "distribution_by_phase": compared("distributions", "phase", "operation"),
+    "distribution_by_component": compared("distributions", "component", "operation"),
+    "distribution_by_batch_size": compared("distributions", "batch_size", "operation"),
+    "distribution_by_tensor": compared("distributions", "tensor_name"),
+    "statistics_by_tensor": compared("boxes", "tensor_name"),
+    "statistics_by_phase": compared("boxes", "phase", "operation"),
+    "statistics_by_component": compared("boxes", "component", "operation"),
+    "statistics_by_iteration": Recipe(
+        draw=lines_of("iteration", "operation"), needs=needs_several("iteration", "iteration")
+    ),
     "neighbouring_layers": Recipe(draw=neighbours_picture, needs=needs_layers),
-    "batch_differences": Recipe(draw=boxes_of("batch_size", "operation")),
-    "sample_differences": Recipe(draw=sample_differences_picture, needs=needs_samples),
-    "attention_against_linear": Recipe(
-        draw=distributions_of("layer_type", "operation", layer_type=["attention", "linear"]),
+    "batch_differences": compared("boxes", "batch_size", "operation"),
+    "sample_differences": Recipe(draw=sample_differences_picture, needs=needs_several_samples),
+    "attention_against_linear": replace(
+        compared("distributions", "layer_type", "operation", layer_type=["attention", "linear"]),
         needs=needs_attention_and_linear,
     ),
-    "attention_statistics": Recipe(
-        draw=boxes_of("layer_type", "operation", layer_type=["attention", "linear"]), needs=needs_attention_and_linear
+    "attention_statistics": replace(
+        compared("boxes", "layer_type", "operation", layer_type=["attention", "linear"]),
+        needs=needs_attention_and_linear,
     ),
-    "attention_tensors": Recipe(
-        draw=distributions_of("tensor_name", "operation", layer_type="attention"), needs=needs_attention
+    "attention_tensors": replace(
+        compared("distributions", "tensor_name", "operation", layer_type="attention"), needs=needs_attention
     ),
-    "distribution_by_quant_type": Recipe(draw=distributions_of("quant_type", "operation")),
-    "statistics_by_quant_type": Recipe(draw=boxes_of("quant_type", "operation")),
+    "distribution_by_quant_type": compared("distributions", "quant_type", "operation"),
+    "statistics_by_quant_type": compared("boxes", "quant_type", "operation"),
     "sweep_panels": Recipe(draw=sweep_of(is_summary=False), needs=needs_scale),
     "sweep_summary": Recipe(draw=sweep_of(is_summary=True), needs=needs_scale),
     "layer_octaves": Recipe(draw=octave_map_of("layer_idx")),
@@ -130,17 +140,19 @@ RECIPES: Mapping[str, Recipe] = {
     "bf16_density": Recipe(draw=of_bf16(draw_normalised), needs=needs_bf16),
     "bf16_raw_against_normalised": Recipe(draw=of_bf16(draw_raw_against_normalised), needs=needs_bf16),
     "bf16_statistics": Recipe(
-        draw=boxes_of("layer_type", "operation", panels=boxes.SHAPES, dtype=BF16), needs=needs_bf16
+        draw=boxes_of("layer_type", "operation", panels=boxes.SHAPES, quant_type=BF16), needs=needs_bf16
     ),
-    "forward_against_backward": Recipe(draw=distributions_of("operation"), needs=needs_both),
-    "backward_statistics": Recipe(draw=boxes_of("operation"), needs=needs_both),
-    "backward_by_layer_type": Recipe(draw=distributions_of("layer_type", operation="backward"), needs=needs_backward),
+    "forward_against_backward": replace(compared("distributions", "operation"), needs=needs_both),
+    "backward_statistics": replace(compared("boxes", "operation"), needs=needs_both),
+    "backward_by_layer_type": replace(
+        compared("distributions", "layer_type", operation="backward"), needs=needs_backward_of_several
+    ),
     "gradients": Recipe(
         draw=gradients_picture,
         needs=lambda survey: "" if gradient_names(survey) else "no tensor is a gradient: none is called grad_...",
     ),
-    "rank_figures": Recipe(draw=lines_of("rank", "operation")),
-    "rank_octaves": Recipe(draw=octave_map_of("rank")),
+    "rank_figures": Recipe(draw=lines_of("rank", "operation"), needs=needs_several("rank", "rank")),
+    "rank_octaves": Recipe(draw=octave_map_of("rank"), needs=needs_several("rank", "rank")),
     "rank_deviation": Recipe(draw=rank_deviation_picture, needs=needs_several("rank", "rank")),
     "rank_against_rank": Recipe(draw=rank_against_rank_picture, needs=needs_several("rank", "rank")),
 }

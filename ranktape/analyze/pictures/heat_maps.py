@@ -1,4 +1,4 @@
-"""In which cells of two fields are the figures large: layers against ranks, iterations, samples or octaves?
+"""Heat maps of figures in the cells of two fields: layers against ranks, iterations, samples or octaves.
 
 Cells of which nothing is known, zeros and infinities have colours of their own, so that the scale is left to the rest.
 Where a picture has more columns than can be seen, neighbours are drawn as one, with the largest of their figures: what
@@ -54,6 +54,9 @@ LIGHT_FROM = 0.6
 
 ROW_INCHES = 0.3
 """Distance of two names beside a vertical axis, at least."""
+
+MIN_TICKS = 3
+"""Beside the colours: two of a logarithmic scale do not say what lies between them."""
 
 LETTER_INCHES = 0.085
 """Width of a letter beside an axis, roughly."""
@@ -150,7 +153,7 @@ def add_colorbar(figure: Figure, panels: Sequence[Axes], *, norm: Normalize, col
         powers = [power for power in range(math.floor(low), math.ceil(high) + 1) if low - 1e-9 <= power <= high + 1e-9]
         ticks: list[float] = [*map(float, powers[:: max(1, len(powers) // 7)])]
         names = [share_text(10.0**tick) for tick in ticks]
-        if len(ticks) < 2:  # noqa: PLR2004 - two ticks say what is where
+        if len(ticks) < MIN_TICKS:
             ticks = [low, (low + high) / 2, high]
             names = [share_text(10.0**tick) for tick in ticks]
     elif scale.kind == "octaves":
@@ -159,6 +162,9 @@ def add_colorbar(figure: Figure, panels: Sequence[Axes], *, norm: Normalize, col
     else:
         ticks = [float(power) for power in powers_between(low, high, max_ticks=9)]
         names = [_power_name(int(tick), scale) for tick in ticks]
+        if len(ticks) < MIN_TICKS:
+            ticks = [low, (low + high) / 2, high]
+            names = [f"{2.0**tick:.3g}" for tick in ticks]
     bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
     bar.ax.yaxis.set_major_formatter(FixedFormatter(names))
     bar.ax.yaxis.set_minor_locator(NullLocator())

@@ -1,4 +1,4 @@
-"""Where in the model do tensors overflow and underflow? One picture, layer by layer.
+"""A picture of where in the model tensors overflow and underflow, layer by layer.
 
 One row of panels for each kind of loss, one column for each operation, one line for each type of layer.
 """
@@ -78,6 +78,14 @@ def _flush_words(limits: Format | None) -> str:
     return "rounds to zero" if limits is None else f"0 < |x| <= {limits.flush_limit:.3g}"
 
 
+ZEROS = Panel(
+    kind="zeros", absence="no zeros", column="overflow.zero.count", definition=lambda _: "exactly 0 as captured"
+)
+"""Drawn below where a layer has many: what was cast to a format without a scale is zero and underflows no more."""
+
+MANY_ZEROS = 0.1
+"""Of all elements of a layer, with one type and operation."""
+
 PANELS = (
     Panel(kind="overflow", absence="no overflow", column="overflow.total", definition=_overflow_words),
     Panel(kind="underflow", absence="no underflow", column="overflow.underflow.count", definition=_underflow_words),
@@ -128,6 +136,7 @@ def survey_table(survey: Survey) -> Table:
         "elements": survey.figure("num_elements"),
         "overflow.total": survey.figure("upper") + survey.figure("lower"),
         "overflow.underflow.count": survey.figure("underflow"),
+        "overflow.zero.count": survey.figure("zero"),
         **({"overflow.flushed.count": survey.figure("flushed")} if survey.target is not None else {}),
     }
     fields = ("iteration", "rank", "operation", "layer_type", "layer_idx")
@@ -145,7 +154,9 @@ def draw_overflow(table: Table) -> Figure:
     layers = sorted({row["layer_idx"] for row in rows})
     layer_types = sorted({row["layer_type"] for row in rows})
     styles = {name: _style(index) for index, name in enumerate(layer_types)}
-    panels = PANELS if _is_against_format(table) else PANELS[:-1]
+    panels = [*(PANELS if _is_against_format(table) else PANELS[:-1])]
+    if zeros_of(table) >= MANY_ZEROS:
+        panels.append(ZEROS)
     limits = _only_limits(table)
     width = min(8.0, max(4.5, 2.5 + 0.06 * len(layers)))
     figure, grid = page(len(panels), len(operations), panel_width=width, panel_height=2.3)
@@ -164,6 +175,13 @@ def draw_overflow(table: Table) -> Figure:
         title=KINDS["overflow"].title, subtitle=_subtitle(table), notes=("Shares are of the elements of a layer.",)
     )
     return finish(figure, heading, handles=_handles(styles))
+
+
+def zeros_of(table: Table) -> float:
+    """The largest part of a layer, with one type and operation, that is exactly zero."""
+    operations = set(table.column("operation"))
+    found = [lines(table.records(), panel=ZEROS, operation=one) for one in operations]
+    return max((ratio for by_type in found for line in by_type.values() for ratio in line.ratios), default=0.0)
 
 
 def lines(rows: Sequence[dict[str, Any]], *, panel: Panel, operation: str) -> dict[str, Line]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ranktape.analyze.palette import BLUE, GREY, VERMILION
 from ranktape.analyze.pictures.axes import scale_numbers
-from ranktape.analyze.pictures.style import INK, PANEL_SIZE, TEXT_SIZE, Heading, empty, finish, page, plain
+from ranktape.analyze.pictures.style import PANEL_SIZE, TEXT_SIZE, Heading, empty, finish, page, plain
 from ranktape.analyze.values import read_values
 from ranktape.storage.record import Keep
 
@@ -144,9 +144,8 @@ def draw_pairs(pairs: Sequence[Pair], *, types: tuple[str, str], heading: Headin
         scale_numbers(bars, "y", max_ticks=5)
         bars.set_xlabel("correlation: 1 is the same up to a factor and a shift", fontsize=TEXT_SIZE)
         bars.set_ylabel("tensors", fontsize=TEXT_SIZE)
-        words = f"median {np.median(known):.6f}\nlowest {known[0]:.6f}"
-        frame = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-        bars.text(0.03, 0.97, words, transform=bars.transAxes, va="top", fontsize=TEXT_SIZE, color=INK, bbox=frame)
+        words = f"median {np.median(known):.6f}, lowest {known[0]:.6f}"
+        bars.set_title(f"correlation of each tensor\n{words}", fontsize=PANEL_SIZE)
     return finish(figure, heading)
 
 

@@ -1,9 +1,9 @@
-"""How are pictures made of a survey, and what do they need that a selection may not have?"""
+"""The makers of pictures of a survey, and what each needs that a selection may not have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,22 +20,18 @@ from ranktape.analyze.pictures.heat_maps import Grid, Scale, draw_heat_maps
 from ranktape.analyze.pictures.kinds import KINDS
 from ranktape.analyze.pictures.lines import draw_lines
 from ranktape.analyze.pictures.losses import draw_loss_bars, draw_upper_against_lower
+from ranktape.analyze.pictures.needs import BF16, Reason, gradient_names, needs_several
 from ranktape.analyze.pictures.neighbours import draw_neighbouring_layers, draw_sample_differences
 from ranktape.analyze.pictures.pairs import draw_pairs, matched, read_pairs, two_quant_types
 from ranktape.analyze.pictures.ranks import rank_deviations, rank_distances
 from ranktape.analyze.pictures.style import Heading, plain
 from ranktape.analyze.pictures.subject import subject_line
 from ranktape.analyze.pictures.survey import pooled
-from ranktape.analyze.sample_names import sample_names as names_of_samples
-from ranktape.storage.record import Keep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ranktape.analyze.pictures.survey import Survey
-
-Reason = str
-"""Why a picture cannot be drawn; empty where it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +42,39 @@ class Recipe:
     """Of a survey that has what is needed."""
     needs: Callable[[Survey], Reason] = lambda _: ""
     """What is missing; asked of the catalogue alone."""
+    family: str = ""
+    """What it has in common with others that draw the same of other groups; empty where none does."""
+    fields: tuple[str, ...] = ()
+    """The fields that make its groups."""
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    """The values that its records have in some fields."""
+
+    def content(self, survey: Survey) -> Hashable:
+        """What tells pictures of one family apart: which records are together in a group; None of no family."""
+        if not self.family:
+            return None
+        columns = [survey.codes(name) for name in self.fields]
+        _, numbers = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+        numbers = np.where(survey.mask(**self.chosen), numbers.reshape(-1), -1)
+        # By the order in which groups come, whatever their values are called.
+        _, firsts, places = np.unique(numbers, return_index=True, return_inverse=True)
+        return self.family, (numbers < 0).tobytes(), firsts[places].tobytes()
+
+
+def compared(family: str, *fields: str, **chosen: Any) -> Recipe:
+    """A picture that compares the groups of the first field, of which there must be two; others part them further."""
+    makers: dict[str, Callable[..., Callable[[Survey, Heading], Figure]]] = {
+        "distributions": distributions_of,
+        "boxes": boxes_of,
+        "loss bars": loss_bars_of,
+    }
+    return Recipe(
+        draw=makers[family](*fields, **chosen),
+        needs=needs_several(fields[0], fields[0].replace("_", " ")),
+        family=family,
+        fields=fields,
+        chosen=chosen,
+    )
 
 
 COUNTED = frozenset(
@@ -97,16 +126,6 @@ def occupancy_of(*fields: str, **chosen: Any) -> Callable[[Survey, Heading], Fig
         return draw_occupancy(drawn, heading=_noted(heading, found.note))
 
     return recipe
-
-
-def needs_several(field: str, what: str) -> Callable[[Survey], Reason]:
-    """The field must have two values at least."""
-
-    def needs(survey: Survey) -> Reason:
-        values = survey.values_of(field)
-        return "" if len(values) > 1 else f"there is one {what}: {plain(values[0])}"
-
-    return needs
 
 
 def _operations(survey: Survey) -> list[str]:
@@ -190,14 +209,6 @@ def sample_label(survey: Survey) -> str:
     return "rank : place in the batch" if survey.passed.samples.is_by_rank else "sample"
 
 
-def needs_samples(survey: Survey) -> Reason:
-    """Tensors with samples, with their values."""
-    kept = survey.records.column("keep").tolist()
-    names = names_of_samples(survey.records)
-    has_any = any(found and keep == Keep.VALUES for found, keep in zip(names, kept, strict=True))
-    return "" if has_any else "no tensor has samples whose values were kept"
-
-
 def sample_differences_picture(survey: Survey, heading: Heading) -> Figure:
     """Each sample against the median sample."""
     samples = survey.passed.samples
@@ -250,23 +261,6 @@ def of_two_types(draw_it: Callable[[Survey, Heading, Grouping], Figure]) -> Call
     return recipe
 
 
-def needs_two_types(survey: Survey) -> Reason:
-    """Another quant type."""
-    if two_quant_types(survey) is not None:
-        return ""
-    return f"there is one quant type, {plain(survey.values_of('quant_type')[0])}: nothing to compare it with"
-
-
-def needs_pairs(survey: Survey) -> Reason:
-    """Tensors that were recorded in both quant types, with their values."""
-    types = two_quant_types(survey)
-    if types is None:
-        return needs_two_types(survey)
-    if matched(survey, types):
-        return ""
-    return f"no tensor was recorded in both {plain(types[0])} and {plain(types[1])}"
-
-
 def pairs_picture(survey: Survey, heading: Heading, _: Grouping) -> Figure:
     """The same tensors in two quant types."""
     types = two_quant_types(survey)
@@ -276,54 +270,15 @@ def pairs_picture(survey: Survey, heading: Heading, _: Grouping) -> Figure:
     return draw_pairs(pairs, types=types, heading=_noted(heading, note))
 
 
-BF16 = ("bfloat16",)
-"""The dtype that the pictures of BF16 are of."""
-
-
-def needs_bf16(survey: Survey) -> Reason:
-    """Values of bfloat16."""
-    return "" if survey.mask(dtype=BF16).any() else "no tensor is of bfloat16"
-
-
 def of_bf16(draw_it: Callable[..., Figure]) -> Callable[[Survey, Heading], Figure]:
-    """A picture of the values of bfloat16, forward and backward."""
+    """A picture of the values of the quant type bf16, forward and backward."""
     note = "From the 1st to the 99th percentile of the values."
 
     def recipe(survey: Survey, heading: Heading) -> Figure:
-        found = group_by(survey, "operation", with_values=True, dtype=BF16)
+        found = group_by(survey, "operation", with_values=True, quant_type=BF16)
         return draw_it(found.groups, heading=_noted(heading, note, found.note))
 
     return recipe
-
-
-def needs_attention(survey: Survey) -> Reason:
-    """Tensors of attention."""
-    return "" if survey.mask(layer_type="attention").any() else "no tensor is of attention"
-
-
-def needs_attention_and_linear(survey: Survey) -> Reason:
-    """Tensors of attention and of linear layers."""
-    if not survey.mask(layer_type="linear").any():
-        return "no tensor is of a linear layer"
-    return needs_attention(survey)
-
-
-def needs_backward(survey: Survey) -> Reason:
-    """Tensors of backward."""
-    return "" if survey.mask(operation="backward").any() else "nothing of backward was recorded"
-
-
-def needs_both(survey: Survey) -> Reason:
-    """Tensors of forward and of backward."""
-    return needs_backward(survey) or (
-        "" if survey.mask(operation="forward").any() else "nothing of forward was recorded"
-    )
-
-
-def needs_layers(survey: Survey) -> Reason:
-    """Two layers of the stack."""
-    inside = [layer for layer in survey.values_of("layer_idx") if layer >= 0]
-    return "" if len(inside) > 1 else "there are no two layers"
 
 
 def neighbours_picture(survey: Survey, heading: Heading) -> Figure:
@@ -373,15 +328,6 @@ def loss_bars_of(*fields: str) -> Callable[[Survey, Heading], Figure]:
     return recipe
 
 
-def needs_scale(survey: Survey) -> Reason:
-    """A format that scales are tried for, and values."""
-    if survey.target is not None and survey.target.dtype == "float64":
-        return "fp64 holds every captured value, and has no use for a scale"
-    if set(survey.records.column("keep").tolist()) == {"statistics"}:
-        return "of all tensors statistics alone were kept"
-    return ""
-
-
 def sweep_of(*, is_summary: bool) -> Callable[[Survey, Heading], Figure]:
     """The sweep of one tensor."""
 
@@ -398,15 +344,6 @@ def overflow_picture(survey: Survey, _: Heading) -> Figure:
     from ranktape.analyze.pictures.overflow_layers import draw_overflow, survey_table
 
     return draw_overflow(survey_table(survey))
-
-
-GRADIENT_NAMES = "grad_"
-"""How names of gradients begin."""
-
-
-def gradient_names(survey: Survey) -> list[str]:
-    """The names of tensors that are gradients."""
-    return [name for name in survey.values_of("tensor_name") if name.startswith(GRADIENT_NAMES)]
 
 
 def gradients_picture(survey: Survey, heading: Heading) -> Figure:

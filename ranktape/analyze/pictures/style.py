@@ -1,4 +1,4 @@
-"""How do all pictures look: which colours, letters and sizes, and where do headings and legends stand?
+"""The look of all pictures: colours, letters and sizes, and where headings and legends stand.
 
 A picture is a title that says what is shown, a line on which tensors, panels, a legend and notes, from top to bottom.
 The panels have the size that was asked for; the picture grows with what stands above and below them. No global state of
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.font_manager import FontProperties, findfont, get_font, get_font_names
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 
 from ranktape.analyze.palette import BLACK, BLUE, DIVERGING, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 
@@ -50,6 +51,12 @@ SEQUENTIAL = "cividis"
 """Map of what grows from little to much: as light as it is large, in any colour vision and in grey."""
 
 DOTS_PER_INCH = 150
+
+FALLBACKS = (
+    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans SC", "Source Han Sans SC"),
+    *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Microsoft YaHei", "SimHei", "PingFang SC", "Arial Unicode MS"),
+)
+"""Fonts with the letters of Chinese, Japanese and Korean, of which those that are installed are used."""
 
 FORMS = ("png", "svg", "pdf")
 """What a picture can be written as."""
@@ -148,6 +155,7 @@ def finish(figure: Figure, heading: Heading, *, handles: Sequence[Artist] = ()) 
     start = (bottom + legend_height) / height
     engine = figure.get_layout_engine()
     assert isinstance(engine, ConstrainedLayoutEngine)
+    _draw_all_letters(figure)
     engine.set(rect=(0, start, 1, 1 - start - top / height), w_pad=0.06, h_pad=0.06)
     return figure
 
@@ -190,6 +198,7 @@ def _legend(figure: Figure, handles: Sequence[Artist], *, width: float) -> Legen
             handles=list(handles), loc="lower center", ncols=num_columns, frameon=False, fontsize=TEXT_SIZE
         )
         fewest.set_in_layout(False)
+        _draw_all_letters(figure)
         if fewest.get_window_extent().width <= room:
             break
     assert fewest is not None
@@ -223,7 +232,7 @@ def empty(axes: Axes, text: str) -> None:
 def plain(text: object, *, max_letters: int = 40) -> str:
     """What a stranger wrote, as a picture shows it: one line, no formula, the middle of what is too long cut out.
 
-    Letters that the font does not have are shown by their number. The ends of names tell tensors apart.
+    Letters that no installed font has (`FALLBACKS`) are shown by their number. The ends of names tell tensors apart.
     """
     letters = "".join(letter if letter.isprintable() else " " for letter in str(text)).strip() or "(empty)"
     known = _letters()
@@ -245,8 +254,22 @@ def key(artist: Artist, label: str) -> Artist:
 
 
 @functools.cache
+def families() -> tuple[str, ...]:
+    """The font of matplotlib, then what is installed for the letters that it does not have."""
+    installed = set(get_font_names())
+    return (*FontProperties().get_family(), *(name for name in FALLBACKS if name in installed))
+
+
+@functools.cache
 def _letters() -> frozenset[int]:
-    return frozenset(get_font(findfont(FontProperties())).get_charmap())
+    fonts = (get_font(findfont(FontProperties(family=[name]))) for name in families())
+    return frozenset(letter for font in fonts for letter in font.get_charmap())
+
+
+def _draw_all_letters(figure: Figure) -> None:
+    """Have every text take letters that the first font lacks from the next one; no global state is touched."""
+    for text in figure.findobj(Text):
+        text.set_fontfamily(list(families()))
 
 
 def wrapped(text: str, *, width: float, size: float, max_lines: int, weight: str = "normal") -> list[str]:
@@ -254,7 +277,9 @@ def wrapped(text: str, *, width: float, size: float, max_lines: int, weight: str
 
     What does not fit into `max_lines` is cut off, and "..." says so.
     """
-    font = get_font(findfont(FontProperties(weight=weight)))
+    # Its own path and those of the fonts that it falls back on.
+    paths = [findfont(FontProperties(family=[name], weight=weight)) for name in families()]
+    font = get_font(paths)
     # Letters are a little wider in a picture, where each begins at a whole pixel.
     room = 0.97 * width * 72
 

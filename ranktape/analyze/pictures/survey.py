@@ -1,4 +1,4 @@
-"""What do all pictures of a selection need to know, gathered in one pass over its digests?
+"""What all pictures of a selection need to know, gathered in one pass over its digests.
 
 Of each record a row of figures; of each kind of tensor the distribution of all its values; of layers
 and ranks how many values lie in each octave; of samples their figures. What is kept does not grow with the tensors'
@@ -16,6 +16,7 @@ import numpy as np
 
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.formats import FORMATS
 from ranktape.analyze.histograms.histogram import Limits
 from ranktape.analyze.pictures.octaves import Octaves
 from ranktape.analyze.pictures.sample_figures import SampleFigures
@@ -289,6 +290,19 @@ class Pass:
     def _set(self, index: int, name: str, value: float | None) -> None:
         if value is not None:
             self.figures[name][index] = value
+
+
+DEFAULT_FORMAT = "fp8_e4m3"
+"""Against which overflow and underflow are drawn where no format is named, without a scale."""
+
+
+def default_target(records: Records) -> Format | None:
+    """That format; None where everything was captured in types of eight bits, whose own limits count then.
+
+    A wider type holds nearly everything that a training computes: pictures against its own limits would be empty.
+    """
+    names = set(records.column("dtype").tolist())
+    return FORMATS[DEFAULT_FORMAT] if any(dtype_row(name).itemsize > 1 for name in names) else None
 
 
 def limits_of(target: Format) -> Limits:

@@ -1,4 +1,4 @@
-"""How are many pictures of a selection written: into which folders, and with which index?"""
+"""Many pictures of a selection, written into their folders with an index."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.pictures.files import write_error, write_picture, write_whole
-from ranktape.analyze.pictures.gallery import draw, missing
+from ranktape.analyze.pictures.gallery import content, draw, missing
 from ranktape.analyze.pictures.kinds import FOLDERS, KINDS
 from ranktape.analyze.pictures.subject import subject_line
-from ranktape.analyze.pictures.survey import Survey
+from ranktape.analyze.pictures.survey import Survey, default_target
 from ranktape.storage.backends.failures import printable
 
 if TYPE_CHECKING:
@@ -53,9 +53,10 @@ def plot_pictures(
     """Draw pictures, all of them by default, into the folders of the seeds under `folder`, with an index.
 
     Every record is read once; a few once more, whose values are drawn one against the other or swept. A picture that
-    the selection has nothing for is left out, and one of an earlier time under its name is removed; others are
-    replaced. Each file appears whole or not at all. `on_picture` is called with the path of each picture that was
-    written.
+    the selection has nothing for, or that shows the same as another one, is left out, and one of an earlier time under
+    its name is removed; others are replaced. Without a format, overflow and underflow are those of fp8_e4m3, and the
+    pictures say so. Each file appears whole or not at all. `on_picture` is called with the path of each picture that
+    was written.
 
     Raises:
         NoRecordsError: no record holds floating-point or complex numbers.
@@ -63,15 +64,20 @@ def plot_pictures(
         DataError: a record's bytes are missing or damaged.
         UsageError: of a record values were kept that are rounded already, and are to be looked at as seen.
     """
-    survey = Survey(records, target=format, view=view, engine=engine)
+    survey = Survey(records, target=format or default_target(records), view=view, engine=engine)
     wanted = list(KINDS.values()) if kinds is None else list(kinds)
     for name in FOLDERS if kinds is None else sorted({kind.folder for kind in wanted}):
         make_folder(folder / name)
     drawn: list[PictureKind] = []
     left_out: list[tuple[PictureKind, str]] = []
+    reasons = {kind.name: missing(kind.name, survey) for kind in wanted}
+    # Of several that show the same the last: the later folders have the more special names.
+    shown = {content(name, survey): name for name, reason in reasons.items() if not reason}
     for kind in wanted:
         path = folder / kind.path
-        reason = missing(kind.name, survey)
+        reason, same = reasons[kind.name], content(kind.name, survey)
+        if not reason and same is not None and shown[same] != kind.name:
+            reason = f"it shows the same groups as {shown[same]}"
         if reason:
             left_out.append((kind, reason))
             remove(path)
@@ -79,7 +85,7 @@ def plot_pictures(
         write_picture(draw(kind.name, survey), path)
         drawn.append(kind)
         on_picture(path)
-    written = Written(drawn=tuple(drawn), left_out=tuple(left_out), notes=_notes(survey))
+    written = Written(drawn=tuple(drawn), left_out=tuple(left_out), notes=_notes(survey, is_named=format is not None))
     write_index(written, folder, source=source or records_source(records), subject=subject_line(survey))
     return written
 
@@ -158,8 +164,10 @@ def records_source(records: Records) -> str:
     return str(records[0].path).split("/attempt_", maxsplit=1)[0]
 
 
-def _notes(survey: Survey) -> tuple[str, ...]:
+def _notes(survey: Survey, *, is_named: bool) -> tuple[str, ...]:
     notes = []
+    if survey.target is not None and not is_named:
+        notes.append(f"No format was named: overflow and underflow are those of {survey.target.name} without a scale.")
     if survey.num_left_out:
         notes.append(f"{survey.num_left_out:,} records of integers or bool are in no picture.")
     if survey.has_passed and survey.passed.num_without_values:
