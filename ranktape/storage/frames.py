@@ -1,4 +1,4 @@
-"""How do columns of values become a pandas DataFrame, whose types do not depend on what is missing?"""
+"""Columns of values as a pandas DataFrame, whose types do not depend on what is missing."""
 
 from __future__ import annotations
 
@@ -36,8 +36,12 @@ class Dtype(enum.StrEnum):
     """Lists and dictionaries, as they are; a missing one is None."""
 
 
-def data_frame(columns: Iterable[tuple[str, Sequence[Any], Dtype]], *, attributes: Mapping[str, Any]) -> pd.DataFrame:
+def data_frame(
+    columns: Iterable[tuple[str, Sequence[Any] | np.ndarray[Any, Any], Dtype]], *, attributes: Mapping[str, Any]
+) -> pd.DataFrame:
     """A frame of columns, each with its name, its values (None where one is missing) and its type; with attributes.
+
+    Values may be an array of such a type as well: numbers, NaN where one is missing, or texts.
 
     A column with a value that its type cannot hold is of objects.
 
@@ -50,7 +54,9 @@ def data_frame(columns: Iterable[tuple[str, Sequence[Any], Dtype]], *, attribute
         raise UsageError(f"to_pandas() needs pandas ({error}): pip install 'ranktape[notebook]'") from error
     arrays: dict[str, Any] = {}
     for name, values, dtype in columns:
-        if dtype is Dtype.OBJECT or not all(value is None or _fits(value, dtype) for value in values):
+        if isinstance(values, np.ndarray):
+            arrays[name] = values if dtype is Dtype.FLOAT else pd.array(values, dtype=dtype.value)
+        elif dtype is Dtype.OBJECT or not all(value is None or _fits(value, dtype) for value in values):
             # Its type is said: pandas 3 looks for text in objects, and makes None NaN there.
             arrays[name] = pd.Series(_objects(values), dtype=object)
         elif dtype is Dtype.FLOAT:
@@ -111,16 +117,14 @@ def _dtype(name: str) -> Dtype:
     return Dtype.INTEGER if is_whole else Dtype.FLOAT
 
 
-def _values(records: Records, name: str) -> list[Any]:
-    values: list[Any] = records.column(name).tolist()
-    if name in OPTIONAL_INT_FIELDS:
-        return [None if math.isnan(value) else int(value) for value in values]
+def _values(records: Records, name: str) -> list[Any] | np.ndarray[Any, Any]:
+    column = records.column(name)
     if name == "checksum":
-        return [f"crc32c:{int(value):08x}" for value in values]
+        return [f"crc32c:{value:08x}" for value in column.tolist()]
     if name not in JSON_FIELDS:
-        return values
+        return column
     try:
         # Each anew: whoever changes what one row says changes no other.
-        return [None if text == "null" else json.loads(text) for text in values]
+        return [None if text == "null" else json.loads(text) for text in column.tolist()]
     except (RecursionError, ValueError) as error:
         raise RunFormatError(f"the {name} of {records!r} are damaged: {error}: see 'ranktape check'") from error
