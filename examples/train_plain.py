@@ -117,8 +117,6 @@ def main() -> None:
     if is_distributed:
         # gloo aborts now and then when one rank tears down while another still talks to it.
         dist.barrier()
-        # Without this, DDP lets go of the group last, and torch 2.13 can hang: gloo's thread waits for the interpreter.
-        del model
         dist.destroy_process_group()
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.guard import StrictCaptureError
 from ranktape.capture.passes.tracker import Tracker
+from ranktape.capture.process_groups import keep_process_groups
 from ranktape.capture.settings.options import CaptureOptions, Policy
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.errors import CaptureError, RanktapeError
@@ -110,6 +111,8 @@ class Iterations:
         self._iteration += 1
 
     def _advance(self, iteration: int) -> None:
+        with self._recorder.guarded():
+            keep_process_groups()
         if self._disabled is not None:
             self._hooks.detach()
             self._iteration = iteration

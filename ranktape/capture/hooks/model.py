@@ -30,6 +30,7 @@ from ranktape.capture.passes.forwards import Arguments
 from ranktape.capture.passes.frames import keyword_arguments
 from ranktape.capture.passes.pipeline import PipelineHooks, stage_prefix
 from ranktape.capture.passes.tracker import Frame
+from ranktape.capture.process_groups import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.roles.table import FunctionRole, ModuleRole, forward_role
 from ranktape.capture.settings.rules import listed
@@ -251,9 +252,10 @@ class ModelHooks:
             check_layers(self._options, root, stacks[0])
 
     def _refresh(self) -> bool:
-        """Listen to frameworks that were loaded since; whether a pipeline schedule is rehearsing."""
+        """Meet frameworks and process groups that came since; whether a pipeline schedule is rehearsing."""
         assert self._checkpoints is not None, "only called while hooks are attached"
         assert self._pipeline is not None, "only called while hooks are attached"
+        keep_process_groups()
         self._checkpoints.refresh()
         return self._pipeline.refresh()
 

@@ -47,7 +47,6 @@ def main() -> None:
         weights = [float(weight.sum()).hex() for weight in model.parameters()]
         (args.out / f"rank{rank}").write_text("\n".join(losses + weights))
         dist.barrier()
-    del model  # torch 2.13 can hang where DDP lets go of the group last
     dist.destroy_process_group()
 
 
