@@ -58,7 +58,7 @@ def quantize_slowly(
     kind = Scaling(scaling) if scaling else named.scaling
     rows = np.atleast_1d(x)
     exact = rows.astype(np.float64)
-    tensor_scale = _tensor_scale(exact, scale_offset) if scheme == "nvfp4" else None
+    shared = _shared(exact, scale_offset, scheme) if named.has_tensor_scale else None
     scaled, factors = exact.copy(), np.ones(rows.shape)
     length = block_size or named.block_size or 32
     shape = _scales_shape(rows.shape, kind=kind, axis=axis, block_size=length)
@@ -68,13 +68,13 @@ def quantize_slowly(
         if kind is not Scaling.BLOCK:
             largest = largest[np.isfinite(largest)]
         amax = float(largest.max(initial=0.0))
-        if tensor_scale is not None:
-            scale = _nvfp4(amax, tensor_scale)
+        if shared is not None:
+            scale = _nvfp4(amax, shared)
         elif kind is Scaling.BLOCK or scale_rule not in {None, "exact"}:
             scale = _power(amax, rule=scale_rule or "floor", element=element, offset=scale_offset, bits=scale_bits)
         else:
             scale = _exact(amax, element=element, offset=scale_offset)
-        scaled[place] = _divided(exact[place], scale)
+        scaled[place] = _divided(exact[place], scale, is_float32=shared is not None)
         factors[place] = scale.factor
         stored[place_of_scale] = scale.stored if kind is Scaling.BLOCK else scale.value
         stored_values[place_of_scale] = scale.value
@@ -92,18 +92,18 @@ def quantize_slowly(
         codes=codes,
         scales=None if kind is Scaling.NONE else stored.reshape(scale_shape),
         scale_values=None if kind is Scaling.NONE else stored_values.reshape(scale_shape),
-        tensor_scale=tensor_scale,
+        tensor_scale=None if shared is None else float(shared.scale),
         losses=_losses(exact, scaled, rounded, element=element, how=how),
     )
 
 
-def _divided(exact: FloatArray, scale: _Scale) -> FloatArray:
+def _divided(exact: FloatArray, scale: _Scale, *, is_float32: bool) -> FloatArray:
     if math.isnan(scale.value):
         return np.full_like(exact, np.nan)
-    if scale.reciprocal is None:
-        return exact / scale.factor
-    product: FloatArray = np.copysign(_float32(np.abs(exact) * scale.reciprocal), exact)
-    return product
+    divided = exact / scale.factor if scale.reciprocal is None else exact * scale.reciprocal
+    # Of both zeros the sign stays, as numbers of numpy would lose it.
+    result: FloatArray = np.copysign(np.asarray(_float32(divided), np.float64), exact) if is_float32 else divided
+    return result
 
 
 def _losses(
@@ -182,26 +182,52 @@ def _exact(amax: float, *, element: Format, offset: int) -> _Scale:
     return _Scale(scale, scale, scale, None)
 
 
-def _tensor_scale(exact: FloatArray, offset: int) -> float:
-    amax = float(np.abs(exact[np.isfinite(exact)]).max(initial=0.0))
+class _Shared(NamedTuple):
+    """What the blocks of a tensor in NVFP4 share, in numpy's own float32."""
+
+    scheme: str
+    scale: Any
+    encode: Any
+
+
+def _shared(exact: FloatArray, offset: int, scheme: str) -> _Shared:
+    amax = np.abs(exact[np.isfinite(exact)]).max(initial=0.0)
     if not amax:
-        return 1.0
-    scale = float(_float32(math.ldexp(float(_float32(amax / 2688)), offset)))
-    return min(max(scale, 2.0**-121), float(np.finfo(np.float32).max))
+        return _Shared(scheme, np.float32(1), np.float32(1))
+    largest, products = _bounded(amax), np.float32(448) * np.float32(6)
+    if scheme == "nvfp4":
+        encode = max(_bounded(math.ldexp(float(_bounded(products / largest)), -offset)), np.float32(2.0**-127))
+        return _Shared(scheme, np.float32(1) / encode, encode)
+    scale = max(_bounded(math.ldexp(float(largest / products), offset)), np.float32(2.0**-121))
+    return _Shared(scheme, scale, np.float32(0))
 
 
-def _nvfp4(amax: float, tensor_scale: float) -> _Scale:
-    """In numpy's own float32."""
+def _nvfp4(amax: float, shared: _Shared) -> _Scale:
+    """As each of the three programs says it, operation by operation."""
     if not math.isfinite(amax):
         return _Scale(0x7F, math.nan, math.nan, math.nan)
-    one, six, per_tensor = np.float32(1), np.float32(6), np.float32(tensor_scale)
-    largest = np.finfo(np.float32).max
-    share = _float32(amax) / six if np.isfinite(_float32(amax)) else min(_float32(amax / 6), largest)
-    wanted = np.clip(share / per_tensor, np.float32(2.0**-6), np.float32(448))
-    block = np.float32(wanted.astype(ml_dtypes.float8_e4m3fn))
-    code = int(wanted.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
-    reciprocal = one / per_tensor / block
-    return _Scale(code, float(block), float(min(block * per_tensor, largest)), float(reciprocal))
+    one, six, largest, tensor = np.float32(1), np.float32(6), _bounded(amax), shared.scale
+    if shared.scheme == "nvfp4":
+        wanted = largest * (shared.encode * (one / six))
+    elif shared.scheme == "nvfp4_modelopt":
+        wanted = largest / _bounded(six * tensor)
+        wanted = max(wanted, np.float32(2.0**-9)) if wanted else one
+    else:
+        wanted = max(largest / six / tensor, np.float32(2.0**-6))
+    code = np.float32(min(wanted, np.float32(448))).astype(ml_dtypes.float8_e4m3fn)
+    block = np.float32(code)
+    factor = _bounded(block * tensor)
+    reciprocal: float | None = None
+    if shared.scheme == "nvfp4":
+        reciprocal = float(_bounded(one / factor)) if block else 0.0
+    elif shared.scheme == "nvfp4_torchao":
+        reciprocal = float(one / tensor / block)
+    return _Scale(int(code.view(np.uint8)), float(block), float(factor), reciprocal)
+
+
+def _bounded(number: Any) -> Any:
+    """In float32, the largest one at most."""
+    return min(np.float32(number), np.finfo(np.float32).max)
 
 
 def _float32(number: Any) -> Any:

@@ -254,10 +254,9 @@ def _every_size() -> torch.Tensor:
 
 
 FAST: list[tuple[str, dict[str, Any]]] = [
-    *((name, {"scale_rule": rule}) for name in SCHEMES if name != "nvfp4" for rule in ScaleRule),
+    *((name, {"scale_rule": rule}) for name in SCHEMES if not SCHEMES[name].has_tensor_scale for rule in ScaleRule),
     ("mxfp8_e4m3", {"block_size": 5}),
-    ("nvfp4", {}),
-    ("nvfp4", {"block_size": 7}),
+    *((name, {"block_size": size}) for name in SCHEMES if SCHEMES[name].has_tensor_scale for size in (16, 7)),
     ("hif8", {}),
     ("hif8", {"scaling": "tensor"}),
     ("fp8_e4m3", {}),

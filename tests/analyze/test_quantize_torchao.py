@@ -114,7 +114,7 @@ def test_nvfp4_agrees_with_torchao(torch: ModuleType, torchao: SimpleNamespace, 
     tensor[3] = 0.0
     per_tensor = torchao.nvfp4.per_tensor_amax_to_scale(tensor.abs().max())
     scales, packed = torchao.nvfp4.nvfp4_quantize(tensor, per_tensor_scale=per_tensor)
-    found = quantize(tensor, "nvfp4", warn=False)
+    found = quantize(tensor, "nvfp4_torchao", warn=False)
     assert found.tensor_scale == float(per_tensor)
     assert np.array_equal(found.scales.numpy(), scales.view(torch.uint8).numpy().reshape(found.scales.shape))
     codes = unpacked(packed.view(torch.uint8).numpy()).reshape(found.codes.shape)

@@ -21,7 +21,8 @@ from ranktape.errors import UsageError
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 NO_TARGETS = ("nvfp4", "fp64", *(name for name, row in FORMATS.items() if row.coding is Coding.EXPONENT))
 ELEMENTS = [name for name in FORMATS if name not in NO_TARGETS]
-BLOCKS = [name for name in SCHEMES if name != "nvfp4"]
+NVFP4 = [name for name, scheme in SCHEMES.items() if scheme.has_tensor_scale]
+BLOCKS = [name for name in SCHEMES if name not in NVFP4]
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ELEMENTS),
@@ -32,8 +33,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {"seed": 3}) for name in ("mxfp8_e4m3", "mxint8", "nvfp4", "hif8")),
     ("mxfp8_e4m3", {"scale_bits": 5, "scale_offset": -3}),
     ("mxfp4_e2m1", {"block_size": 1000}),
-    ("nvfp4", {}),
-    ("nvfp4", {"scale_offset": 2, "block_size": 7}),
+    *((name, {}) for name in NVFP4),
+    *((name, {"scale_offset": 2, "block_size": 7}) for name in NVFP4),
     ("fp8_e4m3", {"scaling": "channel"}),
     ("fp8_e5m2", {"scaling": "channel", "scale_rule": "rceil", "saturate": False}),
     ("hif8", {"rounding": "hybrid", "scaling": "tensor"}),

@@ -1,4 +1,4 @@
-"""What does an array become in a low-precision format?
+"""Arrays of numpy in low-precision formats.
 
 One piece after the other is copied to float64, divided by its scales, rounded by compiled loops and multiplied back:
 beyond the input and the result, memory is needed for one piece and for the scales. All arithmetic is exact or rounded
@@ -29,10 +29,10 @@ from ranktape.analyze.quantization.element_kernels import (
     unbounded_constants,
 )
 from ranktape.analyze.quantization.encoded import Quantized
-from ranktape.analyze.quantization.group_scales import GroupScales, group_scales, nvfp4_factors, nvfp4_reciprocals
+from ranktape.analyze.quantization.group_scales import GroupScales, group_scales, nvfp4_factors
 from ranktape.analyze.quantization.losses import Losses
 from ranktape.analyze.quantization.plan import Plan
-from ranktape.analyze.quantization.schemes import Scaling
+from ranktape.analyze.quantization.schemes import Recipe, Scaling
 from ranktape.storage.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
@@ -153,12 +153,13 @@ class _Work:
     def _divide(self, magnitudes_OBEI: NDArray[np.float64], box: Box, scales: GroupScales) -> NDArray[np.float64]:
         """Divide the magnitudes of a piece by their scales, and give the factors that undo it."""
         values_OBEI = scales.of_box(box, plan=self.plan)
-        if scales.tensor_scale is None:
+        if scales.tensor is None:
             np.divide(magnitudes_OBEI, values_OBEI, out=magnitudes_OBEI)
             return values_OBEI
-        products_OBEI = magnitudes_OBEI * nvfp4_reciprocals(values_OBEI, tensor_scale=scales.tensor_scale)
-        magnitudes_OBEI[...] = products_OBEI.astype(np.float32)
-        return nvfp4_factors(values_OBEI, tensor_scale=scales.tensor_scale)
+        before_OBEI, after_OBEI = nvfp4_factors(values_OBEI, scales.tensor)
+        operation = np.divide if scales.tensor.recipe == Recipe.MODELOPT else np.multiply
+        magnitudes_OBEI[...] = operation(magnitudes_OBEI, before_OBEI).astype(np.float32)
+        return after_OBEI
 
     def _round(self, box: Box, magnitudes: NDArray[np.float64], rounded: NDArray[np.float64]) -> None:
         rounding, element = self.plan.rounding, self.plan.scheme.element

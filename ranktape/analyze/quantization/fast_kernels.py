@@ -1,4 +1,4 @@
-"""How are float32 numbers quantised fast enough for a training, when nothing but the values is asked for?
+"""Loops that quantise float32 numbers fast enough for a training, where nothing but the values is asked for.
 
 In place, in float32 wherever that is exact: as most blocks are finite and far from the ends of float32, their elements
 are rounded by adding a power of two and taking it away again. The other ones go through float64, element by element.
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ranktape.analyze.formats import FORMATS
 from ranktape.analyze.formats.kernels import ONE_FIELD, RoundingConstants, round_away, round_even
 from ranktape.analyze.kernels import compiled
-from ranktape.analyze.quantization.group_scales import MAX_FLOAT32
+from ranktape.analyze.quantization.nvfp4 import TensorScale, block_scale, factors_of
+from ranktape.analyze.quantization.schemes import Recipe
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,6 +30,14 @@ INFINITY = np.int32(0x7F800000)
 
 FRACTION_BITS = 23
 """Bits of a float32 below its exponent field."""
+
+_FP4 = FORMATS["fp4_e2m1"]
+
+_FP4_ANCHOR_STEP = np.int32(FRACTION_BITS - _FP4.mantissa_bits)
+
+_FP4_LIMIT = np.float32(_FP4.maximum).view(np.int32)
+
+_MODELOPT = int(Recipe.MODELOPT)
 
 ONE_FIELD32 = 127
 """The exponent field of the float32 1.0."""
@@ -216,54 +226,26 @@ def _find_largest(block_LI: NDArray[np.int32], largest: NDArray[np.int32]) -> No
             largest[column] = max(largest[column], magnitude)
 
 
-class ScaledConstants(NamedTuple):
-    """What the kernels know of NVFP4, whose scales of blocks are numbers of a format themselves."""
-
-    tensor_scale: float
-    """The scale of the scales, a float32."""
-    mantissa_bits: int
-    """Width of the significand field of the elements."""
-    maximum: float
-    """Largest element."""
-    min_scale: float
-    """Smallest scale of a block that is used."""
+@compiled
+def _factors(largest: np.int32, tensor: TensorScale) -> tuple[np.float32, np.float32]:
+    """What elements are multiplied or divided by before they are rounded, and multiplied by after it: both float32."""
+    scale = block_scale(np.float64(np.int32(largest).view(np.float32)), tensor)
+    before, after = factors_of(scale, tensor)
+    return np.float32(before), np.float32(after) if largest < INFINITY else np.float32(np.nan)
 
 
 @compiled
-def _scale_of(
-    largest: np.int32, constants: ScaledConstants, scale_format: RoundingConstants
-) -> tuple[np.float32, np.float32]:
-    """What elements are multiplied by before they are rounded, and after it: as `group_scales` has it, in float32."""
-    tensor_scale, maximum = np.float32(constants.tensor_scale), np.float32(constants.maximum)
-    wanted = np.float32(np.float32(np.int32(largest).view(np.float32) / maximum) / tensor_scale)
-    kept = np.float32(round_even(max(np.float64(wanted), constants.min_scale), scale_format))
-    per_scale = np.float32(np.float32(np.float32(1.0) / tensor_scale) / kept)
-    bounded = min(np.float32(MAX_FLOAT32), per_scale)
-    factor = np.float32(kept * tensor_scale)
-    return bounded, factor if largest < INFINITY else np.float32(np.nan)
+def _round_scaled(bits: np.int32, recipe: int, before: np.float32, after: np.float32) -> np.int32:
+    """The pattern of a float32, scaled in float32, rounded to fp4_e2m1 and scaled back."""
+    value = np.int32(bits).view(np.float32)
+    scaled = np.float32(np.divide(value, before) if recipe == _MODELOPT else value * before).view(np.int32)
+    rounded = _round_quickly(scaled, np.int32(ONE_FIELD32), _FP4_ANCHOR_STEP, _FP4_LIMIT, np.int32(-1))
+    return np.float32(np.int32(rounded).view(np.float32) * after).view(np.int32)
 
 
 @compiled
-def _round_product(
-    bits: np.int32, reciprocal: np.float32, factor: np.float32, anchor_step: np.int32, limit: np.int32
-) -> np.int32:
-    """The pattern of a float32, scaled in float32, rounded and scaled back."""
-    scaled = np.float32(np.int32(bits).view(np.float32) * reciprocal).view(np.int32)
-    rounded = _round_quickly(scaled, np.int32(ONE_FIELD32), anchor_step, limit, np.int32(-1))
-    return np.float32(np.int32(rounded).view(np.float32) * factor).view(np.int32)
-
-
-@compiled
-def round_scaled_rows(
-    patterns: NDArray[np.int32],
-    length: int,
-    block_size: int,
-    constants: ScaledConstants,
-    scale_format: RoundingConstants,
-) -> None:
-    """Quantise rows of that length, one after the other, in blocks of neighbours."""
-    anchor_step = np.int32(FRACTION_BITS - constants.mantissa_bits)
-    limit = np.float32(constants.maximum).view(np.int32)
+def round_scaled_rows(patterns: NDArray[np.int32], length: int, block_size: int, tensor: TensorScale) -> None:
+    """Quantise rows of that length to NVFP4, one after the other, in blocks of neighbours."""
     for row in range(0, patterns.size, length):
         for start in range(row, row + length, block_size):
             block = patterns[start : min(start + block_size, row + length)]
@@ -271,29 +253,23 @@ def round_scaled_rows(
             for index in range(block.size):
                 magnitude = np.int32(block[index] & MAGNITUDE)
                 largest = max(largest, magnitude)
-            reciprocal, factor = _scale_of(largest, constants, scale_format)
+            before, after = _factors(largest, tensor)
             for index in range(block.size):
-                block[index] = _round_product(block[index], reciprocal, factor, anchor_step, limit)
+                block[index] = _round_scaled(block[index], tensor.recipe, before, after)
 
 
 @compiled
-def round_scaled_columns(
-    patterns_OLI: NDArray[np.int32], block_size: int, constants: ScaledConstants, scale_format: RoundingConstants
-) -> None:
-    """Quantise in blocks along the second of three dimensions, row after row as memory has them."""
-    anchor_step = np.int32(FRACTION_BITS - constants.mantissa_bits)
-    limit = np.float32(constants.maximum).view(np.int32)
+def round_scaled_columns(patterns_OLI: NDArray[np.int32], block_size: int, tensor: TensorScale) -> None:
+    """Quantise to NVFP4 in blocks along the second of three dimensions, row after row as memory has them."""
     length, width = patterns_OLI.shape[1:]
     largest = np.empty(width, dtype=np.int32)
-    reciprocals, factors = np.empty((2, width), dtype=np.float32)
-    for before in range(patterns_OLI.shape[0]):
+    before, after = np.empty((2, width), dtype=np.float32)
+    for outer in range(patterns_OLI.shape[0]):
         for start in range(0, length, block_size):
-            block = patterns_OLI[before, start : min(start + block_size, length)]
+            block = patterns_OLI[outer, start : min(start + block_size, length)]
             _find_largest(block, largest)
             for column in range(width):
-                reciprocals[column], factors[column] = _scale_of(largest[column], constants, scale_format)
+                before[column], after[column] = _factors(largest[column], tensor)
             for row in range(block.shape[0]):
                 for column in range(width):
-                    block[row, column] = _round_product(
-                        block[row, column], reciprocals[column], factors[column], anchor_step, limit
-                    )
+                    block[row, column] = _round_scaled(block[row, column], tensor.recipe, before[column], after[column])

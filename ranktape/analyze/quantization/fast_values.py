@@ -1,4 +1,4 @@
-"""What are the values of a quantised tensor, when a training asks for nothing else and waits for them?"""
+"""The values of a quantised tensor, for a training that asks for nothing else and waits for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ranktape.analyze.formats.kernels import constants_of
 from ranktape.analyze.quantization.fast_kernels import (
     BlockConstants,
     Flags,
-    ScaledConstants,
     largest_finite,
     round_all,
     round_columns,
@@ -21,6 +20,7 @@ from ranktape.analyze.quantization.fast_kernels import (
     round_scaled_rows,
 )
 from ranktape.analyze.quantization.group_scales import group_scales
+from ranktape.analyze.quantization.nvfp4 import level_of, tensor_scale_of
 from ranktape.analyze.quantization.plan import Plan, plan_of
 from ranktape.analyze.quantization.quantizer import quantize_planned
 from ranktape.analyze.quantization.scales import cut_of
@@ -109,22 +109,14 @@ def _quantize_blocks(patterns: NDArray[np.int32], *, plan: Plan) -> None:
 
 def _quantize_scaled(patterns: NDArray[np.int32], *, plan: Plan) -> None:
     """With a number of a format for each block, and one for the tensor: NVFP4."""
-    element, scale = plan.scheme.element, plan.scheme.scale
-    assert scale is not None, "it has scales of blocks"
-    largest = largest_finite(patterns.reshape(-1))
-    tensor_scale = group_scales(np.zeros(1), plan=plan, largest_of_all=largest).tensor_scale
-    assert tensor_scale is not None, "it has a scale of those"
-    constants = ScaledConstants(
-        tensor_scale=tensor_scale,
-        mantissa_bits=element.mantissa_bits,
-        maximum=element.maximum,
-        min_scale=scale.min_normal,
-    )
+    recipe = plan.scheme.recipe
+    assert recipe is not None, "it has scales of blocks"
+    tensor = tensor_scale_of(level_of(largest_finite(patterns.reshape(-1)), recipe=recipe), int(recipe))
     rows = _rows(patterns, plan=plan)
     if rows.shape[2] == 1:
-        round_scaled_rows(patterns.reshape(-1), rows.shape[1], plan.scheme.block_size, constants, constants_of(scale))
+        round_scaled_rows(patterns.reshape(-1), rows.shape[1], plan.scheme.block_size, tensor)
     else:
-        round_scaled_columns(rows, plan.scheme.block_size, constants, constants_of(scale))
+        round_scaled_columns(rows, plan.scheme.block_size, tensor)
 
 
 def _rows(patterns: NDArray[np.int32], *, plan: Plan) -> NDArray[np.int32]:

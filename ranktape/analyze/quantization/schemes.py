@@ -1,4 +1,4 @@
-"""Which elements and which scales make up a quantised tensor?
+"""The elements and the scales that make up a quantised tensor.
 
 A scheme is a format of elements and the group of elements that shares a scale. One row for each; a new one is one row.
 """
@@ -26,6 +26,14 @@ class Scaling(enum.StrEnum):
     """A run of neighbours along an axis; the last one may be shorter."""
 
 
+class Recipe(enum.IntEnum):
+    """Whose way of computing the scales of NVFP4: `nvfp4` says how each does it."""
+
+    TRANSFORMER_ENGINE = 0
+    MODELOPT = 1
+    TORCHAO = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
     """A way to store a tensor in few bits."""
@@ -40,11 +48,13 @@ class Scheme:
     """Elements in a block; 0 without blocks."""
     scale: Format | None = None
     """What the scales of blocks are stored in: e8m0 is a power of two; None without blocks."""
+    recipe: Recipe | None = None
+    """Of NVFP4, how its scales are computed; None for all others."""
 
     @property
     def has_tensor_scale(self) -> bool:
         """Whether the scales of the blocks have a float32 scale of their own, as in NVFP4."""
-        return self.scale is not None and self.scale.name != "e8m0"
+        return self.recipe is not None
 
 
 MX_BLOCK_SIZE = 32
@@ -52,6 +62,17 @@ MX_BLOCK_SIZE = 32
 
 NVFP4_BLOCK_SIZE = 16
 """NVIDIA's NVFP4: e4m3 scales for blocks of 16, one float32 scale for the tensor."""
+
+
+def _nvfp4(name: str, recipe: Recipe) -> Scheme:
+    return Scheme(
+        name=name,
+        element=FORMATS["nvfp4"],
+        scaling=Scaling.BLOCK,
+        block_size=NVFP4_BLOCK_SIZE,
+        scale=FORMATS["fp8_e4m3"],
+        recipe=recipe,
+    )
 
 
 def _mx(element: str) -> Scheme:
@@ -68,13 +89,9 @@ SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
         *map(_mx, ("fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1", "int8")),
-        Scheme(
-            name="nvfp4",
-            element=FORMATS["nvfp4"],
-            scaling=Scaling.BLOCK,
-            block_size=NVFP4_BLOCK_SIZE,
-            scale=FORMATS["fp8_e4m3"],
-        ),
+        _nvfp4("nvfp4", Recipe.TRANSFORMER_ENGINE),
+        _nvfp4("nvfp4_modelopt", Recipe.MODELOPT),
+        _nvfp4("nvfp4_torchao", Recipe.TORCHAO),
     )
 }
 """The schemes with blocks, by name; any format without blocks is a scheme too."""

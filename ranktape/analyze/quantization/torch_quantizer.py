@@ -1,4 +1,4 @@
-"""What does a torch tensor become in a low-precision format, computed on the device where it is?
+"""Torch tensors in low-precision formats, computed on the device where they are.
 
 The twin of `quantizer` in torch operations, equal bit for bit: for tensors that are not in the memory of the CPU.
 Boxes of a fixed number of elements are quantised one after the other, so that the memory beyond the result is bounded;
@@ -21,10 +21,10 @@ from ranktape.analyze.formats import Rounding
 from ranktape.analyze.quantization.blocks import Box, boxes, grouped_shape
 from ranktape.analyze.quantization.element_kernels import COUNTS
 from ranktape.analyze.quantization.encoded import Quantized
-from ranktape.analyze.quantization.group_scales import GroupScales, group_scales, nvfp4_factors, nvfp4_reciprocals
+from ranktape.analyze.quantization.group_scales import GroupScales, group_scales, nvfp4_factors
 from ranktape.analyze.quantization.losses import Losses
 from ranktape.analyze.quantization.plan import Plan, plan_of
-from ranktape.analyze.quantization.schemes import Scaling
+from ranktape.analyze.quantization.schemes import Recipe, Scaling
 from ranktape.analyze.quantization.torch_rounding import code_dtype, encode_elements, round_elements, uniforms_at
 from ranktape.errors import UsageError
 
@@ -175,14 +175,14 @@ class _Work:
         plan, values = self.plan, self.values(box)
         scaled, factor = values, torch.ones((), dtype=torch.float64, device=values.device)
         if self.scales is not None:
-            scales, tensor_scale = self.scales.of_box(box, plan=plan), self.scales.tensor_scale
-            if tensor_scale is None:
+            scales, tensor = self.scales.of_box(box, plan=plan), self.scales.tensor
+            if tensor is None:
                 factor = self.moved(scales)
                 scaled = values / factor
             else:
-                factor = self.moved(nvfp4_factors(scales, tensor_scale=tensor_scale))
-                product = values * self.moved(nvfp4_reciprocals(scales, tensor_scale=tensor_scale))
-                scaled = product.to(torch.float32).to(torch.float64)
+                before, factor = map(self.moved, nvfp4_factors(scales, tensor))
+                wide = values / before if tensor.recipe == Recipe.MODELOPT else values * before
+                scaled = wide.to(torch.float32).to(torch.float64)
         uniform = source = None
         if plan.rounding is Rounding.STOCHASTIC:
             uniform = uniforms_at(self.indices(box), seed=plan.seed)

@@ -1,4 +1,4 @@
-"""What does a tensor lose with a scale for each block or channel, for many offsets at once, from its values?
+"""The sums of what a tensor loses with a scale for each block or channel, for many offsets at once, from its values.
 
 For what counts of a block histogram do not answer: values of more than 16 bits, NVFP4, whose scales look at all bits
 of a block's maximum and at the tensor's, and channels. Memory is read once for all levels, and once before where a
@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.formats import FORMATS, Rounding
 from ranktape.analyze.quantization.blocks import RUN, Box, boxes, grouped_shape
-from ranktape.analyze.quantization.group_scales import MAX_FLOAT32, MIN_TENSOR_SCALE
+from ranktape.analyze.quantization.nvfp4 import level_of
 from ranktape.analyze.quantization.plan import HIF8_TARGET
 from ranktape.analyze.quantization.scales import unbounded_exponents
 from ranktape.analyze.quantization.schemes import Scaling, Scheme
@@ -109,7 +108,7 @@ class _Work:
         if self._is_channel:
             self.offsets_L = np.ldexp(1.0, offsets)
         elif scheme.has_tensor_scale:
-            self.offsets_L = self._tensor_scales(largest_finite, offsets)
+            self.offsets_L = self._tensor_levels(largest_finite, offsets)
         self.how = self._scales(shift=shift_of(largest) if largest else 0)
 
     def boxes(self) -> Iterator[Box]:
@@ -182,23 +181,16 @@ class _Work:
         with np.errstate(over="ignore", under="ignore"):
             return np.where(largest == 0, 1.0, (largest / target).astype(np.float32))
 
-    def _tensor_scales(self, largest: float, offsets: NDArray[np.int64]) -> NDArray[np.float64]:
-        assert self._scheme.scale is not None, "blocks have scales"
-        if largest == 0:
-            return np.ones(offsets.size)
-        with np.errstate(over="ignore", under="ignore"):
-            exact = np.float64(np.float32(largest / (self._scheme.scale.maximum * self._scheme.element.maximum)))
-            scales = np.ldexp(exact, offsets).astype(np.float32).astype(np.float64)
-        return np.clip(scales, MIN_TENSOR_SCALE, MAX_FLOAT32)
+    def _tensor_levels(self, largest: float, offsets: NDArray[np.int64]) -> NDArray[np.float64]:
+        recipe = self._scheme.recipe
+        assert recipe is not None, "scales of scales have a recipe"
+        return np.array([level_of(largest, recipe=recipe, offset=offset) for offset in offsets.tolist()])
 
     def _scales(self, *, shift: int) -> Scales:
-        scale = FORMATS["fp8_e4m3"]
-        codes = kernel_constants(scale, rounding=Rounding.EVEN)
         kind = FLOATS if self._is_channel else CODES if self._scheme.has_tensor_scale else POWERS
         end = (1 << (self._options.bits - 1)) - 1
-        element = self._scheme.element
-        limit, factors = MAX_SHIFTED_EXPONENT, shift_factors(shift)
-        return Scales(kind, end, shift, factors, limit, element.maximum, codes, scale.min_normal)
+        recipe = int(self._scheme.recipe or 0)
+        return Scales(kind, end, shift, shift_factors(shift), MAX_SHIFTED_EXPONENT, recipe)
 
 
 def _left_out(values_GE: NDArray[np.float64], is_left_out: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""What do values and their roundings add up to when each group of them has a scale of its own, at many offsets?
+"""Loops that add up values and their roundings where each group of them has a scale of its own, at many offsets.
 
 As `scaling_kernels`, for values in rows of one group each. The scales of a level are computed where they are used, in
 one pass over memory for all levels.
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ranktape.analyze.kernels import compiled
-from ranktape.analyze.quantization.group_scales import MAX_FLOAT32, MIN_FLOAT32
-from ranktape.analyze.sweeps.rounding_kernels import Constants, round_block
+from ranktape.analyze.quantization.group_scales import MIN_FLOAT32
+from ranktape.analyze.quantization.nvfp4 import MAX_FLOAT32, block_scale, factors_of, tensor_scale_of
+from ranktape.analyze.quantization.schemes import Recipe
+from ranktape.analyze.sweeps.rounding_kernels import Constants
 from ranktape.analyze.sweeps.scaling_kernels import (
     BLOCK,
     LANES,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 POWERS, FLOATS, CODES = range(3)
 """Scales are powers of two; or numbers to divide by; or e4m3 numbers times the scale of the tensor, as NVFP4's are."""
 
+_MODELOPT = int(Recipe.MODELOPT)
+
 
 class Scales(NamedTuple):
     """What the kernel knows of how scales follow from what is known of a group."""
@@ -47,12 +51,8 @@ class Scales(NamedTuple):
     """What divides by that: see `shift_factors`."""
     limit: int
     """Largest magnitude of the exponent of a shifted scale."""
-    element_maximum: float
-    """Largest value of the elements."""
-    codes: Constants
-    """Of the format of the scales of blocks."""
-    min_code: float
-    """Smallest scale of a block that is used."""
+    recipe: int
+    """Of NVFP4, the `Recipe`."""
 
 
 @compiled
@@ -69,8 +69,8 @@ def sum_grouped(  # noqa: PLR0917 - numba knows no keyword-only arguments
     """Add the sums of magnitudes in groups.
 
     `known_G` is of each group the exponent of its scale (`POWERS`), its scale (`FLOATS`) or its largest magnitude
-    (`CODES`); `offsets_L` is of each level what is added to the exponent, what scales are multiplied by, or the scale
-    of the tensor.
+    (`CODES`); `offsets_L` is of each level what is added to the exponent, what scales are multiplied by, or what the
+    scale of the tensor follows from.
     """
     num_groups, size_of_group = values_GE.shape
     flat = values_GE.reshape(values_GE.size)
@@ -98,7 +98,7 @@ def sum_grouped(  # noqa: PLR0917 - numba knows no keyword-only arguments
         zeros += add_own(values, ones[:used], own_KA)
         for level in range(offsets_L.size):
             _factors_of(known, offsets_L[level], how, factors)
-            _scale_block(block[:size], width, how.kind, factors, scaled[:size], scales[:size])
+            _scale_block(block[:size], width, how, factors, scaled[:size], scales[:size])
             finish_block(
                 values, no_weights, ones[:used], scaled, scales, constants, scratch, sums_LKA[level], counts_LC[level]
             )
@@ -123,26 +123,17 @@ def _factors_of(known: NDArray[np.float64], offset: float, how: Scales, factors:
             before[group] = scale
             after[group] = scale * low * high
         return
-    # NVFP4, every operation rounded to float32 as its reference does: see `group_scales`.
-    inverse = np.float64(np.float32(np.divide(1.0, offset)))
+    tensor = tensor_scale_of(offset, how.recipe)
     for group in range(known.size):
-        narrow = np.float64(np.float32(known[group]))
-        magnitude = narrow if narrow <= MAX_FLOAT32 else known[group]
-        share = min(np.float64(np.float32(magnitude / how.element_maximum)), MAX_FLOAT32)
-        wanted = np.float64(np.float32(np.divide(share, offset)))
-        before[group] = min(max(wanted, how.min_code), how.codes.maximum)
-    round_block(before, how.codes, after)
-    for group in range(known.size):
-        code = after[group]
-        before[group] = np.float64(np.float32(np.divide(inverse, code)))
-        after[group] = min(np.float64(np.float32(code * offset)), MAX_FLOAT32) * low * high
+        before[group], unshifted = factors_of(block_scale(known[group], tensor), tensor)
+        after[group] = unshifted * low * high
 
 
 @compiled
 def _scale_block(  # noqa: PLR0917 - as above
     values: NDArray[np.float64],
     width: int,
-    kind: int,
+    how: Scales,
     factors: NDArray[np.float64],
     scaled: NDArray[np.float64],
     scales: NDArray[np.float64],
@@ -152,13 +143,17 @@ def _scale_block(  # noqa: PLR0917 - as above
     x, y, s = values.reshape(shape), scaled.reshape(shape), scales.reshape(shape)
     for row in range(shape[0]):
         before, after = factors[0, row], factors[1, row]
-        if kind == POWERS:
+        if how.kind == POWERS:
             for index in range(shape[1]):
                 y[row, index] = x[row, index] * before
                 s[row, index] = after
-        elif kind == FLOATS:
+        elif how.kind == FLOATS:
             for index in range(shape[1]):
                 y[row, index] = np.divide(x[row, index], before)
+                s[row, index] = after
+        elif how.recipe == _MODELOPT:
+            for index in range(shape[1]):
+                y[row, index] = np.float64(np.float32(np.divide(x[row, index], before)))
                 s[row, index] = after
         else:
             for index in range(shape[1]):
