@@ -1,4 +1,4 @@
-"""What of a run is stored, what is missing and why, and is the guaranteed minimum there?"""
+"""`ranktape status`: what of a run is stored, what is missing and why, and whether the guaranteed minimum is there."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ COLUMNS = (
     Column(name="expected", kind=Kind.INTEGER, unit="ranks"),
     Column(name="records", kind=Kind.INTEGER),
     Column(name="size", kind=Kind.NBYTES, unit="bytes"),
-    Column(name="tensors", kind=Kind.TEXT),
+    Column(name="tensors", kind=Kind.TEXT, head="expected tensors recorded"),
     Column(name="missing", kind=Kind.TEXT),
 )
-"""One row is one iteration of one attempt; `tensors` are those recorded of those expected, whatever their calls."""
+"""One row is one iteration of one attempt."""
+
+COUNTED = (
+    "a record is one tensor of one microbatch and call; an expected tensor is counted once on each rank, however many "
+    "records it has"
+)
+"""What is said where both are counted."""
 
 MAX_NAMED = 4
 """Ranks, and tensors, that text names before it counts the rest; JSON names all."""
@@ -95,7 +101,8 @@ def status_table(
         )
         for status in statuses
     )
-    notes = (*silent_notes(statuses), *disabled_notes(disabled or {}), verdict_line(verdict))
+    counted = (COUNTED,) if any(status.num_expected for status in statuses) else ()
+    notes = (*counted, *silent_notes(statuses), *disabled_notes(disabled or {}), verdict_line(verdict))
     return Table(title=printable(url), columns=COLUMNS, rows=rows, notes=notes)
 
 
@@ -125,8 +132,7 @@ def verdict_line(verdict: Verdict | None) -> str:
 
 def missing_text(status: IterationStatus) -> str:
     """The ranks that have not committed, each with the reason, and what is wrong with the commit; mostly empty."""
-    words = [f"rank {rank}: {reason}" for rank, reason in status.missing.items()]
-    return _first([*words, status.problem] if status.problem else words)
+    return "; ".join(filter(None, [status.lacks(max_named=MAX_NAMED), status.problem]))
 
 
 def tensors_text(status: IterationStatus) -> str:

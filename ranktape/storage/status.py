@@ -1,4 +1,4 @@
-"""How far is each iteration of a run, what is missing, and is the guaranteed minimum there?"""
+"""How far each iteration of a run is, what is missing, and whether the guaranteed minimum is there."""
 
 from __future__ import annotations
 
@@ -51,11 +51,22 @@ class IterationStatus:
     problem: str = ""
     """What is wrong with the document of its commit; empty where nothing is."""
     num_expected: int | None = None
-    """Tensors that were expected, on all ranks; None before the iteration commit, and where no capture counted."""
+    """Tensors that were expected, each counted once on each rank, however many records its microbatches and calls
+    make; None before the iteration commit, and where no capture counted."""
     num_recorded: int | None = None
-    """Those of them that were recorded, in all passes and calls in which they came."""
+    """Those of them that were recorded, in all microbatches and calls in which they came."""
     num_missing: int | None = None
     """Those of them that were not, or not whole; `silent_sites` has the reasons."""
+
+    def lacks(self, *, max_named: int) -> str:
+        """What it lacks to be complete, at most so many ranks named; empty where nothing is missing."""
+        if self.state in {IterationState.COMPLETE, IterationState.DROPPED}:
+            return ""
+        if not self.missing:
+            return "every rank has committed it, its iteration commit is not written yet"
+        words = [f"rank {rank}: {reason}" for rank, reason in list(self.missing.items())[:max_named]]
+        rest = len(self.expected_ranks) - len(self.committed_ranks) - len(words)
+        return "; ".join(words) + (f"; and {rest} more" if rest > 0 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +88,7 @@ class Verdict:
         """One line for a person."""
         have = f"{len(self.complete)} of {self.required} guaranteed iterations are stored complete"
         if self.met:
-            return f"minimum met: {have} ({_listed(self.complete)})"
+            return f"minimum met: {have}" + (f" ({_listed(self.complete)})" if self.complete else "")
         missing = "; ".join(self.missing[:_MAX_NAMED]) or "no iteration was begun"
         rest = len(self.missing) - _MAX_NAMED
         return f"minimum not met: {have}; {missing}" + (f"; and {rest} more" if rest > 0 else "")
@@ -114,10 +125,7 @@ def judge(
     for status in statuses:
         if status.iteration in complete or status.state is IterationState.DROPPED:
             continue
-        ranks = "; ".join(f"rank {rank}: {reason}" for rank, reason in list(status.missing.items())[:_MAX_NAMED])
-        rest = len(status.missing) - _MAX_NAMED
-        more = f"; and {rest} more ranks" if rest > 0 else ""
-        missing.append(f"iteration {status.iteration} is {status.state} ({ranks}{more})")
+        missing.append(f"iteration {status.iteration} is {status.state} ({status.lacks(max_named=_MAX_NAMED)})")
     is_met = len(complete) >= required
     if not is_met:
         missing += [f"{subject}: {problem}" for subject, problem in (problems or {}).items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape.launch.cli import cli
-from ranktape.launch.status import status_document, status_table, verdict_line
+from ranktape.launch.status import COUNTED, status_document, status_table, verdict_line
 from ranktape.storage import IterationState, IterationStatus, Verdict
+from ranktape.storage.status import judge
 
 STATUSES = [
     IterationStatus(
@@ -54,10 +56,21 @@ def test_the_table_has_one_row_for_each_iteration_and_the_verdict_below() -> Non
     assert table.column("missing") == ["", "rank 1: its process ended"]
     assert table.column("tensors") == ["12 of 14", ""]
     assert table.notes == (
+        COUNTED,
         "not recorded (no gradient): layers.0.query grad_input",
         "minimum not met: 1 of 2 guaranteed iterations are stored complete; iteration 4 is partial (rank 1: gone)",
     )
     assert "3 MB" in table.to_text()
+
+
+def test_what_waits_for_its_commit_alone_is_told_without_empty_parentheses() -> None:
+    waiting = dataclasses.replace(STATUSES[1], state=IterationState.OPEN, committed_ranks=[0, 1], missing={})
+    (missing,) = status_table([waiting], verdict=None, url="x").column("missing")
+    assert missing == "every rank has committed it, its iteration commit is not written yet"
+    verdict = judge([waiting], required=1, final=False)
+    assert verdict.missing == [f"iteration 4 is open ({missing})"]
+    message = judge([], required=0, final=True).message()
+    assert message == "minimum met: 0 of 0 guaranteed iterations are stored complete"
 
 
 def test_programs_get_everything_by_name() -> None:
