@@ -94,7 +94,11 @@ class S3Backend(RemoteBackend):
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """Write an object of the joined parts."""
         views = [view for view in (byte_view(part) for part in parts) if view.nbytes]
-        self._wait("write", key, self._put, key, views)
+        try:
+            self._wait("write", key, self._put, key, views)
+        finally:
+            # A request that was given up must not send what lies there later.
+            views.clear()
 
     def create(self, key: str, data: bytes) -> bool:
         """Write an object if there is none; False if there was one."""
@@ -201,7 +205,7 @@ class S3Backend(RemoteBackend):
         answer: dict[str, Any] = await self._fs._call_s3(method, Bucket=self._bucket, **arguments)  # noqa: SLF001  # its public form blocks the loop
         return answer
 
-    async def _put(self, key: str, views: Sequence[memoryview]) -> None:
+    async def _put(self, key: str, views: list[memoryview]) -> None:
         nbytes = sum(view.nbytes for view in views)
         if nbytes <= _JOINED_NBYTES:
             await self._request("put_object", Key=self._key(key), Body=b"".join(views))
@@ -210,7 +214,7 @@ class S3Backend(RemoteBackend):
         else:
             await self._put_parts(self._key(key), views, nbytes)
 
-    async def _put_parts(self, key: str, views: Sequence[memoryview], nbytes: int) -> None:
+    async def _put_parts(self, key: str, views: list[memoryview], nbytes: int) -> None:
         upload = (await self._request("create_multipart_upload", Key=key))["UploadId"]
         gate = asyncio.Semaphore(_PARTS_AT_ONCE)
 
@@ -328,7 +332,7 @@ class PartlyDeletedError(Exception):
 class _Joined(io.RawIOBase):
     """The bytes from `start` to `stop` of joined parts as a file, which a client reads in pieces while it sends."""
 
-    def __init__(self, views: Sequence[memoryview], start: int, stop: int) -> None:
+    def __init__(self, views: list[memoryview], start: int, stop: int) -> None:
         self._views = views
         self._ends = list(accumulate(view.nbytes for view in views))
         self._start = start
