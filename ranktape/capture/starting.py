@@ -90,6 +90,7 @@ def _writer_config(
         policy=options.policy,
         compression=options.compression,
         store_timeout_seconds=options.store_timeout_seconds,
+        store_concurrency=options.store_concurrency,
         ring_path=None if path is None else str(path),
         spill_dir=None if options.spill_dir is None else str(_absolute(options.spill_dir)),
         join_timeout_seconds=START_TIMEOUT_SECONDS / 2,

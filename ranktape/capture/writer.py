@@ -158,6 +158,7 @@ class Writer:
             environment=config.environment,
             compression=config.compression,
             stack_below_nbytes=COUNT_FROM_NBYTES if policy is Policy.HISTOGRAM else STACK_BELOW_NBYTES,
+            store_concurrency=config.store_concurrency,
         )
         self._rank_writer = rank_writer
         self._storer = Storer(
@@ -169,6 +170,7 @@ class Writer:
                 attempt=self._attempt.number,
                 policy=policy,
                 store_timeout_seconds=seconds,
+                store_concurrency=config.store_concurrency,
                 ring_is_kept=config.ring_path is not None,
                 has_spill=spill is not None,
             ),

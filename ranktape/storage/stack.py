@@ -1,4 +1,4 @@
-"""Which small tensors wait to be written together, and which of them go into one array?
+"""The small tensors that wait to be written together, and which of them go into one array.
 
 A small tensor costs the store as much as a large one when it is an object of its own. Those of one dtype, shape
 and layout are therefore kept until there are many of them, or their iteration ends. Nothing is copied: what is
@@ -29,6 +29,9 @@ MAX_STACK_RECORDS = 8192
 
 MAX_HELD_NBYTES = 64 << 20
 """All stacks of a writer are written once they are that large together."""
+
+STORE_CONCURRENCY = 8
+"""Stacks, and tensors with an object of their own, that a rank sends at the same time, where nobody says otherwise."""
 
 StackKey = tuple[Any, ...]
 """What the tensors of one stack share."""

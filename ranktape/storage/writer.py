@@ -1,4 +1,4 @@
-"""How does one rank store what it captured, and say that an iteration is whole?
+"""What one rank writes: its tensors, and the word that an iteration is whole.
 
 Large tensors are written as they come, small ones together. An iteration exists when its group's document, with
 the documents of all its arrays, has been written after everything else and after a flush; a marker then tells the
@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import CaptureError, DataError, StorageError
@@ -64,6 +66,7 @@ class RankWriter:
         environment: Mapping[str, Any],
         compression: str = Compression.NONE.value,
         stack_below_nbytes: int = stack.STACK_BELOW_NBYTES,
+        store_concurrency: int = stack.STORE_CONCURRENCY,
     ) -> None:
         """Announce the rank in the store.
 
@@ -74,6 +77,7 @@ class RankWriter:
             environment: Of the process, for the rank's document.
             compression: How values are packed.
             stack_below_nbytes: Tensors smaller than this are kept, and written together.
+            store_concurrency: How many stacks are sent at the same time.
 
         Raises:
             StorageError: the store cannot be written.
@@ -87,6 +91,7 @@ class RankWriter:
         self._open: dict[int, Pending] = {}
         self._settled: set[int] = set()
         self._changed = threading.Condition()
+        self._pool = ThreadPoolExecutor(store_concurrency, thread_name_prefix="ranktape-stack")
         self._put_group(layout.rank_path(attempt.path, rank), {"rank": rank, "environment": dict(environment)})
 
     @property
@@ -169,8 +174,7 @@ class RankWriter:
         with self._changed:
             chosen = [pending for number, pending in self._open.items() if iteration in {None, number}]
             work = [(pending, held) for pending in chosen for held in self._take_stacks(pending)]
-        for pending, held in work:
-            self._write_stack(pending, held)
+        self._write_stacks(work)
 
     def commit(
         self,
@@ -269,9 +273,8 @@ class RankWriter:
         """What there is of an iteration, once all of it is in the store; the first failure on the way is raised."""
         with self._changed:
             pending = self._begun(iteration)
-            work = self._take_stacks(pending)
-        for held in work:
-            self._write_stack(pending, held)
+            work = [(pending, held) for held in self._take_stacks(pending)]
+        self._write_stacks(work)
         with self._changed:
             self._changed.wait_for(lambda: not pending.num_busy)
         if pending.failure is not None:
@@ -321,6 +324,10 @@ class RankWriter:
         taken = pending.stacks.take_all()
         pending.num_busy += len(taken)
         return taken
+
+    def _write_stacks(self, work: Sequence[tuple[Pending, list[Held]]]) -> None:
+        """Side by side: each of them waits for the store, and with the caller's patience."""
+        wait([self._pool.submit(copy_context().run, self._write_stack, pending, held) for pending, held in work])
 
     def _write_stack(self, pending: Pending, held: list[Held]) -> None:
         try:

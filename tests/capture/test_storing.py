@@ -100,6 +100,7 @@ class Bench:
                 attempt=0,
                 policy=policy,
                 store_timeout_seconds=store_timeout_seconds,
+                store_concurrency=4,
                 ring_is_kept=False,
                 has_spill=spill_dir is not None,
             ),

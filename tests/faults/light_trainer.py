@@ -91,6 +91,7 @@ class _Trainer:
             policy="block",
             compression="none",
             store_timeout_seconds=20.0,
+            store_concurrency=4,
             ring_path=None if path is None else str(path),
             spill_dir=None,
             join_timeout_seconds=2.0,

@@ -25,8 +25,8 @@ CAPTURE = {
     "layer_idx", "operation", "phase", "component", "tensor_name", "dtype", "compute_dtype", "rank", "microbatch",
     "call", "iteration", "modes", "where", "samples", "keep", "selections", "layers", "layer_offset", "master",
     "advance_on", "sample_dim", "policy", "host_budget_nbytes", "block_timeout_seconds", "finish_timeout_seconds",
-    "store_timeout_seconds", "compression", "keep_last", "ring_dir", "spill_dir", "strict", "capture_config", "manual",
-    "resume", "overwrite", "storage_options",
+    "store_timeout_seconds", "store_concurrency", "compression", "keep_last", "ring_dir", "spill_dir", "strict",
+    "capture_config", "manual", "resume", "overwrite", "storage_options",
 }  # fmt: skip
 """The settings of a capture."""
 

@@ -6,7 +6,7 @@ import errno
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from ranktape.errors import CaptureError, DataError, StorageError, UsageError
 from ranktape.storage import open_run, stack
+from ranktape.storage.backends.backend import Buffer
 from ranktape.storage.backends.local import LocalBackend
 from ranktape.storage.commit import finish_iteration, read_whole_commit
 from ranktape.storage.names import Site, site_path
@@ -23,6 +24,7 @@ from ranktape.storage.record import Keep
 from ranktape.storage.selection.columns import StringColumn
 from ranktape.storage.upkeep.check import check_run
 from ranktape.storage.upkeep.retention import drop_iteration
+from ranktape.storage.writer import RankWriter
 from tests.runs import describe, start
 
 
@@ -80,6 +82,40 @@ def test_stacks_are_written_when_they_are_full_and_when_asked(tmp_path: Path, mo
     records = open_run(tmp_path / "run").select()
     assert {record.location.stack for record in records} == {"stack_float32_3x4_0", "stack_float32_3x4_1", ""}
     assert sorted(int(record.read()[0, 0]) for record in records) == list(range(7))
+
+
+class Meeting(LocalBackend):
+    """A place whose stacks arrive three at a time, or never."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self.barrier = threading.Barrier(3)
+        self.side_by_side = [0]
+        self.lock = threading.Lock()
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+        if "/stack_" in key and not key.endswith("zarr.json"):
+            with self.lock:
+                self.side_by_side.append(self.side_by_side[-1] + 1)
+            self.barrier.wait(timeout=60)
+            with self.lock:
+                self.side_by_side.append(self.side_by_side[-1] - 1)
+        super().put(key, parts)
+
+
+def test_stacks_are_sent_side_by_side(tmp_path: Path) -> None:
+    _, attempt, _ = start(str(tmp_path / "run"))
+    backend = Meeting(tmp_path / "run")
+    writer = RankWriter(backend, attempt=attempt, rank=0, environment={}, store_concurrency=3)
+    for iteration in range(2):
+        for index in range(12):
+            array = np.full((1 + index // 2,), index, np.float32)
+            writer.write(array, info=describe(array, iteration=iteration, call=index))
+        if iteration:
+            writer.flush_stacks()
+        writer.commit(iteration, expected=[], silent_sites={})
+    assert max(backend.side_by_side) == 3
+    assert not [finding for finding in check_run(backend).findings if finding.is_error]
 
 
 def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

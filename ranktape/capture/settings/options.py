@@ -19,6 +19,7 @@ from ranktape.errors import UsageError
 from ranktape.storage.backends.urls import parse_storage_options
 from ranktape.storage.documents import Compression
 from ranktape.storage.record import Keep, Mode, check_term
+from ranktape.storage.stack import STORE_CONCURRENCY
 
 
 class Policy(enum.StrEnum):
@@ -161,6 +162,12 @@ class CaptureOptions:
         kind=float,
         least=0,
         help="Longest time that a write is tried again while the store does not answer; then its iteration fails.",
+    )
+    store_concurrency: int = option(
+        STORE_CONCURRENCY,
+        kind=int,
+        least=1,
+        help="Tensors, or stacks of small ones, that each rank sends to the store at the same time.",
     )
     compression: str = option(
         Compression.NONE.value,

@@ -1,4 +1,4 @@
-"""How long does a thread go on trying when the store does not answer?
+"""How long a thread goes on trying when the store does not answer.
 
 The backend that the writer stores through asks this each time a request has failed for now (`give_up` of
 `RetryingBackend.with_deadline`): what is worth waiting for depends on what the thread is storing.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 
 def _never() -> bool:
@@ -16,25 +17,23 @@ def _never() -> bool:
 
 
 class Patience:
-    """Whether the thread that asks is to try no more; safe for several threads."""
+    """Whether the thread that asks is to try no more; a thread that works for another may be given its context."""
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._gives_up: ContextVar[Callable[[], bool]] = ContextVar("ranktape_patience", default=_never)
 
     def __call__(self) -> bool:
         """Whether to give up; never outside of a `while_storing`."""
-        gives_up: Callable[[], bool] = getattr(self._local, "gives_up", _never)
-        return gives_up()
+        return self._gives_up.get()()
 
     @contextmanager
     def while_storing(self, gives_up: Callable[[], bool]) -> Iterator[None]:
         """In this thread, ask `gives_up` from now on."""
-        before = getattr(self._local, "gives_up", _never)
-        self._local.gives_up = gives_up
+        token = self._gives_up.set(gives_up)
         try:
             yield
         finally:
-            self._local.gives_up = before
+            self._gives_up.reset(token)
 
 
 class Budget:

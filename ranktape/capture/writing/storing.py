@@ -1,4 +1,4 @@
-"""How does a staged tensor become a record, and what becomes of it when the store is slow or does not answer?
+"""How a staged tensor becomes a record, and what becomes of it when the store is slow or does not answer.
 
 A few threads measure tensors and write them. Small ones stay in the ring until the rank's writer puts them into the
 store together. What happens when the ring is in the way of the training, or the store does not answer:
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from ranktape.capture.staging.ring import RingConsumer
     from ranktape.capture.staging.ring_file import Slot
     from ranktape.storage.writer import RankWriter
-
-NUM_THREADS = 4
-"""Tensors in flight to the store."""
 
 COUNT_FROM_NBYTES = 1 << 20
 """Under the policy `histogram` tensors from this size on are not held: their counts take far less than they do."""
@@ -100,6 +97,8 @@ class StoringOptions:
     """What happens when there is no room."""
     store_timeout_seconds: float
     """How long a write is tried again."""
+    store_concurrency: int
+    """Tensors in flight to the store."""
     ring_is_kept: bool
     """Whether the ring outlives its processes: what is not stored stays in it then."""
     has_spill: bool
@@ -147,7 +146,7 @@ class Storer:
         self._patience = patience
         self._options = options
         self._failing_since = failing_since
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ranktape-store")
+        self._pool = ThreadPoolExecutor(options.store_concurrency, thread_name_prefix="ranktape-store")
         # Not behind the tensors that wait in the pool: they may be waiting for the room that this makes.
         self._flushes = ThreadPoolExecutor(1, thread_name_prefix="ranktape-flush")
         self._flush: Future[None] | None = None

@@ -42,6 +42,8 @@ class WriterConfig:
     """How values are packed."""
     store_timeout_seconds: float
     """Longest time that a write is tried again."""
+    store_concurrency: int
+    """Tensors, or stacks of small ones, that are sent at the same time."""
     ring_path: str | None
     """Where the ring lies, to be removed at the end; None for one in memory."""
     spill_dir: str | None
