@@ -1,13 +1,20 @@
-"""How does compiled code run as written while hooks are attached, which are not part of what was compiled?"""
+"""Compiled code runs as written while hooks are attached, which are not part of what was compiled."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 import torch
+
+_COMPILER = "torch._dynamo"
 
 _HOOKS_WARNING = (
     "ignore",
@@ -19,20 +26,59 @@ _HOOKS_WARNING = (
 """A compiled module warns of our global hook, which is there for this iteration and never calls a hook twice."""
 
 
-def run_eagerly() -> contextlib.ExitStack:
-    """Have compiled code run as written, and say nothing of our global hook, until the stack is closed."""
-    stack = contextlib.ExitStack()
-    stack.push(torch.compiler.set_stance("force_eager"))
-    # Not by `warnings.filterwarnings`: Python forgets then what it has shown, and shows all of it again.
-    filters: Any = warnings.filters
-    filters.insert(0, _HOOKS_WARNING)
-    stack.callback(_remove, filters)
-    return stack
+class EagerMode:
+    """Has compiled code run as written, and says nothing of our global hook, from when it is made until it is removed.
+
+    torch's compiler is not loaded for that. Where the training loads it meanwhile, it finds torch's own functions in
+    their places: it makes tables of them as it is loaded.
+    """
+
+    def __init__(self, originals: Callable[[], AbstractContextManager[None]]) -> None:
+        """Begin.
+
+        Args:
+            originals: For a moment has torch's functions in the places of those that stand for them.
+        """
+        self._originals = originals
+        self._stack = contextlib.ExitStack()
+        # Not by `warnings.filterwarnings`: Python forgets then what it has shown, and shows all of it again.
+        filters: Any = warnings.filters
+        filters.insert(0, _HOOKS_WARNING)
+        self._stack.callback(_remove, filters, _HOOKS_WARNING)
+        if _COMPILER in sys.modules:
+            self._force()
+        else:
+            sys.meta_path.insert(0, self)
+            self._stack.callback(_remove, sys.meta_path, self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Python asks for a module that is being imported; ours is the compiler alone."""
+        spec = PathFinder.find_spec(name, path, target) if name == _COMPILER else None
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            with self._originals():
+                load(module)
+            self._force()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader, which loads nothing else
+        return spec
+
+    def remove(self) -> None:
+        """End."""
+        self._stack.close()
+
+    def _force(self) -> None:
+        self._stack.push(torch.compiler.set_stance("force_eager"))
 
 
-def _remove(filters: list[Any]) -> None:
+def _remove(entries: list[Any], entry: object) -> None:
     # By identity: another list takes its place within `warnings.catch_warnings`, and it is gone after that.
-    for place, one in enumerate(filters):
-        if one is _HOOKS_WARNING:
-            del filters[place]
+    for place, one in enumerate(entries):
+        if one is entry:
+            del entries[place]
             return

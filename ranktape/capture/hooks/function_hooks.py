@@ -11,6 +11,7 @@ import functools
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -70,7 +71,7 @@ class Replacement:
         """What the original gives; classes of tensors that have their own idea of it know it by itself and by name."""
         if not has_torch_function((*args, *kwargs.values())):
             return self.original(*args, **kwargs)
-        with put_back(hooks.places):
+        with hooks.originals():
             return self.original(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
@@ -143,6 +144,10 @@ class FunctionHooks:
         self._loaded = frozenset(sys.modules)
         self.places = replace_names(self._table)
         _Active.hooks = self
+
+    def originals(self) -> AbstractContextManager[None]:
+        """For a moment have the functions themselves under the names of modules."""
+        return put_back(self.places)
 
     def learn(self, root: nn.Module) -> None:
         """Know a model, which may hold functions."""

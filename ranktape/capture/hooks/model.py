@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from ranktape.capture.hooks.calls import Placement, Ports, Running
-from ranktape.capture.hooks.compiled import run_eagerly
+from ranktape.capture.hooks.compiled import EagerMode
 from ranktape.capture.hooks.coverage import Coverage, find_attention_by_hand, find_coverage
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
@@ -83,7 +82,6 @@ class ModelHooks:
         self._wanted: dict[tuple[str, str], bool] = {}
         self._has_stack = False
         self.placements = Placements()
-        self._eager = ExitStack()
         self._checkpoints: CheckpointHooks | None = None
         self._pipeline: PipelineHooks | None = None
         self._stage_prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -163,7 +161,6 @@ class ModelHooks:
 
     def attach(self) -> None:
         """Put the hooks on all known models, and wait for models that are not known."""
-        self._eager = run_eagerly()
         guard = self._recorder.guarded()
         self._checkpoints = CheckpointHooks(tracker=self._tracker, guard=guard)
         self._pipeline = PipelineHooks(tracker=self._tracker, guard=guard, on_stage=self.meet_stage)
@@ -187,7 +184,7 @@ class ModelHooks:
             place=self._place,
             multihead=self._multihead,
         )
-        self._handles.append(self._functions)
+        self._handles += [self._functions, EagerMode(self._functions.originals)]
         self._functions.attach()
         self._matched |= self._functions.matched
         self._attach_known()
@@ -215,7 +212,6 @@ class ModelHooks:
         self._owners = Owners()
         self._functions = self._multihead = self._layers = None
         self._tracker.before_pass = None
-        self._eager.close()
 
     def _meet(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """A global pre-hook: a module that is entered first and is not known is a model."""

@@ -1,8 +1,9 @@
-"""Does what runs now run in a backward pass, while a graph is made of it, or inside of a transform?"""
+"""Whether what runs now runs in a backward pass, while a graph is made of it, or inside of a transform."""
 
 from __future__ import annotations
 
 import torch
+from torch._compile import _disable_dynamo
 
 # Torch has no public way to ask; its own module tracker asks the same. Looked up once: each tensor asks.
 _current_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
@@ -10,6 +11,9 @@ _get_dispatch_mode = torch._C._get_dispatch_mode  # noqa: SLF001
 _get_tracing_state = torch._C._get_tracing_state  # noqa: SLF001
 _maybe_current_level = torch._C._functorch.maybe_current_level  # noqa: SLF001
 _FAKE = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001
+
+untraced = _disable_dynamo
+"""Decorates what compiled code must not be traced into: torch's public decorator loads the compiler at once."""
 
 
 def in_backward() -> bool:

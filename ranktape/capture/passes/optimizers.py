@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ranktape.capture.hooks.replacing import Replacement
-from ranktape.capture.passes.circumstances import in_backward
+from ranktape.capture.passes.circumstances import in_backward, untraced
 from ranktape.capture.passes.frames import in_nested_backward, in_nested_step
 
 if TYPE_CHECKING:
@@ -57,9 +57,7 @@ class OptimizerClock:
         self._task = -1
         self.has_ticked = False
         """Whether the step of an optimizer has ended an iteration."""
-        # A compiled optimizer step must not be traced into what we do at its end.
-        on_step = torch.compiler.disable(self._on_step)
-        self._handle = register_optimizer_step_post_hook(on_step)
+        self._handle = register_optimizer_step_post_hook(self._on_step)
         self._scaler = Replacement.put("torch.amp.grad_scaler", "GradScaler.step", self._around_scaler)
 
     @property
@@ -100,6 +98,7 @@ class OptimizerClock:
 
         return step
 
+    @untraced
     def _on_step(self, optimizer: Optimizer, _args: Any, _kwargs: Mapping[str, Any]) -> None:
         if os.getpid() != self._owner:
             return

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ranktape.capture.passes.circumstances import untraced
 from ranktape.capture.source import TensorRole
 from ranktape.storage.record import Operation
 
@@ -68,9 +69,7 @@ class MasterWeights:
         self._weights = weights
         self._owner = os.getpid()
         self._seen_iteration: int | None = None
-        # A compiled optimizer step must not be traced into what we do before it.
-        before_step = torch.compiler.disable(self._before_step)
-        self._handle = register_optimizer_step_pre_hook(before_step)
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def note_skip(self) -> None:
         """Say of the iteration why the optimizer's view is not in it: a gradient scaler has skipped its step."""
@@ -86,6 +85,7 @@ class MasterWeights:
         """Listen no more."""
         self._handle.remove()
 
+    @untraced
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Mapping[str, Any]) -> None:
         tally = self._recorder.tally
         if tally is None or os.getpid() != self._owner or self._seen_iteration == tally.iteration:

@@ -1,0 +1,106 @@
+"""A training without torch's compiler is captured without it, and one that loads it late gets it as it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ranktape.storage import open_run
+
+ROOT = Path(__file__).parents[2]
+
+TRAINING = """
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return F.linear(F.relu(self.up(x)), self.down.weight)
+
+
+def step(model, called):
+    # torch's optimizers load the compiler.
+    called(torch.randn(2, 4)).square().mean().backward()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight -= 0.1 * weight.grad
+                weight.grad = None
+
+
+model = Model()
+"""
+
+ALONE = """
+for _ in range(4):
+    step(model, model)
+assert "torch._dynamo" not in sys.modules
+"""
+
+LATE = """
+from ranktape.capture import Capture
+
+num_runs = 0
+
+
+def backend(graph, inputs):
+    def run(*args):
+        global num_runs
+        num_runs += 1
+        return graph(*args)
+    return run
+
+
+with Capture(sys.argv[1], advance_on="step", iteration=(0, 1, 3), min_iterations=3, master=True) as capture:
+    step(model, model)
+    capture.step()
+    assert "torch._dynamo" not in sys.modules
+    # In the middle of an iteration that is captured.
+    step(model, model)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    assert "torch._dynamo" in sys.modules
+    counts = []
+    for _ in range(3):
+        step(model, compiled)
+        counts.append(num_runs)
+        capture.step()
+assert counts == [0, 1, 1], counts
+"""
+
+
+def run(program: str, *arguments: str | Path, launcher: tuple[str | Path, ...] = (), cwd: Path) -> None:
+    (cwd / "train.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, *launcher, "train.py", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RANKTAPE_MIN_ITERATIONS": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_launcher_captures_without_the_compiler(tmp_path: Path) -> None:
+    launcher = ("-m", "ranktape.launch", "--capture", "run", "--advance-on", "forward")
+    run(TRAINING + ALONE, launcher=launcher, cwd=tmp_path)
+    assert open_run(tmp_path / "run").iterations == [0, 1, 2]
+
+
+def test_a_compiler_that_is_loaded_in_a_captured_iteration_works_as_without_a_capture(tmp_path: Path) -> None:
+    run(TRAINING + LATE, tmp_path / "run", cwd=tmp_path)
+    stored = open_run(tmp_path / "run")
+    outputs = {number: stored.select(iteration=number, tensor_name="output") for number in stored.iterations}
+    # The second iteration has a pass as written, and one that would be compiled.
+    assert {number: len(found) for number, found in outputs.items()} == {0: 2, 1: 4, 3: 2}
