@@ -1,10 +1,11 @@
-"""How far is a long question? A bar on a terminal's stderr, silence elsewhere."""
+"""Bars on a terminal's stderr that say how far a long question is; silence elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -33,11 +34,11 @@ class BytesLeft(Protocol):
     """A bar of bytes."""
 
     def expect(self, nbytes: int) -> None:
-        """There are so many more bytes to be read; fewer, where the number is negative."""
+        """There are so many more bytes to be counted."""
         ...
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes have been read."""
+        """So many bytes have been read, or were known already."""
         ...
 
 
@@ -50,46 +51,59 @@ class _Silence:
 
 
 class _Bar:
-    """A bar that several questions share which are asked at the same time: a terminal has room for one."""
+    """The line of one question."""
 
-    def __init__(self, bar: Progress, task: TaskID) -> None:
-        self._bar = bar
+    def __init__(self, shown: Progress, task: TaskID) -> None:
+        self._shown = shown
         self._task = task
         self._total = 0
-        self.num_users = 0
 
     def expect(self, nbytes: int) -> None:
         self._total += nbytes
-        self._bar.update(self._task, total=self._total)
+        self._shown.update(self._task, total=self._total)
 
     def advance(self, nbytes: int) -> None:
-        self._bar.advance(self._task, nbytes)
+        self._shown.advance(self._task, nbytes)
 
 
-_shared: list[tuple[Progress, _Bar]] = []
-"""The bar that is shown just now, if there is one."""
+@dataclass(slots=True)
+class _Screen:
+    """What is shown on the terminal, and for how many questions that are asked at the same time."""
+
+    shown: Progress
+    num_users: int = 0
+
+
+_screens: list[_Screen] = []
+"""The one that is shown just now, if there is one: a terminal has room for one."""
 
 
 @contextlib.contextmanager
 def bytes_left(*, is_shown: bool, description: str) -> Iterator[BytesLeft]:
-    """A bar with bytes, rate and the time left, if stderr is a terminal and it is to be shown; else nothing."""
+    """A bar with bytes, rate and the time left, if stderr is a terminal and it is to be shown; else nothing.
+
+    Each question has a line of its own, which never runs backwards, and is gone when the question is answered.
+    """
     if not is_shown or not sys.stderr.isatty():
         yield _Silence()
         return
-    if not _shared:
-        _shared.append(_started(description))
-    progress_bar, bar = _shared[0]
-    bar.num_users += 1
+    if not _screens:
+        _screens.append(_Screen(_started()))
+    screen = _screens[0]
+    screen.num_users += 1
+    task = screen.shown.add_task(description, total=None)
     try:
-        yield bar
+        yield _Bar(screen.shown, task)
     finally:
-        bar.num_users -= 1
-        if not bar.num_users:
-            _shared.clear()
-            progress_bar.stop()
+        screen.num_users -= 1
+        screen.shown.refresh()
+        screen.shown.remove_task(task)
+        if not screen.num_users:
+            _screens.clear()
+            screen.shown.stop()
 
 
-def _started(description: str) -> tuple[Progress, _Bar]:
+def _started() -> Progress:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -109,4 +123,4 @@ def _started(description: str) -> tuple[Progress, _Bar]:
     )
     shown = Progress(*columns, console=Console(stderr=True), transient=True)
     shown.start()
-    return shown, _Bar(shown, shown.add_task(description, total=None))
+    return shown

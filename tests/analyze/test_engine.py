@@ -11,7 +11,9 @@ import pytest
 import rich.console
 
 from ranktape.analyze.engine.batch import BATCH_NBYTES, BATCH_RECORDS, shares
-from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.cache import Cache
+from ranktape.analyze.engine.engine import Engine, _Measuring
+from ranktape.analyze.engine.plan import Plan
 from ranktape.analyze.files.open import open_folder
 from ranktape.analyze.progress import bytes_left
 from ranktape.errors import UsageError
@@ -124,13 +126,36 @@ def test_a_terminal_shows_bytes_that_are_left(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TERM", "xterm")
     with bytes_left(is_shown=True, description="counting") as bar:
         bar.expect(3_000_000)
-        with bytes_left(is_shown=True, description="another question") as same:
-            assert same is bar
-            same.expect(-1_000_000)
+        with bytes_left(is_shown=True, description="another question") as other:
+            other.expect(5_000_000)
+            other.advance(1_000_000)
         bar.advance(2_000_000)
-    assert "counting" in terminal.text
-    assert "2.0/2.0 MB" in terminal.text
+    for words in ("counting", "another question", "1.0/5.0 MB", "2.0/3.0 MB"):
+        assert words in terminal.text
     assert rich.console.Console(stderr=True).is_terminal
+
+
+def test_a_bar_never_runs_backwards_where_counts_are_kept(run: Run, measure: FirstValue) -> None:
+    """The part that is done of what is expected only grows, whatever was kept of an earlier question."""
+    list(Engine().measure(run.select(iteration=0), measure))
+    seen: list[float] = []
+
+    class Bar:
+        total = done = 0
+
+        def expect(self, nbytes: int) -> None:
+            self.total += nbytes
+
+        def advance(self, nbytes: int) -> None:
+            self.done += nbytes
+            seen.append(self.done / self.total)
+
+    engine, records = Engine(), run.select()
+    plan = Plan(records)
+    cache = Cache(records.reader, measure, groups=plan.paths, warn=print)
+    list(_Measuring(engine, records, measure, cache=cache, bar=Bar()).payloads(plan))
+    assert seen == sorted(seen)
+    assert seen[-1] == 1
 
 
 def test_a_pipe_shows_nothing(run: Run, measure: FirstValue, capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,6 +211,8 @@ def test_one_bit(tmp_path: Path, num_ranks: int) -> None:
     assert len(findings) == 1
     found = findings[0]
     assert (found.kind, found.severity) == ("replica_differs", Severity.HIGH)
+    assert "norm " in found.evidence
+    assert "checksum" not in found.evidence
     assert (found.where["layer_idx"], found.where["tensor_name"]) == (2, "weight")
     # Two copies that differ do not say which of them is wrong.
     assert found.where.get("ranks" if num_ranks == 2 else "rank") == ([0, 1] if num_ranks == 2 else 1)

@@ -23,7 +23,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.report.columns import packed, unpacked
 from ranktape.analyze.report.details import MAX_SWEPT_NBYTES, OFFSETS, bundles_of
-from ranktape.analyze.report.model import Model, build_model
+from ranktape.analyze.report.model import Model, build_model, natural
 from ranktape.analyze.report.page import FORMATS, json_in_html, render, write_report
 from ranktape.analyze.report.samples import Samples
 from ranktape.analyze.sweeps.sweep import sweep_array
@@ -417,3 +417,9 @@ def test_files_of_other_tools_have_a_report_too(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["report", str(folder), "-o", str(output)])
     assert done.exit_code == 0, done.output
     assert "3 records" in output.read_text(encoding="utf-8")
+
+
+def test_layers_stand_in_the_order_of_their_numbers() -> None:
+    names = ["layers.73.up", "layers.8.up", "embedding", "layers.8.down", "layers.10"]
+    in_order = ["embedding", "layers.8.down", "layers.8.up", "layers.10", "layers.73.up"]
+    assert sorted(names, key=natural) == in_order

@@ -255,6 +255,8 @@ def test_cells_against_peers(fresh: Page, records: Records) -> None:
     fresh.type("#across", "rank")
     fresh.ask("if (!document.getElementById('against-peers').checked) document.getElementById('against-peers').click()")
     (drawn,) = fresh.ask("return document.getElementById('overview-chart').data.map((one) => one.z)")
+    (ticks,) = fresh.ask("return document.getElementById('overview-chart').data.map((one) => one.colorbar.ticktext)")
+    assert "1 \u00d7" in ticks
     absmax: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for record in records:
         largest = float(np.abs(record.read().astype(np.float64)).max())

@@ -139,7 +139,7 @@ class _Measuring:
     def _promised(self, span: Span) -> Promise | None:
         """Have the records measured that are not known."""
         missing = span.missing
-        self._bar.expect(-sum(span.size(place) for place in span.known))
+        self._bar.advance(sum(span.size(place) for place in span.known))
         if not missing:
             return None
         if self._executor is None:

@@ -177,9 +177,8 @@ def _sign(survey: Survey, differing: Sequence[tuple[list[int], list[int]]]) -> S
     others = f"the copies of {num_alike} other ranks" if num_alike > 1 else "the copy of the other rank"
     unsure = "differs in bits between copies, any of which may be wrong"
     text = f"differs in bits from {others}" if num_alike else unsure
-    shown = survey.records[copies[0]].checksum if num_alike == 0 else survey.records[odd[0]].checksum
     alike = [position for position in copies if position not in set(odd)]
-    peer = f", that of its peers {survey.records[alike[0]].checksum}" if alike else ""
+    peer = f", on its peers {_figures(survey, alike[0])}" if alike else ""
     return sign_of(
         survey,
         kind="replica_differs",
@@ -187,11 +186,17 @@ def _sign(survey: Survey, differing: Sequence[tuple[list[int], list[int]]]) -> S
         score=len(positions),
         text=text,
         evidence=(
-            f"checksum {shown} on {named_numbers('rank', ranks)}{peer}; "
-            f"{len(positions)} of {sum(len(one) for _, one in differing)} copies differ, in {iterations}"
+            f"{_figures(survey, odd[0])} on {named_numbers('rank', ranks)}{peer}; "
+            f"{len(positions)} of {sum(len(one) for _, one in differing)} copies differ, in {iterations}; "
+            f"'ranktape analyze compare' shows the elements"
         ),
         positions=positions,
     )
+
+
+def _figures(survey: Survey, position: int) -> str:
+    """What a person can compare two copies by; they may agree in it, as copies do that differ in few elements."""
+    return ", ".join(f"{name} {survey.figures[name][position]:.8g}" for name in ("norm", "absmax"))
 
 
 def _unparsed(survey: Survey, positions: NDArray[np.int64], failure: str) -> Sign:

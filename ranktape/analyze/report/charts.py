@@ -66,16 +66,19 @@ def charts() -> dict[str, Any]:
 
 def _figure(go: Any, *traces: Any, **layout: Any) -> go.Figure:
     shared = {
-        "margin": layout.pop("margin", {"l": 60, "r": 16, "t": 12, "b": 48}),
+        # plotly's buttons stand right of the chart, one above the other: above it they would cover the legend.
+        "margin": layout.pop("margin", {"l": 60, "r": 40, "t": 40, "b": 48}),
+        "modebar": layout.pop("modebar", {"orientation": "v"}),
         "font": {"family": _FONT, "size": 12},
         "hovermode": "closest",
         "hoverlabel": {"font": {"family": _FONT, "size": 12}, "align": "left"},
         "legend": {
             "orientation": "h",
             "x": 0,
-            "y": 1.02,
+            "yref": "container",
+            "y": 1,
             "xanchor": "left",
-            "yanchor": "bottom",
+            "yanchor": "top",
             "font": {"size": 11},
             "traceorder": "normal",
         },
@@ -96,7 +99,9 @@ def _heat_map(go: Any) -> go.Figure:
     )
     category = {"type": "category", "showgrid": False, "zeroline": False}
     margin = {"l": 60, "r": 16, "t": 32, "b": 48}
-    return _figure(go, trace, xaxis=category, yaxis={**category, "autorange": "reversed"}, margin=margin)
+    # It has colours on its right, and no legend.
+    buttons = {"modebar": {"orientation": "h"}}
+    return _figure(go, trace, xaxis=category, yaxis={**category, "autorange": "reversed"}, margin=margin, **buttons)
 
 
 def _distribution(go: Any) -> go.Figure:

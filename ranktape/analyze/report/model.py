@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -151,9 +152,16 @@ def _field(records: Records, name: str) -> dict[str, Any]:
         known, codes = np.unique(values.astype(np.float64), return_inverse=True)
         texts: list[Any] = [None if math.isnan(value) else int(value) for value in known.tolist()]
     else:
-        found, codes = np.unique(values.astype(str), return_inverse=True)
+        found, places = np.unique(values.astype(str), return_inverse=True)
+        order = sorted(range(found.size), key=lambda place: natural(str(found[place])))
+        found, codes = found[order], np.argsort(order)[places]
         texts = [_shape_text(text) if name == "shape" else printable(text) for text in found.tolist()]
     return {"name": name, "isNumber": name in NUMBER_FIELDS, "values": texts, "codes": packed(codes)}
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """What a text is sorted by, so that layers.8 stands before layers.73."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"([0-9]+)", text)]
 
 
 def _kind(records: Records) -> dict[str, Any]:

@@ -8,6 +8,7 @@
   const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
   const MIN_OCTAVES = 3;
   const MAX_OCTAVES = 16;
+  const FAR = 4;
   const NAMES = { layer_idx: "layer", kind: "tensor", tensor_name: "tensor name", quant_type: "quant type" };
   const place = document.getElementById("overview-chart");
   let shownCells = null;
@@ -65,18 +66,34 @@
   function powerTicks(low, high) {
     const step = Math.max(1, Math.ceil((high - low) / 8));
     const ticks = [];
-    for (let power = Math.ceil(low); power <= high; power += step) ticks.push(power);
+    // Multiples, so that 1, which is no difference, is among them.
+    for (let power = Math.ceil(low / step) * step; power <= high; power += step) ticks.push(power);
     return ticks.length > 1 ? ticks : high - low > 0.05 ? [low, high] : [high];
+  }
+
+  /** How far half of the cells are from their peers, in octaves. */
+  const usualOf = (known) => folding.median(known.map(Math.abs)) || 0;
+
+  /** Colours that are the middle one up to a part of the way to either end, and change from there on. */
+  function whiteUpTo(part) {
+    const middle = themes.diverging.length >> 1;
+    return themes.diverging.flatMap(([place, color], index) => {
+      const end = place < 0.5 ? place * (1 - part) : 1 - (1 - place) * (1 - part);
+      return index === middle ? [[(1 - part) / 2, color], [(1 + part) / 2, color]] : [[end, color]];
+    });
   }
 
   /** Numbers that colours are given to, and what the bar beside them says. */
   function colored(values, figure, isDeviation) {
     const known = values.flat().filter((value) => Number.isFinite(value));
     if (isDeviation) {
-      const limit = Math.min(MAX_OCTAVES, known.reduce((best, one) => Math.max(best, Math.abs(one)), MIN_OCTAVES));
+      const sizes = known.map(Math.abs);
+      const usual = usualOf(known);
+      const farthest = sizes.reduce((best, one) => Math.max(best, one), Math.max(MIN_OCTAVES, FAR * usual));
+      const limit = Math.max(Math.min(MAX_OCTAVES, farthest), FAR * usual);
       const ticks = powerTicks(-limit, limit).filter((power) => Number.isInteger(power));
       return {
-        z: values, zmin: -limit, zmax: limit, colorscale: themes.diverging,
+        z: values, zmin: -limit, zmax: limit, colorscale: whiteUpTo(usual / limit),
         colorbar: { tickvals: ticks, ticktext: ticks.map((power) => (power < 0 ? `1/${page.number(2 ** -power)} ×` : `${page.number(2 ** power)} ×`)) },
       };
     }
@@ -120,11 +137,12 @@
     );
   }
 
-  function caption(figure, isDeviation) {
+  function caption(figure, isDeviation, values) {
     const merge = { ratio: "all of a cell together", largest: "the largest of a cell", smallest: "the smallest of a cell", median: "the median of a cell" };
     if (!isDeviation) return `${figure.head}: ${merge[figure.merge]}. Click a cell to open its records.`;
     const peers = selection.state.across === "sample" ? "the other samples of its batch" : "the same tensor in other ranks and iterations (in other layers, where there are none)";
-    return `How far ${figure.head} is from that of ${peers}; of a cell the farthest. White is usual. Click a cell to open its records.`;
+    const usual = page.number(Number((2 ** usualOf(values.flat().filter((value) => Number.isFinite(value)))).toPrecision(2)));
+    return `How far ${figure.head} is from that of ${peers}; of a cell the farthest. White is usual: up to ${usual} ×, as in half of the cells. Click a cell to open its records.`;
   }
 
   function update() {
@@ -133,7 +151,6 @@
     const isSample = across === "sample";
     const isDeviation = againstPeers && figure.isMagnitude;
     document.getElementById("overview-title").textContent = `Overview: ${nameOf(down)} by ${nameOf(across)}`;
-    document.getElementById("overview-caption").textContent = caption(figure, isDeviation);
     if (isSample && !page.samples.figures.has(figure.name)) {
       const known = Array.from(page.samples.figures.keys(), (name) => page.figures.get(name).head).join(", ");
       themes.say(place, `Of single samples ${figure.head} is not known: choose ${known}.`);
@@ -156,6 +173,7 @@
         return Number.isNaN(value) ? null : value;
       })
     );
+    document.getElementById("overview-caption").textContent = caption(figure, isDeviation, values);
     const text = hoverTexts(rowWords, columnWords, (r, c) => at(rows[r], columns[c]), values, figure, isDeviation);
     const gap = rows.length * columns.length <= MAX_GAPPED_CELLS ? 1 : 0;
     shownCells = { rows, columns, rowWords, columnWords, at };
