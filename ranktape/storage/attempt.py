@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,17 @@ class Launch:
     """Restart count of the worker group."""
     world_size: int
     """Number of ranks."""
+    first_rank: int = 0
+    """The lowest of their numbers."""
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that belong together: each of them must commit an iteration for it to be complete."""
+        return range(self.first_rank, self.first_rank + self.world_size)
+
+    def overlaps(self, other: Launch) -> bool:
+        """Whether both have one of the ranks."""
+        return max(self.ranks.start, other.ranks.start) < min(self.ranks.stop, other.ranks.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +57,8 @@ class Attempt:
     """Iterations that the run guarantees, over all attempts."""
     completed: tuple[int, ...]
     """The iterations that earlier attempts had stored complete."""
+    adds: bool = False
+    """Whether what it records stands beside what the run held, instead of in its place."""
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary for the attempt's document."""
@@ -54,9 +67,11 @@ class Attempt:
                 "launch_id": self.launch.launch_id,
                 "restart": self.launch.restart,
                 "world_size": self.launch.world_size,
+                "first_rank": self.launch.first_rank,
             },
             "min_iterations": self.min_iterations,
             "completed": list(self.completed),
+            "adds": self.adds,
         }
 
 
@@ -65,9 +80,8 @@ def read_attempts(backend: Backend) -> list[Attempt]:
     names = backend.list_names("")
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         attempts = list(pool.map(lambda name: read_attempt(backend, name), names))
-    return sorted(
-        (attempt for attempt in attempts if attempt is not None), key=lambda attempt: (attempt.number, attempt.path)
-    )
+    found = [attempt for attempt in attempts if attempt is not None]
+    return sorted(found, key=lambda attempt: (attempt.number, attempt.launch.first_rank, attempt.path))
 
 
 def read_attempt(backend: Backend, path: str) -> Attempt | None:
@@ -92,10 +106,26 @@ def read_attempt(backend: Backend, path: str) -> Attempt | None:
             launch_id=launch.text("launch_id"),
             restart=launch.integer("restart"),
             world_size=launch.integer("world_size", low=1, high=MAX_WORLD_SIZE),
+            first_rank=launch.integer("first_rank", default=0, high=MAX_WORLD_SIZE),
         ),
         min_iterations=fields.integer("min_iterations"),
         completed=fields.integers("completed"),
+        adds=fields.flag("adds", default=False),
     )
+
+
+def shown_attempts(attempts: Iterable[Attempt]) -> list[Attempt]:
+    """Those of the attempts that hold an iteration, ascending, whose records are shown unless others are asked for.
+
+    They are the latest one, or where that one adds to the run, those that it adds to as well. A restart stands in the
+    place of the launch that it continues.
+    """
+    shown: dict[tuple[str, int], Attempt] = {}
+    for attempt in attempts:
+        if not attempt.adds:
+            shown.clear()
+        shown[attempt.launch.launch_id, attempt.launch.first_rank] = attempt
+    return list(shown.values())
 
 
 def is_attempt_there(backend: Backend, attempt: Attempt) -> bool:

@@ -67,7 +67,7 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     check_attempt(backend, attempt)
     if _is_dropped(backend, attempt, iteration):
         return
-    ranks = range(attempt.launch.world_size)
+    ranks = attempt.launch.ranks
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         commits = list(pool.map(lambda rank: read_commit(backend, attempt.path, rank, iteration), ranks))
     data = merge_catalogues([commit.catalogue.load for commit in commits])
@@ -78,7 +78,9 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
         "expected_ranks": list(ranks),
         "num_records": sum(commit.catalogue.num_rows for commit in commits),
         "nbytes": sum(commit.nbytes for commit in commits),
-        "silent_sites": {str(rank): commit.silent_sites for rank, commit in enumerate(commits) if commit.silent_sites},
+        "silent_sites": {
+            str(rank): commit.silent_sites for rank, commit in zip(ranks, commits, strict=True) if commit.silent_sites
+        },
         **_total_counts(commits),
         "commits": [commit.checksum for commit in commits],
         "committed": time.time(),

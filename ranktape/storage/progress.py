@@ -160,7 +160,7 @@ def open_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> Non
 def read_statuses(backend: Backend, progress: Progress, *, final: bool) -> list[IterationStatus]:
     """Every iteration that was begun in an attempt, ascending; `final` says that nothing more will come."""
     iterations = sorted(progress.opened | progress.complete | progress.dropped)
-    expected = list(range(progress.attempt.launch.world_size))
+    expected = list(progress.attempt.launch.ranks)
 
     def status(iteration: int) -> IterationStatus:
         return _status(backend, progress, iteration, expected=expected, final=final)

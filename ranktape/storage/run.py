@@ -11,7 +11,14 @@ import numpy as np
 
 from ranktape.errors import RunNotFoundError
 from ranktape.storage import layout
-from ranktape.storage.attempt import Attempt, complete_iterations, read_attempts, read_run, run_attributes
+from ranktape.storage.attempt import (
+    Attempt,
+    complete_iterations,
+    read_attempts,
+    read_run,
+    run_attributes,
+    shown_attempts,
+)
 from ranktape.storage.backends.backend import Backend
 from ranktape.storage.backends.failures import printable
 from ranktape.storage.backends.urls import open_backend
@@ -80,6 +87,7 @@ class Run:
         for attempt, iterations in zip(attempts, complete, strict=True):
             for iteration in iterations:
                 self._attempts_of.setdefault(iteration, []).append(attempt)
+        self._shown = {iteration: shown_attempts(held) for iteration, held in self._attempts_of.items()}
         return sorted(set(self._attempts_of) - known)
 
     def status(self) -> list[IterationStatus]:
@@ -105,7 +113,8 @@ class Run:
     def select(self, **filters: Any) -> Records:
         """The records whose fields have the values asked for, of the latest attempt of each complete iteration.
 
-        `attempt` in the filters makes all attempts count. Values are as in `Records.select`; no array is opened.
+        An attempt that adds to the run does not hide what it adds to; `attempt` in the filters makes all count. Values
+        are as in `Records.select`; no array is opened.
 
         Raises:
             UnknownFieldError: a filter names no field.
@@ -115,7 +124,7 @@ class Run:
         places = [
             (iteration, attempt.path)
             for iteration in self.iterations
-            for attempt in (self._attempts_of[iteration] if "attempt" in filters else self._attempts_of[iteration][-1:])
+            for attempt in (self._attempts_of if "attempt" in filters else self._shown)[iteration]
         ]
         if "iteration" in filters and places:
             wanted = parse_filter("iteration", filters["iteration"])

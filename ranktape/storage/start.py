@@ -64,31 +64,44 @@ def begin_attempt(
     environment: Mapping[str, Any],
     resume: bool,
     overwrite: bool,
+    add: bool = False,
 ) -> Attempt:
-    """The new attempt, written by rank 0; makes the run where there is none.
+    """The new attempt, written by its first rank; makes the run where there is none.
 
     A run of the same launch is continued without being asked, so that a restart by torchrun resumes. Overwriting
     deletes what belongs to the run, and leaves what else lies beside it. What a late writer of a deleted run left
-    is passed over. Whoever records holds the lease of `claim_run`.
+    is passed over. Whoever records holds the lease of `claim_run`, but for what adds to the run (`add`): that is shown
+    beside what the run held, and counted for itself; of others it continues only the attempts of its own launch.
 
     Raises:
         RunExistsError: another launch's run, or something that is not a run, is at the URL.
         StorageError: the store cannot be read or written.
     """
     _make_or_continue_run(
-        backend, launch=launch, options=options, environment=environment, resume=resume, overwrite=overwrite
+        backend,
+        launch=launch,
+        options=options,
+        environment=environment,
+        resume=resume,
+        overwrite=overwrite,
+        add=add,
     )
     earlier = read_attempts(backend)
     for one in earlier:
         _finish_leftovers(backend, one)
-    completed = sorted({iteration for one in earlier for iteration in complete_iterations(backend, one)})
-    number = earlier[-1].number + 1 if earlier else 0
+    place = (launch.launch_id, launch.first_rank)
+    continued = [one for one in earlier if not add or (one.launch.launch_id, one.launch.first_rank) == place]
+    completed = sorted({iteration for one in continued for iteration in complete_iterations(backend, one)})
+    # Ranks that record each for itself, at the same time, have one number.
+    before = [one.number for one in earlier if not (add and one.adds) or one.launch.overlaps(launch)]
+    number = max(before, default=-1) + 1
     attempt = Attempt(
         number=number,
         path=layout.attempt_path(number, token=secrets.token_hex(4)),
         launch=launch,
         min_iterations=int(options["min_iterations"]),
         completed=tuple(completed),
+        adds=add,
     )
     for group in layout.ATTEMPT_GROUPS:
         write_group(backend, f"{attempt.path}/{group}", {})
@@ -113,7 +126,7 @@ def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: s
     if is_anothers and not (resume or overwrite):
         raise RunExistsError(
             f"there is a run at {backend.url} already: add --resume to continue it, --overwrite to delete it, "
-            f"or choose another URL"
+            f"--add to keep it beside what comes, or choose another URL"
         )
     return data
 
@@ -126,8 +139,9 @@ def _make_or_continue_run(
     environment: Mapping[str, Any],
     resume: bool,
     overwrite: bool,
+    add: bool,
 ) -> None:
-    data = check_place(backend, resume=resume, overwrite=overwrite, launch_id=launch.launch_id)
+    data = check_place(backend, resume=resume or add, overwrite=overwrite, launch_id=launch.launch_id)
     if data is not None and overwrite:
         owner = run_attributes(data, place=backend.url).get("launch_id")
         if owner != launch.launch_id:
@@ -142,7 +156,7 @@ def _make_or_continue_run(
             "environment": dict(environment),
         }
         key = layout.document_key("")
-        if not backend.create(key, encode_document(group_document(attributes), key=key)):
+        if not backend.create(key, encode_document(group_document(attributes), key=key)) and not add:
             raise RunExistsError(f"another launch made a run at {backend.url} just now: choose another URL")
     else:
         _raise_schema(backend, run_attributes(data, place=backend.url))

@@ -75,9 +75,9 @@ class Fields:
         """A whole number that is not negative; None where there is none."""
         return self.integer(name) if name in self._values else None
 
-    def flag(self, name: str) -> bool:
+    def flag(self, name: str, *, default: Any = _REQUIRED) -> bool:
         """True or false."""
-        value = self._get(name, _REQUIRED)
+        value = self._get(name, default)
         if type(value) is not bool:
             self._refuse(name, value, "true or false")
         return value

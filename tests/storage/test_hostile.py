@@ -97,6 +97,8 @@ def test_an_archive_that_lies_about_its_directory_takes_no_memory(run: Path) -> 
     [
         *each("launch.world_size", 10**12, 0, -1, 1.5, "2", None, []),
         ("launch.world_size", True),
+        *each("launch.first_rank", 10**12, -1, 1.5, "2", None, []),
+        *each("adds", 1, None, "yes"),
         *each("launch.restart", -1, "0"),
         *each("launch.launch_id", 5),
         *each("launch", None),

@@ -195,7 +195,7 @@ class _Import:
         self._on_record = on_record
         self._num_records = 0
         self._nbytes = 0
-        ranks = range(attempt.launch.world_size)
+        ranks = attempt.launch.ranks
         self._writers = [RankWriter(backend, attempt=attempt, rank=rank, environment=source) for rank in ranks]
 
     def run(self, files: Iterable[SourceFile]) -> ImportReport:

@@ -135,7 +135,7 @@ def _recover(
             return
         backend = open_run(report.url)
         attempt = read_attempt(backend, str(about["attempt"]))
-        if attempt is None or report.rank not in range(attempt.launch.world_size):
+        if attempt is None or report.rank not in attempt.launch.ranks:
             report.remains = (
                 f"{report.url} has no {about['attempt']} with a rank {report.rank}: remove it if the run is gone"
             )
@@ -194,7 +194,7 @@ class _Recovery:
         for mark in Mark:
             if read_attributes(self._backend, layout.marker_path(attempt, iteration, self._rank, mark)) is not None:
                 return
-        if self._rank == 0:
+        if self._rank == self._attempt.launch.first_rank:
             open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
         group = layout.rank_iteration_path(attempt, self._rank, iteration)
         key = layout.document_key(group)

@@ -386,7 +386,7 @@ class _AttemptCheck:
                     key=key,
                     mend=Mend.RESTORE_GROUP,
                 )
-        silent = sorted(set(range(view.attempt.launch.world_size)) - listing.closed) if view.is_closed else []
+        silent = sorted(set(view.attempt.launch.ranks) - listing.closed) if view.is_closed else []
         for rank in silent[:_MAX_NAMED]:
             key = layout.document_key(layout.closed_path(path, rank))
             self._found.note(FindingKind.UNFINISHED, "the rank left no last word: it was lost", rank=rank, key=key)
@@ -400,7 +400,7 @@ class _AttemptCheck:
         seen: dict[int, set[int]] = {iteration: set() for iteration in view.opened | view.complete | view.dropped}
         for iteration, rank in [*view.groups, *view.marks]:
             seen.setdefault(iteration, set()).add(rank)
-        every = range(view.attempt.launch.world_size)
+        every = view.attempt.launch.ranks
         for iteration in view.complete:
             # Of those of which nothing is there it is said, too, of the first of many one by one.
             absent = (rank for rank in every if rank not in seen[iteration])

@@ -29,7 +29,7 @@ def check_iteration(view: AttemptView, iteration: int, results: Mapping[int, Ran
     _check_opened(view, found, iteration)
     path = layout.iteration_path(view.attempt.path, iteration)
     key = layout.document_key(path)
-    ranks = range(view.attempt.launch.world_size)
+    ranks = view.attempt.launch.ranks
     whole = [result for rank in ranks if (result := results.get(rank)) is not None and result.is_whole]
     can_finish = len(whole) == len(ranks)
     if view.nbytes(key) is None:
@@ -45,7 +45,7 @@ def check_iteration(view: AttemptView, iteration: int, results: Mapping[int, Ran
     by_rank = [results.get(rank) for rank in ranks]
     known = [result for result in by_rank if result is not None]
     if len(known) == len(ranks):
-        _check_summary(found, document["attributes"], known, key=key, mend=mend)
+        _check_summary(found, document["attributes"], dict(zip(ranks, known, strict=True)), key=key, mend=mend)
     catalogue = _read_catalogue(view, found, path, document, mend=mend)
     if catalogue is not None and len(known) == len(ranks):
         _check_rows(found, catalogue, known, key=blob_key(path), mend=mend)
@@ -103,7 +103,7 @@ def _note_leftovers(view: AttemptView, found: Findings, iteration: int) -> None:
 
 def _note_waiting(view: AttemptView, found: Findings, results: Mapping[int, RankResult | None]) -> None:
     assert found.iteration is not None
-    ranks = range(view.attempt.launch.world_size)
+    ranks = view.attempt.launch.ranks
     without = [rank for rank in ranks if results.get(rank) is None]
     lost = [rank for rank in without if {Mark.SKIPPED, Mark.FAILED} & set(view.marks.get((found.iteration, rank), {}))]
     if not without:
@@ -124,7 +124,7 @@ def _check_document(view: AttemptView, found: Findings, key: str, *, mend: Mend 
             found.error(FindingKind.MISSING, "the iteration commit was listed and is gone", key=key)
         return None
     attributes = document.get("attributes", {})
-    ranks = list(range(view.attempt.launch.world_size))
+    ranks = list(view.attempt.launch.ranks)
     stated = tuple(attributes.get(name) for name in ("complete", "iteration", "expected_ranks"))
     if stated != (True, found.iteration, ranks):
         found.error(
@@ -139,12 +139,13 @@ def _check_document(view: AttemptView, found: Findings, key: str, *, mend: Mend 
 
 
 def _check_summary(
-    found: Findings, attributes: Mapping[str, Any], results: list[RankResult], *, key: str, mend: Mend | None
+    found: Findings, attributes: Mapping[str, Any], by_rank: Mapping[int, RankResult], *, key: str, mend: Mend | None
 ) -> None:
+    results = by_rank.values()
     actual: dict[str, Any] = {
         "num_records": sum(result.catalogue.num_rows for result in results),
         "nbytes": sum(result.nbytes for result in results),
-        "silent_sites": {str(rank): one.silent_sites for rank, one in enumerate(results) if one.silent_sites},
+        "silent_sites": {str(rank): one.silent_sites for rank, one in by_rank.items() if one.silent_sites},
     }
     if "commits" in attributes:
         actual["commits"] = [result.checksum for result in results]

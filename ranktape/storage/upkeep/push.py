@@ -161,7 +161,7 @@ class _Push:
         if not keep:
             others = [key for key in self._keys(group) if key != commit_key]
             markers = self._keys(layout.opened_path(attempt, iteration))
-            own = [key for key in markers if f"/rank_{rank:05d}." in key or rank == 0]
+            own = [key for key in markers if f"/rank_{rank:05d}." in key or rank == self._attempt.launch.first_rank]
             self._source.delete_keys([*others, *own])
             self._source.delete_keys([commit_key])
 
@@ -177,7 +177,7 @@ class _Push:
         attempt, rank = self._attempt.path, self._spill.rank
         paths = [layout.rank_path(attempt, rank), layout.closed_path(attempt, rank)]
         keys = [layout.document_key(path) for path in paths]
-        if rank == 0:
+        if rank == self._attempt.launch.first_rank:
             # That an iteration was begun, where that was all that the store did not take.
             keys += [key for key in self._keys(layout.commits_path(attempt)) if layout.parse_marker(key) is None]
         for key in keys:

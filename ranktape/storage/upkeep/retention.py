@@ -35,7 +35,7 @@ def drop_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> Non
     backend.flush()
     commit = layout.iteration_path(attempt.path, iteration)
     backend.delete_keys([layout.document_key(commit)])
-    ranks = range(attempt.launch.world_size)
+    ranks = attempt.launch.ranks
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         removals = [
             pool.submit(backend.delete, layout.rank_iteration_path(attempt.path, rank, iteration)) for rank in ranks

@@ -155,7 +155,7 @@ class Watcher:
         return Snapshot(
             seconds=time.monotonic(),
             attempt=last.number,
-            ranks=tuple(_rank_watch(current, rank) for rank in range(last.launch.world_size)),
+            ranks=tuple(_rank_watch(current, rank) for rank in last.launch.ranks),
             waiting={
                 iteration: tuple(progress.committed_ranks(iteration))
                 for iteration in sorted(progress.opened - progress.complete)
