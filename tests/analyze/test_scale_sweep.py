@@ -181,7 +181,7 @@ def test_integers_and_bool_are_refused(name: str, format_name: str) -> None:
     ("formats", "options", "message"),
     [
         (["fp8_e4m3"], {"scale_bits": 4}, "--scale-bits 4 has no effect on fp8_e4m3 in tensor mode"),
-        (["fp8_e4m3"], {"scale_bits": 8, "mode": "channel"}, "--scale-bits 8 has no effect on fp8_e4m3 in channel"),
+        (["fp8_e4m3"], {"scale_bits": 4, "mode": "channel"}, "--scale-bits 4 has no effect on fp8_e4m3 in channel"),
         (["fp8_e4m3"], {"scale_bits": 4, "mode": "legacy"}, "--scale-bits 4 has no effect on fp8_e4m3 in legacy mode"),
         (["hif8"], {"scale_bits": 4}, "--scale-bits 4 has no effect on hif8"),
         (["hif8", "fp8_e5m2"], {"block_size": 8}, "--block-size 8 has no effect on hif8 in tensor mode, fp8_e5m2 in"),
@@ -192,6 +192,12 @@ def test_integers_and_bool_are_refused(name: str, format_name: str) -> None:
 def test_an_option_that_no_format_uses_is_refused(formats: list[str], options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         sweep_formats(GAUSS, formats=formats, options=SweepOptions(**options))
+
+
+def test_the_older_tools_default_of_scale_bits_may_be_given() -> None:
+    plain, given = SweepOptions(num_levels=3), SweepOptions(num_levels=3, scale_bits=8)
+    expected = sweep_formats(GAUSS, formats=["fp8_e4m3"], options=plain)[0].levels
+    assert sweep_formats(GAUSS, formats=["fp8_e4m3"], options=given)[0].levels == expected
 
 
 def test_an_option_that_some_format_uses_leaves_the_others_as_they_are() -> None:

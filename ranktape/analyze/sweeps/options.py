@@ -216,7 +216,9 @@ def resolve_all(names: Sequence[str], *, options: SweepOptions) -> list[tuple[Sc
         ("scale_bits", with_rule, "mxfp8_e4m3"),
     ):
         value = getattr(options, field)
-        if found and value is not None and not users:
+        # 8 bits are what there is where no bits are: the older tool's default.
+        is_given = value is not None and (field, value) != ("scale_bits", MAX_SCALE_BITS)
+        if found and is_given and not users:
             whose = ", ".join(f"{scheme.name} in {mode} mode" for scheme, mode in found)
             raise UsageError(
                 f"--{field.replace('_', '-')} {value} has no effect on {whose}: "
