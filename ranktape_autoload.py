@@ -11,7 +11,10 @@ import os
 import sys
 
 SWITCHES = ("RANKTAPE_CAPTURE", "RANKTAPE_CAPTURE_CONFIG")
-"""Variables that ask for a capture; without them nothing is imported."""
+"""Variables that ask for a capture; without them, and that of the older tools, nothing is imported."""
+
+_OFF = {"", "false", "0", "no", "off"}
+"""What `TENSOR_SAVE_ENABLED` says where it does not."""
 
 
 def start() -> None:
@@ -20,7 +23,8 @@ def start() -> None:
     Raises:
         KeyboardInterrupt: the user's, which is not ours to keep.
     """
-    if not any(map(os.environ.get, SWITCHES)):
+    is_enabled = os.environ.get("TENSOR_SAVE_ENABLED", "").strip().lower() not in _OFF
+    if not is_enabled and not any(map(os.environ.get, SWITCHES)):
         return
     try:
         from ranktape.launch.autostart import arm

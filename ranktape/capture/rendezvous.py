@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "ranktape"
 _serials = itertools.count()
+_serials_alone = itertools.count()
 _TIMEOUT = timedelta(seconds=60)
 _POLL_SECONDS = 0.05
 
@@ -43,6 +44,8 @@ class Place:
     """Number of ranks."""
     num_local_ranks: int
     """Ranks on this host."""
+    first_rank: int = 0
+    """The lowest of the ranks, which speaks for them."""
     restart: int
     """Restart count of the worker group."""
 
@@ -72,8 +75,11 @@ class Rendezvous:
         self._place = place
         self._seconds = seconds
         self._store = _find_store(place) if place.world_size > 1 else None
-        # Every rank begins its captures in the same order; a restarted process begins again from the first.
-        self.launch_id = f"{self._agree()}-{next(_serials)}"
+        if self._store is None:
+            self.launch_id = f"{_own_launch_id()}-alone-{next(_serials_alone)}"
+        else:
+            # Every rank begins the captures of all in the same order; a restarted process begins again from the first.
+            self.launch_id = f"{self._agree(self._store)}-{next(_serials)}"
         self._shared: dict[str, str] = {}
         self._failure_key = f"{_PREFIX}/{self.launch_id}/{place.restart}/failure"
 
@@ -116,22 +122,20 @@ class Rendezvous:
             time.sleep(_POLL_SECONDS)
         return True
 
-    def _agree(self) -> str:
-        if self._store is None:
-            return _own_launch_id()
+    def _agree(self, store: Store) -> str:
         key = f"{_PREFIX}/launch_id"
         if self._place.rank == 0:
             # The first start of a launch sets it; its restarts find it.
-            return str(self._store.compare_set(key, "", _own_launch_id()).decode())
+            return str(store.compare_set(key, "", _own_launch_id()).decode())
         deadline = time.monotonic() + self._seconds
-        while not self._store.check([key]):
+        while not store.check([key]):
             if time.monotonic() > deadline:
                 raise CaptureError(
                     f"rank 0 did not begin its capture within {self._seconds:g} s: every rank must begin one, at about "
                     f"the same time"
                 )
             time.sleep(_POLL_SECONDS)
-        return str(self._store.get(key).decode())
+        return str(store.get(key).decode())
 
     def share(self, name: str, text: str) -> None:
         """Leave something for the other ranks under a name; once for each name."""

@@ -7,7 +7,10 @@ coordinator, through the writer, when those were not enough.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ranktape.capture.settings.cadence import Cadence
 
 _MAX_NAMED = 3
 
@@ -65,3 +68,26 @@ class Schedule:
             f"the training ended after {num_steps} iterations, before {first} {left[0]} (still wanted: {named}): "
             f"lower --start-at or --every, or train longer"
         )
+
+
+class ScheduleOfOne(Schedule):
+    """Of a process that records for itself: the first iterations in which it does, whichever they are."""
+
+    def __init__(self, words: Mapping[str, Any], *, cadence: Cadence) -> None:
+        """Take over what the writer says at the start, and which iterations may be captured."""
+        super().__init__({**words, "iterations": []})
+        self._cadence = cadence
+        self._completed = set(words["completed"])
+        self._num_named = len(words["iterations"])
+
+    def wants(self, iteration: int) -> bool:
+        """Whether an iteration is to be captured, in which something is recorded now."""
+        may_begin = len(self._wanted) < self._num_named and iteration not in self._completed
+        if may_begin and any(self._cadence.due(iteration)):
+            self._wanted.add(iteration)
+        return super().wants(iteration)
+
+    def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:
+        """Take over how many iterations the writer names now; none of them has passed."""
+        self._num_named = len(words.get("iterations", range(self._num_named)))
+        return super().learn({**words, "iterations": []}, iteration=iteration)

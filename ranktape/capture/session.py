@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -29,7 +29,6 @@ from ranktape.capture.settings.arguments import given_arguments
 from ranktape.capture.settings.config import checked, merge, stray_variables, with_config
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import check_layer_types
-from ranktape.capture.settings.seed_environment import asked_for
 from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.source import Source, Tags, TensorRole, site_of
 from ranktape.capture.staging.budget import default_host_budget_nbytes
@@ -95,7 +94,7 @@ class Capture(Iterations):
         Raises:
             UsageError: an option's value is not allowed.
         """
-        url, values = asked_for(*merge(given_arguments(args)))
+        url, values = merge(given_arguments(args))
         return NoCapture() if url is None else cls(url, model=model, **checked(values))
 
     @property
@@ -120,8 +119,8 @@ class Capture(Iterations):
         self._make_parts()
         words, self._rendezvous = self._start()
         self._attempt = str(words["attempt"])
-        self._schedule = Schedule(words)
-        self._console.tell_of_past(self.options, completed=words["completed"], planned=self._schedule.iterations)
+        self._schedule = self._new_schedule(words)
+        self._console.tell_of_past(self.options, completed=words["completed"], planned=words["iterations"])
         self._follow()
         Capture.current = self
         try:
@@ -177,7 +176,7 @@ class Capture(Iterations):
             return self._verdict
         if os.getpid() != self._owner or Capture.current is not self:
             raise CaptureError("this capture is not running in this process: close it where it was started")
-        if reason is None and self._clock.ends_at_close:
+        if self._is_over_at_close(reason):
             self._end_last_iteration()
         is_interrupted = self.is_recording and self._tracker.num_passes > 0
         self._take_off()
@@ -221,8 +220,10 @@ class Capture(Iterations):
         )
         tags = Tags(quant_type=quant_type, sample_ids=None if sample_idx is None else (sample_idx,), metadata=metadata)
         self._recorder.record(source, role, tensor, call=call, tags=tags)
-        if not self.is_recording:
+        tally = self._recorder.tally
+        if tally is None or not tally.is_staged:
             return None
+        tally.is_by_hand = True
         site = site_of(source, role, call=call, quant_type=tags.quant_type or self.options.quant_type)
         return f"{self._backend.url}/{rank_iteration_path(self._attempt, self.rank, self._iteration)}/{site_path(site)}"
 
@@ -233,6 +234,13 @@ class Capture(Iterations):
             UsageError: an identifier is neither a number nor text.
         """
         self._tracker.sample_ids = None if sample_ids is None else checked_sample_ids(sample_ids)
+
+    def _is_over_at_close(self, reason: str | None) -> bool:
+        """Whether the running iteration has all it will have, so that nothing but the end is missing."""
+        tally = self._recorder.tally
+        # A program that saves by itself need not step an optimizer.
+        is_by_hand = tally is not None and tally.is_by_hand
+        return (is_by_hand and self.options.manual) or (reason is None and (is_by_hand or self._clock.ends_at_close))
 
     def _find_place(self) -> None:
         """Where the run is, and which rank this is of how many.
@@ -319,6 +327,9 @@ class Capture(Iterations):
         return start_writer(
             self._process, url=self._url, shown_url=self._backend.url, options=self.options, place=self._place
         )
+
+    def _new_schedule(self, words: Mapping[str, Any]) -> Schedule:
+        return Schedule(words)
 
     def _show_end(self, pending_nbytes: int, state: str) -> None:
         """How far the storing is; with that, the writer of rank 0 learns which ranks it need not wait for."""

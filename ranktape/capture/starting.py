@@ -61,7 +61,7 @@ def start_writer(
             raise CaptureError(f"the writer was not ready within {START_TIMEOUT_SECONDS:g} s: try again")
     except BaseException as error:
         if rendezvous is not None:
-            (rendezvous.report_failure if place.rank == 0 else rendezvous.give_up)(str(error))
+            (rendezvous.report_failure if place.rank == place.first_rank else rendezvous.give_up)(str(error))
         process.finish(reason=str(error), timeout_seconds=0, on_progress=lambda *_: None)
         process.close(has_captured=False)
         raise
@@ -78,11 +78,18 @@ def _writer_config(
         storage_options=dict(options.storage_options or {}),
         rank=place.rank,
         trainer_pid=os.getpid(),
-        launch={"launch_id": launch_id, "restart": place.restart, "world_size": place.world_size},
+        launch={
+            "launch_id": launch_id,
+            "restart": place.restart,
+            "world_size": place.world_size,
+            "first_rank": place.first_rank,
+        },
         options=options.document(),
         environment=describe_environment(),
         resume=options.resume,
         overwrite=options.overwrite,
+        add=options.add,
+        is_manual=options.manual,
         cadence=cadence_of(options).to_json(),
         target=options.target_iterations,
         min_iterations=options.min_iterations,

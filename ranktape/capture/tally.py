@@ -27,6 +27,8 @@ class Tally:
     """Bytes of what is kept of them, before it is packed."""
     kept: Counter[str] = field(default_factory=Counter)
     """How many of them are kept as `values`, `histogram` and `statistics`."""
+    is_by_hand: bool = False
+    """Whether the program has saved some of them by itself."""
     sources: set[Source] = field(default_factory=set)
     """What they came from."""
 

@@ -1,27 +1,71 @@
-"""How do programs that save tensors by hand, as the older tools had it, record with us?
+"""Functions by which programs save tensors by hand, with the names and arguments of the older tools.
 
-The names and arguments are theirs. Tensors go into the capture that is running in the process; where none
-is, and saving was enabled, one is begun at the save directory and closed when the process ends. Nothing is
-overwritten, nothing blocks on a disk, and the iteration is committed as a whole.
+Tensors go into the capture that is running in the process. Where none is, and saving was enabled, one is begun at the
+save directory, and adds to what other processes and programs have saved there. What was saved is committed when the
+next iteration begins, at `close`, and when the process ends in whatever way.
 """
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
+import os
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ranktape.capture.console import Console
 from ranktape.capture.roles.table import UNSAMPLED
+from ranktape.capture.schedule import Schedule, ScheduleOfOne
 from ranktape.capture.session import Capture
-from ranktape.capture.settings.seed_environment import DEFAULT_SAVE_DIR, read_seed_environment
+from ranktape.capture.settings.cadence import cadence_of
+from ranktape.capture.settings.config import checked, merge
+from ranktape.capture.settings.seed_environment import DEFAULT_SAVE_DIR, read_seed_environment, seed_values
 from ranktape.capture.source import Source, TensorRole
-from ranktape.errors import RunExistsError, UsageError
+from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.record import Operation, check_term
 from ranktape.storage.seed_names import recorded_name
 
 if TYPE_CHECKING:
     import torch
+
+    from ranktape.storage.status import Verdict
+
+
+class _OwnCapture(Capture):
+    """What one process saves by hand, whatever others do; each iteration in which something is saved is taken."""
+
+    yields = True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes what this process saves."""
+        return Capture.current is self and os.getpid() == self._owner
+
+    def _find_place(self) -> None:
+        super()._find_place()
+        self._place = dataclasses.replace(self._place, world_size=1, first_rank=self._place.rank)
+
+    def _new_schedule(self, words: Mapping[str, Any]) -> Schedule:
+        return ScheduleOfOne(words, cadence=cadence_of(self.options))
+
+    def _begin_iteration(self) -> None:
+        """Nothing: an iteration begins with the first tensor that is saved in it."""
+
+    def record(self, tensor: torch.Tensor, **about: Any) -> str | None:
+        """As `Capture.record`."""
+        if not self.is_watching:
+            super()._begin_iteration()
+        return super().record(tensor, **about)
+
+    def close(self, *, reason: str | None = None) -> Verdict:
+        """As `Capture.close`; says what is missing."""
+        is_first = self._verdict is None
+        verdict = super().close(reason=reason)
+        if is_first and not verdict.met:
+            self._console.warn(verdict.message(), is_for_all_ranks=True)
+        return verdict
 
 
 class TensorSaver:
@@ -31,7 +75,7 @@ class TensorSaver:
         self.save_dir = save_dir
         self.enabled = enabled
         self.current_iteration = 0
-        self._own: Capture | None = None
+        self._own: _OwnCapture | None = None
 
     def set_iteration(self, iteration: int) -> None:
         """Number the iteration: the first one before anything is saved, a later one to end those before it.
@@ -41,9 +85,6 @@ class TensorSaver:
         """
         if self._own is not None and iteration < self.current_iteration:
             raise UsageError(f"iteration {iteration} is past: the running one is {self.current_iteration}")
-        # An optimizer of the program may have ended iterations before.
-        if self._own is not None and iteration > self._own.iteration:
-            self._own.step(iteration)
         self.current_iteration = iteration
 
     def save_tensor(  # noqa: PLR0917  (the seeds' arguments, in their order)
@@ -64,7 +105,7 @@ class TensorSaver:
 
         Raises:
             UsageError: a tag is not allowed, or the metadata is not JSON.
-            RanktapeError: a capture of its own cannot be begun.
+            CaptureError: it failed, and is strict.
         """
         capture = self._capture()
         if capture is None:
@@ -164,23 +205,36 @@ class TensorSaver:
 
     def close(self) -> None:
         """End a capture of its own, once everything is stored; the running one of somebody else goes on."""
-        if self._own is not None and Capture.current is self._own:
+        if self._own is not None and self._own.is_running:
             self._own.close()
         self._own = None
 
     def _capture(self) -> Capture | None:
-        if Capture.current is None and self.enabled and self._own is None:
-            number = self.current_iteration
-            self._own = Capture(self.save_dir, start=number, first_iteration=number, manual=True)
-            try:
-                self._own.__enter__()
-            except RunExistsError as error:
-                self._own = None
-                raise RunExistsError(
-                    f"there is a run at {self.save_dir} already: set TENSOR_SAVE_DIR to another place, or remove it"
-                ) from error
-            atexit.register(self.close)
+        if Capture.current is None and self.enabled:
+            self._begin()
+        own = self._own
+        # An optimizer of the program may have ended iterations before.
+        if own is not None and own.is_running and self.current_iteration > own.iteration:
+            own.step(self.current_iteration)
         return Capture.current
+
+    def _begin(self) -> None:
+        given = {"capture": self.save_dir, "manual": True, "first_iteration": self.current_iteration}
+        options = checked(seed_values(merge(given)[1], iteration=self.current_iteration))
+        own = _OwnCapture(self.save_dir, **options)
+        try:
+            own.__enter__()
+        except UsageError:
+            raise
+        except RanktapeError as error:
+            if own.options.strict:
+                raise
+            # Often inside of somebody's forward, which a store that is not there must not end.
+            self.enabled = False
+            Console(rank=0).warn(f"{error}; nothing is saved")
+            return
+        self._own = own
+        atexit.register(self.close)
 
 
 _saver: TensorSaver | None = None

@@ -42,6 +42,7 @@ from ranktape.storage.writer import RankWriter
 
 if TYPE_CHECKING:
     from ranktape.storage.backends.retry import RetryingBackend
+    from ranktape.storage.lease import Lease
 
 NICENESS = 19
 """Added to the process's niceness: the training comes first."""
@@ -67,6 +68,7 @@ class Writer:
         self._next_plan_poll = 0.0
         self._is_out = False
         self._held = contextlib.ExitStack()
+        self._lease: Lease | None = None
         self._say()
 
     def run(self) -> int:
@@ -91,11 +93,13 @@ class Writer:
     def _start(self) -> None:
         config = self._config
         launch = Launch(**config.launch)
+        is_first = config.rank == launch.first_rank
         self._backend = open_backend(config.url, storage_options=config.storage_options)
-        if config.rank == 0:
+        if is_first and not config.add:  # what adds changes nothing of what is there, and leaves it to others
             self._lease = self._held.enter_context(
                 claim_run(self._backend, launch=launch, resume=config.resume, overwrite=config.overwrite)
             )
+        if is_first:
             self._attempt = begin_attempt(
                 self._backend,
                 launch=launch,
@@ -103,6 +107,7 @@ class Writer:
                 environment=config.environment,
                 resume=config.resume,
                 overwrite=config.overwrite,
+                add=config.add,
             )
             warm_up()
         else:
@@ -112,7 +117,7 @@ class Writer:
         cadence = Cadence.from_json(config.cadence)
         planned = cadence.following(count=config.target - len(completed), without=completed)
         self._plan = Plan(iterations=planned, is_done=not planned)
-        self._coordinator = self._start_coordinator(planned, cadence=cadence) if config.rank == 0 else None
+        self._coordinator = self._start_coordinator(planned, cadence=cadence) if is_first else None
         self._start_storing()
         self._say(
             state="ready",
@@ -137,7 +142,7 @@ class Writer:
             goal=goal,
             step=lambda: self._ring.step,
             given_up=lambda: {int(rank): text for rank, text in (self._ring.hear() or {}).get("given_up", {}).items()},
-            lost=lambda: self._lease.lost,
+            lost=lambda: None if self._lease is None else self._lease.lost,
         )
         coordinator.start()
         return coordinator
@@ -234,7 +239,7 @@ class Writer:
         may_degrade = config.policy == Policy.HISTOGRAM and num_stored >= config.min_iterations
         staged = self._storer.begin(iteration, may_degrade=may_degrade)
         self._iterations[iteration] = staged
-        if config.rank == 0:
+        if config.rank == self._attempt.launch.first_rank:
             self._storer.run(staged, partial(open_iteration, self._target, attempt=self._attempt, iteration=iteration))
 
     def _speak_of_outages(self) -> None:
@@ -268,10 +273,11 @@ class Writer:
         self._storer.give_up_at = time.monotonic() + self._config.finish_timeout_seconds
         for iteration in sorted(self._iterations):
             staged = self._iterations.pop(iteration)
+            if self._config.is_manual and staged.num_tensors:
+                self._committer.commit(staged, None)  # what was saved is saved, however the process ended
+                continue
             stored = self._storer.interrupt(staged)
-            self._committer.mark(
-                iteration, Mark.FAILED, f"{reason} in the middle of the iteration (tensors stored: {stored})"
-            )
+            self._committer.mark(iteration, Mark.FAILED, f"cut off after {stored} tensors: {reason}")
         self._committer.close()
         with self._storer.closing():
             self._rank_writer.close(reason=reason)

@@ -1,4 +1,4 @@
-"""Whose training is recorded when RANKTAPE_CAPTURE asks for it, and how does such a capture begin and end?
+"""The capture that the environment asks for: whose training it records, how it begins and how it ends.
 
 `ranktape_autoload` arms every process that imports torch. One that never trains stays as it is: the capture begins
 inside of the first training forward, which an agent of torchrun, a loader of data or a command of ours never makes.
@@ -60,7 +60,7 @@ def begin(folder: str) -> None:
     try:
         from ranktape.capture.session import Capture
 
-        if Capture.current is not None:
+        if Capture.current is not None and not Capture.current.yields:
             return  # the script has begun one of its own
         asked = _asked_for(folder)
         if asked is None:

@@ -172,7 +172,7 @@ def _refuse_existing(url: str, *, settings: Mapping[str, Any]) -> None:
     from ranktape.storage import open_run
 
     options = CaptureOptions.from_mapping(settings)
-    if options.overwrite or options.resume:
+    if options.overwrite or options.resume or options.add:
         return
     try:
         open_run(url, storage_options=options.storage_options)

@@ -74,7 +74,7 @@ def test_a_rank_that_is_killed_leaves_a_partial_iteration_and_whole_ones(tmp_pat
     states = {status.iteration: status for status in run.status()}
     assert [states[iteration].state for iteration in (0, 1, 2)] == [IterationState.COMPLETE] * 3
     assert states[3].state is IterationState.PARTIAL
-    assert "the training process died in the middle of the iteration" in states[3].missing[1]
+    assert "tensors: the training process died" in states[3].missing[1]
     assert run.iterations == [0, 1, 2]
     verdict = run.verdict()
     assert (verdict.met, verdict.complete) == (False, [0, 1, 2])

@@ -1,9 +1,10 @@
-"""Do programs that save tensors by hand find the names and arguments they know?"""
+"""Do programs that save tensors by hand find the names and arguments they know, and what they saved?"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from ranktape.capture import (
 )
 from ranktape.errors import UsageError
 from ranktape.storage import open_run
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.upkeep.check import check_run
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +128,20 @@ def test_tags_are_checked(tmp_path: Path) -> None:
         capture.step()
 
 
+def run_saving(program: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program whose environment asks it to save into the folder `logs`."""
+    environment = {
+        "TENSOR_SAVE_ENABLED": "true",
+        "TENSOR_SAVE_DIR": str(folder / "logs"),
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(folder),
+        **variables,
+    }
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
 PROGRAM = """
 import torch
 from ranktape.capture import get_tensor_saver, save_tensor
@@ -135,21 +152,95 @@ for iteration in range(7, 10):
 
 
 def test_the_environment_of_the_older_tools(tmp_path: Path) -> None:
-    environment = {
-        "TENSOR_SAVE_ENABLED": "true",
-        "TENSOR_SAVE_DIR": str(tmp_path / "logs"),
-        "TENSOR_SAVER_ITERATION": "7",
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(tmp_path),
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
+    result = run_saving(PROGRAM, tmp_path, TENSOR_SAVER_ITERATION="7")
     assert result.returncode == 0, result.stderr
     run = open_run(tmp_path / "logs")
     # One iteration is guaranteed, as the older tools had it, and closed when the process ends.
     assert run.iterations == [7]
     assert [record.read().tolist() for record in run.select()] == [[7, 7, 7]]
+
+
+@pytest.mark.parametrize("end", ["get_tensor_saver().close()", "raise ValueError", "os.kill(os.getpid(), 9)"])
+def test_what_was_saved_is_there_however_the_process_ended(end: str, tmp_path: Path) -> None:
+    program = f"""
+import os, torch
+from ranktape.capture import get_tensor_saver, save_tensor
+save_tensor(torch.ones(3), "linear", "forward", "bf16", "input")
+{end}
+"""
+    run_saving(program, tmp_path)
+    run = open_run(tmp_path / "logs")
+    while not run.verdict().final:  # the writer outlives a process that was killed
+        time.sleep(0.05)
+    run.refresh()
+    assert run.iterations == [0]
+
+
+def test_a_second_program_adds_to_the_first(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    for value in (1, 2):
+        saver = TensorSaver(save_dir=str(logs))
+        saver.save_tensor(torch.full((2,), value), "linear", "forward", "bf16", "input")
+        saver.close()
+    run = open_run(logs)
+    assert [(record.attempt, record.read().tolist()) for record in run.select()] == [(0, [1, 1]), (1, [2, 2])]
+    assert len(run.select(attempt=1)) == 1
+    with Capture(logs, manual=True, resume=True, min_iterations=2, start=1, first_iteration=1):
+        save_tensor(torch.zeros(2), "linear", "forward", "bf16", "input")
+    assert [(record.attempt, record.iteration) for record in open_run(logs).select()] == [(0, 0), (1, 0), (2, 1)]
+    assert check_run(open_backend(logs)).findings == ()
+
+
+def test_each_rank_saves_for_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank in (3, 1, 3):
+        monkeypatch.setenv("RANK", str(rank))
+        saver = TensorSaver(save_dir=str(tmp_path / "logs"))
+        saver.save_tensor(torch.full((2,), rank), "linear", "forward", "bf16", "input")
+        saver.close()
+    run = open_run(tmp_path / "logs")
+    saved = sorted((record.rank, record.attempt, record.read()[0]) for record in run.select())
+    assert saved == [(1, 0, 1), (3, 0, 3), (3, 1, 3)]
+    assert run.verdict().met
+    assert [status.expected_ranks for status in run.status()] == [[1], [3], [3]]
+    assert check_run(open_backend(tmp_path / "logs")).findings == ()
+
+
+def test_the_iterations_in_which_something_is_saved_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANKTAPE_MIN_ITERATIONS", "3")
+    saver = TensorSaver(save_dir=str(tmp_path / "logs"))
+    for iteration in range(0, 60, 5):
+        saver.set_iteration(iteration)
+        if iteration % 10 == 0:
+            saver.save_tensor(torch.zeros(2), "linear", "forward", "bf16", "input")
+    saver.close()
+    run = open_run(tmp_path / "logs")
+    assert run.iterations == [0, 10, 20]
+    assert len(run.status()) == 3
+
+
+def test_a_store_that_cannot_be_written_does_not_end_the_program(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").write_text("no folder")
+    saver = TensorSaver(save_dir=str(tmp_path / "logs"))
+    for _ in range(2):
+        assert saver.save_tensor(torch.zeros(2), "linear", "forward", "bf16", "input") is None
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("; nothing is saved")
+
+
+def test_a_capture_of_the_program_takes_the_place_of_the_savers(tmp_path: Path) -> None:
+    saver = TensorSaver(save_dir=str(tmp_path / "logs"))
+    saver.save_tensor(torch.zeros(2), "linear", "forward", "bf16", "input")
+    with Capture(tmp_path / "run") as capture:
+        saver.save_tensor(torch.ones(2), "linear", "forward", "bf16", "input")
+        assert Capture.current is capture
+    saver.set_iteration(1)
+    saver.save_tensor(torch.ones(2), "linear", "forward", "bf16", "input")
+    saver.close()
+    assert open_run(tmp_path / "run").iterations == [0], "no optimizer stepped, and what was saved is saved"
+    assert open_run(tmp_path / "logs").iterations == [0, 1]
 
 
 def test_bad_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,8 @@ class _Trainer:
             environment={},
             resume=False,
             overwrite=False,
+            add=False,
+            is_manual=False,
             cadence=Cadence.regular(start=ITERATIONS.start, every=ITERATIONS.step).to_json(),
             target=len(ITERATIONS),
             min_iterations=len(ITERATIONS),

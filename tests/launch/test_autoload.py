@@ -82,6 +82,39 @@ def test_the_writer_inherits_no_settings() -> None:
     assert {name for name in kept if name.startswith("RANKTAPE_")} == {"RANKTAPE_STORAGE_CLIENT"}
 
 
+SAVES = """
+    import torch
+    from ranktape.capture import get_tensor_saver, save_tensor
+
+    model = torch.nn.Linear(4, 4)
+    output = model(torch.ones(2, 4))
+    save_tensor(output, "mine", "forward", "bf16", "output")
+    get_tensor_saver().close()
+"""
+
+
+def test_the_variables_of_the_older_tools_record_what_hooks_see_and_what_is_saved_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SAVES))
+    variables = {"TENSOR_SAVE_ENABLED": "true", "TENSOR_SAVE_DIR": "logs", "TENSOR_SAVER_ITERATION": "7"}
+    for words in (("train.py",), (*LAUNCH, "train.py")):
+        ended = python(*words, cwd=tmp_path, env=variables)
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stderr.count("ranktape: capturing ") == 1
+    run = open_run(tmp_path / "logs")
+    # No optimizer stepped; the second program added to the first.
+    assert [(status.iteration, status.attempt, status.state) for status in run.status()] == [
+        (7, 0, "complete"),
+        (7, 1, "complete"),
+    ]
+    for attempt in (0, 1):
+        records = run.select().select(attempt=attempt)
+        assert sorted(records.column("tensor_name")) == ["input", "output", "output", "weight"]
+    off = python(
+        "-c", "import sys, torch; print('ranktape' in sys.modules)", cwd=tmp_path, env={"TENSOR_SAVE_ENABLED": "0"}
+    )
+    assert off.stdout == "False\n"
+
+
 # One process: what is recorded, and how it ends.
 
 DRAWS = """

@@ -272,7 +272,7 @@ class PlanningCapture(Capture):
         seconds = min(max(self.options.store_timeout_seconds, _LEAST_SECONDS), TIMEOUT_SECONDS)
         self._backend = self._backend.with_deadline(timeout_seconds=seconds)
         try:
-            check_place(self._backend, resume=self.options.resume, overwrite=self.options.overwrite)
+            check_place(self._backend, resume=self.options.resume or self.options.add, overwrite=self.options.overwrite)
             self._write_rate = self._probe(rendezvous)
         except BaseException as error:
             if self._place.rank == 0:

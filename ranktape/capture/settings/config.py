@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ranktape.capture.settings.options import SETTINGS, CaptureOptions, given_settings
+from ranktape.capture.settings.seed_environment import read_seed_environment, seed_values
 from ranktape.capture.settings.setting import SWITCH_WORDS, Setting, shown, split_texts
 from ranktape.errors import UsageError
 from ranktape.storage.backends.urls import parse_storage_options
@@ -51,6 +52,9 @@ def merge(
 ) -> tuple[str | None, dict[str, Any]]:
     """As `resolve`, with only the settings that were given somewhere, in Python's form.
 
+    Where nothing else says where to record, the older tools' variables are honoured: `TENSOR_SAVE_ENABLED`,
+    `TENSOR_SAVE_DIR`, `TENSOR_SAVER_ITERATION`.
+
     Raises:
         UsageError: as `resolve`.
     """
@@ -63,6 +67,8 @@ def merge(
         values["capture_config"] = os.path.abspath(path)  # noqa: PTH100  (Path.resolve follows links)
     url = given.get(_URL) or variables.get(PREFIX + "CAPTURE") or values.get(_URL)
     values.pop(_URL, None)
+    if url is None and (seeds := read_seed_environment(variables)).enabled:
+        return seeds.save_dir, seed_values(values, iteration=seeds.iteration)
     return url, values
 
 

@@ -195,6 +195,9 @@ class CaptureOptions:
     manual: bool = option(default=False, kind=bool, help="Attach no hooks: record only what save_tensor is given.")
     resume: bool = option(default=False, kind=bool, help="Continue the run that is at the URL, as a new attempt.")
     overwrite: bool = option(default=False, kind=bool, help="Delete the run that is at the URL first.")
+    add: bool = option(
+        default=False, kind=bool, help="Add to the run that is at the URL: what it holds is shown beside what comes."
+    )
     storage_options: Mapping[str, Any] | None = option(
         None,
         is_secret=True,
@@ -229,8 +232,8 @@ class CaptureOptions:
             raise UsageError(
                 f"--storage-options cannot be passed on as JSON ({error}): give text and numbers"
             ) from error
-        if self.resume and self.overwrite:
-            raise UsageError("--resume and --overwrite exclude each other: give one")
+        if self.resume + self.overwrite + self.add > 1:
+            raise UsageError("--resume, --overwrite and --add exclude each other: give one")
         if self.selects or is_given(self.layers):
             from ranktape.capture.settings.rules import check_selection
 

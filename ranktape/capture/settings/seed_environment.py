@@ -1,4 +1,4 @@
-"""What do the variables say by which the older tools were steered?
+"""The variables by which the older tools were steered.
 
 TENSOR_SAVE_ENABLED      true, or false
 TENSOR_SAVE_DIR          where to record; any URL of a run
@@ -50,14 +50,13 @@ def read_seed_environment(environment: Mapping[str, str] = os.environ) -> SeedEn
     )
 
 
-def asked_for(url: str | None, values: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """Where the settings that were given, or else these variables, ask to record, and the settings; None for nowhere.
+def seed_values(values: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
+    """The settings of a capture in the older tools' place: it begins at once, and adds to what is there.
 
-    Raises:
-        UsageError: a variable has a value that it cannot have.
+    Args:
+        values: What was set otherwise, which counts for more.
+        iteration: The number of the first iteration.
     """
-    seeds = read_seed_environment()
-    if url is not None or not seeds.enabled:
-        return url, values
-    first = values.get("first_iteration", seeds.iteration)
-    return seeds.save_dir, {"start": first, **values, "first_iteration": first}
+    first = values.get("first_iteration", iteration)
+    adds = not (values.get("resume") or values.get("overwrite"))
+    return {"start": first, "add": adds, **values, "first_iteration": first}

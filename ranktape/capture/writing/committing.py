@@ -110,9 +110,9 @@ class Committer:
         """Whether something could not be written."""
         return bool(self._owed)
 
-    def commit(self, staged: Staged, end: Slot) -> None:
-        """Commit an iteration when all before it are settled, and free the slot that ended it."""
-        if not self._ring_is_kept:
+    def commit(self, staged: Staged, end: Slot | None) -> None:
+        """Commit an iteration when all before it are settled, and free the slot that ended it, if one did."""
+        if end is not None and not self._ring_is_kept:
             # At once: the room behind it is free only when it is, and a commit can take as long as an outage.
             self._ring.free(end)
         self._pool.submit(self._guarded, partial(self._commit, staged, end))
@@ -138,8 +138,8 @@ class Committer:
             self._say(problem=f"a commit went wrong: {type(error).__name__}: {error}")
             traceback.print_exc()
 
-    def _commit(self, staged: Staged, end: Slot) -> None:
-        header = end.header
+    def _commit(self, staged: Staged, end: Slot | None) -> None:
+        header = {"expected": [], "silent_sites": {}} if end is None else end.header
         num_tensors = header.get("num_tensors", staged.num_tensors)
         if num_tensors != staged.num_tensors:
             self._storer.fail(staged, f"{staged.num_tensors} of the {num_tensors} tensors came out of the ring")
@@ -157,7 +157,7 @@ class Committer:
             self._mark(_Word(iteration=staged.iteration, mark=Mark.FAILED, reason=waits, waits_in=self._spill.place))
         else:
             self._committed(staged)
-        if self._ring_is_kept:
+        if end is not None and self._ring_is_kept:
             # Only now: until it is committed, 'ranktape recover' must know that the iteration had ended.
             self._ring.free(end)
 
@@ -196,7 +196,7 @@ class Committer:
 
     def _write(self, word: _Word) -> None:
         attempt, iteration = self._attempt.path, word.iteration
-        if self._rank == 0:
+        if self._rank == self._attempt.launch.first_rank:
             open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
         check_attempt(self._backend, self._attempt)
         group = layout.rank_iteration_path(attempt, self._rank, iteration)

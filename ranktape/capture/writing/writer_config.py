@@ -28,6 +28,10 @@ class WriterConfig:
     """Continue the run that is there."""
     overwrite: bool
     """Delete the run that is there."""
+    add: bool
+    """Add to the run that is there."""
+    is_manual: bool
+    """Whether all that is recorded was saved by hand."""
     cadence: dict[str, Any]
     """The iterations that may be captured: `Cadence` as JSON."""
     target: int
