@@ -169,13 +169,13 @@ def test_any_bits_and_any_layout(
     if array.ndim == 0:
         return
     element = format_name.removeprefix("mx")
-    rule_of: dict[str, Any] = {} if format_name == "nvfp4" else {"scale_rule": rule.value}
+    rule_of: dict[str, Any] = {} if format_name in NVFP4 else {"scale_rule": rule.value}
     axis = data.draw(st.integers(-array.ndim, array.ndim - 1))
     options = SweepOptions(mode=SweepMode.MX, block_size=block_size, axis=axis, **FIVE, **rule_of)
     found = sweep_array(array, format=element, options=options)
     with np.errstate(all="ignore"):
         exact = array.astype(np.float64)
-    scaling_of: dict[str, Any] = {} if format_name == "nvfp4" else {"scaling": "block"}
+    scaling_of: dict[str, Any] = {} if format_name in NVFP4 else {"scaling": "block"}
     for level in found.levels:
         losses = quantize(
             exact,
@@ -194,6 +194,29 @@ def test_any_bits_and_any_layout(
             losses.spoiled,
         )
         assert not any(math.isnan(getattr(level, field)) for field in Level.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("format_name", "how"),
+    [("fp8_e4m3", {"scaling": "tensor", "scale_rule": "floor"}), ("mxfp4_e2m1", {}), *((name, {}) for name in NVFP4)],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_figures_of_stochastic_rounding_are_means_over_seeds(dtype: str, format_name: str, how: dict[str, Any]) -> None:
+    rng = np.random.default_rng(0)
+    array = (rng.standard_normal((32, 64)) * np.exp2(-rng.integers(0, 12, (32, 64)))).astype(numpy_dtype(dtype))
+    exact = array.astype(np.float64)
+    exponent = 8 - math.floor(math.log2(np.abs(exact).max())) if how else 0
+    options = SweepOptions(rounding=Rounding.STOCHASTIC, num_levels=1, max_scale_exp=-exponent, min_scale_exp=-exponent)
+    (level,) = sweep_array(array, format=format_name, options=options).levels
+    drawn = [quantize(array, format_name, seed=seed, warn=False, **how) for seed in range(60)]
+    flushed = np.array([one.losses.flushed for one in drawn]) / exact.size
+    errors = np.array([np.mean((exact - one.values.astype(np.float64)) ** 2) for one in drawn])
+    assert 0.001 < level.flushed_ratio == pytest.approx(flushed.mean(), abs=5 * flushed.std() / math.sqrt(60))
+    assert level.flushed_count == round(level.flushed_ratio * exact.size)
+    assert level.mse == pytest.approx(errors.mean(), abs=5 * errors.std() / math.sqrt(60))
+    for one in drawn:
+        assert (one.losses.overflow, one.losses.underflow) == (level.overflow_count, level.underflow_count)
+        assert np.abs(exact - one.values).max() <= level.max_abs_error * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("power", [-1000, 900])

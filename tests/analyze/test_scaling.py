@@ -144,7 +144,8 @@ def test_sums_of_stochastic_rounding_are_what_is_to_be_expected(name: str, targe
     for kind, expected in likely.items():
         assert math.isclose(getattr(found, f"{kind}_L")[0], expected, rel_tol=1e-12), kind
     assert found.overflow_L[0] == np.count_nonzero(finite / scale > row.maximum)
-    assert found.flushed_L[0] == np.count_nonzero((finite > 0) & (below == 0))
+    becoming_zero = (1 - up)[(finite > 0) & (below == 0)]
+    assert math.isclose(found.flushed_L[0], math.fsum(becoming_zero), rel_tol=1e-9, abs_tol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])

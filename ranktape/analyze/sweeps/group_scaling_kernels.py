@@ -1,7 +1,7 @@
 """Loops that add up values and their roundings where each group of them has a scale of its own, at many offsets.
 
-As `scaling_kernels`, for values in rows of one group each. The scales of a level are computed where they are used, in
-one pass over memory for all levels.
+As in `scaling_kernels`, for values in rows of one group each. The scales of a level are computed where they are used,
+in one pass over memory for all levels. What it calls is compiled into it: see `formats.kernels` on caches.
 """
 
 # Shapes: G = groups, E = elements of a group, L = levels, A = lanes, K = kinds of sums, C = kinds of counts.

@@ -54,9 +54,10 @@ class Level:
     underflow_ratio: float
     """`underflow_count` over the finite values."""
     flushed_count: int
-    """Nonzero values that become zero; part of `underflow_count`."""
+    """Nonzero values that become zero; part of `underflow_count`. Where chance decides, as many as are to be expected,
+    rounded."""
     flushed_ratio: float
-    """`flushed_count` over the finite values."""
+    """`flushed_count`, not rounded, over the finite values."""
     score: float
     """Weighted sum of the figures, from 0 to 1: see `scores`."""
 
@@ -191,9 +192,8 @@ def _figures(sums: Sums, *, index: int) -> _Figures:
 def _level(sums: Sums, *, index: int, exponent: float, figure: _Figures, score: float) -> Level:
     count = sums.num_finite
     mean_square = _error(float(sums.squared_error_L[index])) / count
-    overflow, underflow, flushed = (
-        int(counts[index]) for counts in (sums.overflow_L, sums.underflow_L, sums.flushed_L)
-    )
+    overflow, underflow = int(sums.overflow_L[index]), int(sums.underflow_L[index])
+    flushed = float(sums.flushed_L[index])
     return Level(
         exponent=float(exponent),
         scale=scale_of(exponent),
@@ -209,7 +209,7 @@ def _level(sums: Sums, *, index: int, exponent: float, figure: _Figures, score: 
         overflow_ratio=overflow / count,
         underflow_count=underflow,
         underflow_ratio=underflow / count,
-        flushed_count=flushed,
+        flushed_count=round(flushed),
         flushed_ratio=flushed / count,
         score=score,
     )

@@ -26,6 +26,7 @@ from ranktape.analyze.sweeps.rounding_kernels import kernel_constants
 from ranktape.analyze.sweeps.scaling_kernels import (
     NUM_COUNTS,
     NUM_SUMS,
+    RAISED,
     add_rounded,
     magnitudes_of,
     sum_scaled,
@@ -54,7 +55,7 @@ SUMS = (
     "underflow",
     "flushed",
 )
-"""What is summed up for each level, in the order of the kernel; of `largest_error` it is the maximum."""
+"""What is summed up for each level; of `largest_error` it is the maximum."""
 
 BATCH = 32
 """Chunks whose sums are held at a time."""
@@ -100,7 +101,7 @@ class Sums:
     underflow_L: NDArray[np.float64]
     """Nonzero values below the format's smallest normal value after division by the scale."""
     flushed_L: NDArray[np.float64]
-    """Nonzero values that become zero, or may."""
+    """Nonzero values that become zero; where chance decides, as many as are to be expected."""
 
 
 def scale_of(exponent: float) -> float:
@@ -137,9 +138,9 @@ class Part(NamedTuple):
     """The sums of a part of a tensor."""
 
     sums_LK: NDArray[np.float64]
-    """The first five of `SUMS`."""
+    """Those of the kernel: see `NUM_SUMS`."""
     counts_LC: NDArray[np.int64]
-    """The other three."""
+    """Overflow, underflow and flushed."""
     own_K: NDArray[np.float64]
     """Sum of |x|, sum of x squared."""
     num_finite: int
@@ -163,7 +164,9 @@ def total_of(parts: Iterable[Part], *, num_levels: int, shift: int, largest: flo
         counts_LC += part.counts_LC
         own_K += part.own_K
         num_finite += part.num_finite
-    columns = [*sums_LK.T, *counts_LC.T.astype(np.float64)]
+    columns = [*np.delete(sums_LK, RAISED, axis=1).T, *counts_LC.T.astype(np.float64)]
+    # Chance does not make zero of all that rounding down would.
+    columns[SUMS.index("flushed")] -= sums_LK[:, RAISED]
     absolute, squared = own_K.tolist()
     return Sums(
         shift=shift,
@@ -223,7 +226,7 @@ def sums_of_pairs(
     """The sums over values that occur so many times each; NaN and infinities are left out.
 
     At least one value must be finite and nonzero. `rounding` is the format's own unless given; of stochastic rounding
-    the sums are those to be expected, and counts are of what may happen.
+    the sums are those to be expected, and so is how many values become zero.
     """
     magnitudes = np.abs(values)
     largest = float(magnitudes[np.isfinite(magnitudes)].max())

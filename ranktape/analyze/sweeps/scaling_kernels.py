@@ -35,8 +35,11 @@ STEP = LANES * UNROLLED
 BLOCK = 1024
 """Values of which everything fits into the first-level cache."""
 
-NUM_SUMS = 5
-"""Squared error, absolute error, squared result, product; last the largest error."""
+NUM_SUMS = 6
+"""Squared error, absolute error, squared result, product, what chance keeps from becoming zero; the largest error."""
+
+RAISED, LARGEST = 4, 5
+"""The places of the last two."""
 
 NUM_COUNTS = 3
 """Overflow, underflow, flushed."""
@@ -76,7 +79,7 @@ def _add(
             sums_KA[1, lane] += (e_0 + e_1) + (e_2 + e_3)
             sums_KA[2, lane] += (y_0 * y_0 + y_1 * y_1) + (y_2 * y_2 + y_3 * y_3)
             sums_KA[3, lane] += (x_0 * y_0 + x_1 * y_1) + (x_2 * y_2 + x_3 * y_3)
-            sums_KA[4, lane] = max(sums_KA[4, lane], e_0, e_1, e_2, e_3)
+            sums_KA[LARGEST, lane] = max(sums_KA[LARGEST, lane], e_0, e_1, e_2, e_3)
 
 
 @compiled
@@ -98,7 +101,7 @@ def _add_weighted(
             sums_KA[1, lane] += weighted_error
             sums_KA[2, lane] += weighted_result * result
             sums_KA[3, lane] += weighted_result * value
-            sums_KA[4, lane] = max(sums_KA[4, lane], error)
+            sums_KA[LARGEST, lane] = max(sums_KA[LARGEST, lane], error)
 
 
 @compiled
@@ -159,6 +162,8 @@ def finish_block(  # noqa: PLR0917 - numba knows no keyword-only arguments
     down[:] = factors
     lower[:] = rounded
     raise_randomly(scaled, constants, rounded, down, up)
+    for index in range(values.size):
+        sums_KA[RAISED, index % LANES] += up[index] if lower[index] == 0.0 else 0.0
     _add_weighted(values, up, rounded, scales, sums_KA)
     _add_weighted(values, down, lower, scales, sums_KA)
 
