@@ -198,8 +198,22 @@ def test_every_format_has_the_scalings_that_it_can_have() -> None:
     ]
 
 
+def test_a_format_with_blocks_has_their_scales_unless_another_scaling_is_given(run: Run) -> None:
+    records = run.select()
+    assert [target.scaling.value for target in parse_targets("fp8_e4m3,mxfp8,nvfp4,hif8")] == [
+        "none",
+        "block",
+        "block",
+        "none",
+    ]
+    assert overflow(records, format="mxfp8").rows == overflow(records, format="mxfp8", scaling="block").rows
+    assert [target.scaling.value for target in parse_targets("nvfp4", "none")] == ["none"]
+    with pytest.raises(UsageError, match="has no limits of its own"):
+        parse_targets("mxfp8", "none")
+
+
 def test_a_digest_answers_for_eight_significant_bits() -> None:
-    told = {name for name in FORMATS if name != "e8m0" and tells_apart(parse_targets(name)[0].limits())}
+    told = {name for name in FORMATS if name != "e8m0" and tells_apart(parse_targets(name, "none")[0].limits())}
     assert {"fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1", "int8", "hif8"} <= told
     assert not told & {"bf16", "fp16", "fp32"}
 

@@ -68,7 +68,8 @@ def _show_defaults(context: click.Context, _: click.Parameter, is_wanted: bool) 
 @click.option(
     "--scaling",
     metavar="KIND",
-    help="Scales before values meet the format: none, tensor or block; for rules that name none. none by default.",
+    help="Scales before values meet the format, for rules that name none: none, tensor or block. Unless given, block "
+    "for formats with blocks, none for others.",
 )
 @view_option
 @by_option

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     "formats",
     multiple=True,
     metavar="NAME",
-    help=FORMAT_HELP + " Several with commas between; with --scaling block mxfp8, mxfp4, ... too. "
-    "The captured dtype by default.",
+    help=FORMAT_HELP + " And in blocks: mxfp8, mxfp4, ... Several with commas between. The captured dtype by default.",
 )
 @click.option(
     "--scaling",
@@ -39,7 +38,8 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="KIND",
     help="Scales before values meet a format: none, tensor (a power of two for each, its largest value aligned) or "
-    "block (those of the format); several with commas between. none by default.",
+    "block (those of the format); several with commas between. Unless given, block for formats with blocks, none for "
+    "others.",
 )
 @click.option("--first", "is_first", is_flag=True, help="Where it begins: iteration, layer in execution order, rank.")
 @click.option("--per-sample", is_flag=True, help="One row for each sample of each record; --by sample groups them.")

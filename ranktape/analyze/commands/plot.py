@@ -111,7 +111,7 @@ def _parse_target(name: str | None) -> Format | None:
                 f"--format {name} is one of blocks with scales, of elements of {scheme.element.name}: give --format "
                 f"{scheme.element.name}, or ask 'ranktape analyze overflow --format {name} --scaling block'"
             )
-    target = one_target(name)
+    target = one_target(name, None if name is None else "none")
     return None if target is None else target.element
 
 

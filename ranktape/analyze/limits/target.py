@@ -1,4 +1,4 @@
-"""Against which limits are values counted: those of a format, and with which scale?"""
+"""The limits that values are counted against: those of a format, and the scale they have there."""
 
 from __future__ import annotations
 
@@ -67,15 +67,16 @@ def parse_targets(
 ) -> tuple[Target, ...]:
     """The targets for names as people write them: one, several, or several with commas in between; none for none.
 
-    Every format is meant with every scaling that it can have.
+    Every format is meant with every scaling of those that it can have; without any, one with blocks is meant with the
+    scales of those, any other without a scale.
 
     Raises:
         UsageError: a name is not known; a scaling has no format, or a format none of the scalings.
     """
-    kinds = [_parse_scaling(name) for name in _words(scalings)] or [Scaling.NONE]
+    kinds = [_parse_scaling(name) for name in _words(scalings)]
     names = _words(formats)
     if not names:
-        if _words(scalings):
+        if kinds:
             raise UsageError(f"--scaling {kinds[0]} needs a format to scale for: give --format, such as fp8_e4m3")
         if formats is not None:
             raise UsageError("no format is given: give --format NAME, such as fp8_e4m3")
@@ -84,7 +85,7 @@ def parse_targets(
     used: set[Scaling] = set()
     for name in names:
         targets, mistakes = [], []
-        for kind in kinds:
+        for kind in kinds or [parse_scheme(name).scaling]:
             try:
                 targets.append(_target(name, kind))
             except UsageError as error:
