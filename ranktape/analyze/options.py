@@ -1,4 +1,4 @@
-"""Which options do the commands share: which records, and how the answer is written?"""
+"""The options that commands share: which records, and how the answer is written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,9 @@ FILTERS: dict[str, str] = {
 FORMAT_HELP = "Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16, fp16."
 """What `--format` of one format takes."""
 
+MAX_TEXT_ROWS = 50
+"""Rows that text on stdout shows where no number is asked for: it is read by people."""
+
 MAX_NAMED_FILES = 4
 """Files left out that are named before the rest is counted."""
 
@@ -86,15 +89,7 @@ class Selection:
     def records(self) -> Records:
         """The records of a run, of a folder of `.pt` files, or of one such file; never none.
 
-        What is left out of a folder is named on stderr.
-
-        Raises:
-            DataError: a file cannot be read.
-            NoRecordsError: nothing matches; the message says what would.
-            UnknownFieldError: the expression names no field of a record.
-            UsageError: a filter has a value that its field cannot have.
-            RunNotFoundError: there is no run.
-            StorageError: the store cannot be read.
+        What is left out of a folder is named on stderr. Raises what `source` and `chosen` raise.
         """
         source = self.source()
         say_what_is_left_out(source)
@@ -161,7 +156,7 @@ class Output:
     sort: str | None
     """The column whose largest values come first."""
     limit: int | None
-    """Rows to write at most."""
+    """Rows to write at most, 0 for all; None for all, and in text on stdout for as many as people read."""
     output: Path | None
     """A file instead of stdout."""
 
@@ -170,19 +165,42 @@ class Output:
         """Whether any of the options was given."""
         return self != Output(form=Form.TEXT, wide=False, sort=None, limit=None, output=None)
 
-    def write(self, table: Table) -> None:
-        """Write the table where and how it was asked for.
+    @property
+    def chosen_form(self) -> Form:
+        """The form, of a file also by its name."""
+        if self.output is None or self.form is not Form.TEXT:
+            return self.form
+        return {".json": Form.JSON, ".csv": Form.CSV}.get(self.output.suffix.lower(), Form.TEXT)
+
+    def shown(self, table: Table, *, worst_first: Callable[[Table], Table] | None = None) -> Table:
+        """The rows to write, in the order that was asked for; what text leaves out is said on stderr.
+
+        Where rows are left out and no order was asked for, `worst_first` chooses those that are shown.
+
+        Raises:
+            UsageError: there is no such column.
+        """
+        ordered = table if self.sort is None else table.sorted_by(self.sort)
+        if self.limit is not None:
+            return ordered.first(self.limit) if self.limit else ordered
+        is_read = self.output is None and self.form is Form.TEXT
+        if not is_read or len(ordered.rows) <= MAX_TEXT_ROWS:
+            return ordered
+        which = "first"
+        if self.sort is None and worst_first is not None:
+            which, ordered = "worst", worst_first(ordered)
+        said = f"the {which} {MAX_TEXT_ROWS} of {len(ordered.rows):,} rows: --limit 0, --json and --csv show all"
+        say(said, err=True)
+        return replace(ordered, rows=ordered.rows[:MAX_TEXT_ROWS])
+
+    def write(self, table: Table, *, worst_first: Callable[[Table], Table] | None = None) -> None:
+        """Write what `shown` leaves of the table, where and how it was asked for.
 
         Raises:
             UsageError: there is no such column, or the file cannot be written.
         """
-        ordered = table if self.sort is None else table.sorted_by(self.sort)
-        shown = ordered if self.limit is None else ordered.first(self.limit)
-        if self.output is not None and self.form is Form.TEXT:
-            form = {".json": Form.JSON, ".csv": Form.CSV}.get(self.output.suffix.lower(), Form.TEXT)
-            write_table(shown, form=form, wide=self.wide, output=self.output)
-            return
-        write_table(shown, form=self.form, wide=self.wide, output=self.output)
+        shown = self.shown(table, worst_first=worst_first)
+        write_table(shown, form=self.chosen_form, wide=self.wide, output=self.output)
 
 
 def selection_options(command: Command) -> Command:
@@ -271,7 +289,12 @@ def output_options(command: Command) -> Command:
             metavar="FILE",
             help="Write to a file; by its name also JSON or CSV.",
         ),
-        click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Write N rows at most."),
+        click.option(
+            "--limit",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help=f"Write N rows at most, 0 for all; as text {MAX_TEXT_ROWS} by default.",
+        ),
         click.option("--sort", metavar="COLUMN", help="Largest values of a column first."),
         click.option("--wide", is_flag=True, help="Show every column as text."),
         click.option("--csv", "as_csv", is_flag=True, help="Write CSV."),

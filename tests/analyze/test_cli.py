@@ -230,6 +230,35 @@ def test_rows_are_sorted_and_limited(run: str) -> None:
     assert document["notes"] == ["the first 3 of 72 rows"]
 
 
+def test_text_shows_as_many_rows_as_people_read(run: str, tmp_path: Path) -> None:
+    """What is left out is said where a pipe does not hide it; programs, files and --limit 0 get all 72."""
+    for words in (["ls"], ["overflow"], ["sweep"], ["stats"], ["compare", "--pair", "iteration=10:20"]):
+        num_rows = 36 if words[0] == "compare" else 72
+        shown = invoke(words[0], run, *words[1:])
+        assert shown.exit_code == 0, shown.output
+        is_cut = num_rows > 50
+        assert (f"50 of {num_rows} rows: --limit 0" in shown.stderr) is is_cut
+        rest = len(shown.stdout.splitlines()) - min(num_rows, 50)
+        whole = invoke(words[0], run, *words[1:], "--limit", "0")
+        assert len(whole.stdout.splitlines()) - num_rows == rest
+        assert "rows:" not in whole.stderr
+    assert len(json.loads(answer("overflow", run, "--json"))["rows"]) == 72
+    assert len(list(csv.reader(io.StringIO(answer("overflow", run, "--csv"))))) == 73
+    assert answer("ls", run, "--output", str(tmp_path / "all.txt")) == ""
+    assert len((tmp_path / "all.txt").read_text().splitlines()) == len(answer("ls", run, "--limit", "0").splitlines())
+
+
+def test_the_rows_that_text_shows_are_the_worst(run: str) -> None:
+    shown = invoke("overflow", run, "--format", "fp8_e4m3")
+    assert "the worst 50 of 72 rows" in shown.stderr
+    severities = [line.split()[-1] for line in shown.stdout.splitlines()[3:]]
+    assert severities == sorted(severities, key=["high", "moderate", "none"].index)
+    rows = json.loads(answer("overflow", run, "--format", "fp8_e4m3", "--json"))["rows"]
+    known = [row["severity"] for row in rows]
+    assert severities.count("high") == min(50, known.count("high"))
+    assert known != sorted(known, key=["high", "moderate", "none"].index)
+
+
 @pytest.mark.parametrize(("name", "start"), [("a.json", "{"), ("a.csv", "iteration,"), ("a.txt", "all rows: ")])
 def test_a_file_is_written_in_the_form_of_its_name(run: str, tmp_path: Path, name: str, start: str) -> None:
     assert answer("ls", run, "--output", str(tmp_path / name)) == ""

@@ -1,20 +1,28 @@
-"""Does the table of outliers say what stands out, by the numbers of numpy?"""
+"""The table of outliers says what is wrong and what stands out, by the numbers of numpy."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.files.open import open_source
+from ranktape.analyze.findings.find import find
 from ranktape.analyze.questions.outliers import outliers
+from ranktape.analyze.questions.overflow import overflow
 from ranktape.errors import UsageError
 from ranktape.storage import Run
+from tests.analyze.faulty_runs import Fault, Place, Sizes, cast, everywhere, faulty_run
+from tests.analyze.pt_files import seed_file
 from tests.analyze.runs import Tensor, describe_tensor, store
 
 Array = np.ndarray[Any, Any]
@@ -118,6 +126,76 @@ def test_causes_come_before_what_follows(run: Run) -> None:
     assert [row["cause"] for row in firsts] == list(range(1, len(firsts) + 1))
     severities = [row["severity"] for row in firsts]
     assert severities == sorted(severities, key=["high", "medium", "low"].index)
+
+
+def spoil(place: Place, tensor: Array) -> Array:
+    """One NaN in every tensor of every layer."""
+    changed = tensor.copy()
+    changed.flat[len(place[3])] = np.nan
+    return changed
+
+
+def one_sample(place: Place, tensor: Array) -> Array:
+    """A sample of rank 1 as large as nothing else."""
+    changed = tensor.copy()
+    if place == (10, 1, 2, "input"):
+        changed[4] *= 4096
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "where"),
+    [
+        (spoil, "nan", "layers.0.linear weight on all ranks"),
+        (
+            cast(ml_dtypes.float8_e5m2, layers=range(4)),
+            "gradient_underflow",
+            "layers.3.linear grad_output on all ranks",
+        ),
+        (everywhere(1, factor=2.0**5), "layer_differs", "layers.1.linear weight on all ranks"),
+        (one_sample, "sample_outlier", "layers.2.linear input sample 4 on rank 1"),
+    ],
+    ids=["nan", "underflow", "weight", "sample"],
+)
+def test_what_the_report_says(tmp_path: Path, fault: Fault, kind: str, where: str) -> None:
+    """The same causes in the same order; and the command that is named to go on with answers."""
+    run = faulty_run(tmp_path, fault, sizes=Sizes(num_layers=4, iterations=(10,), gradient=1e-5))
+    findings = find(run.select(), engine=Engine(use_cache=False))
+    table = outliers(run.select(), engine=Engine(use_cache=False))
+    causes = [row for row in table.records() if not row["follows"]]
+    assert [(row["kind"], row["severity"]) for row in causes] == [(one.kind, one.severity) for one in findings]
+    assert (causes[0]["kind"], causes[0]["where"]) == (kind, where)
+    assert table.notes[-2:] == (
+        f"worst: {findings[0].title}; {table.records()[0]['evidence']}",
+        f"look closer: {findings[0].command}",
+    )
+    words = shlex.split(findings[0].command.replace("RUN", run.url))
+    assert words[:2] == ["ranktape", "analyze"]
+    answer = CliRunner().invoke(cli, words[2:], catch_exceptions=False)
+    assert answer.exit_code == 0, answer.output
+
+
+@pytest.mark.parametrize("across", [[], ["rank"], ["layer"], ["sample"], ["channel"]])
+def test_nan_comes_first_whatever_is_compared(tmp_path: Path, across: list[str]) -> None:
+    run = faulty_run(tmp_path, spoil, sizes=Sizes(iterations=(10,)))
+    found = rows(run, across=across)
+    assert (found[0]["kind"], found[0]["where"]) == ("nan", "layers.0.linear weight on all ranks")
+    assert {row["severity"] for row in found if row["kind"] == "nan"} == {"high"}
+
+
+def test_a_folder_with_a_layer_of_nan(tmp_path: Path) -> None:
+    """And with tensors of several trainings side by side: which of them it is is said."""
+    for layer in range(4):
+        for quant_type in ("bf16", "mxfp8"):
+            tensor = torch.from_numpy(np.random.default_rng(layer).standard_normal((16, 16)))
+            if (layer, quant_type) == (2, "mxfp8"):
+                tensor[3] = torch.nan
+            seed_file(tmp_path, tensor, layer_idx=layer, counter=layer, quant_type=quant_type)
+    table = outliers(open_source(str(tmp_path)).select())
+    assert [(row["kind"], row["severity"], row["layer_idx"]) for row in table.records()] == [("nan", "high", 2)]
+    assert table.records()[0]["where"] == "layer 2 linear input (mxfp8)"
+    by_layer = overflow(open_source(str(tmp_path)).select(), by=["layer_idx"]).records()
+    assert [row["severity"] for row in by_layer] == ["none", "none", "high", "none"]
 
 
 def test_a_higher_threshold_leaves_less(run: Run) -> None:

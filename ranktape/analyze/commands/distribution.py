@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -78,4 +79,6 @@ def command(
         if kind not in _OWNERS[name]:
             flag = "--" + name.removesuffix("s" if name == "formats" else "").replace("_", "-")
             raise UsageError(f"{flag} says nothing about --kind {kind}: it is for {' and '.join(_OWNERS[name])}")
-    output.write(distribution(selection.records(), kind=kind, by=by, view=view, engine=engine, **given))
+    table = distribution(selection.records(), kind=kind, by=by, view=view, engine=engine, **given)
+    # Half of a distribution says nothing.
+    dataclasses.replace(output, limit=output.limit or 0).write(table)

@@ -65,7 +65,7 @@ def command(
     With --format every value is read once; what autocast rounded is rounded first (see --as). The severity of a row is
     high where more than 1 % overflow or underflow or anything is NaN or Inf, and moderate where more than 0.1 % do.
     """
-    from ranktape.analyze.questions.overflow import overflow
+    from ranktape.analyze.questions.overflow import overflow, worst_first
     from ranktape.analyze.questions.overflow_begins import overflow_begins
 
     if per_sample and by:
@@ -80,4 +80,4 @@ def command(
         view=view,
         engine=engine,
     )
-    output.write(table)
+    output.write(table, worst_first=None if is_first else worst_first)

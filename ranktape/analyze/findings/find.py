@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ranktape.analyze.findings.causes import merge_causes
@@ -12,8 +12,9 @@ from ranktape.analyze.findings.layers import differing_layers, vanishing_gradien
 from ranktape.analyze.findings.ranks import differing_ranks
 from ranktape.analyze.findings.replicas import differing_replicas
 from ranktape.analyze.findings.samples import outlying_samples
-from ranktape.analyze.findings.spoiled import spoiled
+from ranktape.analyze.findings.spoiled import lost, spoiled
 from ranktape.analyze.findings.survey import Survey, survey
+from ranktape.analyze.findings.thresholds import ROBUST_Z
 from ranktape.analyze.findings.underflowing import underflowing
 
 if TYPE_CHECKING:
@@ -49,13 +50,26 @@ def find(
     return merge_causes(known, signs)
 
 
-def all_signs(known: Survey) -> Iterator[Sign]:
-    """Everything that stands out in what is known, cause or not; channels apart."""
-    yield from spoiled(known)
-    yield from underflowing(known)
-    yield from outlying_samples(known)
-    yield from differing_ranks(known)
-    yield from differing_replicas(known)
-    yield from differing_layers(known)
-    yield from vanishing_gradients(known)
-    yield from changing(known)
+def all_signs(
+    known: Survey, *, across: Sequence[str] = (), figures: Sequence[str] = (), threshold: float = ROBUST_Z
+) -> Iterator[Sign]:
+    """Everything that stands out in what is known, cause or not; channels apart.
+
+    With `across` or `figures` what stands out across ranks, layers or samples alone, and what no figure shows. Ranks
+    and layers are compared by `figures`, samples by absmax.
+    """
+    named = {"figures": figures} if figures else {}
+    if across or figures:
+        yield from lost(known)
+    else:
+        yield from spoiled(known)
+        yield from underflowing(known)
+        yield from vanishing_gradients(known)
+        yield from changing(known)
+    if (not across or "sample" in across) and (not figures or "absmax" in figures):
+        yield from outlying_samples(known, threshold=threshold)
+    if not across or "rank" in across:
+        yield from differing_ranks(known, threshold=threshold, **named)
+        yield from differing_replicas(known)
+    if not across or "layer" in across:
+        yield from differing_layers(known, threshold=threshold, **named)

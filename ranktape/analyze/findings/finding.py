@@ -57,3 +57,5 @@ class Finding:
     """How far the value is from the peers, in powers of two; None for figures that are not on such a scale."""
     consequences: tuple[str, ...] = ()
     """The titles of all else that was found and follows from this one, the nearest first."""
+    command: str = ""
+    """The command that looks closer, with RUN for the run."""

@@ -13,6 +13,7 @@ from ranktape.analyze.findings.peers import codes_of, middles_of, robust_z
 from ranktape.analyze.findings.sign import Judgement, Sign, count_text, factor_text, named_numbers, number_text, sign_of
 from ranktape.analyze.findings.thresholds import (
     EDGE_LAYER_OCTAVES,
+    GRADIENT_TAIL_OCTAVES,
     LAYER_OCTAVES,
     MIN_LAYERS,
     NUM_EDGE_NEIGHBOURS,
@@ -68,7 +69,9 @@ def differing_layers(
     found: dict[tuple[int, str], list[tuple[float, Sign]]] = {}
     for name in figures:
         for profile in _profiles(survey, name):
-            for layer, apart, score, is_edge in _standing_out(profile, threshold=threshold):
+            is_of_gradient = bool(is_gradient[profile.records[0]])
+            standing_out = _standing_out(profile, is_gradient=is_of_gradient, threshold=threshold)
+            for layer, apart, score, is_edge in standing_out:
                 place = profile.of_layer(layer)
                 sign = _sign(survey, name, place, apart=apart, score=score, is_edge=is_edge, is_gradient=is_gradient)
                 found.setdefault((int(survey.sites[place[0]]), sign.kind), []).append((abs(apart), sign))
@@ -119,7 +122,9 @@ def _profiles(survey: Survey, name: str) -> Iterator[_Profile]:
             )
 
 
-def _standing_out(profile: _Profile, *, threshold: float) -> Iterator[tuple[int, float, float, bool]]:
+def _standing_out(
+    profile: _Profile, *, is_gradient: bool, threshold: float
+) -> Iterator[tuple[int, float, float, bool]]:
     """Each layer that stands out: which, by how much, its robust z, and whether it is the first or the last."""
     if profile.depths.size < MIN_LAYERS:
         return
@@ -129,7 +134,8 @@ def _standing_out(profile: _Profile, *, threshold: float) -> Iterator[tuple[int,
     scores = robust_z(apart, np.full(apart.size, spread))
     for place, (far, score) in enumerate(zip(apart.tolist(), scores.tolist(), strict=True)):
         is_edge = place in {0, profile.depths.size - 1}
-        least = EDGE_LAYER_OCTAVES if is_edge else LAYER_OCTAVES
+        edge = GRADIENT_TAIL_OCTAVES if is_gradient else EDGE_LAYER_OCTAVES
+        least = edge if is_edge else LAYER_OCTAVES
         if abs(score) > threshold and abs(far) >= least * threshold / ROBUST_Z:
             yield int(profile.depths[place]), far, score, is_edge
 

@@ -1,7 +1,8 @@
-"""What shows in one place that something is wrong, before it is known whether something else is the cause?"""
+"""What shows in one place that something is wrong, before it is known whether something else is the cause."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,7 @@ def finding_of(survey: Survey, sign: Sign, *, consequences: Sequence[str] = (), 
         deviation=None if judged is None else judged.deviation,
         octaves=None if judged is None else judged.octaves,
         consequences=tuple(consequences),
+        command=command_of(survey, sign),
     )
 
 
@@ -134,6 +136,17 @@ def where_of(survey: Survey, sign: Sign) -> dict[str, Any]:
     return found | sign.extra
 
 
+def command_of(survey: Survey, sign: Sign) -> str:
+    """The command to go on with, for the run at RUN."""
+    where = where_of(survey, sign)
+    question, fields = _COMMANDS.get(sign.kind, ("stats RUN", _PLACES))
+    needless = {"layer_idx"} if where.get("module") else {"module"}
+    needless |= set() if survey.has_many_quant_types else {"quant_type"}
+    known = [name for name in fields if name in where and name not in needless]
+    words = [f"--{name.replace('_', '-')} {shlex.quote(str(where[name]))}" for name in known]
+    return " ".join(["ranktape analyze", question, *words])
+
+
 def title_of(survey: Survey, sign: Sign) -> str:
     """The sentence that names the place and says what is wrong there."""
     return f"{place_of(survey, sign)} {sign.text}"
@@ -146,10 +159,17 @@ def place_of(survey: Survey, sign: Sign) -> str:
     module = str(survey.fields["module"][first])
     layer = int(survey.fields["layer_idx"][first])
     is_one_site = "module" in where
-    named = module or (f"layer {layer} {survey.fields['layer_type'][first]}" if layer >= 0 else "(no module)")
+    layer_type = str(survey.fields["layer_type"][first])
+    named = module or (f"layer {layer} {layer_type}" if layer >= 0 else layer_type)
+    if module.replace(".", "").isdigit():
+        named = f"module {module}"
     words = [named, str(survey.fields["tensor_name"][first])] if is_one_site else [_several(survey, sign)]
-    if is_one_site and module and layer >= 0 and str(layer) not in module.split("."):
-        words.append(f"(layer {layer})")
+    is_layer_unsaid = is_one_site and module and layer >= 0 and str(layer) not in module.split(".")
+    details = [f"layer {layer}"] if is_layer_unsaid else []
+    if survey.has_many_quant_types and "quant_type" in where:
+        details.append(str(where["quant_type"]))
+    if details:
+        words.append(f"({', '.join(details)})")
     if "sample" in sign.extra:
         words.append(f"sample {sign.extra['sample']}")
     if "channel" in sign.extra:
@@ -192,6 +212,20 @@ def factor_text(octaves: float) -> str:
     return text if octaves >= 0 else f"1/{text}"
 
 
+_PLACES = ("module", "layer_idx", "tensor_name", "quant_type")
+
+_COMMANDS = {
+    **dict.fromkeys(("nan", "inf", "overflow"), ("trace RUN", ("iteration", "rank"))),
+    "sample_outlier": ("trace RUN", ("sample", "iteration", "rank")),
+    "gradient_underflow": ("distribution RUN --kind formats", (*_PLACES, "iteration")),
+    "rank_differs": ("stats RUN --by iteration,rank", _PLACES),
+    "layer_differs": ("stats RUN --neighbours", ("tensor_name", "iteration")),
+    "gradient_exploding": ("stats RUN --neighbours", ("tensor_name", "iteration")),
+    "gradient_vanishing": ("stats RUN --neighbours", ("tensor_name", "iteration")),
+    "trend": ("trend RUN", _PLACES),
+}
+"""For each kind the question to ask next, and the fields of the place that it takes; others have statistics."""
+
 _MAX_SAID_OCTAVES = 20.0
 """Beyond it a factor has too many digits to be read."""
 
@@ -203,6 +237,8 @@ def _several(survey: Survey, sign: Sign) -> str:
     modules = list(dict.fromkeys(survey.fields["module"][chosen].tolist()))
     names = list(dict.fromkeys(survey.fields["tensor_name"][chosen].tolist()))
     shown = names[0] if len(names) == 1 else f"{len(names)} tensors"
+    if not any(modules):
+        return f"{shown} of {named_numbers('layer', survey.fields['layer_idx'][chosen].tolist())}"
     return f"{shown} of {len(modules)} modules, {modules[0] or '(no module)'} first,"
 
 
@@ -210,5 +246,5 @@ def _on(survey: Survey, sign: Sign) -> list[str]:
     """The ranks of a sign, unless it is about all of them."""
     num_ranks = int(survey.num_ranks[sign.positions[0]])
     if num_ranks == 1:
-        return []
+        return [f"on {named_numbers('rank', sign.ranks)}"] if survey.has_many_ranks else []
     return ["on all ranks"] if len(sign.ranks) >= num_ranks else [f"on {named_numbers('rank', sign.ranks)}"]

@@ -1,4 +1,4 @@
-"""Which tensors hold NaN, infinities, nothing but zeros, or one value everywhere?"""
+"""Tensors that hold NaN, infinities, nothing but zeros, or one value everywhere."""
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ if TYPE_CHECKING:
 
 def spoiled(survey: Survey) -> Iterator[Sign]:
     """NaN, infinities, values beyond the type that was computed with, zeros and constants: a sign for each place."""
-    yield from _nan(survey)
-    yield from _infinite(survey)
-    yield from _overflowing(survey)
+    yield from lost(survey)
     yield from _saturated(survey)
     yield from _zero(survey)
     yield from _constant(survey)
+
+
+def lost(survey: Survey) -> Iterator[Sign]:
+    """What no figure of finite values shows: NaN, infinities, and what the type that was computed with made so."""
+    yield from _nan(survey)
+    yield from _infinite(survey)
+    yield from _overflowing(survey)
 
 
 def by_place(survey: Survey, mask: NDArray[np.bool_], worst: NDArray[Any]) -> Iterator[NDArray[np.int64]]:

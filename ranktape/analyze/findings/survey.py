@@ -90,6 +90,10 @@ class Survey:
     """The same number for records of places that differ in the layer alone."""
     num_ranks: NDArray[np.int64]
     """How many ranks have records of the same place."""
+    has_many_ranks: bool
+    """Whether there is more than one rank."""
+    has_many_quant_types: bool
+    """Whether quantised and other tensors are side by side, as in collections of several trainings."""
     order: NDArray[np.int64]
     """The order of execution within the rank's iteration, from 0."""
     is_gradient: NDArray[np.bool_]
@@ -179,6 +183,8 @@ def survey(
         sites=sites,
         roles=_roles(fields),
         num_ranks=_num_ranks(sites, fields["rank"]),
+        has_many_ranks=np.unique(fields["rank"]).size > 1,
+        has_many_quant_types=len(set(fields["quant_type"].tolist())) > 1,
         order=_order(fields),
         is_gradient=_named(fields["tensor_name"], lambda name: name.startswith("grad")),
         is_weight=_named(fields["tensor_name"], lambda name: name.rpartition(".")[2] in {"weight", "bias"}),

@@ -43,7 +43,8 @@ LAYER_OCTAVES = 4.0
 queries and keys."""
 
 EDGE_LAYER_OCTAVES = 8.0
-"""The first and the last layer have one neighbour alone, and are different by nature: embeddings, the loss."""
+"""The first and the last layer have one neighbour alone, and are different by nature: embeddings, the loss. Gradients
+see `GRADIENT_TAIL_OCTAVES`."""
 
 NUM_EDGE_NEIGHBOURS = 3
 """Layers that an edge is compared with, at the most."""

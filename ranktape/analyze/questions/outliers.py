@@ -1,4 +1,4 @@
-"""Which ranks, layers, samples and channels stand out from their peers, and with which evidence?
+"""Everything that is wrong or stands out, and the ranks, layers, samples and channels that do so from their peers.
 
 A rank is compared with the other ranks at the same place and time; a layer with those around it; a sample with all
 others at its place; a channel with the others of its tensor. The thresholds and their reasons are in
@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.figures import FIGURES, figure, is_percentile
-from ranktape.analyze.findings.causes import Event, families_of
+from ranktape.analyze.findings.causes import Event, families_of, worst_of
 from ranktape.analyze.findings.channels import outlying_channels
-from ranktape.analyze.findings.layers import differing_layers
-from ranktape.analyze.findings.ranks import differing_ranks
-from ranktape.analyze.findings.replicas import differing_replicas
-from ranktape.analyze.findings.samples import outlying_samples
-from ranktape.analyze.findings.sign import place_of, where_of
+from ranktape.analyze.findings.find import all_signs
+from ranktape.analyze.findings.sign import command_of, place_of, title_of, where_of
 from ranktape.analyze.findings.survey import survey
 from ranktape.analyze.findings.thresholds import ROBUST_Z
 from ranktape.analyze.table import Column, Kind, Table
@@ -27,7 +24,7 @@ from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.findings.sign import Sign
+    from ranktape.analyze.findings.finding import Severity
     from ranktape.analyze.findings.survey import Survey
     from ranktape.analyze.values import View
     from ranktape.storage import Records
@@ -71,17 +68,17 @@ def outliers(
     view: View | None = None,
     engine: Engine | None = None,
 ) -> Table:
-    """What stands out from its peers: a row for each place, rank, sample or channel.
+    """What is wrong, as `find` says it, and which channels stand out: a row for each place, rank, sample or channel.
 
-    Causes come worst first, each with what follows from it.
-
-    NaN and infinities are left out of figures: `find` is about them too. What has no size (zero, nothing finite) is
-    compared with nothing. A run of one rank has no rank that differs, one of two layers no layer, and of records
-    without samples, or whose values were not kept, no sample and no channel is known.
+    Causes come worst first, each with what follows from it, and with the severity of the worst of them; notes say the
+    first in words, and how to go on. NaN and infinities are told whatever is compared; figures are those of finite
+    values. What has no size (zero, nothing finite) is compared with nothing. A run of one rank has no rank that
+    differs, one of two layers no layer, and of records without samples, or whose values were not kept, no sample and
+    no channel is known.
 
     Args:
         records: The selection.
-        across: Any of `ACROSS`; all by default.
+        across: Any of `ACROSS`: only what stands out from these peers. All that is wrong by default.
         figure_name: A figure that has no sign, which ranks and layers are compared by: absmax and RMS by default.
             Samples and channels are compared by absmax, and are left out where it is another.
         threshold: The robust z from which on something stands out; the smallest factors grow with it.
@@ -102,13 +99,27 @@ def outliers(
     if not len(records):
         return Table(title="what stands out from its peers", columns=_COLUMNS, rows=(), notes=notes)
     known = survey(records, view=view, engine=engine, figures=() if figure_name is None else (figure_name,))
-    signs = list(_signs(known, across=chosen, figure_name=figure_name, threshold=threshold, view=view, engine=engine))
+    figures = () if figure_name is None else (figure_name,)
+    signs = list(all_signs(known, across=across, figures=figures, threshold=threshold))
+    if "channel" in chosen and figure_name in {None, "absmax"}:
+        signs.extend(outlying_channels(known, view=view, engine=engine, threshold=threshold))
     rows: list[tuple[Any, ...]] = []
-    for number, (root, following) in enumerate(families_of(known, signs), start=1):
-        rows.append(_row(known, root, number=number, follows=""))
-        rows.extend(_row(known, event, number=number, follows="follows") for event in following)
+    families = families_of(known, signs)
+    if families:
+        worst = families[0][0].sign
+        notes = (
+            *notes,
+            f"worst: {title_of(known, worst)}; {worst.evidence}",
+            f"look closer: {command_of(known, worst)}",
+        )
+    for number, (root, following) in enumerate(families, start=1):
+        severity = worst_of((root, following))
+        rows.append(_row(known, root, number=number, follows="", severity=severity))
+        rows.extend(
+            _row(known, event, number=number, follows="follows", severity=event.sign.severity) for event in following
+        )
     return Table(
-        title=f"what stands out from its peers by a robust z of {threshold:g} and more",
+        title=f"what is wrong, and what stands out from its peers by a robust z of {threshold:g} and more",
         columns=_COLUMNS,
         rows=tuple(rows),
         notes=notes if rows else (*notes, "nothing stands out"),
@@ -143,35 +154,13 @@ def _notes(records: Records, across: Sequence[str], figure_name: str | None) -> 
     return tuple(notes)
 
 
-def _signs(
-    known: Survey,
-    *,
-    across: Sequence[str],
-    figure_name: str | None,
-    threshold: float,
-    view: View | None,
-    engine: Engine | None,
-) -> Iterator[Sign]:
-    named = {} if figure_name is None else {"figures": (figure_name,)}
-    is_absmax = figure_name in {None, "absmax"}
-    if "rank" in across:
-        yield from differing_ranks(known, threshold=threshold, **named)
-        yield from differing_replicas(known)
-    if "layer" in across:
-        yield from differing_layers(known, threshold=threshold, **named)
-    if "sample" in across and is_absmax:
-        yield from outlying_samples(known, threshold=threshold)
-    if "channel" in across and is_absmax:
-        yield from outlying_channels(known, view=view, engine=engine, threshold=threshold)
-
-
-def _row(known: Survey, event: Event, *, number: int, follows: str) -> tuple[Any, ...]:
+def _row(known: Survey, event: Event, *, number: int, follows: str, severity: Severity) -> tuple[Any, ...]:
     sign = event.sign
     where, judged = where_of(known, sign), sign.judgement
     return (
         number,
         follows,
-        sign.severity.value,
+        severity.value,
         sign.kind,
         place_of(known, sign),
         where.get("iteration"),

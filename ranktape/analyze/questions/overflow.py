@@ -11,6 +11,7 @@ flushed if it rounds to zero. With a scale it is divided by that first.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from ranktape.analyze.identity import SAMPLE_COLUMN, group_columns, group_row, i
 from ranktape.analyze.limits.counts import EXTREMES, KINDS
 from ranktape.analyze.limits.places import find_places
 from ranktape.analyze.limits.target import Target, parse_targets
-from ranktape.analyze.quantization.losses import HIGH_RATIO, MODERATE_RATIO, severity_of
+from ranktape.analyze.quantization.losses import HIGH_RATIO, MODERATE_RATIO, Severity, severity_of
 from ranktape.analyze.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.values import View
@@ -81,6 +82,19 @@ def overflow(
         rows=tuple(rows),
         notes=places.notes,
     )
+
+
+def worst_first(table: Table) -> Table:
+    """The rows of `overflow` by their severity; equally bad ones with the most NaN, infinities, then losses first."""
+    severities = [severity.value for severity in Severity]
+    names = ("overflow.nan.ratio", "overflow.ratio", "overflow.underflow.ratio")
+    columns = [table.column(name) for name in names]
+    badness = [
+        (severities.index(severity) if severity else -1, *(ratio or 0.0 for ratio in ratios))
+        for severity, *ratios in zip(table.column("severity"), *columns, strict=True)
+    ]
+    order = sorted(range(len(badness)), key=badness.__getitem__, reverse=True)
+    return dataclasses.replace(table, rows=tuple(table.rows[index] for index in order))
 
 
 def largest_value(dtype: str) -> float:

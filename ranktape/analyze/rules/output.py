@@ -1,4 +1,4 @@
-"""How is the result of a gate written: what people, and what programs need to see of it?"""
+"""The result of a gate as text, as one JSON document, or its offenders as CSV."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.options import Output
     from ranktape.analyze.rules.result import GateResult
 
-MAX_OFFENDERS = 50
-"""Offenders that text shows where no number is asked for: a log is read by people."""
-
 
 def write_result(result: GateResult, output: Output) -> None:
     """Write the offenders, and a line for each rule: as text, as one JSON document, or the offenders as CSV.
@@ -23,11 +20,7 @@ def write_result(result: GateResult, output: Output) -> None:
     Raises:
         UsageError: there is no such column to sort by, or the file cannot be written.
     """
-    by_name = {".json": Form.JSON, ".csv": Form.CSV}.get(output.output.suffix.lower()) if output.output else None
-    form = by_name if by_name is not None and output.form is Form.TEXT else output.form
-    ordered = result.offenders if output.sort is None else result.offenders.sorted_by(output.sort)
-    limit = MAX_OFFENDERS if output.limit is None and form is Form.TEXT else output.limit
-    offenders = ordered if limit is None else ordered.first(limit)
+    form, offenders = output.chosen_form, output.shown(result.offenders)
     if form is Form.CSV:
         write_table(offenders, form=form, output=output.output)
         return
