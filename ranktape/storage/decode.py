@@ -19,9 +19,10 @@ import numpy as np
 from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.documents import Compression, array_document, chunk_key, decode_document
 from ranktape.storage.dtypes import DTYPES
-from ranktape.storage.encode import CRC_NBYTES, INDEX_ENTRY_NBYTES, MAX_PACKED_NBYTES, checksum, crc_of
+from ranktape.storage.encode import CRC_NBYTES, INDEX_ENTRY_NBYTES, checksum, crc_of
 from ranktape.storage.layout import document_key
 from ranktape.storage.memory import expect_memory
+from ranktape.storage.packing import MAX_PACKED_NBYTES, unpack
 
 if TYPE_CHECKING:
     from ranktape.storage.backends.backend import Backend
@@ -118,7 +119,7 @@ def parse_array(document: Mapping[str, Any], *, path: str, place: str) -> Stored
         is_sharded = codecs[0]["name"] == "sharding_indexed"
         inner = tuple(codecs[0]["configuration"]["chunk_shape"]) if is_sharded else None
         names = [codec["name"] for codec in (codecs[0]["configuration"]["codecs"] if is_sharded else codecs)]
-        compression = Compression.ZSTD if "zstd" in names else Compression.NONE
+        compression = next((one for one in Compression if one in names), Compression.NONE)
         _check_extents(shape, itemsize=row.itemsize)
         if inner is not None:
             _check_extents(inner, itemsize=row.itemsize)
@@ -343,23 +344,13 @@ def _unpack(chunk: memoryview, stored: StoredArray, *, place: str) -> memoryview
     crc = google_crc32c.value(np.frombuffer(content, dtype=np.uint8)) if len(content) else None
     if crc != int.from_bytes(chunk[-CRC_NBYTES:], "little"):
         raise DataError(f"{place} is cut or not what was written: the checksum of a chunk differs; {_ASK}")
-    if stored.compression is Compression.ZSTD:
-        content = _unzip(content, stored.chunk_nbytes, place=place)
+    try:
+        content = unpack(content, stored.compression, nbytes=stored.chunk_nbytes)
+    except ValueError as error:
+        raise DataError(f"{place} cannot be unpacked ({error}); {_ASK}") from error
     if len(content) != stored.chunk_nbytes:
         raise DataError(f"{place} has a chunk of {len(content)} bytes instead of {stored.chunk_nbytes}; {_ASK}")
     return content
-
-
-def _unzip(content: memoryview, nbytes: int, *, place: str) -> memoryview:
-    from numcodecs import zstd
-
-    if nbytes > MAX_PACKED_NBYTES:
-        raise DataError(f"{place} says that a chunk unpacks to {nbytes} bytes, at most {MAX_PACKED_NBYTES} are written")
-    try:
-        # Zeros take no memory before they are written over: a document that lies about the size costs nothing.
-        return memoryview(zstd.decompress(content, np.zeros(nbytes, dtype=np.uint8))).cast("B")
-    except (RuntimeError, ValueError) as error:
-        raise DataError(f"{place} cannot be unpacked ({error}); {_ASK}") from error
 
 
 def _values(content: memoryview, stored: StoredArray, *, is_copied: bool = True) -> np.ndarray[Any, Any]:

@@ -42,6 +42,10 @@ _BYTES_CODEC = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC_CODEC = {"name": "crc32c"}
 _ZSTD_CODEC = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
 
+BLOSC_LEVEL = 1
+BLOSC_BLOCK_NBYTES = 1 << 20
+"""Smaller blocks, which blosc takes by itself, leave a tenth more of bfloat16."""
+
 
 class Compression(enum.StrEnum):
     """How the values of a tensor are packed."""
@@ -49,7 +53,9 @@ class Compression(enum.StrEnum):
     NONE = "none"
     """As they are."""
     ZSTD = "zstd"
-    """With Zstandard, level 1: about four fifths of the size for one second of processor time per GB."""
+    """With Zstandard, level 1: about four fifths of the size of bfloat16."""
+    BLOSC = "blosc"
+    """With Zstandard behind a shuffle of bits: about seven tenths, for up to half as much processor time more."""
 
 
 def encode_document(document: Mapping[str, Any], *, key: str, members: Mapping[str, bytes] | None = None) -> bytes:
@@ -136,8 +142,8 @@ def array_document(
     chunk = [max(1, extent) for extent in shape]
     # The bytes codec of one-byte types has no endianness.
     to_bytes = {"name": "bytes"} if itemsize == 1 else _BYTES_CODEC
-    packed = [_ZSTD_CODEC] if compression is Compression.ZSTD else []
-    codecs: list[Mapping[str, Any]] = [to_bytes, *packed, _CRC_CODEC]
+    packed = {Compression.NONE: [], Compression.ZSTD: [_ZSTD_CODEC], Compression.BLOSC: [_blosc_codec(itemsize)]}
+    codecs: list[Mapping[str, Any]] = [to_bytes, *packed[compression], _CRC_CODEC]
     if inner_chunk is not None:
         sharding = {
             "chunk_shape": list(inner_chunk),
@@ -158,6 +164,24 @@ def array_document(
         "attributes": dict(attributes),
         "dimension_names": list(dimension_names),
         "storage_transformers": [],
+    }
+
+
+def shuffles_bits(itemsize: int) -> bool:
+    """Whether blosc shuffles the bits of such elements: of one byte it would leave more of them."""
+    return itemsize > 1
+
+
+def _blosc_codec(itemsize: int) -> dict[str, Any]:
+    return {
+        "name": "blosc",
+        "configuration": {
+            "cname": "zstd",
+            "clevel": BLOSC_LEVEL,
+            "shuffle": "bitshuffle" if shuffles_bits(itemsize) else "noshuffle",
+            "typesize": itemsize,
+            "blocksize": BLOSC_BLOCK_NBYTES,
+        },
     }
 
 

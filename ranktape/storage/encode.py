@@ -23,6 +23,7 @@ from ranktape.storage.block_counts import NUM_CODES, WIDE_FROM
 from ranktape.storage.crc import combine
 from ranktape.storage.documents import Compression, array_document
 from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.packing import MAX_PACKED_NBYTES, pack
 from ranktape.storage.record import Keep
 from ranktape.storage.statistics import STATISTICS
 
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 MIN_SAMPLE_NBYTES = 1024
 """Samples smaller than this share one chunk: an entry of the shard's index is 16 bytes, a request costs more."""
-
-MAX_PACKED_NBYTES = 1 << 30
-"""Tensors larger than this are not compressed: readers unpack no more, whoever wrote it."""
 
 _COMBINED_NBYTES = 1 << 18
 """Of samples smaller than this, reading the bytes again takes less time than combining checksums."""
@@ -126,9 +124,11 @@ def encode_array(
     if array.size == 0:
         return EncodedArray(document=document, parts=None)
     if samples:
-        return EncodedArray(document=document, parts=_shard(samples, packing=packing))
+        return EncodedArray(document=document, parts=_shard(samples, packing=packing, itemsize=row.itemsize))
     raw = _raw(array)
-    return EncodedArray(document=document, parts=_chunk(raw, crc_of(info.checksum), packing=packing))
+    return EncodedArray(
+        document=document, parts=_chunk(raw, crc_of(info.checksum), packing=packing, itemsize=row.itemsize)
+    )
 
 
 def encode_stack(
@@ -155,7 +155,7 @@ def encode_stack(
         compression=packing,
     )
     chunks = ((_raw(array), crc_of(info.checksum)) for array, info in zip(arrays, infos, strict=True))
-    return EncodedArray(document=document, parts=_shard(chunks, packing=packing))
+    return EncodedArray(document=document, parts=_shard(chunks, packing=packing, itemsize=row.itemsize))
 
 
 def _packing(compression: Compression, *, info: RecordInfo) -> Compression:
@@ -230,12 +230,12 @@ def crc_of(text: str) -> int:
     return int(text.partition(":")[2], 16)
 
 
-def _shard(chunks: Iterable[tuple[np.ndarray[Any, Any], int]], *, packing: Compression) -> list[Buffer]:
+def _shard(chunks: Iterable[tuple[np.ndarray[Any, Any], int]], *, packing: Compression, itemsize: int) -> list[Buffer]:
     parts: list[Buffer] = []
     index: list[int] = []
     offset = 0
     for raw, crc in chunks:
-        chunk = _chunk(raw, crc, packing=packing)
+        chunk = _chunk(raw, crc, packing=packing, itemsize=itemsize)
         nbytes = sum(len(part) for part in chunk)
         parts += chunk
         index += [offset, nbytes]
@@ -244,13 +244,11 @@ def _shard(chunks: Iterable[tuple[np.ndarray[Any, Any], int]], *, packing: Compr
     return [*parts, entries, struct.pack("<I", google_crc32c.value(entries))]
 
 
-def _chunk(raw: np.ndarray[Any, Any], crc: int, *, packing: Compression) -> list[Buffer]:
+def _chunk(raw: np.ndarray[Any, Any], crc: int, *, packing: Compression, itemsize: int) -> list[Buffer]:
     """The bytes of one chunk; `crc` is the checksum of the values."""
     if packing is Compression.NONE:
         return [raw, struct.pack("<I", crc)]
-    from numcodecs import zstd
-
-    packed = zstd.compress(raw, 1)
+    packed = pack(raw, packing, itemsize=itemsize)
     return [packed, struct.pack("<I", google_crc32c.value(packed))]
 
 

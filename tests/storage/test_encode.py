@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +16,7 @@ import pytest
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
+from numcodecs import blosc
 
 import ranktape.storage  # registers our data types with zarr
 from ranktape.errors import DataError
@@ -129,6 +132,46 @@ def test_tensorstore_reads_stacks(tmp_path: Path, name: str, compression: Compre
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / "g" / "x")}}
     read = tensorstore.open(spec).result().read().result()
     assert strategies.raw_bytes(read) == array.tobytes()
+
+
+@pytest.mark.parametrize("compression", [Compression.ZSTD, Compression.BLOSC])
+@pytest.mark.parametrize("name", list(DTYPES))
+def test_zarr_and_we_read_what_is_packed(tmp_path: Path, name: str, compression: Compression) -> None:
+    dtype = DTYPES[name].numpy_dtype
+    # More than a block of blosc, and not a multiple of one.
+    bits = np.random.default_rng(0).integers(0, 2, (1100, 1000 * DTYPES[name].itemsize), dtype=np.uint8)
+    array = bits.view(dtype)
+    record = store(tmp_path, array, compression)
+    document = json.loads((tmp_path / "g" / "x" / "zarr.json").read_text())
+    assert document["codecs"][1]["name"] == compression.value
+    assert strategies.raw_bytes(np.asarray(record.array[:])) == strategies.raw_bytes(record.read()) == array.tobytes()
+    assert (tmp_path / "g/x/c.0.0").stat().st_size < array.nbytes / 2
+
+
+def forge(frame: bytes, at: int, number: int) -> bytes:
+    return frame[:at] + struct.pack("<I", number) + frame[at + 4 :]
+
+
+LIES: dict[str, Callable[[bytes], bytes]] = {
+    "unpacks to more": lambda frame: forge(frame, 4, 2**31 - 1),
+    "goes on behind its end": lambda frame: forge(frame, 12, 2**31 - 1),
+    "ends before": lambda frame: forge(frame, 12, len(frame) - 1),
+    "half a header": lambda frame: frame[:15],
+    "nothing": lambda _: b"",
+    "no frame inside": lambda frame: frame[:16] + b"\xff" * (len(frame) - 16),
+    "of another compressor": lambda _: bytes(blosc.compress(bytes(4000), b"lz4", 1)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_blosc_frame_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
+    record = store(tmp_path, np.arange(1000, dtype=np.float32), Compression.BLOSC)
+    path = tmp_path / "g" / "x" / "c.0"
+    frame = LIES[lie](path.read_bytes()[:-4])
+    # The checksum of the chunk is right: whoever wrote it means harm.
+    path.write_bytes(frame + struct.pack("<I", google_crc32c.value(frame)))
+    with pytest.raises(DataError, match=r"g/x/c\.0 (cannot be unpacked|is cut or not what was written)"):
+        record.read()
 
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if name not in strategies.WITHOUT_TORCH])

