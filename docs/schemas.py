@@ -36,6 +36,7 @@ from ranktape.storage.record import EXTREMES, TALLY_KINDS
 from ranktape.storage.status import IterationStatus, Verdict
 from ranktape.storage.upkeep.copy import CopyReport
 from ranktape.storage.upkeep.finding import Finding
+from ranktape.storage.upkeep.prune import PruneReport
 from ranktape.storage.upkeep.push import PushReport
 from ranktape.storage.upkeep.runs import RunSummary
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
@@ -304,6 +305,7 @@ def other_schemas() -> dict[str, Schema]:
         "runs": closed(url=TEXT, runs=array_of(dataclass_schema(RunSummary))),
         "plan": dataclass_schema(Forecast),
         "cp": closed(run=TEXT, url=TEXT, **dataclass_schema(CopyReport)["properties"]),
+        "prune": dataclass_schema(PruneReport),
         "push": closed(directory=TEXT, spills=array_of(spill)),
         "repair": closed(
             run=TEXT, dry_run={"type": "boolean"}, **dict.fromkeys(("done", "young", "left"), array_of(finding))

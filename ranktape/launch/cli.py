@@ -22,6 +22,8 @@ COMMANDS = {
     "recover": "ranktape.launch.recover:command",
     "push": "ranktape.launch.push:command",
     "cp": "ranktape.launch.cp:command",
+    "prune": "ranktape.launch.prune:command",
+    "rm": "ranktape.launch.rm:command",
     "export": "ranktape.launch.export:command",
     "import": "ranktape.launch.import_:command",
     "analyze": "ranktape.analyze.cli:cli",

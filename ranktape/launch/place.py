@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ranktape.errors import UsageError
 from ranktape.storage.backends.backend import without_credentials
+from ranktape.storage.backends.failures import printable
 from ranktape.storage.backends.urls import parse_storage_options
 
 if TYPE_CHECKING:
-    from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.backends.retry import RetryingBackend
 
 storage_options_option = click.option("--storage-options", metavar="JSON", help="JSON object for fsspec.")
 """The option of every command that opens a store; `read_options` reads its value."""
@@ -29,7 +31,7 @@ def read_options(text: str | None) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def open_backend_of(run: str, options: dict[str, Any] | None) -> Iterator[Backend]:
+def open_backend_of(run: str, options: dict[str, Any] | None) -> Iterator[RetryingBackend]:
     """The store of a run that a command was given; where no run is there, the error names similar places.
 
     Raises:
@@ -50,6 +52,20 @@ def shown(url: str) -> str:
 def count_text(number: int, what: str) -> str:
     """A number of things in words: 1 error, 2 errors."""
     return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def confirm(question: str, *, is_yes: bool) -> None:
+    """Ask before something is removed; `is_yes` is the answer that was given with `--yes`.
+
+    Raises:
+        UsageError: there is no terminal to ask at.
+        click.Abort: the answer is no.
+    """
+    if is_yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError("nothing is removed without being asked, and there is no terminal to ask at: add --yes")
+    click.confirm(printable(question), abort=True, err=True)
 
 
 @contextlib.contextmanager

@@ -145,7 +145,7 @@ def _make_or_continue_run(
     if data is not None and overwrite:
         owner = run_attributes(data, place=backend.url).get("launch_id")
         if owner != launch.launch_id:
-            _delete_run(backend)
+            delete_parts(backend)
             data = None
     if data is None:
         attributes = {
@@ -202,8 +202,12 @@ def _foreign_names(backend: Backend) -> list[str]:
     ]
 
 
-def _delete_run(backend: Backend) -> None:
-    """Delete what the layout names and nothing else."""
+def delete_parts(backend: Backend) -> None:
+    """Delete what the layout names at the top of a run and nothing else. Whoever does it holds the lease.
+
+    Raises:
+        StorageError: the store cannot be written.
+    """
     attempts = [name for name in backend.list_names("") if layout.parse_attempt(name) is not None]
     # The documents first: writers that are still at work see by them that the run is gone, and stop.
     for name in attempts:

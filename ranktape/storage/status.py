@@ -74,7 +74,7 @@ class Verdict:
     """Whether a run holds the iterations it guaranteed."""
 
     met: bool
-    """Whether at least `required` iterations are stored complete."""
+    """Whether at least `required` iterations are stored complete, or were until they were removed."""
     required: int
     """The guaranteed minimum."""
     complete: list[int]
@@ -83,10 +83,14 @@ class Verdict:
     """What is missing, one line for each iteration that is not complete."""
     final: bool
     """Whether the coordinator has closed the attempt; before that the answer may still change."""
+    num_dropped: int = 0
+    """Iterations that were stored complete and have been removed since; they count for the minimum."""
 
     def message(self) -> str:
         """One line for a person."""
         have = f"{len(self.complete)} of {self.required} guaranteed iterations are stored complete"
+        if self.num_dropped and len(self.complete) < self.required:
+            have += f", {self.num_dropped} more were until they were removed"
         if self.met:
             return f"minimum met: {have}" + (f" ({_listed(self.complete)})" if self.complete else "")
         missing = "; ".join(self.missing[:_MAX_NAMED]) or "no iteration was begun"
@@ -101,6 +105,7 @@ class Verdict:
             "complete": self.complete,
             "missing": self.missing,
             "final": self.final,
+            "num_dropped": self.num_dropped,
         }
 
 
@@ -121,16 +126,20 @@ def judge(
     `notes` give ranks' last words and `problems` what the coordinator met; both count where the minimum is not met.
     """
     complete = sorted({status.iteration for status in statuses if status.state is IterationState.COMPLETE})
+    # They were stored complete, and removed on purpose: nothing that was promised is missing.
+    dropped = {status.iteration for status in statuses if status.state is IterationState.DROPPED} - {*complete}
     missing = []
     for status in statuses:
         if status.iteration in complete or status.state is IterationState.DROPPED:
             continue
         missing.append(f"iteration {status.iteration} is {status.state} ({status.lacks(max_named=_MAX_NAMED)})")
-    is_met = len(complete) >= required
+    is_met = len(complete) + len(dropped) >= required
     if not is_met:
         missing += [f"{subject}: {problem}" for subject, problem in (problems or {}).items()]
         missing += [f"rank {rank}: {note}" for rank, note in (notes or {}).items()]
-    return Verdict(met=is_met, required=required, complete=complete, missing=missing, final=final)
+    return Verdict(
+        met=is_met, required=required, complete=complete, missing=missing, final=final, num_dropped=len(dropped)
+    )
 
 
 def _listed(iterations: Sequence[int]) -> str:

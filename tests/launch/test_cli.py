@@ -41,6 +41,8 @@ OPTIONS = {
     "repair": {"run", "dry_run", "min_age", "as_json", "storage_options"},
     "recover": {"directory", "trust_other_boots", "as_json", "storage_options"},
     "push": {"directory", "url", "keep", "as_json", "storage_options"},
+    "prune": {"run", "keep_last", "iteration", "yes", "dry_run", "as_json", "storage_options"},
+    "rm": {"run", "yes", "dry_run", "storage_options"},
     "cp": {"run", "url", "no_verify", "as_json", "storage_options", "target_storage_options"},
     "export": {
         "run", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx", "operation",

@@ -1,4 +1,4 @@
-"""How is a complete iteration removed so that nobody takes what is left of it for the whole?
+"""The removal of a complete iteration, so that nobody takes what is left of it for the whole.
 
 First it is written down that it is removed on purpose; from then on nobody makes its commit anew. Then goes the
 commit, so that no reader that opens the run sees it; then the data. What a crash interrupts is finished later.
