@@ -195,8 +195,10 @@ def test_a_large_tensor_in_one_chunk_is_the_same_packed(tmp_path: Path) -> None:
     runs = [
         store_as(tmp_path / packing.value, [describe_tensor(array)], compression=packing) for packing in Compression
     ]
-    plain, packed = [list(digests(run.select(), engine=ENGINE)) for run in runs]
-    assert_same_digests(plain, packed)
+    plain, *packed = [list(digests(run.select(), engine=ENGINE)) for run in runs]
+    assert len(packed) == len(Compression) - 1
+    for one in packed:
+        assert_same_digests(plain, one)
 
 
 @pytest.mark.parametrize("keep", ["histogram", "statistics"])
