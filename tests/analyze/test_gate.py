@@ -288,6 +288,7 @@ def test_samples_are_checked(tmp_path: Path) -> None:
         ("std < 1 where rank == 0 where rank == 1", {}, "'where' 2 times"),
         ("std < 'a'", {}, "std holds numbers and 'a' is text"),
         ("module < 3", {}, "module holds text and 3 is a number"),
+        ("zero.ratio < 0.5", {}, r"did you mean overflow\.zero\.ratio"),
         ("sqnr.mxfp9 > 1", {}, "format 'mxfp9' is not known: did you mean mxfp8"),
         ("sqnt.mxfp8 > 1", {}, "did you mean sqnr.mxfp8"),
         ("overflow.flushed.ratio < 1", {}, "counted against a format: say which"),

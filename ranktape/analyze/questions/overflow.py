@@ -42,6 +42,13 @@ SEVERITY_COLUMNS = (
 """How bad the worse of overflow and underflow is, or any NaN, and how bad each of the two."""
 
 
+NEXT_FORMAT = (
+    "little or nothing is beyond the limits of the dtype: --format fp8_e4m3 says what an 8-bit format would lose, with "
+    "--scaling tensor given a scale"
+)
+"""What is said where no format was named, and the dtype itself has room for everything."""
+
+
 def overflow(
     records: Records,
     *,
@@ -76,12 +83,14 @@ def overflow(
     else:
         sample = () if places.samples is None else (SAMPLE_COLUMN,)
         columns, rows = (*identity_columns(), *sample), _record_rows(places)
-    return Table(
+    table = Table(
         title=_title(targets, view=chosen),
         columns=(*columns, *_count_columns(targets)),
         rows=tuple(rows),
         notes=places.notes,
     )
+    is_clean = not targets and set(table.column("severity")) == {Severity.NONE.value}
+    return dataclasses.replace(table, notes=(*table.notes, NEXT_FORMAT)) if is_clean else table
 
 
 def worst_first(table: Table) -> Table:

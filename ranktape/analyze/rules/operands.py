@@ -95,8 +95,8 @@ def parse_operand(name: str) -> Operand:
         resolve(format_name, options=SweepOptions())
         return Operand(name=name, origin=Origin.SWEEP, part=part, format=format_name)
     known = [*_COUNTS, REPLICAS, *FIGURES, *COLUMNS, *(f"{loss}.{format_name or 'mxfp8'}" for loss in LOSSES)]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    near += [one for one in known if name in one.split(".") and one not in near]
+    near = [one for one in known if f".{name}." in f".{one}."]
+    near += difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(dict.fromkeys(near[:3]))}?" if near else f"use one of {', '.join(FIGURES)}"
     raise UsageError(f"no figure or field {printable(repr(name))}: {hint}")
 

@@ -10,7 +10,7 @@ from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS
 from ranktape.analyze.rules.rule import Missing, Rule
 from ranktape.analyze.table import Column, Kind, Table
 
-_DETAILS = frozenset({"attempt", "microbatch", "call", "mode", "component", "compute_dtype", "shape", "quant_type"})
+_DETAILS = frozenset({"attempt", "microbatch", "call", "mode", "component", "compute_dtype", "shape"})
 """Fields of offenders that text leaves out unless everything is asked for."""
 
 
