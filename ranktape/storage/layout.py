@@ -42,6 +42,10 @@ An array, because plain Zarr looks for no members below one.
 
 _MAX_NAME_LENGTH = 200
 
+MAX_KEY_LENGTH = 560
+"""No key of a run is longer, below the run: attempt, rank, iteration, a tensor's name, and what a file is called while
+it is written."""
+
 ATTEMPT_GROUPS = ("commits", "iterations", "closed", "dropped")
 """The groups below an attempt, beside those of its ranks."""
 
@@ -190,6 +194,11 @@ def parse_iteration(key: str) -> int | None:
     """The iteration whose group's document is at a key such as `iter_00000003/zarr.json`; None for other keys."""
     match = _ITERATION.fullmatch(key)
     return int(match[1]) if match else None
+
+
+def parse_rank(name: str) -> int | None:
+    """The rank whose group has a name; None for other names."""
+    return parse_closed(f"{name}/{DOCUMENT}")
 
 
 def parse_closed(key: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Which path does a captured tensor have inside its iteration, and which tensor is at a path?
+"""The path of a captured tensor inside its iteration, and the tensor at a path.
 
 A site's fields are percent-encoded and joined by commas, which encoding never leaves in a field:
 
@@ -6,23 +6,30 @@ A site's fields are percent-encoded and joined by commas, which encoding never l
 
 and one more, `,eval`, of a pass that is no training pass; so that any string a user or a model may hold becomes one
 name that a file system, an object store and Zarr accept, that cannot leave its folder, and that gives the string back.
+Of a name that is longer than they all accept a hash takes the place of the end; the record has the whole.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
-from ranktape.errors import RunFormatError, UsageError
+from ranktape.errors import RunFormatError
 from ranktape.storage.record import Mode
 
 if TYPE_CHECKING:
     from ranktape.storage.record import RecordInfo
 
-MAX_PATH_LENGTH = 700
+MAX_PATH_LENGTH = 400
 """Characters in a site's path: object stores end keys at 1,024 bytes, and the run's own prefix comes first."""
+
+_HASH_LENGTH = 32
+
+_SHORTENED = "+"
+"""Before the hash. Encoding leaves none in a field: no name that is whole looks like one that is not."""
 
 _SEGMENT_LENGTH = 200
 """Characters in one segment of a path: file systems end names at 255 bytes."""
@@ -80,12 +87,9 @@ class Site:
 
 
 def site_path(site: Site) -> str:
-    """The path of a site below its iteration's group; `parse_site_path` gives the site back.
+    """The path of a site below its iteration's group; `parse_site_path` gives it back where it is not shortened.
 
     Segments are joined by slashes where a name is longer than file systems allow.
-
-    Raises:
-        UsageError: the path would be longer than an object store's keys allow.
     """
     words = (site.operation, site.phase, site.component, site.quant_type, site.tensor_name)
     begin = _begin_name(site.module, site.layer_type, site.layer_idx, *words)
@@ -93,10 +97,8 @@ def site_path(site: Site) -> str:
     end = "" if site.mode == Mode.TRAIN else f",{site.mode}"
     name = f"{begin},m{site.microbatch},c{site.call}{end}"
     if len(name) > MAX_PATH_LENGTH:
-        raise UsageError(
-            f"the name of module {site.module[:40]!r}... takes {len(name)} characters in the store, "
-            f"{MAX_PATH_LENGTH} are allowed: shorten the module path or the tags"
-        )
+        digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH_LENGTH]
+        name = f"{name[: MAX_PATH_LENGTH - _HASH_LENGTH - 1]}{_SHORTENED}{digest}"
     return _CONTINUED.join(name[start : start + _SEGMENT_LENGTH] for start in range(0, len(name), _SEGMENT_LENGTH))
 
 
@@ -104,9 +106,12 @@ def parse_site_path(path: str) -> Site:
     """The site at a path that `site_path` wrote.
 
     Raises:
-        RunFormatError: the path is not one of a site.
+        RunFormatError: the path is not one of a site, or it was shortened.
     """
-    fields = [_decode(field) for field in path.replace(_CONTINUED, "").replace(_CONTINUED_BEFORE, "").split(",")]
+    name = path.replace(_CONTINUED, "").replace(_CONTINUED_BEFORE, "")
+    if _SHORTENED in name:
+        raise RunFormatError(f"{path!r} is a name that was shortened: its record has the whole")
+    fields = [_decode(field) for field in name.split(",")]
     try:
         module, layer_type, layer, operation, phase, component, quant_type, tensor_name, microbatch, call, *rest = (
             fields

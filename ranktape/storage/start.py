@@ -7,13 +7,14 @@ its own node.
 
 from __future__ import annotations
 
+import os
 import random
 import secrets
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ranktape.errors import CaptureError, RunExistsError
+from ranktape.errors import CaptureError, RunExistsError, UsageError
 from ranktape.storage import layout
 from ranktape.storage.attempt import (
     Attempt,
@@ -39,6 +40,12 @@ from ranktape.storage.progress import read_progress
 if TYPE_CHECKING:
     from ranktape.storage.backends.backend import Backend
     from ranktape.storage.backends.retry import RetryingBackend
+
+MAX_OBJECT_KEY_NBYTES = 1024
+"""Of a whole key, in every object store."""
+
+MAX_FILE_PATH_NBYTES = 4096
+"""Of a whole path, on Linux."""
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 2.0
@@ -76,6 +83,7 @@ def begin_attempt(
     Raises:
         RunExistsError: another launch's run, or something that is not a run, is at the URL.
         StorageError: the store cannot be read or written.
+        UsageError: the URL is so long that the store takes no keys below it.
     """
     _make_or_continue_run(
         backend,
@@ -118,7 +126,9 @@ def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: s
     Raises:
         RunExistsError: another launch's run, or something that is not a run, is at the URL.
         StorageError: the store cannot be read.
+        UsageError: the URL is so long that the store takes no keys below it.
     """
+    _check_length(backend)
     data = read_run(backend)
     if data is None and (found := _foreign_names(backend)):
         raise RunExistsError(f"{backend.url} is not empty and holds no run (there is {found[0]!r}): choose another URL")
@@ -129,6 +139,19 @@ def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: s
             f"--add to keep it beside what comes, or choose another URL"
         )
     return data
+
+
+def _check_length(backend: Backend) -> None:
+    _, is_remote, place = backend.url.partition("://")
+    prefix, limit = (
+        (place.partition("/")[2], MAX_OBJECT_KEY_NBYTES) if is_remote else (backend.url, MAX_FILE_PATH_NBYTES)
+    )
+    excess = len(os.fsencode(prefix)) + 1 + layout.MAX_KEY_LENGTH - limit
+    if excess > 0:
+        raise UsageError(
+            f"{backend.url[:80]!r}... is {excess} bytes too long for what lies below it, of which {limit} are allowed "
+            f"in all: give a shorter URL"
+        )
 
 
 def _make_or_continue_run(

@@ -485,3 +485,9 @@ def test_empty_records_become_torch_tensors(tmp_path: Path) -> None:
     read = [record.tensor() for record in open_run(url).select()]
     assert [tuple(tensor.shape) for tensor in read] == [(0, 3), (2, 0), (0,)]
     assert [tensor.dtype for tensor in read] == [torch.bfloat16, torch.float32, torch.int64]
+
+
+@pytest.mark.parametrize("url", ["/" + "/".join(["d" * 200] * 19), "memory://bucket/" + "p" * 700])
+def test_a_url_below_which_no_key_has_room_is_refused_at_the_start(url: str) -> None:
+    with pytest.raises(UsageError, match=r"bytes too long .* give a shorter URL"):
+        start(url)
