@@ -41,7 +41,7 @@ def thread_seconds(work: Callable[[], object]) -> float:
 def main() -> None:
     """Record and copy the same tensor in turn; print the medians and their ratio."""
     torch.set_num_threads(1)
-    ring = RingProducer(RING_NBYTES, is_alive=lambda: True)
+    ring = RingProducer(RING_NBYTES, keep_alive=lambda: None)
     consumer = RingConsumer(os.dup(ring.file.descriptor))
     options = CaptureOptions()
     selecting = Selecting(options, rank=0)

@@ -293,6 +293,7 @@ def other_schemas() -> dict[str, Schema]:
             run=TEXT,
             iterations=array_of(dataclass_schema(IterationStatus)),
             disabled={"type": "object", "additionalProperties": TEXT},
+            troubles={"type": "object", "additionalProperties": TEXT},
             verdict={"anyOf": [dataclass_schema(Verdict), {"type": "null"}]},
         ),
         "check": closed(

@@ -1,4 +1,4 @@
-"""How did a capture end, by its writer's last words and by what the store says?"""
+"""How a capture ended, by its writer's last words and by what the store says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def judge_end(
     words: Mapping[str, Any],
     *,
     waited_seconds: float,
-    last_line: str,
+    ending: str,
     backend: Backend,
     console: Console,
     required: int,
@@ -31,7 +31,7 @@ def judge_end(
     Args:
         words: The writer's last.
         waited_seconds: How long it was waited for.
-        last_line: What the process wrote last, should it have crashed.
+        ending: How the process ended, should it have crashed.
         backend: Where the run is.
         console: Where trouble is told.
         required: The guaranteed minimum.
@@ -40,7 +40,7 @@ def judge_end(
     console.pass_on(words)
     if "verdict" in words:
         return Verdict(**words["verdict"])
-    problem = find_problem(words, waited_seconds=waited_seconds, last_line=last_line)
+    problem = find_problem(words, waited_seconds=waited_seconds, ending=ending)
     if problem is not None:
         console.warn_once(problem)
     if ring is not None and words.get("state") not in {"late", "closed"}:
@@ -49,18 +49,18 @@ def judge_end(
     return judge_from_outside(stored, problem=problem, rank=console.rank, required=required)
 
 
-def find_problem(words: Mapping[str, Any], *, waited_seconds: float, last_line: str) -> str | None:
+def find_problem(words: Mapping[str, Any], *, waited_seconds: float, ending: str) -> str | None:
     """What went wrong on this rank; None where everything was stored.
 
     Args:
         words: The writer's last.
         waited_seconds: How long it was waited for.
-        last_line: What the process wrote last, should it have crashed.
+        ending: How the process ended, should it have crashed.
     """
     if words.get("state") == "late":
         return f"not everything was stored within {waited_seconds:g} s; the writer goes on"
     if words.get("state") not in {"closed", "failed"}:
-        return f"the writer process ended: {last_line}"
+        return f"the writer process ended: {ending}"
     problem = words.get("error") or words.get("problem")
     return None if problem is None else str(problem)
 

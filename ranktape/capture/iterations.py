@@ -125,6 +125,7 @@ class Iterations:
         self._iteration = iteration
         self._clock.begin_iteration()
         self._recorder.poll()
+        self._keep_writer()
         ring = self._process.ring
         ring.set_step(self._iteration)
         if ring.news != self._news:
@@ -232,11 +233,15 @@ class Iterations:
             raise error
         self._disable(str(error))
 
+    def _keep_writer(self) -> None:
+        """A writer that was killed is started again, also while nothing is captured: others may wait for it."""
+        try:
+            self._process.keep_alive()
+        except CaptureError as error:
+            self._disable(str(error))
+
     def _listen(self) -> None:
-        """Once in each captured iteration: does the writer live, and has it trouble?"""
-        if not self._process.is_alive():
-            self._disable("the writer process ended")
-            return
+        """Once in each captured iteration: has the writer trouble?"""
         self._console.pass_on(self._process.ring.hear() or {})
 
     def _tell_of_wait(self) -> None:
@@ -273,8 +278,6 @@ class Iterations:
         """
         if self._disabled is not None:
             return
-        if not self._process.is_alive():
-            reason = f"{reason} ({self._process.last_line()})"
         self._disabled = f"{DISABLED} in iteration {self._iteration}: {reason}"
         self._recorder.tally = None
         if self.options.strict:

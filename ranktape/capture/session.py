@@ -268,6 +268,7 @@ class Capture(Iterations):
         budget = self.options.host_budget_nbytes or default_host_budget_nbytes(num_local_ranks=num_ranks)
         self._process = self._new_process(budget)
         self._process.ring.set_step(self._iteration)
+        self._process.on_restart = self._console.warn_once
         self._process.ring.on_long_wait = self._tell_of_wait
         self._recorder = Recorder(
             ring=self._process.ring,
@@ -341,11 +342,10 @@ class Capture(Iterations):
                     self._process.tell_of_given_up(ranks)
 
     def _judge(self, words: dict[str, Any], *, waited_seconds: float) -> Verdict:
-        last_line = self._process.last_line()
         return judge_end(
             words,
             waited_seconds=waited_seconds,
-            last_line=last_line,
+            ending=self._process.ending(),
             backend=self._backend,
             console=self._console,
             ring=self._process.ring.path,

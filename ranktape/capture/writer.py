@@ -1,9 +1,10 @@
-"""Who takes the staged tensors from the ring and stores them, while the training goes on and after it?
+"""The process that takes the staged tensors from the ring and stores them, while the training goes on and after it.
 
 `python -m ranktape.capture.writer`, one for each rank, started by the trainer in a session of its own. It
 loads neither torch nor zarr. It takes slots in order, measures, checksums and stores the tensors in a few
 threads (`storing.py`), and commits an iteration when the trainer said that it ended and all of it is stored
-(`committing.py`). It ends when the trainer has finished or died and everything that was staged is stored.
+(`committing.py`). It ends when the trainer has finished or died and everything that was staged is stored. Where it is
+killed, the trainer starts another one, which goes on with what is stored and what is in the ring (`recover.py`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from ranktape.capture.settings.options import Policy
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import Slot, SlotKind
 from ranktape.capture.writing.committing import Committer
-from ranktape.capture.writing.coordinator import Coordinator, Goal
+from ranktape.capture.writing.coordinator import MAX_ASK_SECONDS, Coordinator, Goal
 from ranktape.capture.writing.patience import Patience
+from ranktape.capture.writing.recover import Recovery, read_slots, site_of
 from ranktape.capture.writing.storing import COUNT_FROM_NBYTES, HOLD_SECONDS, Staged, Storer, StoringOptions
 from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import RanktapeError, StorageError
-from ranktape.storage.attempt import Launch
+from ranktape.storage.attempt import Launch, lost_message, read_attempt
 from ranktape.storage.backends.urls import open_backend
 from ranktape.storage.layout import Mark
 from ranktape.storage.plan import Plan, read_plan
@@ -41,6 +43,7 @@ from ranktape.storage.upkeep.spill import SpillingBackend
 from ranktape.storage.writer import RankWriter
 
 if TYPE_CHECKING:
+    from ranktape.storage.attempt import Attempt
     from ranktape.storage.backends.retry import RetryingBackend
     from ranktape.storage.lease import Lease
 
@@ -48,7 +51,7 @@ NICENESS = 19
 """Added to the process's niceness: the training comes first."""
 
 _IDLE_SECONDS = 0.2
-_PLAN_POLL_SECONDS = 1.0
+_ASK_SECONDS = 1.0
 
 _OUTAGE_SECONDS = 3.0
 """A store that has not answered for so long is spoken of."""
@@ -62,10 +65,13 @@ class Writer:
         self._ring = ring
         self._wake_read = wake_read
         self._iterations: dict[int, Staged] = {}
-        self._words: dict[str, Any] = {"state": "starting"}
+        # Before the first word of this one takes their place.
+        heritage = {} if config.attempt is None else ring.heritage()
+        self._words: dict[str, Any] = {"state": "starting", "num_committed": heritage.get("num_committed", 0)}
         self._words_lock = threading.Lock()
-        self._plan: Plan | None = None
-        self._next_plan_poll = 0.0
+        self._plan = Plan(iterations=(), is_done=False)
+        self._next_ask = 0.0
+        self._ask_seconds = _ASK_SECONDS
         self._is_out = False
         self._held = contextlib.ExitStack()
         self._lease: Lease | None = None
@@ -100,37 +106,53 @@ class Writer:
                 claim_run(self._backend, launch=launch, resume=config.resume, overwrite=config.overwrite)
             )
         if is_first:
-            self._attempt = begin_attempt(
-                self._backend,
-                launch=launch,
-                options=config.options,
-                environment=config.environment,
-                resume=config.resume,
-                overwrite=config.overwrite,
-                add=config.add,
-            )
+            self._attempt = self._find_attempt(launch)
             warm_up()
         else:
             warm_up()
-            self._attempt = join_attempt(self._backend, launch=launch, timeout_seconds=config.join_timeout_seconds)
+            self._attempt = self._find_attempt(launch)
         completed = self._attempt.completed
         cadence = Cadence.from_json(config.cadence)
         planned = cadence.following(count=config.target - len(completed), without=completed)
         self._plan = Plan(iterations=planned, is_done=not planned)
-        self._coordinator = self._start_coordinator(planned, cadence=cadence) if is_first else None
+        if config.attempt is not None:
+            self._plan = read_plan(self._backend, attempt=self._attempt) or self._plan
+        self._coordinator = self._start_coordinator(cadence) if is_first else None
         self._start_storing()
         self._say(
             state="ready",
             attempt=self._attempt.path,
             completed=list(self._attempt.completed),
-            iterations=list(planned),
+            iterations=list(self._plan.iterations),
             is_done=self._plan.is_done,
         )
+        if config.attempt is not None:
+            self._ring.announce()
+            self._take_over()
 
-    def _start_coordinator(self, planned: tuple[int, ...], *, cadence: Cadence) -> Coordinator:
+    def _find_attempt(self, launch: Launch) -> Attempt:
+        config = self._config
+        if config.attempt is not None:
+            attempt = read_attempt(self._backend, config.attempt)
+            if attempt is None:
+                raise StorageError(lost_message(self._backend))
+            return attempt
+        if config.rank != launch.first_rank:
+            return join_attempt(self._backend, launch=launch, timeout_seconds=config.join_timeout_seconds)
+        return begin_attempt(
+            self._backend,
+            launch=launch,
+            options=config.options,
+            environment=config.environment,
+            resume=config.resume,
+            overwrite=config.overwrite,
+            add=config.add,
+        )
+
+    def _start_coordinator(self, cadence: Cadence) -> Coordinator:
         config = self._config
         goal = Goal(
-            planned=planned,
+            planned=self._plan.iterations,
             cadence=cadence,
             target=config.target,
             finish_timeout_seconds=config.finish_timeout_seconds,
@@ -143,6 +165,7 @@ class Writer:
             step=lambda: self._ring.step,
             given_up=lambda: {int(rank): text for rank, text in (self._ring.hear() or {}).get("given_up", {}).items()},
             lost=lambda: None if self._lease is None else self._lease.lost,
+            is_successor=config.attempt is not None,
         )
         coordinator.start()
         return coordinator
@@ -161,11 +184,13 @@ class Writer:
             attempt=self._attempt,
             rank=config.rank,
             environment=config.environment,
+            trouble=config.trouble,
             compression=config.compression,
             stack_below_nbytes=COUNT_FROM_NBYTES if policy is Policy.HISTOGRAM else STACK_BELOW_NBYTES,
             store_concurrency=config.store_concurrency,
         )
         self._rank_writer = rank_writer
+        self._recovery = Recovery(self._backend, attempt=self._attempt, rank=config.rank, rank_writer=rank_writer)
         self._storer = Storer(
             rank_writer,
             ring=self._ring,
@@ -190,9 +215,47 @@ class Writer:
             attempt=self._attempt,
             rank=config.rank,
             ring_is_kept=config.ring_path is not None,
+            num_committed=self._words["num_committed"],
             say=self._say,
             on_word=self._coordinator.note_commit if self._coordinator is not None else lambda _: None,
         )
+
+    def _take_over(self) -> None:
+        """Go on with what a writer that was killed left: tensors in the ring, and some in the store."""
+        for iteration, left in read_slots(self._ring, ends=self._config.unsettled).items():
+            if left.is_over and not self._config.gives_up:
+                self._committer.recover(self._recovery, iteration, left)
+                continue
+            if left.is_over:
+                mark = Mark.FAILED if left.skip is None else Mark.SKIPPED
+                self._committer.mark(iteration, mark, left.skip or self._given_up)
+            stored = set() if left.is_over else self._begin_again(iteration)
+            for slot in (*left.words, *left.tensors):
+                if left.is_over or slot.kind is not SlotKind.TENSOR or site_of(slot) in stored:
+                    self._ring.free(slot)
+                else:
+                    self._storer.submit(slot, self._iterations[iteration])
+
+    def _begin_again(self, iteration: int) -> set[str]:
+        """Go on with an iteration that a writer had begun that was killed; the sites of what it had stored."""
+        self._begin(iteration)
+        staged = self._iterations[iteration]
+        if self._config.gives_up:
+            self._storer.fail(staged, self._given_up)
+            return set()
+        stored: set[str] = set()
+        try:
+            with self._storer.closing():
+                stored = self._recovery.adopt(iteration)
+        except RanktapeError as error:
+            self._storer.fail(staged, str(error))
+        staged.num_tensors += len(stored)
+        staged.num_stored += len(stored)
+        return stored
+
+    @property
+    def _given_up(self) -> str:
+        return f"the writer process ended again without storing an iteration ({self._config.deaths[-1]})"
 
     def _open_spill(self, store: RetryingBackend) -> SpillingBackend | None:
         if self._config.spill_dir is None:
@@ -220,6 +283,8 @@ class Writer:
 
     def _handle(self, slot: Slot) -> None:
         iteration = int(slot.header["iteration"])
+        if slot.kind in {SlotKind.TENSOR, SlotKind.END} and iteration not in self._iterations:
+            self._begin_again(iteration)
         if slot.kind is SlotKind.TENSOR:
             self._storer.submit(slot, self._iterations[iteration])
         elif slot.kind is SlotKind.BEGIN:
@@ -253,11 +318,13 @@ class Writer:
     def _poll_plan(self) -> None:
         """Once everything planned has ended, learn whether that was enough."""
         plan = self._plan
-        if plan is None or plan.is_done or self._committer.num_ended < len(plan.iterations):
+        if plan.is_done or self._ring.num_settled < len(plan.iterations):
+            self._ask_seconds = _ASK_SECONDS
             return
-        if time.monotonic() < self._next_plan_poll:
+        if time.monotonic() < self._next_ask:
             return
-        self._next_plan_poll = time.monotonic() + _PLAN_POLL_SECONDS
+        self._next_ask = time.monotonic() + self._ask_seconds
+        self._ask_seconds = min(MAX_ASK_SECONDS, 1.25 * self._ask_seconds)
         try:
             news = read_plan(self._backend, attempt=self._attempt)
         except StorageError as error:

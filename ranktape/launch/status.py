@@ -67,12 +67,12 @@ def write_status(run: Run, *, url: str, as_json: bool = False) -> Verdict | None
     """Write the status of a run to stdout; returns the verdict on its minimum, None where it has promised none."""
     statuses = run.status()
     verdict = run.verdict()
-    disabled = run.disabled()
+    told = {"disabled": run.disabled(), "troubles": run.troubles()}
     if as_json:
-        document = status_document(statuses, verdict=verdict, url=url, disabled=disabled)
+        document = status_document(statuses, verdict=verdict, url=url, **told)
         say_json(document)
     else:
-        write_table(status_table(statuses, verdict=verdict, url=url, disabled=disabled))
+        write_table(status_table(statuses, verdict=verdict, url=url, **told))
     return verdict
 
 
@@ -82,10 +82,11 @@ def status_table(
     verdict: Verdict | None,
     url: str,
     disabled: Mapping[int, str] | None = None,
+    troubles: Mapping[int, str] | None = None,
 ) -> Table:
     """One row for each iteration of each attempt, the verdict below.
 
-    `disabled` are the ranks whose capture failed inside, each with the reason.
+    `disabled` are the ranks whose capture failed inside, `troubles` those that went on, each with the reason.
     """
     rows = tuple(
         (
@@ -102,7 +103,8 @@ def status_table(
         for status in statuses
     )
     counted = (COUNTED,) if any(status.num_expected for status in statuses) else ()
-    notes = (*counted, *silent_notes(statuses), *disabled_notes(disabled or {}), verdict_line(verdict))
+    told = (*rank_notes(troubles or {}), *rank_notes(disabled or {}))
+    notes = (*counted, *silent_notes(statuses), *told, verdict_line(verdict))
     return Table(title=printable(url), columns=COLUMNS, rows=rows, notes=notes)
 
 
@@ -112,12 +114,14 @@ def status_document(
     verdict: Verdict | None,
     url: str,
     disabled: Mapping[int, str] | None = None,
+    troubles: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
     """The same for programs, with everything named."""
     return {
         "run": url,
         "iterations": [dataclasses.asdict(status) for status in statuses],
         "disabled": dict(disabled or {}),
+        "troubles": dict(troubles or {}),
         "verdict": verdict.to_json() if verdict else None,
     }
 
@@ -142,10 +146,10 @@ def tensors_text(status: IterationStatus) -> str:
     return f"{status.num_recorded} of {status.num_expected}"
 
 
-def disabled_notes(disabled: Mapping[int, str]) -> tuple[str, ...]:
-    """The ranks whose capture failed inside, one line for each reason."""
+def rank_notes(told: Mapping[int, str]) -> tuple[str, ...]:
+    """What is told of ranks, one line for each thing."""
     ranks: dict[str, list[str]] = {}
-    for rank, reason in disabled.items():
+    for rank, reason in told.items():
         ranks.setdefault(reason, []).append(f"rank {rank}")
     return tuple(printable(f"{reason} ({_first(named)})") for reason, named in ranks.items())
 

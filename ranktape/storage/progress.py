@@ -1,4 +1,4 @@
-"""What do the markers of an attempt say, and which iterations can be closed?
+"""What the markers of an attempt say, and which iterations can be closed.
 
 The coordinator, `status` and every reader look at the same keys through this module. One LIST of the
 markers tells the state of every iteration on every rank.
@@ -284,15 +284,26 @@ def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, 
 
 def read_disabled(backend: Backend) -> dict[int, str]:
     """The ranks whose capture disabled itself in the last attempt of a run, each with the reason."""
+    told = _read_of_ranks(backend, layout.closed_path, "reason")
+    return {rank: reason for rank, reason in told.items() if reason.startswith(DISABLED)}
+
+
+def read_troubles(backend: Backend) -> dict[int, str]:
+    """The ranks that something befell in the last attempt of a run and that went on, each with what it was."""
+    return _read_of_ranks(backend, layout.rank_path, "trouble")
+
+
+def _read_of_ranks(backend: Backend, path_of: Callable[[str, int], str], name: str) -> dict[int, str]:
+    """What a field says in the documents that some ranks of the last attempt have at a path."""
     attempts = read_attempts(backend)
     if not attempts:
         return {}
     path = attempts[-1].path
-    found = (layout.parse_closed(key) for key in backend.list_keys(f"{path}/closed"))
-    closed = sorted(rank for rank in found if rank is not None)
+    found = (layout.parse_rank(name) for name in backend.list_names(path_of(path, 0).rpartition("/")[0]))
+    ranks = sorted(rank for rank in found if rank is not None)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        words = pool.map(lambda rank: _last_words(backend, path, rank), closed)
-    return {rank: word for rank, word in zip(closed, words, strict=True) if word.startswith(DISABLED)}
+        words = list(pool.map(lambda rank: _told_text(backend, path_of(path, rank), name), ranks))
+    return {rank: word for rank, word in zip(ranks, words, strict=True) if word}
 
 
 def _closing_notes(backend: Backend, progress: Progress) -> dict[int, str]:
@@ -301,9 +312,12 @@ def _closing_notes(backend: Backend, progress: Progress) -> dict[int, str]:
 
 
 def _last_words(backend: Backend, attempt: str, rank: int) -> str:
-    path = layout.closed_path(attempt, rank)
-    reason, damage = _told(backend, path, lambda fields: fields.text("reason", default=""), default="")
-    return damage or reason
+    return _told_text(backend, layout.closed_path(attempt, rank), "reason")
+
+
+def _told_text(backend: Backend, path: str, name: str) -> str:
+    text, damage = _told(backend, path, lambda fields: fields.text(name, default=""), default="")
+    return damage or text
 
 
 def _told(backend: Backend, path: str, take: Callable[[Fields], _T], *, default: _T) -> tuple[_T, str]:

@@ -25,7 +25,7 @@ from ranktape.storage.backends.urls import open_backend
 from ranktape.storage.blob import open_blob
 from ranktape.storage.catalogue import Catalogue, empty_catalogue
 from ranktape.storage.notebook import run_html, spans
-from ranktape.storage.progress import read_disabled, read_verdict
+from ranktape.storage.progress import read_disabled, read_troubles, read_verdict
 from ranktape.storage.reader import RunReader
 from ranktape.storage.records import Records
 from ranktape.storage.selection.columns import Mask
@@ -109,6 +109,10 @@ class Run:
     def disabled(self) -> dict[int, str]:
         """The ranks that recorded nothing more after a failure inside of the capture, each with the reason."""
         return read_disabled(self._backend)
+
+    def troubles(self) -> dict[int, str]:
+        """The ranks whose writer was killed and that went on with another one, each with when and how."""
+        return read_troubles(self._backend)
 
     def select(self, **filters: Any) -> Records:
         """The records whose fields have the values asked for, of the latest attempt of each complete iteration.

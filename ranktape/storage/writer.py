@@ -64,6 +64,7 @@ class RankWriter:
         attempt: Attempt,
         rank: int,
         environment: Mapping[str, Any],
+        trouble: str = "",
         compression: str = Compression.NONE.value,
         stack_below_nbytes: int = stack.STACK_BELOW_NBYTES,
         store_concurrency: int = stack.STORE_CONCURRENCY,
@@ -75,6 +76,7 @@ class RankWriter:
             attempt: The attempt that the rank belongs to.
             rank: Global rank.
             environment: Of the process, for the rank's document.
+            trouble: What befell those that wrote for the rank before; for the document, too.
             compression: How values are packed.
             stack_below_nbytes: Tensors smaller than this are kept, and written together.
             store_concurrency: How many stacks are sent at the same time.
@@ -92,7 +94,8 @@ class RankWriter:
         self._settled: set[int] = set()
         self._changed = threading.Condition()
         self._pool = ThreadPoolExecutor(store_concurrency, thread_name_prefix="ranktape-stack")
-        self._put_group(layout.rank_path(attempt.path, rank), {"rank": rank, "environment": dict(environment)})
+        attributes = {"rank": rank, "environment": dict(environment), "trouble": trouble}
+        self._put_group(layout.rank_path(attempt.path, rank), attributes)
 
     @property
     def held_nbytes(self) -> int:
@@ -117,7 +120,7 @@ class RankWriter:
                 nothing of this one is written.
             DataError: the array is not what its identity says.
             StorageError: the run was deleted or replaced, or cannot be written.
-            UsageError: the site's name is too long, or its metadata have no form in JSON.
+            UsageError: its metadata have no form in JSON.
         """
         release = on_release or _nothing
         pending, site = None, ""

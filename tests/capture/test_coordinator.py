@@ -15,7 +15,7 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.writing.coordinator import Coordinator, Goal
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.layout import Mark
-from ranktape.storage.plan import read_plan
+from ranktape.storage.plan import Plan, read_plan
 from ranktape.storage.progress import open_iteration
 from ranktape.storage.upkeep.retention import drop_iteration
 from tests.runs import describe, start
@@ -92,6 +92,53 @@ def test_whole_iterations_are_closed_and_enough_is_enough(tmp_path: Path) -> Non
     watched.close()
     verdict = watched.coordinator.finish()
     assert (verdict.met, verdict.complete, verdict.missing) == (True, [10, 15], [])
+
+
+def test_a_rank_that_records_nothing_more_ends_the_capture_of_all(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(10, 15), target=2)
+    watched.end(10)
+    alive, disabled = watched.writers
+    disabled.close(reason="capture disabled itself in iteration 12: its writer was killed")
+    open_iteration(watched.backend, attempt=watched.attempt, iteration=15)
+    alive.commit(15, expected=[], silent_sites={})
+    watched.coordinator.note_commit(15)
+    eventually(lambda: read_plan(watched.backend, attempt=watched.attempt) is not None)
+    # None could be complete that came after it.
+    assert read_plan(watched.backend, attempt=watched.attempt) == Plan(iterations=(10, 15), is_done=True)
+    alive.close(reason="the training ended")
+    verdict = watched.coordinator.finish()
+    assert (verdict.met, verdict.complete) == (False, [10])
+    assert "its writer was killed" in verdict.message()
+
+
+def test_a_coordinator_that_follows_a_killed_one_finishes_what_that_saw(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(10, 15), target=2)
+    watched.coordinator._stop.set()  # as if it were killed
+    watched.coordinator._thread.join()
+    watched.end(10)
+    goal = Goal(planned=(10, 15), cadence=Cadence.regular(start=0, every=5), target=2, finish_timeout_seconds=0.5)
+    follower = Coordinator(watched.backend, attempt=watched.attempt, goal=goal, step=lambda: 11, is_successor=True)
+    follower.start()
+    eventually(lambda: open_run(watched.url).iterations == [10])
+    watched.end(15)
+    watched.close()
+    assert follower.finish().met
+
+
+def test_a_rank_that_does_not_come_is_looked_for_less_and_less_often(tmp_path: Path) -> None:
+    backend, attempt, _ = start(str(tmp_path / "run"), world_size=2, min_iterations=1)
+    looks: list[float] = []
+
+    def given_up() -> dict[int, str]:
+        looks.append(time.monotonic())
+        return {}
+
+    goal = Goal(planned=(10,), cadence=Cadence.regular(start=10, every=1), target=1, finish_timeout_seconds=4)
+    waiting = Coordinator(backend, attempt=attempt, goal=goal, step=lambda: 10, given_up=given_up)
+    waiting.start()
+    waiting.finish()
+    # Four in a second would be 17.
+    assert 2 < len(looks) < 10
 
 
 def test_further_iterations_follow_the_rules_and_may_come_to_an_end(tmp_path: Path) -> None:
@@ -187,6 +234,17 @@ def test_only_the_last_complete_iterations_are_kept(tmp_path: Path) -> None:
     ]
     assert {record.iteration for record in run.select()} == {10, 15}
     assert not [path for path in watched.url.rglob("iter_00000005/*") if path.is_file() and "dropped" not in path.parts]
+
+
+def test_there_are_never_more_iterations_than_are_kept(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=tuple(range(0, 30, 5)), target=6, keep_last=2)
+    for iteration in range(0, 30, 5):
+        watched.end(iteration)
+        # At once, however fast they come.
+        assert open_run(watched.url).iterations == [number for number in (iteration - 5, iteration) if number >= 0]
+        assert len(list(watched.url.glob("*/rank_00000/iter_*"))) <= 2
+    watched.close()
+    assert watched.coordinator.finish().complete == [20, 25]
 
 
 def test_iterations_of_earlier_attempts_are_dropped_first(tmp_path: Path) -> None:

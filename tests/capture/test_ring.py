@@ -15,7 +15,7 @@ from ranktape.errors import CaptureError
 
 
 def make(capacity_nbytes: int) -> tuple[RingProducer, RingConsumer]:
-    producer = RingProducer(capacity_nbytes, is_alive=lambda: True)
+    producer = RingProducer(capacity_nbytes, keep_alive=lambda: None)
     return producer, RingConsumer(os.dup(producer.file.descriptor))
 
 
@@ -97,7 +97,7 @@ def test_a_long_wait_is_told_once_and_the_writer_knows_of_it(monkeypatch: pytest
 
 def test_a_ring_in_a_directory_has_its_room_and_its_lock(tmp_path: Path) -> None:
     path = new_ring_path(tmp_path / "rings", rank=3)
-    producer = RingProducer(1 << 20, is_alive=lambda: True, path=path)
+    producer = RingProducer(1 << 20, keep_alive=lambda: None, path=path)
     assert path.stat().st_blocks * 512 >= 1 << 20
     assert lock_ring(path) is None
     put(producer, 0, b"abc")
@@ -115,7 +115,7 @@ def test_a_ring_in_a_directory_has_its_room_and_its_lock(tmp_path: Path) -> None
 def test_a_directory_without_room_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CaptureError, match="give another --ring-dir"):
-        RingProducer(1 << 20, is_alive=lambda: True, path=tmp_path / "file" / "x.ring")
+        RingProducer(1 << 20, keep_alive=lambda: None, path=tmp_path / "file" / "x.ring")
 
 
 @pytest.mark.parametrize("place", [0, 4, 8, 16])
@@ -129,7 +129,10 @@ def test_damage_is_named(place: int) -> None:
 
 
 def test_waiting_ends_when_the_writer_is_gone() -> None:
-    producer = RingProducer(1 << 12, is_alive=lambda: False)
+    def gone() -> None:
+        raise CaptureError("the writer process ended")
+
+    producer = RingProducer(1 << 12, keep_alive=gone)
     put(producer, 0, bytes(3000))
     with pytest.raises(CaptureError, match="the writer process ended"):
         producer.reserve(SlotKind.TENSOR, b"{}", 3000, timeout_seconds=10)

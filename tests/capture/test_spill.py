@@ -48,7 +48,7 @@ def spill_one(bench: Bench, error: type[StorageError] = UnreachableError) -> Non
 
     bench.store.put = refuse_later  # type: ignore[assignment, method-assign]
     bench.put(1, tensors(1))
-    bench.wait_for(lambda: bench.committer.num_ended == 2)
+    bench.wait_for(lambda: bench.ring.num_settled == 2)
     bench.store.put = put  # type: ignore[method-assign]
     bench.store.error = None
 

@@ -21,6 +21,7 @@ from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import SlotKind, boot_id, new_ring_path
 from ranktape.capture.writing.writer_config import WriterConfig
+from ranktape.errors import CaptureError
 from ranktape.storage.record import RecordInfo
 from tests.faults.truth import ITERATIONS, NUM_RANKS, tensors
 
@@ -73,7 +74,7 @@ class _Trainer:
         path = None if ring_dir is None else new_ring_path(ring_dir, rank=rank)
         self._url = url
         self._rank = rank
-        self._ring = RingProducer(RING_NBYTES, is_alive=self._is_alive, path=path)
+        self._ring = RingProducer(RING_NBYTES, keep_alive=self._keep_alive, path=path)
         config = WriterConfig(
             url=url,
             storage_options=storage_options,
@@ -132,6 +133,10 @@ class _Trainer:
                 raise SystemExit(f"the writer of rank {self._rank} is gone: {words}")
             time.sleep(0.002)
         return words
+
+    def _keep_alive(self) -> None:
+        if not self._is_alive():
+            raise CaptureError("the writer process ended")
 
     def _is_alive(self) -> bool:
         """A child that has ended stays a zombie until somebody waits for it, and whoever started us does."""

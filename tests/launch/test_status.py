@@ -86,7 +86,7 @@ def test_a_run_without_iterations_has_a_status() -> None:
     table = status_table([], verdict=None, url="runs/x")
     assert table.rows == ()
     assert "minimum not known" in table.to_text()
-    empty: dict[str, Any] = {"run": "runs/x", "iterations": [], "disabled": {}, "verdict": None}
+    empty: dict[str, Any] = {"run": "runs/x", "iterations": [], "disabled": {}, "troubles": {}, "verdict": None}
     assert status_document([], verdict=None, url="runs/x") == empty
 
 

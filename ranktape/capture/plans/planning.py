@@ -26,7 +26,7 @@ from ranktape.capture.session import Capture
 from ranktape.capture.settings.cadence import cadence_of
 from ranktape.capture.staging.process import WriterProcess
 from ranktape.capture.staging.ring import RingProducer
-from ranktape.capture.staging.ring_file import PREFIX_NBYTES, Counter, Slot, SlotKind, aligned
+from ranktape.capture.staging.ring_file import PREFIX_NBYTES, Counter, Slot, SlotKind, aligned, unnamed_file
 from ranktape.errors import CaptureError
 from ranktape.storage.backends.retry import TIMEOUT_SECONDS
 from ranktape.storage.memory import available_nbytes
@@ -119,7 +119,7 @@ class PlanRing(RingProducer):
     """A ring whose slots are free as soon as they are published; keeps what was said of them."""
 
     def __init__(self, budget_nbytes: int) -> None:
-        super().__init__(min(budget_nbytes, WINDOW_NBYTES), is_alive=lambda: True)
+        super().__init__(min(budget_nbytes, WINDOW_NBYTES), keep_alive=lambda: None)
         self.headers: list[tuple[bytes, int]] = []
         """The header of each tensor of the running iteration, and the bytes of its slot."""
 
@@ -151,12 +151,15 @@ class _NoProcess(WriterProcess):
     def __init__(self, budget_nbytes: int) -> None:
         self.ring: PlanRing = PlanRing(budget_nbytes)
         self._process = None
-        self._stderr = None
+        self._stderr = unnamed_file("ranktape-plan")
         self.ends: list[dict[str, Any]] = []
 
     def is_alive(self) -> bool:
         """Always."""
         return True
+
+    def keep_alive(self) -> None:
+        """Nothing is to be done for that."""
 
     def put(self, kind: SlotKind, header: dict[str, Any], *, timeout_seconds: float) -> None:  # noqa: ARG002
         """Keep what the end of an iteration says."""

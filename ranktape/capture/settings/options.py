@@ -178,7 +178,8 @@ class CaptureOptions:
         None,
         kind=int,
         least=1,
-        help="Delete all but the last N complete iterations, as --max-iterations of them come; all stay by default.",
+        help="Delete all but the last N complete iterations, as --max-iterations of them come: never more than N are "
+        "there, and one while the next is committed; all stay by default.",
     )
     ring_dir: str | None = option(
         None, help="Directory for the staged tensors, from which 'ranktape recover' stores them should all be killed."

@@ -1,13 +1,16 @@
-"""How does the trainer start its writer process, hear from it, and wait for it?"""
+"""The writer process as its trainer sees it: started, heard from, started again where it is killed, waited for."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import site
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import ranktape
 from ranktape import errors
 from ranktape.capture.staging.ring import RingProducer
-from ranktape.capture.staging.ring_file import SlotKind
+from ranktape.capture.staging.ring_file import Counter, unnamed_file
 from ranktape.errors import CaptureError
 
 if TYPE_CHECKING:
+    from ranktape.capture.staging.ring_file import SlotKind
     from ranktape.capture.writing.writer_config import WriterConfig
 
 MODULE = "ranktape.capture.writer"
@@ -40,6 +44,9 @@ _LAST = frozenset({"closed", "failed"})
 
 _EXIT_SECONDS = 10.0
 
+_MAX_IN_VAIN = 2
+"""How often it may be killed without having committed an iteration in between."""
+
 _MAX_TOLD = 4
 _MAX_CHARACTERS = 300
 """Ranks that are told of with a reason, and the length of one."""
@@ -49,7 +56,7 @@ _LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
 
 
 class WriterProcess:
-    """The writer of this rank, with the ring to it."""
+    """The writer of this rank, with the ring to it; started again where it was killed."""
 
     def __init__(self, *, host_budget_nbytes: int, ring_path: Path | None = None) -> None:
         """Make the ring, in memory where no path is given; `start` starts the process.
@@ -57,11 +64,18 @@ class WriterProcess:
         Raises:
             CaptureError: there is no room for the ring.
         """
-        self.ring = RingProducer(host_budget_nbytes, is_alive=self.is_alive, path=ring_path)
+        self.ring = RingProducer(host_budget_nbytes, keep_alive=self.keep_alive, path=ring_path)
+        self.on_restart: Callable[[str], None] = lambda _: None
+        """Called with what happened when the process was started again."""
+        self._config: WriterConfig | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
         self._reason = ""
         # A file without a name keeps what a crashing writer says; a pipe would stop it once it is full.
-        self._stderr = os.memfd_create("ranktape-writer-stderr") if hasattr(os, "memfd_create") else None
+        self._stderr = unnamed_file("ranktape-writer-stderr")
+        self._lock = threading.RLock()
+        self._num_committed = 0
+        self._num_in_vain = 0
 
     def start(self, config: WriterConfig) -> None:
         """Start the process in a session of its own, so that a signal to the trainer's group does not reach it.
@@ -73,28 +87,63 @@ class WriterProcess:
         # -P: a file beside the user's script must not be imported in place of a library.
         command = [sys.executable, "-P", "-m", MODULE, *(str(descriptor) for descriptor in descriptors)]
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=self._stderr if self._stderr is not None else subprocess.DEVNULL,
-                pass_fds=descriptors,
-                env=writer_environment(os.environ),
-                start_new_session=True,
-            )
+            # A pipe would hold up the training until the process reads it.
+            with os.fdopen(unnamed_file("ranktape-writer-config"), "w+") as told:
+                json.dump(dataclasses.asdict(config), told)
+                told.seek(0)
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=told,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._stderr,
+                    # The reading end stays open here too: to wake up a writer that is gone must not raise SIGPIPE.
+                    pass_fds=descriptors,
+                    env=writer_environment(os.environ),
+                    start_new_session=True,
+                )
         except OSError as error:
             raise CaptureError(f"the writer process cannot be started: {error}") from error
-        # The reading end stays open here too: a wake-up call to a writer that is gone must not raise SIGPIPE.
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(dataclasses.asdict(config)).encode())
-            self._process.stdin.close()
-        except BrokenPipeError:
-            return  # the process ended at once; `poll_ready` reports how
+        self._config = config
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
+
+    def keep_alive(self) -> None:
+        """Start the process again where it was killed; it goes on with what is in the ring.
+
+        One that was killed before it committed anything is followed by one that gives up what is there, as that may be
+        what killed it; after the third there is only one more, to say so in the run.
+
+        Raises:
+            CaptureError: it ended by itself, or nothing more is to be recorded.
+        """
+        if self.is_alive() or os.getpid() != self._owner:
+            return
+        with self._lock:
+            if self._config is None or self._config.attempt is None or self.is_alive():
+                return
+            words = self.ring.hear() or {}
+            if words.get("state") in _LAST or self._num_in_vain > _MAX_IN_VAIN:
+                raise CaptureError(f"the writer process ended: {words.get('error') or self.ending()}")
+            num_committed = max(self._num_committed, int(words.get("num_committed", 0)))
+            self._num_in_vain = 1 if num_committed > self._num_committed else self._num_in_vain + 1
+            self._num_committed = num_committed
+            ending = self.ending()
+            death = f"iteration {self.ring.file.counter(Counter.STEP)}: {ending}"
+            self.start(
+                dataclasses.replace(
+                    self._config,
+                    deaths=[*self._config.deaths, death],
+                    gives_up=self._num_in_vain > 1,
+                    unsettled=self.ring.unsettled(),
+                )
+            )
+            if self._num_in_vain > _MAX_IN_VAIN:
+                raise CaptureError(
+                    f"the writer process ended {self._num_in_vain} times without storing an iteration ({ending})"
+                )
+            self.on_restart(f"the writer process ended and was started again ({death})")
 
     def poll_ready(self) -> dict[str, Any] | None:
         """The writer's words once it is ready; None while it starts.
@@ -110,19 +159,23 @@ class WriterProcess:
         if words.get("state") == "ready":
             if words.get("cut"):
                 raise CaptureError("the list of iterations is longer than a writer can tell: lower --max-iterations")
+            assert self._config is not None, "it was started"
+            self._config = dataclasses.replace(self._config, attempt=str(words["attempt"]))
             return words
         if not alive:
-            raise CaptureError(f"the writer process ended while it started: {self.last_line()}")
+            raise CaptureError(f"the writer process ended while it started: {self.ending()}")
         return None
 
-    def last_line(self) -> str:
-        """The last line that the process wrote on its stderr; how it ended, where it wrote none."""
-        text = b""
-        if self._stderr is not None:
-            size = os.fstat(self._stderr).st_size
-            text = os.pread(self._stderr, 1 << 16, max(0, size - (1 << 16)))
-        lines = text.decode(errors="replace").strip().splitlines()
+    def ending(self) -> str:
+        """How the process ended: the signal, or the last line that it wrote on its stderr, or its exit code."""
         code = None if self._process is None else self._process.returncode
+        if code == -signal.SIGKILL:
+            return "killed by SIGKILL, as when memory runs out"
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        size = os.fstat(self._stderr).st_size
+        text = os.pread(self._stderr, 1 << 16, max(0, size - (1 << 16)))
+        lines = text.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {code}"
 
     def put(self, kind: SlotKind, header: dict[str, Any], *, timeout_seconds: float) -> None:
@@ -147,6 +200,8 @@ class WriterProcess:
         next_progress = time.monotonic() + _PROGRESS_SECONDS
         words: dict[str, Any] = {}
         while True:
+            with contextlib.suppress(CaptureError):
+                self.keep_alive()
             alive = self.is_alive()
             words = self.ring.hear() or words
             if words.get("state") in _LAST or not alive:
@@ -181,8 +236,7 @@ class WriterProcess:
             except subprocess.TimeoutExpired:
                 _LEFT_BEHIND.append(self._process)
         self.ring.close()
-        if self._stderr is not None:
-            os.close(self._stderr)
+        os.close(self._stderr)
 
 
 def writer_environment(environment: Mapping[str, str]) -> dict[str, str]:

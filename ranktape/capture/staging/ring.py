@@ -1,8 +1,8 @@
-"""How do tensors and words pass from the trainer to its writer process, and survive the trainer?
+"""The way of tensors and words from the trainer to its writer process, which survives either of them.
 
 A file, mapped by both (`ring_file.py`). The trainer reserves a slot, fills it and publishes it; the writer takes
 published slots in order and frees them in any order. What is published is the writer's, whatever becomes of the
-trainer.
+trainer; what a killed writer has not freed is that of the next one.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _nothing() -> None:
 class RingProducer:
     """The trainer's side: reserve, fill, publish. Safe for several threads."""
 
-    def __init__(self, capacity_nbytes: int, *, is_alive: Callable[[], bool], path: Path | None = None) -> None:
+    def __init__(self, capacity_nbytes: int, *, keep_alive: Callable[[], None], path: Path | None = None) -> None:
         """Make the ring.
 
         Args:
             capacity_nbytes: Room for slots.
-            is_alive: Says whether the writer still runs; asked while waiting for room.
+            keep_alive: Sees to it that the writer runs, or raises; called while waiting for room.
             path: Where it lies, to outlive both processes; in memory by default.
 
         Raises:
@@ -63,7 +63,7 @@ class RingProducer:
         wake_read, self._wake_write = os.pipe()
         self.wake_read = wake_read
         os.set_blocking(self._wake_write, False)
-        self._is_alive = is_alive
+        self._keep_alive = keep_alive
         self.on_wait: Callable[[], None] = _nothing
         """Called again and again while somebody waits for room."""
         self.on_long_wait: Callable[[], None] = _nothing
@@ -72,6 +72,8 @@ class RingProducer:
         self._limit = self.file.capacity
         """Up to where there was room when the writer's counter was read last; there may be more by now."""
         self._slots: deque[Slot] = deque()
+        self._ends: deque[tuple[int, int, dict[str, Any]]] = deque()
+        self._num_forgotten = 0
         # Waiting for room must not keep another thread from publishing what it has filled: two locks.
         self._reserve_lock = threading.Lock()
         self._publish_lock = threading.Lock()
@@ -135,7 +137,18 @@ class RingProducer:
         Raises:
             CaptureError: as `reserve`.
         """
-        self.publish(self.reserve(kind, json.dumps(header).encode(), 0, timeout_seconds=timeout_seconds))
+        slot = self.reserve(kind, json.dumps(header).encode(), 0, timeout_seconds=timeout_seconds)
+        if kind in {SlotKind.END, SlotKind.SKIP}:
+            # Its slot is free before the iteration is settled; a writer that follows a killed one must know it then.
+            while self._ends and self._num_forgotten < self.file.counter(Counter.SETTLED):
+                self._ends.popleft()
+                self._num_forgotten += 1
+            self._ends.append((slot.end, int(kind), header))
+        self.publish(slot)
+
+    def unsettled(self) -> list[tuple[int, int, dict[str, Any]]]:
+        """The slots that ended an iteration on which the rank has not had its word: end, kind and header of each."""
+        return list(self._ends)[self.file.counter(Counter.SETTLED) - self._num_forgotten :]
 
     def set_step(self, iteration: int) -> None:
         """Tell the writer which iteration the training is in."""
@@ -193,8 +206,7 @@ class RingProducer:
                 self.on_long_wait()
             if now > next_check:
                 next_check = now + _LIVENESS_SECONDS
-                if not self._is_alive():
-                    raise CaptureError("the writer process ended: its last words are in the run's status")
+                self._keep_alive()
             if now - start > timeout_seconds:
                 raise CaptureError(
                     f"the writer freed no room for {nbytes} bytes within --block-timeout-seconds {timeout_seconds:g}: "
@@ -274,13 +286,13 @@ class RingConsumer:
             select.select([descriptor], [], [], seconds)
         self.file.set_counter(Counter.ASLEEP, 0)
 
-    def take(self) -> Slot | None:
-        """The next published slot; None where there is none yet.
+    def take(self, before: int | None = None) -> Slot | None:
+        """The next published slot; None where there is none yet, or none before that many bytes.
 
         Raises:
             CaptureError: the ring is damaged.
         """
-        published = self.file.counter(Counter.PUBLISHED)
+        published = self.file.counter(Counter.PUBLISHED) if before is None else before
         while self._taken < published:
             slot = self._read(published)
             self._taken = slot.end
@@ -320,6 +332,15 @@ class RingConsumer:
             if freed is not None:
                 self.file.set_counter(Counter.FREED, freed)
 
+    @property
+    def num_settled(self) -> int:
+        """Iterations on which the rank has had its word, by this writer and by those before it."""
+        return self.file.counter(Counter.SETTLED)
+
+    def count_settled(self) -> None:
+        """Say that the rank has had its word on the next iteration that the trainer ended or did not take."""
+        self.file.set_counter(Counter.SETTLED, self.num_settled + 1)
+
     def say(self, words: dict[str, Any]) -> None:
         """Say something to the trainer."""
         self.file.say(Words.WRITER, words)
@@ -331,3 +352,7 @@ class RingConsumer:
     def hear(self) -> dict[str, Any] | None:
         """What the trainer said beside its slots; None where it said nothing."""
         return self.file.hear(Words.TRAINER)
+
+    def heritage(self) -> dict[str, Any]:
+        """What the writer before this one said last."""
+        return self.file.hear(Words.WRITER) or {}

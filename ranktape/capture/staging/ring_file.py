@@ -1,4 +1,4 @@
-"""What lies where in the file through which the trainer and its writer process speak, and who holds it?
+"""The file through which the trainer and its writer process speak: what lies where, and who holds it.
 
     page 0      counters, each written by one side only: bytes published, bytes freed, ...
     256 pages   what the writer says (JSON), as many what the trainer says beside its slots, and as many what the
@@ -59,6 +59,8 @@ class Counter(IntEnum):
     """1 while the trainer waits for room; written by the trainer."""
     FORMAT = 7
     """Says that the file is a ring, and of which form; written when it is made."""
+    SETTLED = 8
+    """Of the iterations that the trainer ended or did not take, in this order, how many are settled; by the writer."""
 
 
 class Words(IntEnum):
@@ -188,7 +190,7 @@ def create_ring_file(capacity_nbytes: int, *, path: Path | None = None) -> int:
     """
     size = _SLOTS + aligned(capacity_nbytes)
     try:
-        descriptor = _create_in_memory(size) if path is None else _create_at(path, size)
+        descriptor = _unnamed_file_of(size) if path is None else _create_at(path, size)
     except OSError as error:
         if path is not None:
             raise CaptureError(
@@ -231,12 +233,17 @@ def boot_id() -> str:
         return socket.gethostname()
 
 
-def _create_in_memory(size: int) -> int:
+def unnamed_file(name: str) -> int:
+    """The descriptor of a new file without a name, in memory where the system can; `name` is what tools show."""
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("ranktape-ring")
-    else:
-        descriptor, path = tempfile.mkstemp(prefix="ranktape-ring-")
-        Path(path).unlink()
+        return os.memfd_create(name)
+    descriptor, path = tempfile.mkstemp(prefix=name)
+    Path(path).unlink()
+    return descriptor
+
+
+def _unnamed_file_of(size: int) -> int:
+    descriptor = unnamed_file("ranktape-ring")
     os.ftruncate(descriptor, size)
     return descriptor
 

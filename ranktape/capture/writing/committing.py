@@ -1,4 +1,4 @@
-"""What is this rank's word on each iteration, and how does it reach the store?
+"""This rank's word on each iteration, and its way into the store.
 
 An iteration is committed once all of its tensors are stored; else a marker says why not. A marker that cannot be
 written, as the store does not answer, is owed, and written when it answers again.
@@ -26,6 +26,7 @@ from ranktape.storage.upkeep.spill import SPILLED_KEY
 if TYPE_CHECKING:
     from ranktape.capture.staging.ring import RingConsumer
     from ranktape.capture.staging.ring_file import Slot
+    from ranktape.capture.writing.recover import Left, Recovery
     from ranktape.capture.writing.storing import Staged, Storer
     from ranktape.storage.attempt import Attempt
     from ranktape.storage.backends.backend import Backend
@@ -71,6 +72,7 @@ class Committer:
         ring_is_kept: bool,
         say: Callable[..., None],
         on_word: Callable[[int], None],
+        num_committed: int = 0,
     ) -> None:
         """Begin.
 
@@ -85,6 +87,7 @@ class Committer:
             ring_is_kept: Whether the ring outlives its processes.
             say: Tells the trainer something.
             on_word: Called with each iteration on which the rank has had its word.
+            num_committed: Iterations that the rank had committed before, by writers that were killed.
         """
         self._rank_writer = rank_writer
         self._storer = storer
@@ -100,10 +103,8 @@ class Committer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ranktape-commit")
         self._owed: list[_Word] = []
         self._lock = threading.Lock()
-        self.num_ended = 0
-        """Iterations on which the rank has had its word."""
-        self.num_committed = 0
-        """Those of them that it committed into the store."""
+        self.num_committed = num_committed
+        """Iterations that the rank has committed into the store."""
 
     @property
     def owes(self) -> bool:
@@ -121,6 +122,10 @@ class Committer:
         """Say of an iteration, when all before it are settled, that it is not recorded."""
         word = _Word(iteration=iteration, mark=mark, reason=reason)
         self._pool.submit(self._guarded, partial(self._mark, word))
+
+    def recover(self, recovery: Recovery, iteration: int, left: Left) -> None:
+        """Settle an iteration that had ended when the writer before this one was killed, and free its slots."""
+        self._pool.submit(self._guarded, partial(self._recover, recovery, iteration, left))
 
     def close(self) -> None:
         """Wait for all that was asked for, and try once more to write what is owed."""
@@ -161,6 +166,22 @@ class Committer:
             # Only now: until it is committed, 'ranktape recover' must know that the iteration had ended.
             self._ring.free(end)
 
+    def _recover(self, recovery: Recovery, iteration: int, left: Left) -> None:
+        try:
+            with self._storer.closing():
+                recovery.settle(iteration, left)
+        except RanktapeError as error:
+            self._rank_writer.abandon(iteration)
+            self._mark(_Word(iteration=iteration, mark=Mark.FAILED, reason=str(error)))
+        else:
+            if (reason := recovery.failed.get(iteration)) is not None:
+                self._say(problem=f"iteration {iteration} is not stored by rank {self._rank}: {reason}")
+            self.num_committed += iteration in recovery.committed
+            self._had_word(iteration)
+        finally:
+            for slot in (*left.words, *left.tensors):
+                self._ring.free(slot)
+
     def _committed(self, staged: Staged) -> None:
         self.num_committed += 1
         if staged.num_counted:
@@ -179,7 +200,8 @@ class Committer:
         self._had_word(word.iteration)
 
     def _had_word(self, iteration: int) -> None:
-        self.num_ended += 1
+        self._ring.count_settled()
+        self._say(num_committed=self.num_committed)
         self._on_word(iteration)
 
     def _settle(self) -> None:

@@ -1,4 +1,4 @@
-"""Are there enough iterations, whole and from every rank, and what is to be captured if there are not?
+"""Sees to it that there are enough iterations, whole and from every rank.
 
 Runs in the writer process of rank 0, so that it outlives the trainers. It looks at the store only: when
 every rank has committed an iteration it writes the iteration commit; when the planned iterations are
@@ -31,13 +31,16 @@ if TYPE_CHECKING:
     from ranktape.storage.status import Verdict
 
 NOTICE_SECONDS = 4.0
-"""How long before it begins a further iteration is named, at the pace of the training: a writer looks for
-new plans about every second."""
+"""How long before it begins a further iteration is named, at the pace of the training: a writer that has just had its
+word on the last one looks for new plans about every second."""
+
+MAX_ASK_SECONDS = 30.0
+"""Between two looks of a writer for new plans, where there were none for long: at most this; before, a quarter of the
+time since its last word."""
 
 _POLL_SECONDS = 0.25
 
 _MAX_POLL_SECONDS = 5.0
-"""Looking costs some LISTs: while nothing changes, it is done less and less often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,7 @@ class Coordinator:
         step: Callable[[], int],
         given_up: Callable[[], Mapping[int, str]] = dict,
         lost: Callable[[], str | None] = lambda: None,
+        is_successor: bool = False,
     ) -> None:
         """Prepare to watch.
 
@@ -78,6 +82,7 @@ class Coordinator:
             step: Gives the iteration that the training is in.
             given_up: Gives the ranks that record nothing, each with the reason.
             lost: Gives the reason why nothing more is to be captured, where there is one.
+            is_successor: Whether one was killed that watched the attempt: all ranks may have had their word since.
         """
         self._backend = backend
         self._attempt = attempt
@@ -88,13 +93,15 @@ class Coordinator:
         self._plan = Plan(iterations=goal.planned, is_done=False)
         self._notices = 0
         self._started = (time.monotonic(), step())
+        self._last_word = self._started[0]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranktape-coordinator", daemon=True)
         self._undecided = set(goal.planned)
         self._committed: set[int] = set()
         self._refused: set[int] = set()
-        self._owes_plan = False
+        self._owes_plan = is_successor
         self._seen: Progress | None = None
+        self._lock = threading.Lock()
         self._earlier: list[tuple[Attempt, int]] | None = None
         self.complete: set[int] = set()
         self.problems: dict[str, str] = {}
@@ -106,6 +113,10 @@ class Coordinator:
     def note_commit(self, iteration: int) -> None:
         """Say that this rank has had its word on an iteration: others may have had theirs."""
         self._committed.add(iteration)
+        self._last_word = time.monotonic()
+        if self._goal.keep_last is not None:
+            # At once, and before the rank commits another one: no more are to be there than are kept.
+            self._look()
 
     def finish(self) -> Verdict:
         """Stop watching; wait for the other ranks, at most the goal's timeout; write and return the verdict.
@@ -117,6 +128,7 @@ class Coordinator:
         self._thread.join()
         deadline = time.monotonic() + self._goal.finish_timeout_seconds
         size = self._attempt.launch.world_size
+        pause, seen = _POLL_SECONDS, None
         while True:
             progress = self._look()
             if progress is not None:
@@ -131,7 +143,8 @@ class Coordinator:
                     break
             if time.monotonic() > deadline:
                 break
-            time.sleep(_POLL_SECONDS)
+            pause, seen = _pause_after(pause, is_news=progress != seen), progress
+            time.sleep(pause)
         return write_verdict(self._backend, attempt=self._attempt, problems=self.problems)
 
     def _watch(self) -> None:
@@ -143,8 +156,7 @@ class Coordinator:
                 pause = _POLL_SECONDS
                 continue
             progress = self._look()
-            pause = _POLL_SECONDS if progress != seen else min(_MAX_POLL_SECONDS, 1.5 * pause)
-            seen = progress
+            pause, seen = _pause_after(pause, is_news=progress != seen), progress
             if progress is not None:
                 self._owes_plan = not self._decided(progress)
 
@@ -159,25 +171,29 @@ class Coordinator:
         return True
 
     def _look(self) -> Progress | None:
-        try:
-            # Only at what was not settled when we looked before.
-            progress = read_progress(self._backend, self._attempt, known=self._seen)
-            if (reason := self._lost()) is not None:
-                # What becomes complete from now on would be among the iterations of another training.
-                self.problems["launch"] = reason
-                return progress
-            finished = {iteration for iteration in progress.ready() if self._finish_iteration(iteration)}
-            progress = dataclasses.replace(progress, complete=progress.complete | finished)
-            self._seen = progress
-            self._retain(progress)
-        except StorageError as error:
-            # The store may come back; the verdict, at the latest, reports that it did not.
-            self.problems["coordinator"] = str(error)
-            return None
-        self.problems.pop("coordinator", None)
-        return progress
+        with self._lock:
+            try:
+                # Only at what was not settled when we looked before.
+                progress = read_progress(self._backend, self._attempt, known=self._seen)
+                if (reason := self._lost()) is not None:
+                    # What becomes complete from now on would be among the iterations of another training.
+                    self.problems["launch"] = reason
+                    return progress
+                complete, dropped = set(progress.complete), set(progress.dropped)
+                for iteration in progress.ready():
+                    if self._finish_iteration(iteration):
+                        complete.add(iteration)
+                        self._retain(complete, dropped)
+                self._retain(complete, dropped)
+            except StorageError as error:
+                # The store may come back; the verdict, at the latest, reports that it did not.
+                self.problems["coordinator"] = str(error)
+                return None
+            self._seen = dataclasses.replace(progress, complete=frozenset(complete), dropped=frozenset(dropped))
+            self.problems.pop("coordinator", None)
+            return self._seen
 
-    def _retain(self, progress: Progress) -> None:
+    def _retain(self, complete: set[int], dropped: set[int]) -> None:
         """Remove the oldest complete iterations, as far as there are more than are to be kept."""
         keep_last = self._goal.keep_last
         if keep_last is None:
@@ -187,10 +203,14 @@ class Coordinator:
             for attempt in earlier:
                 finish_drops(self._backend, attempt=attempt)
             self._earlier = [(one, number) for one in earlier for number in complete_iterations(self._backend, one)]
-        kept = [*self._earlier, *((self._attempt, number) for number in sorted(progress.complete - progress.dropped))]
+        kept = [*self._earlier, *((self._attempt, number) for number in sorted(complete))]
         for attempt, iteration in kept[: max(0, len(kept) - keep_last)]:
             drop_iteration(self._backend, attempt=attempt, iteration=iteration)
-            self._earlier = [item for item in self._earlier if item != (attempt, iteration)]
+            if attempt is self._attempt:
+                complete.remove(iteration)
+                dropped.add(iteration)
+            else:
+                self._earlier.remove((attempt, iteration))
 
     def _finish_iteration(self, iteration: int) -> bool:
         try:
@@ -209,9 +229,12 @@ class Coordinator:
             for iteration, marks in progress.marks.items()
             if any(mark is not Mark.COMMITTED for mark in marks.values())
         }
+        # What a rank has closed without will not be complete, nor will any that comes.
+        self._refused |= {one for one in self._undecided if progress.closed - progress.marks.get(one, {}).keys()}
         self._undecided -= self.complete | self._refused
         num_complete = len(self.complete | set(self._attempt.completed))
-        if num_complete >= self._goal.target or self._lost():
+        is_over = self._lost() or (progress.closed and not self._undecided)
+        if num_complete >= self._goal.target or is_over:
             self._announce(Plan(iterations=self._plan.iterations, is_done=True))
         elif not self._undecided:
             further = self._further(self._goal.target - num_complete)
@@ -227,7 +250,9 @@ class Coordinator:
         began, first_step = self._started
         step = self._step()
         pace = (step - first_step) / max(time.monotonic() - began, 1e-3)
-        notice = math.ceil(pace * NOTICE_SECONDS * 2**self._notices) + 1
+        waited = time.monotonic() - self._last_word
+        seconds = (NOTICE_SECONDS + min(MAX_ASK_SECONDS, waited / 4)) * 2**self._notices
+        notice = math.ceil(pace * seconds) + 1
         self._notices += 1
         after = max(max(self._plan.iterations, default=step), step + notice - 1)
         return self._goal.cadence.following(after, count=count, without=self._attempt.completed)
@@ -235,3 +260,8 @@ class Coordinator:
     def _announce(self, plan: Plan) -> None:
         write_plan(self._backend, attempt=self._attempt, plan=plan)
         self._plan = plan
+
+
+def _pause_after(pause: float, *, is_news: bool) -> float:
+    """Looking costs some LISTs: while nothing changes, it is done less and less often."""
+    return _POLL_SECONDS if is_news else min(_MAX_POLL_SECONDS, 1.5 * pause)

@@ -1,20 +1,20 @@
-"""How is what a trainer and its writer left in a ring stored, when both of them are gone?
+"""Stores what a killed writer left in a ring.
 
-A ring in a directory (`--ring-dir`) outlives its processes. What is in it, and what they had stored without a
-commit, is put together: an iteration of which every tensor is found, each compared with its checksum, is committed
-as the writer would have; of any other a marker says how much is lost. Everything here can be repeated.
+A ring outlives its writer, and in a directory (`--ring-dir`) both of its processes. What is in it, and what they had
+stored without a commit, is put together: an iteration of which every tensor is found, each compared with its checksum,
+is committed as the writer would have; of any other a marker says how much is lost. Everything here can be repeated.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.staging.ring import RingConsumer
-from ranktape.capture.staging.ring_file import RING_SUFFIX, Slot, SlotKind, boot_id, lock_ring
+from ranktape.capture.staging.ring_file import RING_SUFFIX, Counter, Slot, SlotKind, boot_id, lock_ring
 from ranktape.capture.writing.committing import expectations
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.capture.writing.storing import staged_record
@@ -59,15 +59,29 @@ class RingReport:
 
 
 @dataclass(slots=True)
-class _Left:
-    """What the ring holds of an iteration."""
+class Left:
+    """What a ring holds of an iteration."""
 
     tensors: list[Slot] = field(default_factory=list)
     """Those that the writer had not freed."""
-    end: Slot | None = None
-    """That the trainer had ended it."""
+    words: list[Slot] = field(default_factory=list)
+    """What the trainer said of it."""
+    end: Mapping[str, Any] | None = None
+    """What it said when it had ended it."""
     skip: str | None = None
     """Why the rank did not take it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more of it will come."""
+        return self.end is not None or self.skip is not None
+
+    def learn(self, kind: SlotKind, header: Mapping[str, Any]) -> None:
+        """Take over what the trainer said."""
+        if kind is SlotKind.END:
+            self.end = header
+        elif kind is SlotKind.SKIP:
+            self.skip = str(header["reason"])
 
 
 def find_rings(directory: Path) -> list[Path]:
@@ -141,46 +155,59 @@ def _recover(
             )
             return
         environment, compression = dict(about["environment"]), str(about["compression"])
-        left = _read_slots(ring)
+        left = read_slots(ring)
     except (KeyError, TypeError, ValueError, CaptureError) as error:
         report.remains = f"it is damaged ({error})"
         return
     rank_writer = RankWriter(
         backend, attempt=attempt, rank=report.rank, environment=environment, compression=compression
     )
-    recovery = _Recovery(backend, attempt=attempt, rank_writer=rank_writer, report=report)
+    recovery = Recovery(backend, attempt=attempt, rank=report.rank, rank_writer=rank_writer)
     for iteration in sorted({*left, *recovery.uncommitted()}):
-        recovery.settle(iteration, left.get(iteration, _Left()))
-    recovery.close()
+        recovery.settle(iteration, left.get(iteration, Left()))
+    report.finished = recovery.close()
+    report.committed, report.failed, report.num_tensors = recovery.committed, recovery.failed, recovery.num_tensors
 
 
-def _read_slots(ring: RingConsumer) -> dict[int, _Left]:
-    """What the ring holds, by iteration; nothing is freed.
+def read_slots(ring: RingConsumer, *, ends: Iterable[tuple[int, int, Mapping[str, Any]]] = ()) -> dict[int, Left]:
+    """What a ring holds now, by iteration; nothing is freed.
+
+    Args:
+        ring: Of which nothing is taken yet.
+        ends: Slots that may be free already, and whose words still count: end, kind and header of each.
 
     Raises:
         CaptureError: the ring is damaged.
     """
-    left: dict[int, _Left] = {}
-    while (slot := ring.take()) is not None:
-        one = left.setdefault(int(slot.header["iteration"]), _Left())
+    left: dict[int, Left] = {}
+    published = ring.file.counter(Counter.PUBLISHED)
+    for end, kind, header in ends:
+        if end <= published:
+            left.setdefault(int(header["iteration"]), Left()).learn(SlotKind(kind), header)
+    while (slot := ring.take(published)) is not None:
+        one = left.setdefault(int(slot.header["iteration"]), Left())
         if slot.kind is SlotKind.TENSOR:
             one.tensors.append(slot)
-        elif slot.kind is SlotKind.END:
-            one.end = slot
-        elif slot.kind is SlotKind.SKIP:
-            one.skip = str(slot.header["reason"])
+        else:
+            one.words.append(slot)
+            one.learn(slot.kind, slot.header)
     return left
 
 
-class _Recovery:
+class Recovery:
     """One rank's share of an attempt, being put in order."""
 
-    def __init__(self, backend: Backend, *, attempt: Attempt, rank_writer: RankWriter, report: RingReport) -> None:
+    def __init__(self, backend: Backend, *, attempt: Attempt, rank: int, rank_writer: RankWriter) -> None:
         self._backend = backend
         self._attempt = attempt
-        self._rank = report.rank
+        self._rank = rank
         self._rank_writer = rank_writer
-        self._report = report
+        self.committed: list[int] = []
+        """Iterations that the rank has committed."""
+        self.failed: dict[int, str] = {}
+        """For each iteration that is lost: why."""
+        self.num_tensors = 0
+        """Tensors that came out of the ring."""
 
     def uncommitted(self) -> list[int]:
         """Iterations of which something is stored."""
@@ -188,7 +215,7 @@ class _Recovery:
         found = (layout.parse_iteration(f"{name}/{layout.DOCUMENT}") for name in names)
         return [iteration for iteration in found if iteration is not None]
 
-    def settle(self, iteration: int, left: _Left) -> None:
+    def settle(self, iteration: int, left: Left) -> None:
         """Commit an iteration, or say why it is lost; nothing where the rank has had its word on it."""
         attempt = self._attempt.path
         for mark in Mark:
@@ -202,36 +229,37 @@ class _Recovery:
         if commit is not None:
             words = commit_summary(commit, place=f"{self._backend.url}/{key}", key=key)
             write_group(self._backend, layout.marker_path(attempt, iteration, self._rank, Mark.COMMITTED), words)
-            self._report.committed.append(iteration)
+            self.committed.append(iteration)
             return
         if left.skip is not None:
             self._rank_writer.mark(iteration, mark=Mark.SKIPPED, attributes={"reason": left.skip})
             return
         try:
             self._commit(iteration, left)
-            self._report.committed.append(iteration)
+            self.committed.append(iteration)
         except (CaptureError, DataError, KeyError, TypeError, ValueError) as error:
             reason = (
                 str(error) if isinstance(error, RanktapeError) else f"what the ring says of it is damaged: {error!r}"
             )
             self._rank_writer.abandon(iteration)
             self._rank_writer.mark(iteration, mark=Mark.FAILED, attributes={"reason": reason})
-            self._report.failed[iteration] = reason
+            self.failed[iteration] = reason
 
-    def close(self) -> None:
-        """Say that the rank will commit nothing more, complete the iterations that have all ranks, judge the run."""
+    def close(self) -> list[int]:
+        """Say that the rank will commit nothing more, judge the run; the iterations that have all ranks since then."""
         closed = layout.closed_path(self._attempt.path, self._rank)
         if read_attributes(self._backend, closed) is None:
             self._rank_writer.close(reason="its processes were ended; 'ranktape recover' stored what they left")
         progress = read_progress(self._backend, self._attempt)
-        for iteration in progress.ready():
+        finished = progress.ready()
+        for iteration in finished:
             finish_iteration(self._backend, attempt=self._attempt, iteration=iteration)
-            self._report.finished.append(iteration)
         if len(progress.closed) == self._attempt.launch.world_size:
             closing = read_attributes(self._backend, layout.verdict_path(self._attempt.path)) or {}
             write_verdict(self._backend, attempt=self._attempt, problems=closing.get("problems", {}))
+        return finished
 
-    def _commit(self, iteration: int, left: _Left) -> None:
+    def _commit(self, iteration: int, left: Left) -> None:
         """Commit an iteration.
 
         Raises:
@@ -239,9 +267,9 @@ class _Recovery:
         """
         if left.end is None:
             raise CaptureError(f"the processes of rank {self._rank} were ended in the middle of the iteration")
-        header = left.end.header
-        stored = self._adopt(iteration)
-        missing = [slot for slot in left.tensors if _site_of(slot) not in stored]
+        header = left.end
+        stored = self.adopt(iteration)
+        missing = [slot for slot in left.tensors if site_of(slot) not in stored]
         num_found, num_tensors = len(stored) + len(missing), int(header["num_tensors"])
         if num_found != num_tensors:
             raise CaptureError(
@@ -253,10 +281,14 @@ class _Recovery:
             kept, kept_info = reduce_to(slot.header.get("keep", ""), array, info=info) or (array, info)
             self._rank_writer.write(kept, info=kept_info)
         self._rank_writer.commit(iteration, **expectations(header))
-        self._report.num_tensors += len(missing)
+        self.num_tensors += len(missing)
 
-    def _adopt(self, iteration: int) -> set[str]:
-        """Take over what is stored of an iteration and whole; the sites of its tensors."""
+    def adopt(self, iteration: int) -> set[str]:
+        """Take over what is stored of an iteration and whole; the sites of its tensors.
+
+        Raises:
+            StorageError: the store cannot be read.
+        """
         group = layout.rank_iteration_path(self._attempt.path, self._rank, iteration)
         suffix = f"/{layout.DOCUMENT}"
         names = [key.removesuffix(suffix) for key in self._backend.list_keys(group) if key.endswith(suffix)]
@@ -284,6 +316,7 @@ class _Recovery:
         return sites
 
 
-def _site_of(slot: Slot) -> str:
+def site_of(slot: Slot) -> str:
+    """The path at which the tensor in a slot is stored."""
     header: dict[str, Any] = slot.header
     return site_path(Site(**{name: header[name] for name in Site.__dataclass_fields__ if name in header}))

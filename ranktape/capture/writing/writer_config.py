@@ -1,9 +1,12 @@
-"""What does the trainer tell its writer process at the start?"""
+"""What the trainer tells its writer process at the start."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+
+_MAX_TOLD = 8
+"""Ends of writers that the run names, the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,3 +59,17 @@ class WriterConfig:
     """Longest wait for rank 0's run to appear."""
     finish_timeout_seconds: float
     """Longest wait for other ranks at the end."""
+    attempt: str | None = None
+    """The attempt to go on with; None for a new one. The rest is about the writers before this one, all killed."""
+    deaths: list[str] = field(default_factory=list)
+    """How they ended."""
+    gives_up: bool = False
+    """Whether what the last one left is given up: it may be what killed it."""
+    unsettled: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
+    """The slots that ended an iteration that is not settled: end, kind and header of each."""
+
+    @property
+    def trouble(self) -> str:
+        """What the run says of those writers; empty where there were none."""
+        times = "once" if len(self.deaths) == 1 else f"{len(self.deaths)} times"
+        return f"its writer was started again {times} ({'; '.join(self.deaths[-_MAX_TOLD:])})" if self.deaths else ""
