@@ -177,3 +177,28 @@ def test_samples_first_is_the_same_but_for_the_order() -> None:
     found = compare_arrays(a, b, first_dim=2)
     assert (found.max_abs_at, found.num_differing) == ((3, 2, 5, 99), 1)
     check(a, b, found)
+
+
+@pytest.mark.parametrize("factor", [1e170, 1e300, 1e-170, 1e-300])
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_figures_of_float64_at_its_ends_are_those_of_ordinary_numbers(factor: float, is_complex: bool) -> None:  # noqa: FBT001
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal(10_000) + (1j * rng.standard_normal(10_000) if is_complex else 0)
+    b = a + 1e-3 * rng.standard_normal(10_000)
+    expected, found = compare_arrays(a, b), compare_arrays(a * factor, b * factor)
+    for name in ("relative_norm", "cosine", "sqnr", "correlation", "mean_rel"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-9), name
+    for name in ("max_abs", "mean_abs"):
+        assert getattr(found, name) / factor == pytest.approx(getattr(expected, name), rel=1e-9), name
+    opposite = compare_arrays(a * factor, -a * factor)
+    assert opposite.cosine == pytest.approx(-1)
+
+
+def test_ordinary_numbers_beside_the_largest_and_special_ones() -> None:
+    a = np.concatenate([np.full(5000, 1e200), np.ones(5000), [np.nan, np.inf, -np.inf, 0.0]])
+    b = np.concatenate([np.full(5000, 2e200), np.ones(5000), [np.nan, np.inf, np.inf, 0.0]])
+    found = compare_arrays(a, b)
+    assert (found.num_compared, found.num_zeros, found.nan_both, found.inf_equal) == (10_001, 1, 1, 1)
+    assert found.relative_norm == pytest.approx(1.0)
+    assert (found.max_abs, found.max_rel, found.inf_differing) == (1e200, 1.0, 1)
+    assert found.mean_rel == pytest.approx(0.5)

@@ -253,3 +253,12 @@ def test_formats_that_the_tool_did_not_know(name: str) -> None:
 def test_another_rounding_is_refused() -> None:
     with pytest.raises(UsageError, match="--rounding even is not allowed with --sweep-mode legacy"):
         sweep_array(GAUSS, format="fp8_e4m3", options=legacy(rounding=Rounding.EVEN))
+
+
+@pytest.mark.parametrize(("factor", "word"), [(1e37, "overflow"), (1e-39, "vanish"), (1.0, "")])
+def test_where_the_tools_squares_are_no_float32_a_note_says_that_it_may_have_chosen_otherwise(
+    factor: float, word: str
+) -> None:
+    values = np.random.default_rng(0).standard_normal(4096) * factor
+    found = sweep_array(values.astype(ml_dtypes.bfloat16), format="fp8_e4m3", options=legacy())
+    assert found.note == (word and f"the original's squares in float32 {word}: it may have chosen another level")

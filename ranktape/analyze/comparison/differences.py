@@ -1,7 +1,8 @@
-"""How far are two arrays of one shape apart, element by element?
+"""How far two arrays of one shape are apart, element by element.
 
 Everything is computed in float64 (complex128 for complex elements), in blocks of 4,096 elements in the order of the
 array, and added up once at the end: the same arrays give the same figures to the last bit, however they were read.
+Where squares would be beyond float64, or vanish, elements are divided by a power of two first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.comparison.bits import differing_elements, largest_ulp
-from ranktape.analyze.comparison.kernels import SUMS, add_up
+from ranktape.analyze.comparison.kernels import SQUARES, SUMS, add_up, degrees
 from ranktape.analyze.kernels import BLOCK
 
 if TYPE_CHECKING:
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 17
 """Elements that are widened to float64 at once: both pieces stay in a processor's cache."""
+
+_SAFE_EXPONENT = 450
+"""Up to this exponent of the largest magnitude, of either sign, squares that matter are float64 numbers."""
+
+_SMALL_SQUARE = 2.0**-900
+"""Sums of squares between this and its inverse are those of such magnitudes."""
+
+_LOWEST = -4096
+"""The exponent of nothing but zeros: lower than that of any number."""
 
 _NEGLIGIBLE = 1e-12**2
 """Of the sum of squares: a variance below it is what rounding left of a constant."""
@@ -132,6 +142,7 @@ class _Totals:
 
     def __init__(self) -> None:
         self._sums: list[NDArray[np.float64]] = []
+        self._exponents: list[NDArray[np.int64]] = []
         self._largest = 0.0
         self._largest_at: int | None = None
         self._num_elements = 0
@@ -143,9 +154,9 @@ class _Totals:
         wide = np.complex128 if "c" in {a.dtype.kind, b.dtype.kind} else np.float64
         with np.errstate(invalid="ignore"):
             wide_a, wide_b = a.astype(wide), b.astype(wide)
-        sums_BM = np.zeros((-(-a.size // BLOCK), len(SUMS)))  # noqa: N806 - the letters of a shape
-        add_up(wide_a, wide_b, sums_BM)
-        largest = sums_BM[:, SUMS.index("largest")]
+        sums_BM, exponent = _sums_of(wide_a, wide_b)  # noqa: N806 - the letters of a shape
+        with np.errstate(over="ignore"):
+            largest = np.ldexp(sums_BM[:, SUMS.index("largest")], exponent)
         if largest.size and largest.max() > self._largest:
             block = int(largest.argmax())
             piece = slice(block * BLOCK, (block + 1) * BLOCK)
@@ -159,13 +170,18 @@ class _Totals:
         self._num_differing += num_differing
         self._num_elements += a.size
         self._sums.append(sums_BM)
+        self._exponents.append(np.full(len(sums_BM), exponent))
 
     def differences(self, shape: tuple[int, ...], *, first_dim: int | None) -> Differences:
         """The figures of everything that was added."""
-        sums_BM = np.concatenate(self._sums)  # noqa: N806 - the letters of a shape
+        exponents = np.concatenate(self._exponents)
+        top = int(exponents.max(initial=_LOWEST))
+        own_BM = np.concatenate(self._sums)  # noqa: N806 - the letters of a shape
+        sums_BM = np.ldexp(own_BM, (exponents - top)[:, np.newaxis] * degrees())  # noqa: N806 - as above
         with np.errstate(over="ignore", invalid="ignore"):
             total = dict(zip(SUMS, sums_BM.sum(axis=0).tolist(), strict=True))
             moments = _moments(dict(zip(SUMS, sums_BM.T, strict=True)), total)
+        largest_scaled = float(sums_BM[:, SUMS.index("largest")].max(initial=0.0))
         largest_relative = float(sums_BM[:, SUMS.index("largest_relative")].max(initial=0.0))
         count, num_relative = total["finite"], total["finite"] - total["zeros"]
         return Differences(
@@ -179,15 +195,45 @@ class _Totals:
             num_zeros=int(total["zeros"]),
             max_abs=self._largest if count else None,
             max_abs_at=None if self._largest_at is None else _unravel(self._largest_at, shape, first_dim),
-            mean_abs=total["absolute"] / count if count else None,
+            mean_abs=_unscaled(total["absolute"] / count, top) if count else None,
             max_rel=largest_relative if num_relative else None,
             mean_rel=total["relative"] / num_relative if num_relative else None,
-            relative_norm=_relative_norm(total, self._largest) if count else None,
-            cosine=_cosine(total, self._largest),
-            sqnr=_sqnr(total, self._largest) if count else None,
-            correlation=_correlation(total, moments, self._largest),
+            relative_norm=_relative_norm(total, largest_scaled) if count else None,
+            cosine=_cosine(total, largest_scaled),
+            sqnr=_sqnr(total, largest_scaled) if count else None,
+            correlation=_correlation(total, moments, largest_scaled),
             ulp_max=self._ulp if self._num_elements else None,
         )
+
+
+def _sums_of(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[np.float64], int]:
+    """What the elements of each block add up to, and the exponent of the power of two that they were divided by."""
+    sums_BM = np.zeros((-(-a.size // BLOCK), len(SUMS)))  # noqa: N806 - the letters of a shape
+    add_up(a, b, sums_BM)
+    squares = sums_BM[:, SQUARES]
+    if ((squares > _SMALL_SQUARE) & (squares < 1 / _SMALL_SQUARE)).all():
+        return sums_BM, 0
+    parts = np.concatenate([one.view(np.float64).reshape(-1) for one in (a, b)])
+    magnitude = float(np.abs(parts[np.isfinite(parts)]).max(initial=0.0))
+    if not magnitude:
+        return sums_BM, _LOWEST
+    exponent = math.frexp(magnitude)[1]
+    if abs(exponent) <= _SAFE_EXPONENT:
+        return sums_BM, 0
+    half = -exponent // 2
+    scaled_BM = np.zeros(sums_BM.shape)  # noqa: N806 - as above
+    with np.errstate(all="ignore"):
+        scaled_a, scaled_b = (one * math.ldexp(1.0, half) * math.ldexp(1.0, -exponent - half) for one in (a, b))
+    add_up(scaled_a, scaled_b, scaled_BM)
+    # Scaling may make NaN of complex infinities, and zeros of what is far below the largest.
+    is_count = degrees() == 0
+    scaled_BM[:, is_count] = sums_BM[:, is_count]
+    return scaled_BM, exponent
+
+
+def _unscaled(value: float, exponent: int) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.ldexp(value, exponent))
 
 
 def _place(a: NDArray[Any], b: NDArray[Any]) -> int:

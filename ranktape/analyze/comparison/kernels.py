@@ -1,10 +1,11 @@
-"""What does the compiled code add up of two arrays, element by element?"""
+"""The sums over two arrays, element by element, in compiled code."""
 
 # Shapes: B = blocks, M = sums.
 # ruff: noqa: N803 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +43,16 @@ SUMS = (
 `largest` and `largest_relative` are maxima, the rest are sums. `relative` is over elements that are not 0 in the first
 array, `zeros` counts the others. The moments are of differences from the means of the block.
 """
+
+SQUARES = [SUMS.index(name) for name in ("square_a", "square_b")]
+
+
+@functools.cache
+def degrees() -> NDArray[np.int64]:
+    """By which power of a factor each of `SUMS` grows, if all elements are multiplied by it."""
+    linear = {"absolute", "largest", "real_a", "imaginary_a", "real_b", "imaginary_b"}
+    quadratic = {name for name in SUMS if name.startswith(("square", "product", "moment"))}
+    return np.array([1 if name in linear else 2 if name in quadratic else 0 for name in SUMS])
 
 
 @compiled_sums

@@ -1,4 +1,4 @@
-"""What did the tool that the seeds describe compute, number by number?
+"""What the tool that the seeds describe computed, number by number.
 
 One power-of-two scale for the tensor, with a fractional exponent, in bfloat16 arithmetic: every operation works on
 bfloat16 numbers, in float32, and its result is rounded to bfloat16. A value x is divided by the scale, rounded to the
@@ -18,6 +18,8 @@ Its ways, where they differ from those of the other modes:
 * The logarithm that exponents are taken from is a bfloat16 number too: above 2.87e38 it rounds to 128, and the
   result is NaN. A value just below half of the smallest subnormal one becomes that, because a half is added to it in
   bfloat16.
+* Its squares were float32 numbers: of errors beyond 1.8e19 infinite, and below 1e-19 with few bits, or 0. What it
+  recommended for such tensors is not known; `legacy_note` says so.
 * The composite score compares raw errors, with 1e-10 added to what they are divided by: of small tensors, such as
   gradients, it sees the cosine and PSNR alone. Where one level loses nothing, the scores are NaN.
 """
@@ -167,6 +169,16 @@ def legacy_levels(histogram: Histogram, *, target: Format, options: SweepOptions
         _with_originals(level, table=table, counts=counts, target=target, score=score)
         for level, table, score in zip(levels, tables, original_scores, strict=True)
     )
+
+
+def legacy_note(levels: Sequence[Level], *, largest: float) -> str:
+    """That the tool may have chosen another level, where its float32 squares overflow or vanish; else nothing."""
+    limits = np.finfo(np.float32)
+    smallest = float(limits.smallest_normal)
+    if largest**2 <= float(limits.max) and not any(0 < level.mse < smallest for level in levels):
+        return ""
+    what = "overflow" if largest > 1 else "vanish"
+    return f"the original's squares in float32 {what}: it may have chosen another level"
 
 
 def check_legacy(target: Format, *, options: SweepOptions) -> None:

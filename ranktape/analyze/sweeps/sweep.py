@@ -21,7 +21,7 @@ from ranktape.analyze.histograms.histogram import Histogram, count_values
 from ranktape.analyze.quantization.inputs import numbers_of
 from ranktape.analyze.sweeps.block_scaling import sums_of_blocks
 from ranktape.analyze.sweeps.group_scaling import sums_of_groups
-from ranktape.analyze.sweeps.legacy import check_legacy, legacy_histogram, legacy_levels
+from ranktape.analyze.sweeps.legacy import check_legacy, legacy_histogram, legacy_levels, legacy_note
 from ranktape.analyze.sweeps.metrics import Level, best, levels_of
 from ranktape.analyze.sweeps.options import SweepMode, SweepOptions, resolve_all
 from ranktape.analyze.sweeps.population import (
@@ -209,8 +209,11 @@ def _of_histogram(histogram: Histogram, scheme: Scheme, mode: SweepMode, options
     if mode is SweepMode.LEGACY:
         counted = legacy_histogram(histogram)
         levels = legacy_levels(counted, target=scheme.element, options=options)
-        return _result(population_of_histogram(counted), levels, scheme, mode, options)
-    found = population_of_histogram(histogram)
+        population = population_of_histogram(counted)
+        found = _result(population, levels, scheme, mode, options)
+        notes = (found.note, legacy_note(levels, largest=population.largest))
+        return dataclasses.replace(found, note="; ".join(filter(None, notes)))
+    population = population_of_histogram(histogram)
     values, counts = magnitude_pairs(histogram)
 
     def sums_at(exponents: NDArray[np.float64]) -> Sums:
@@ -218,7 +221,7 @@ def _of_histogram(histogram: Histogram, scheme: Scheme, mode: SweepMode, options
             values, counts=counts, exponents=exponents, target=scheme.element, rounding=options.rounding
         )
 
-    return _of_tensor(found, sums_at, scheme, options)
+    return _of_tensor(population, sums_at, scheme, options)
 
 
 def _of_tensor(
