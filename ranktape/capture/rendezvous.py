@@ -165,10 +165,13 @@ class Rendezvous:
         return f"{_PREFIX}/{self.launch_id}/{self._place.restart}/{name}/{'any' if rank is None else rank}"
 
     def count(self, name: str) -> bool:
-        """Say that something is so on this rank, once; whether now every rank has said so."""
+        """Say that something is so on this rank, once; whether now every rank is known to have said so."""
         if self._store is None:
             return True
-        return bool(self._store.add(self._key(name, None), 1) == self._place.world_size)
+        try:
+            return bool(self._store.add(self._key(name, None), 1) == self._place.world_size)
+        except dist.DistError:  # the store has gone, with the process group or the rank that served it
+            return False
 
 
 _ENVIRONMENT = {

@@ -102,6 +102,11 @@ class Capture(Iterations):
         """The global rank of this process."""
         return self._place.rank
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a child, made by `fork`, of the one that is captured."""
+        return os.getpid() != self._owner
+
     def __enter__(self) -> Self:
         """Start the writer, agree with the other ranks, and be ready for the first iteration.
 
@@ -135,9 +140,9 @@ class Capture(Iterations):
     ) -> None:
         """End the capture; wait, within bounds, until everything is stored; warn of an unmet minimum.
 
-        Not of one that `close` has returned before.
+        Not of one that `close` has returned before; and a forked child that leaves the block ends nothing.
         """
-        if self._verdict is not None:
+        if self._verdict is not None or self.is_forked:
             return
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             verdict = self.close()
@@ -174,7 +179,7 @@ class Capture(Iterations):
             # An interrupt ended the first wait: what is staged is the writer's, and it goes on without us.
             self._verdict = self._judge({**(self._process.ring.hear() or {}), "state": "late"}, waited_seconds=0)
             return self._verdict
-        if os.getpid() != self._owner or Capture.current is not self:
+        if self.is_forked or Capture.current is not self:
             raise CaptureError("this capture is not running in this process: close it where it was started")
         if self._is_over_at_close(reason):
             self._end_last_iteration()
@@ -213,7 +218,7 @@ class Capture(Iterations):
         metadata: str = "null",
     ) -> str | None:
         """Record a tensor by hand into the running iteration; its path, or None where none is being recorded."""
-        if os.getpid() != self._owner or not self.is_watching:
+        if self.is_forked or not self.is_watching:
             return None
         call = self._tracker.free_call(
             index=self._recorder.next_index(source, role), dtype=tensor.dtype, device_type=tensor.device.type

@@ -103,8 +103,11 @@ def _run(request: Request, *, worker: Worker) -> int:
         try:
             script.run()
         except SystemExit as stop:
-            capture.close(reason=f"the training failed ({_failure_name(stop)})")
+            if not capture.is_forked:
+                capture.close(reason=f"the training failed ({_failure_name(stop)})")
             raise
+        if capture.is_forked:
+            return 0
         verdict = capture.close()
     # The other ranks have done their part: were they to fail first, torchrun would end rank 0 before it can say why.
     if verdict.met or worker.rank != 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import time
 import warnings
@@ -15,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranktape.capture
 from ranktape.capture import Capture
+from ranktape.capture.rendezvous import Place, Rendezvous
 from ranktape.storage import open_run
 from tests.capture.models import NUM_TENSORS, Net
 
@@ -132,6 +135,40 @@ def test_a_forked_process_changes_nothing_and_is_not_waited_for(tmp_path: Path) 
     run = open_run(tmp_path / "run")
     assert run.iterations == [0, 1]
     assert len(run.select(iteration=0)) == NUM_TENSORS
+
+
+def test_a_forked_process_that_leaves_the_block_ends_nothing(tmp_path: Path) -> None:
+    model = Net()
+    with Capture(tmp_path / "run", min_iterations=2) as capture:
+        steps(model, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                capture.__exit__(SystemExit, SystemExit(0), None)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        steps(model, 1)
+    assert capture.close().met
+
+
+def test_ranks_whose_store_has_gone_are_not_known_to_agree() -> None:
+    """The one that served it may have died; that must not raise in another one's training."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in address.items():
+            patch.setenv(name, value)
+        meeting = Rendezvous(Place(rank=0, world_size=2, num_local_ranks=2, restart=0), seconds=1)
+    assert not meeting.count("silent")
+    assert meeting.count("silent")
+    del server
+    gc.collect()
+    assert not meeting.count("silent")
 
 
 def test_the_writer_holds_nothing_of_the_trainings(tmp_path: Path) -> None:

@@ -89,9 +89,21 @@ def test_a_scripts_failure_stays_its_own(after: str, exit_code: int, last_line: 
 
 
 def test_a_script_that_exits_with_zero_has_succeeded(tmp_path: Path) -> None:
-    write_script(tmp_path, after="import sys; sys.exit(0)")
+    # Its forked children have codes of their own, and end no capture.
+    fork = """
+        import os, sys
+        codes = []
+        for code in (0, 5):
+            if (child := os.fork()) == 0:
+                sys.exit(code)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        print("children", codes)
+        sys.exit(0)
+    """
+    write_script(tmp_path, after=fork)
     ended = python(*LAUNCH, "--capture", "run", "train.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
+    assert "children [0, 5]" in ended.stdout
     assert open_run(tmp_path / "run").iterations == [0]
 
 
