@@ -35,6 +35,7 @@ from ranktape.storage.catalogue import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIE
 from ranktape.storage.record import EXTREMES, TALLY_KINDS
 from ranktape.storage.status import IterationStatus, Verdict
 from ranktape.storage.upkeep.copy import CopyReport
+from ranktape.storage.upkeep.copy_selection import SelectionReport
 from ranktape.storage.upkeep.finding import Finding
 from ranktape.storage.upkeep.prune import PruneReport
 from ranktape.storage.upkeep.push import PushReport
@@ -305,7 +306,12 @@ def other_schemas() -> dict[str, Schema]:
         ),
         "runs": closed(url=TEXT, runs=array_of(dataclass_schema(RunSummary))),
         "plan": dataclass_schema(Forecast),
-        "cp": closed(run=TEXT, url=TEXT, **dataclass_schema(CopyReport)["properties"]),
+        "cp": {
+            "anyOf": [
+                closed(run=TEXT, url=TEXT, **dataclass_schema(report)["properties"])
+                for report in (CopyReport, SelectionReport)
+            ]
+        },
         "prune": dataclass_schema(PruneReport),
         "push": closed(directory=TEXT, spills=array_of(spill)),
         "repair": closed(

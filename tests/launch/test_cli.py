@@ -43,7 +43,11 @@ OPTIONS = {
     "push": {"directory", "url", "keep", "as_json", "storage_options"},
     "prune": {"run", "keep_last", "iteration", "yes", "dry_run", "as_json", "storage_options"},
     "rm": {"run", "yes", "dry_run", "storage_options"},
-    "cp": {"run", "url", "no_verify", "as_json", "storage_options", "target_storage_options"},
+    "cp": {
+        "run", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx", "operation",
+        "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size", "where",
+        "storage_options", "skip_unreadable", "url", "no_verify", "as_json", "target_storage_options",
+    },
     "export": {
         "run", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx", "operation",
         "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size", "where",

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from ranktape.errors import DataError, RunExistsError, RunNotFoundError, StorageError, UsageError
+from ranktape.launch.cli import cli
 from ranktape.storage import open_run
 from ranktape.storage.backends.backend import Backend
 from ranktape.storage.backends.urls import open_backend
@@ -285,3 +287,34 @@ def test_a_copy_keeps_what_is_removed_at_the_source_later(tmp_path: Path) -> Non
         "iter_00000000/zarr.json",
         "iter_00000010/zarr.json",
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "filters"),
+    [
+        (["--module", "layers.*", "--iteration", "10"], {"module": "layers.*", "iteration": 10}),
+        (["--rank", "1"], {"rank": 1}),
+    ],
+)
+def test_a_copy_of_some_records_is_a_run_that_says_what_was_left_out(
+    tmp_path: Path, words: list[str], filters: dict[str, Any]
+) -> None:
+    whole_run(str(tmp_path / "a"))
+    chosen = open_run(tmp_path / "a").select(**filters)
+    answer = CliRunner().invoke(cli, ["cp", str(tmp_path / "a"), str(tmp_path / "b"), *words], catch_exceptions=False)
+    copied = open_run(tmp_path / "b")
+    assert [record.info for record in copied.select()] == [record.info for record in chosen]
+    for one, other in zip(copied.select(), chosen, strict=True):
+        assert one.read().tobytes() == other.read().tobytes()
+    assert check_run(open_backend(tmp_path / "b"), deep=True).findings == ()
+    assert copied.verdict().met
+    num_left_out = 12 * len(copied.iterations) - len(chosen)
+    assert f"{num_left_out} others left out" in answer.output
+    status = CliRunner().invoke(cli, ["status", str(tmp_path / "b")]).output
+    assert "records were left out of the copy: " in status
+    assert " ".join(words[:2]) in status
+    again = CliRunner().invoke(cli, ["cp", str(tmp_path / "a"), str(tmp_path / "b"), *words])
+    assert (again.exit_code, "there is a run at" in again.output) == (1, True)
+    none = CliRunner().invoke(cli, ["cp", str(tmp_path / "a"), str(tmp_path / "c"), "--module", "nowhere"])
+    assert none.exit_code == 1
+    assert not (tmp_path / "c").exists()
