@@ -70,12 +70,27 @@ def encode_document(document: Mapping[str, Any], *, key: str, members: Mapping[s
         ValueError: a NaN or an infinity is in it, which JSON cannot hold.
     """
     stamped = {**document, "attributes": {CHECKSUM_KEY: _BLANK, **document["attributes"]}}
-    text = json.dumps(stamped, separators=(",", ":"), allow_nan=False).encode()
+    written = json.dumps(stamped, separators=(",", ":"), allow_nan=False)
+    if "\\ud" in written:
+        written = json.dumps(spelled(stamped), separators=(",", ":"), allow_nan=False)
+    text = written.encode()
     if members is not None:
         listed = b",".join(json.dumps(path).encode() + b":" + member for path, member in members.items())
         text = text[:-1] + _CONSOLIDATED + listed + b"}}}"
     digits = text.index(_BLANK.encode()) + len(_ALGORITHM)
     return text[:digits] + b"%08x" % _document_crc(text, key=key) + text[digits + 8 :]
+
+
+def spelled(value: Any) -> Any:
+    r"""What JSON is made of, with `\udcff` spelled out for each lone surrogate: strict readers refuse its escape."""
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case Mapping():
+            return {spelled(name): spelled(item) for name, item in value.items()}
+        case list() | tuple():
+            return [spelled(item) for item in value]
+    return value
 
 
 def decode_document(data: bytes, *, place: str, key: str | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is a record: which words name one captured tensor, everywhere?
+"""A record: the words that name one captured tensor, everywhere.
 
 The field names and values here are the public vocabulary. They are the same in Python, in Zarr
 attributes, in the catalogue, in command line filters and in JSON.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ranktape.errors import UsageError
+from ranktape.storage.documents import spelled
 
 MAX_TERM_LENGTH = 64
 """Characters in a term of an open vocabulary (`layer_type`, `phase`, ...)."""
@@ -214,6 +215,14 @@ class RecordInfo:
         document["overflow"] = self.overflow.to_json()
         return document
 
+    def spelled(self) -> RecordInfo:
+        """The same, with lone surrogates spelled out, as they come with names of files that are no text."""
+        if "".join(_texts(self)).isascii() and self.metadata is None and self.sample_ids is None:
+            return self
+        values = {name: getattr(self, name) for name in (*_TEXTS, "metadata", "sample_ids")}
+        changed = {name: text for name, value in values.items() if (text := spelled(value)) != value}
+        return dataclasses.replace(self, **changed)
+
     def with_checksum(self, checksum: str) -> RecordInfo:
         """The same with another checksum; `dataclasses.replace` takes longer than a small tensor's share of a write."""
         clone = object.__new__(RecordInfo)
@@ -235,6 +244,10 @@ FIELDS = tuple(field.name for field in dataclasses.fields(RecordInfo))
 """The names of a record's fields, in the order of `RecordInfo`."""
 
 _fields = operator.attrgetter(*FIELDS)
+
+_TEXTS = tuple(field.name for field in dataclasses.fields(RecordInfo) if field.type == "str")
+
+_texts = operator.attrgetter(*_TEXTS)
 
 _LATER_FIELDS = frozenset({"keep", "mode"})
 """Fields that runs of earlier schemas do not have."""

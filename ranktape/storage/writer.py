@@ -126,6 +126,7 @@ class RankWriter:
         pending, site = None, ""
         try:
             check_form(array, info=info)
+            info = info.spelled()
             site = site_path(Site.of(info))
             pending = self._take(site, info.iteration)
             is_held = self.holds(array)
@@ -194,8 +195,9 @@ class RankWriter:
             iteration: The training step.
             expected: The names of the tensors that should have been recorded, by module.
             silent_sites: Those of them that were not, by module, each with the reason.
-            num_expected: How many tensors should have been; None where nobody counted.
-            num_missing: How many of them were not.
+            num_expected: How many tensors of modules should have been, whatever the number of passes and calls; None
+                where nobody counted.
+            num_missing: How many of them were not recorded at all.
 
         Raises:
             CaptureError: it was committed or given up already.

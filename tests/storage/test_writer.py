@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import threading
 from collections import Counter
@@ -329,3 +330,42 @@ def test_a_record_of_an_iteration_that_was_dropped_says_so(tmp_path: Path) -> No
     drop_iteration(backend, attempt=attempt, iteration=0)
     with pytest.raises(DataError, match=r"iteration 0 was removed .*--keep-last.*: refresh"):
         record.read()
+
+
+LONE = "x\udcff"
+"""As Python has the name of a file that is no text."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"module": LONE}, {"module": r"x\udcff"}),
+        ({"layout": "\ud800B"}, {"layout": r"\ud800B"}),
+        ({"metadata": {LONE: [LONE, 1, {"a": LONE}]}}, {"metadata": {r"x\udcff": [r"x\udcff", 1, {"a": r"x\udcff"}]}}),
+        ({"sample_ids": [LONE, 7], "sample_dim": 0}, {"sample_ids": [r"x\udcff", 7]}),
+        ({"module": "\ud83d\ude00"}, {"module": r"\ud83d\ude00"}),
+        ({"module": "\U0001f600"}, {"module": "\U0001f600"}),
+    ],
+    ids=["module", "layout", "metadata", "sample_ids", "two halves", "a whole one"],
+)
+def test_every_reader_of_json_reads_what_came_with_lone_surrogates(
+    tmp_path: Path, fields: dict[str, Any], found: dict[str, Any]
+) -> None:
+    tensorstore = pytest.importorskip("tensorstore")
+    backend, attempt, [writer] = start(str(tmp_path / "run"))
+    open_iteration(backend, attempt=attempt, iteration=0)
+    array = np.ones((2, 3), np.float32)
+    for call in range(2):
+        writer.write(array, info=describe(array, call=call, **fields))
+    writer.commit(0, expected=[LONE], silent_sites={LONE: LONE})
+    finish_iteration(backend, attempt=attempt, iteration=0)
+    for path in (tmp_path / "run").rglob("zarr.json"):
+        json.dumps(json.loads(path.read_bytes()), ensure_ascii=False).encode()  # raises where it is no text
+    [stack_path] = (tmp_path / "run").rglob("stack_*/zarr.json")
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(stack_path.parent)}}
+    assert tensorstore.open(spec).result().read().result().tolist() == [array.tolist()] * 2
+    records = open_run(tmp_path / "run").select()
+    assert [{name: getattr(record, name) for name in found} for record in records] == [found] * 2
+    assert records[0].read().tolist() == array.tolist()
+    report = check_run(backend, deep=True)
+    assert not [finding.text() for finding in report.findings if finding.is_error]
