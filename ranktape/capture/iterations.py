@@ -64,6 +64,7 @@ class Iterations:
         self._is_surveyed = False
         self._silence: str | None = None
         self._num_recorded = 0
+        self._keeps_weights = False
         self._news = 0
         self._disabled: str | None = None
 
@@ -130,6 +131,7 @@ class Iterations:
         ring.set_step(self._iteration)
         if ring.news != self._news:
             self._news = ring.news
+            self._keeps_weights = False  # an iteration failed, perhaps the one that has them
             for late in self._schedule.learn(ring.hear() or {}, iteration=iteration):
                 reason = f"the rank learned of it only in iteration {iteration}"
                 self._tell(SlotKind.SKIP, {"iteration": late, "reason": reason})
@@ -150,7 +152,7 @@ class Iterations:
             self._tracker.reset(self._iteration)
             if not self.options.manual:
                 with self._recorder.guarded():
-                    self._hooks.attach()
+                    self._hooks.attach(keeps_weights=self._keeps_weights)
             if not self.is_watching:
                 self._hooks.detach()  # attaching failed, and disabled the capture
 
@@ -172,6 +174,8 @@ class Iterations:
         mistake = self._silence_of_all() if is_silent else None
         refusal = None if tally.num_tensors else self._recorder.expected.main_refusal()
         reason = refusal if mistake is None else str(mistake)
+        # What no optimizer updates is stored once: in a generation every token would bring it again.
+        self._keeps_weights = not self._tracker.is_training and self.options.keep_last is None and reason is None
         if tally.is_staged and reason is not None:
             self._tell(SlotKind.SKIP, {"iteration": tally.iteration, "reason": reason})
         elif tally.is_staged:

@@ -200,6 +200,11 @@ class Recorder:
         """Whether a tensor of that source, role and call may be taken in this iteration, before it is seen."""
         return self._selecting.of_all is not None or self._selecting.may_take(source, role, call)
 
+    def has_staged(self, source: Source, role: TensorRole, call: Call) -> bool:
+        """Whether the tensor of that source, role and call was staged in this iteration."""
+        is_staged = self.tally is not None and self.tally.is_staged
+        return is_staged and call.key in self.expected.site(source, role).seen
+
     def find_unmatched(self, paths: Collection[str]) -> list[str]:
         """What the selection names and the iteration has not had; asked once, when it has ended."""
         seen, self._selecting.sightings = self._selecting.sightings, None

@@ -59,13 +59,15 @@ class _Weights:
     """The weights of a run: of a call, the last one before its output."""
 
     def __init__(self, records: Records) -> None:
-        self._records: defaultdict[tuple[int, int, str], list[Record]] = defaultdict(list)
-        for record in sorted(records, key=lambda one: one.counter):
-            self._records[record.iteration, record.rank, record.module].append(record)
+        self._records: defaultdict[tuple[int, str], list[Record]] = defaultdict(list)
+        for record in sorted(records, key=lambda one: (one.iteration, one.counter)):
+            self._records[record.rank, record.module].append(record)
 
     def of(self, call: _Call, output: Record) -> Record | None:
         """The weight that a call computed with; None where none was recorded."""
-        found = self._records[call.iteration, call.rank, call.module]
+        known = [one for one in self._records[call.rank, call.module] if one.iteration <= call.iteration]
+        # In a generation a weight is stored once, with the first iteration.
+        found = [one for one in known if one.iteration == call.iteration] or known
         found = [one for one in found if one.mode == call.mode] or found
         before = [one for one in found if one.counter < output.counter]
         return before[-1] if before else found[0] if found else None

@@ -29,6 +29,7 @@ from ranktape.capture.roles.table import OUTPUT, FunctionRole, ModuleRole, Opera
 
 if TYPE_CHECKING:
     from ranktape.capture.hooks.leaves import Leaves
+    from ranktape.capture.hooks.weights import Weights
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.source import Source, TensorRole
 
@@ -203,8 +204,8 @@ class Taking:
     """What they come from."""
     ports: Ports
     """What they are."""
-    weights_seen: set[tuple[Source, str, str, int]]
-    """The weights that were recorded in this iteration, and in which version."""
+    weights: Weights
+    """Those that were recorded."""
     is_aliased: bool = True
     """Whether operands may be replaced by views of themselves."""
     placement: Placement | None = None
@@ -296,15 +297,12 @@ class Taking:
             self.grad(port, seen, call, part=part, on_grad=on_grad)
 
     def record(self, port: Port, tensor: torch.Tensor, call: Call) -> None:
-        """Record one tensor; a weight with its first call in the iteration, and again when it was written to."""
-        if not port.value.has_samples:
-            # Tensors of `inference_mode` do not count what is done to them.
-            version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  (torch has no public name for it)
-            key = (self.source, port.name, call.mode, version)
-            if key in self.weights_seen:
-                return
-            self.weights_seen.add(key)
-        self.recorder.record(self.source, port.value, tensor, call=call, placement=self._placed(port.name, tensor))
+        """Record one tensor; a weight unless it was recorded as it is."""
+        place = self._placed(port.name, tensor)
+        if port.value.has_samples:
+            self.recorder.record(self.source, port.value, tensor, call=call, placement=place)
+        else:
+            self.weights.record(self.recorder, self.source, port.value, tensor, call=call, placement=place)
 
     def record_grad_now(self, port: Port, grad: torch.Tensor, call: Call) -> None:
         """Record a gradient that is there."""

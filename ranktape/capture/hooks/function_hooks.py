@@ -42,6 +42,7 @@ from ranktape.capture.source import Source
 if TYPE_CHECKING:
     from ranktape.capture.hooks.calls import Placement
     from ranktape.capture.hooks.multihead import MultiheadHooks
+    from ranktape.capture.hooks.weights import Weights
     from ranktape.capture.passes.tracker import Tracker
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.roles.table import FunctionRole
@@ -96,7 +97,7 @@ class FunctionHooks:
         recorder: Recorder,
         tracker: Tracker,
         running: Running,
-        weights_seen: set[tuple[Source, str, str, int]],
+        weights: Weights,
         is_wanted: Callable[[str, str], bool],
         place: Callable[[nn.Module, Ports], Placement | None],
         multihead: MultiheadHooks | None,
@@ -108,7 +109,7 @@ class FunctionHooks:
             recorder: Takes the tensors.
             tracker: Knows the module that is running.
             running: What has a role and is running.
-            weights_seen: The weights that were recorded in the iteration.
+            weights: Those that were recorded.
             is_wanted: Says for a kind of layer and a module's path whether it is recorded.
             place: Gives for a module what says of its shards where they lie.
             multihead: Takes the attention of `nn.MultiheadAttention` that calls no function.
@@ -120,7 +121,7 @@ class FunctionHooks:
         self._is_wanted = is_wanted
         self._place = place
         self._multihead = multihead
-        self._weights_seen = weights_seen
+        self._weights = weights
         self._leaves = Leaves(recorder=recorder, tracker=tracker)
         self._undo: list[Callable[[], None]] = []
         self._table: Table = {}
@@ -229,7 +230,7 @@ class FunctionHooks:
                 recorder=self._recorder,
                 source=source,
                 ports=self._ports[role],
-                weights_seen=self._weights_seen,
+                weights=self._weights,
                 placement=self._placement(role),
                 leaves=self._leaves,
                 is_one_node=_is_fused if role is ATTENTION else None,

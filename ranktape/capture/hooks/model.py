@@ -23,6 +23,7 @@ from ranktape.capture.hooks.module_hooks import EnterHook, ModuleHooks, is_seen_
 from ranktape.capture.hooks.multihead import MultiheadHooks
 from ranktape.capture.hooks.owners import Owners
 from ranktape.capture.hooks.survey import Surveys
+from ranktape.capture.hooks.weights import Weights
 from ranktape.capture.passes.checkpointing import CheckpointHooks
 from ranktape.capture.passes.circumstances import in_backward, is_traced
 from ranktape.capture.passes.forwards import Arguments
@@ -74,7 +75,7 @@ class ModelHooks:
         self._inside: dict[nn.Module, Source] = {}
         self._running = Running()
         self._owners = Owners()
-        self._weights_seen: set[tuple[Source, str, str, int]] = set()
+        self._weights = Weights()
         self._functions: FunctionHooks | None = None
         self._multihead: MultiheadHooks | None = None
         self._layers: LayerHooks | None = None
@@ -159,15 +160,15 @@ class ModelHooks:
             f"check --layer-type and --module, or record tensors by save_tensor"
         )
 
-    def attach(self) -> None:
-        """Put the hooks on all known models, and wait for models that are not known."""
+    def attach(self, *, keeps_weights: bool = False) -> None:
+        """Put the hooks on all known models, and wait for others; weights of earlier iterations may be relied on."""
         guard = self._recorder.guarded()
         self._checkpoints = CheckpointHooks(tracker=self._tracker, guard=guard)
         self._pipeline = PipelineHooks(tracker=self._tracker, guard=guard, on_stage=self.meet_stage)
         self._handles += [self._checkpoints, self._pipeline]
         self._tracker.before_pass = self._refresh
         self._running, self._owners = Running(), Owners()
-        self._weights_seen.clear()
+        self._weights.begin(keeps=keeps_weights)
         if self._wants("attention"):
             self._multihead = MultiheadHooks(recorder=self._recorder, tracker=self._tracker, running=self._running)
             self._handles.append(self._multihead)
@@ -179,7 +180,7 @@ class ModelHooks:
             recorder=self._recorder,
             tracker=self._tracker,
             running=self._running,
-            weights_seen=self._weights_seen,
+            weights=self._weights,
             is_wanted=self._is_wanted_kind,
             place=self._place,
             multihead=self._multihead,
@@ -360,7 +361,7 @@ class ModelHooks:
             recorder=self._recorder,
             tracker=self._tracker,
             running=self._running,
-            weights_seen=self._weights_seen,
+            weights=self._weights,
             place=self._place,
         )
 

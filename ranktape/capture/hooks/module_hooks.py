@@ -17,6 +17,7 @@ from torch import nn
 from ranktape.capture.hooks.calls import Entry, Placement, Port, Ports, Running, Taking, ports_of, resolved, tensor_in
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.leaves import is_cached_by_autocast
+from ranktape.capture.hooks.weights import PLAIN, Weights
 from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
 from ranktape.capture.passes.tracker import Call
 from ranktape.capture.roles.pytorch import PRODUCTS
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 ACCUMULATED = Tags(metadata='{"accumulated": true}')
 """Of the gradient of a weight that the layer itself adds up: it holds that of the microbatches before, too."""
 
-PLAIN = frozenset({torch.Tensor, nn.Parameter})
-"""Types of weights whose alias is as good as they are."""
-
 
 class ModuleHooks:
     """The hooks on one module for one iteration."""
@@ -50,7 +48,7 @@ class ModuleHooks:
         recorder: Recorder,
         tracker: Tracker,
         running: Running,
-        weights_seen: set[tuple[Source, str, str, int]],
+        weights: Weights,
         place: Callable[[nn.Module, Ports], Placement | None],
     ) -> None:
         """Put them on.
@@ -62,7 +60,7 @@ class ModuleHooks:
             recorder: Takes them.
             tracker: Knows the pass.
             running: What has a role and is running.
-            weights_seen: The weights that were recorded in the iteration; one is recorded once in each version.
+            weights: Those that were recorded; one is recorded once in each version.
             place: Gives for a module what says of its shards where they lie.
         """
         self.source = source
@@ -78,7 +76,7 @@ class ModuleHooks:
             recorder=recorder,
             source=source,
             ports=self._ports,
-            weights_seen=weights_seen,
+            weights=weights,
             is_aliased=role.is_aliased,
             placement=own or place(module, self._ports),
         )

@@ -15,6 +15,7 @@ from torch import nn
 
 from ranktape.capture.hooks.calls import Entry, Running, Taking, before_views, ports_of
 from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.weights import Weights
 from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
 from ranktape.capture.roles.pytorch import MULTIHEAD
 from ranktape.capture.source import Source
@@ -44,7 +45,7 @@ class MultiheadHooks:
     def attach(self, module: nn.MultiheadAttention, source: Source) -> None:
         """Watch one module."""
         self._takings[module] = Taking(
-            recorder=self._recorder, source=source, ports=ports_of(MULTIHEAD), weights_seen=set()
+            recorder=self._recorder, source=source, ports=ports_of(MULTIHEAD), weights=Weights()
         )
         self._handles.append(module.register_forward_pre_hook(Hook(self._before), with_kwargs=True))
         self._handles.append(module.register_forward_hook(Hook(self._after), prepend=True, always_call=True))

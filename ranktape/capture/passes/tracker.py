@@ -106,7 +106,8 @@ class Tracker:
         """Identifiers of the samples of the passes to come."""
         self.before_pass: Callable[[], bool] | None = None
         """Called when an outermost forward begins; whether it is a rehearsal, on data that is none."""
-        self._is_training = False
+        self.is_training = False
+        """Whether a training pass was seen in any iteration."""
         self.reset(0)
 
     def reset(self, iteration: int) -> None:
@@ -323,8 +324,8 @@ class Tracker:
 
     def _count_pass(self, mode: Mode) -> None:
         self.num_train_passes += mode is Mode.TRAIN
-        self._is_training |= mode is Mode.TRAIN
-        self.num_unended = self.num_train_passes if self._is_training else self.num_passes
+        self.is_training |= mode is Mode.TRAIN
+        self.num_unended = self.num_train_passes if self.is_training else self.num_passes
 
     def _microbatch_index(self, mode: Mode) -> int:
         latest = self._latest.get(mode)
