@@ -97,6 +97,10 @@ class Iterations:
     def _on_forward(self, model: nn.Module, arguments: Arguments) -> Arguments | None:
         """A forward that begins has ended the iteration; the arguments to go on with."""
         self._advance(self._iteration + 1)
+        return self._on_late_forward(model, arguments)
+
+    def _on_late_forward(self, model: nn.Module, arguments: Arguments) -> Arguments | None:
+        """A forward began before the hooks of its iteration were put on; the arguments to go on with."""
         if not self.is_watching or self.options.manual:
             return None
         with self._recorder.guarded():

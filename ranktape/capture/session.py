@@ -299,6 +299,7 @@ class Capture(Iterations):
             on_step=self._on_optimizer_step,
             on_skip=self._on_skipped_step,
             on_forward=self._on_forward,
+            on_late=self._on_late_forward,
         )
         self._recorder.explain_endless = self._clock.explain
         self._hooks.on_note = self._console.warn_once

@@ -147,6 +147,29 @@ def test_states_of_threads_are_their_own_and_go_with_the_next_pass(tmp_path: Pat
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
+def test_two_threads_in_a_model_at_once_share_an_iteration(tmp_path: Path) -> None:
+    model = Model().eval()
+    both = threading.Barrier(2, timeout=60)
+    model.head.register_forward_pre_hook(lambda *_: (both.wait(), None)[1])
+
+    def run(place: int) -> list[int]:
+        found = []
+        for _ in range(3):
+            with torch.inference_mode():
+                model(torch.full((1, 4), place))
+            states = get_layer_hidden_states()
+            same = states is not None and torch.equal(states[0], model.tok_embeddings(torch.full((1, 4), place)))
+            found.append(len(states) if states is not None and same else 0)
+            both.wait()
+        return found
+
+    with Capture(tmp_path / "run", layers="all", model=model, min_iterations=3), ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, range(2))) == [[NUM_LAYERS + 1] * 3] * 2
+    run_ = open_run(tmp_path / "run")
+    assert run_.iterations == [0, 1, 2]
+    assert len(run_.select()) == 6 * (NUM_LAYERS + 1)
+
+
 def test_each_pass_of_a_generation_gives_its_own(tmp_path: Path) -> None:
     model = Model().eval()
     with Capture(tmp_path / "run", layers=[1], model=model, advance_on="step") as capture, torch.no_grad():

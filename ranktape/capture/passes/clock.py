@@ -31,6 +31,7 @@ class Clock:
         on_step: Callable[[], None],
         on_skip: Callable[[], None],
         on_forward: Callable[[nn.Module, Arguments], Arguments | None],
+        on_late: Callable[[nn.Module, Arguments], Arguments | None],
     ) -> None:
         """Listen from now on.
 
@@ -39,6 +40,7 @@ class Clock:
             on_step: Called when an optimizer's step has ended an iteration.
             on_skip: Called before that where a gradient scaler has skipped the step.
             on_forward: Called when a forward that begins has; gets the model and its arguments, and may give others.
+            on_late: Called so in a forward that began before the hooks of its iteration were put on.
         """
         self._modes = options.wanted_modes
         self._is_by_forward = options.advance_on == "forward"
@@ -51,7 +53,7 @@ class Clock:
         # Without a training there is no optimizer; one that was asked for will have one.
         is_inference = options.advance_on == "optimizer" and Mode.EVAL in self._modes and not self._is_over_training
         if self._is_by_forward or is_inference:
-            self._forwards = ForwardClock(self._begin)
+            self._forwards = ForwardClock(self._begin, on_late=on_late)
         self._is_counting = self._forwards is not None
 
     @property
