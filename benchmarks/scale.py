@@ -37,12 +37,14 @@ from ranktape.storage.catalogue import merge_catalogues
 from ranktape.storage.commit import finish_iteration
 from ranktape.storage.documents import document_checksum
 from ranktape.storage.groups import write_group
+from ranktape.storage.progress import open_iteration, write_verdict
 from ranktape.storage.reader import RunReader
 from ranktape.storage.record import TALLY_KINDS
 from ranktape.storage.run import open_run
 from ranktape.storage.selection.columns import StringColumn
 from ranktape.storage.start import begin_attempt
 from ranktape.storage.stored_record import Record
+from ranktape.storage.upkeep.check import check_run
 from ranktape.storage.writer import RankWriter
 from tests.runs import describe, write_run
 
@@ -222,6 +224,52 @@ def generate_ranks(url: str, size: Size) -> str:
     return f"generated in {time.monotonic() - started:.0f} s"
 
 
+def write_values(url: str, size: Size, rank: int) -> None:
+    """All that one rank records, of tensors of 8 values."""
+    backend = open_backend(url)
+    writer = RankWriter(backend, attempt=read_attempts(backend)[-1], rank=rank, environment={})
+    array = np.arange(8, dtype=np.float32)
+    info = describe(array, rank=rank)
+    for iteration in range(size.iterations):
+        for number in range(size.records):
+            place: dict[str, Any] = {
+                "module": f"layers.{number // RECORDS_PER_LAYER}.{number % RECORDS_PER_LAYER}",
+                "counter": number,
+            }
+            samples: dict[str, Any] = {"sample_dim": 0, "sample_ids": list(range(8))} if number % 2 else {}
+            writer.write(array + number, info=dataclasses.replace(info, iteration=iteration, **place, **samples))
+        writer.commit(iteration, expected=[], silent_sites={})
+    writer.close(reason="the training ended")
+
+
+def generate_values(url: str, size: Size) -> str:
+    """A whole run with the values of all records, closed."""
+    started = time.monotonic()
+    backend, attempt = begin(url, size)
+    for iteration in range(size.iterations):
+        open_iteration(backend, attempt=attempt, iteration=iteration)
+    with ProcessPoolExecutor(NUM_PROCESSES) as pool:
+        for job in [pool.submit(write_values, url, size, rank) for rank in range(size.ranks)]:
+            job.result()
+    for iteration in range(size.iterations):
+        finish_iteration(backend, attempt=attempt, iteration=iteration)
+    write_verdict(backend, attempt=attempt)
+    return f"generated in {time.monotonic() - started:.0f} s"
+
+
+def timed(work: Callable[[], int]) -> dict[str, float]:
+    """How many records it went through, and how long that took."""
+    started = time.monotonic()
+    return {"records": work(), "total": time.monotonic() - started}
+
+
+def check_all(url: str) -> int:
+    """Check a run; nothing is wrong with it."""
+    report = check_run(open_backend(url))
+    assert not report.findings
+    return report.num_records
+
+
 def read_layer(url: str, iteration: int | None) -> dict[str, float]:
     """Open a run, select one layer, take a field of all its records and what is known of a hundred of them."""
     started = time.monotonic()
@@ -252,6 +300,9 @@ MEASUREMENTS: dict[str, Callable[[str], dict[str, float]]] = {
     "layer": lambda url: read_layer(url, None),
     "iteration": lambda url: read_layer(url, 0),
     "merge": merge,
+    "check": lambda url: timed(lambda: check_all(url)),
+    "identities": lambda url: timed(lambda: len([record.info for record in open_run(url).select()])),
+    "frame": lambda url: timed(lambda: len(open_run(url).select().to_pandas())),
 }
 
 
@@ -325,6 +376,12 @@ def main(size: Size) -> None:
             print(f"{dataclasses.replace(one, iterations=1)}: {generate_ranks(str(folder / 'run'), one)}")
             show("merged", measure("merge", str(folder / "run")))
             shutil.rmtree(folder / "run")
+        whole = Size(ranks=8, records=max(4, size.records), iterations=64 * max(1, size.iterations // 10))
+        print("every record of a run:")
+        print(f"{whole}: {generate_values(str(folder / 'run'), whole)}")
+        for what in ("check", "identities", "frame"):
+            show(what, measure(what, str(folder / "run")))
+        shutil.rmtree(folder / "run")
         print("to read the values of one record:")
         for what, objects, requests in touched(folder):
             print(f"  {what}: {objects} objects in {requests} requests")
