@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-SWITCHES = ("RANKTAPE_CAPTURE", "RANKTAPE_CAPTURE_CONFIG")
+SWITCHES = ("RANKTAPE_CAPTURE", "RANKTAPE_CAPTURE_CONFIG", "RANKTAPE_LAUNCHED")
 """Variables that ask for a capture; without them, and that of the older tools, nothing is imported."""
 
 _OFF = {"", "false", "0", "no", "off"}

@@ -274,7 +274,6 @@ DOORS = {
     "analyze/console.py": "escapes control codes",
     "analyze/group.py": "says what the operating system says",
     "analyze/table.py": "has escaped what is no document for programs",
-    "launch/worker.py": "escapes control codes",
     "launch/demo_train.py": "a script of its own, which prints numbers",
 }
 """Files of commands that write to stdout or stderr themselves, and why they may."""

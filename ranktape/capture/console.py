@@ -1,17 +1,17 @@
 """What a capture tells the person at the terminal.
 
-Everything goes to stderr, once for the whole launch: from rank 0, but for a rank's own trouble. No carriage
-return and no colour: the lines of several ranks and of the training run together there.
+Everything goes to stderr, once for the whole launch: from rank 0, but for a rank's own trouble. No colour: the lines
+of several ranks and of the training run together there.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.settings.cadence import cadence_of
+from ranktape.capture.terminal import write_line
 
 if TYPE_CHECKING:
     from ranktape.capture.hooks.coverage import Coverage
@@ -28,8 +28,9 @@ _DRAIN_INTERVAL = 5
 class Console:
     """Lines on stderr."""
 
-    def __init__(self, *, rank: int) -> None:
+    def __init__(self, *, rank: int, wording: Callable[[str], str] = str) -> None:
         self.rank = rank
+        self._wording = wording
         self._told: set[str] = set()
         self._num_drains = 0
         self._num_sites = 0
@@ -38,15 +39,13 @@ class Console:
     def say(self, text: str) -> None:
         """One line, from rank 0."""
         if self.rank == 0:
-            sys.stderr.write(f"ranktape: {text}\n")
-            sys.stderr.flush()
+            write_line(self._wording(text))
 
     def warn(self, text: str, *, is_for_all_ranks: bool = False) -> None:
         """One line of a warning; from every rank where each has its own."""
         if is_for_all_ranks or self.rank == 0:
             prefix = f"[rank {self.rank}] " if is_for_all_ranks else ""
-            sys.stderr.write(f"ranktape: warning: {prefix}{' '.join(text.split())}\n")
-            sys.stderr.flush()
+            write_line(f"warning: {prefix}{self._wording(' '.join(text.split()))}")
 
     def pass_on(self, words: Mapping[str, Any]) -> None:
         """What the writer of this rank has to say, each thing once."""
@@ -115,6 +114,13 @@ class Console:
             self.say(coverage.text())
             for place, reason in list(coverage.unseen.items())[:_MAX_NAMED]:
                 self.warn(f"not recorded: {place}: {reason}")
+
+    def tell_of_compiled(self, iterations: Sequence[int]) -> None:
+        """Which iterations of a compiled training run as written."""
+        self.say(
+            f"what the training compiles runs eagerly in the captured iterations ({_shown(iterations)}), where results "
+            f"may differ in the last bits, and compiled in all others"
+        )
 
     def show_drain(self, pending_nbytes: int, state: str) -> None:
         """How far the storing of what was staged is; called about each second."""

@@ -7,9 +7,11 @@ hooks go on again where the next iteration is. A capture that fails inside is di
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.guard import StrictCaptureError
+from ranktape.capture.hooks.compiled import has_compiled
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.process_groups import keep_process_groups
 from ranktape.capture.settings.options import CaptureOptions, Policy
@@ -41,6 +43,9 @@ class Iterations:
     yields = False
     """Whether the environment asked for it, not the program: it ends no training, and when another one begins."""
 
+    wording: Callable[[str], str] = staticmethod(str)
+    """How a message names options, for whoever began the capture."""
+
     is_in_the_way = "a capture is running in this process already: end it first, or record into it"
     """What another capture is told that would begin meanwhile."""
 
@@ -62,6 +67,7 @@ class Iterations:
         self._iteration = options.first_iteration
         self._num_empty_steps = 0
         self._is_surveyed = False
+        self._is_compiled_told = False
         self._silence: str | None = None
         self._num_recorded = 0
         self._keeps_weights = False
@@ -85,7 +91,8 @@ class Iterations:
 
     def _on_optimizer_step(self) -> None:
         # Some libraries step an optimizer to initialise it: a step without a pass before it ends no iteration.
-        is_empty = self.is_watching and not self.options.manual and self._tracker.num_train_passes == 0
+        is_blind = self.options.manual or (not self.is_recording and has_compiled())
+        is_empty = self.is_watching and not is_blind and self._tracker.num_train_passes == 0
         self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
         if not is_empty or self._num_empty_steps > 1:
             self._advance(self._iteration + 1)
@@ -151,18 +158,30 @@ class Iterations:
             self._listen()
         if self._disabled is not None:
             return
-        if is_wanted or not self._is_surveyed:
+        # One that is not captured tells what a captured one costs; not in a training that would run eagerly for it.
+        if is_wanted or not (self._is_surveyed or has_compiled()):
             self._recorder.begin(self._iteration, is_staged=is_wanted)
             self._tracker.reset(self._iteration)
             if not self.options.manual:
                 with self._recorder.guarded():
-                    self._hooks.attach(keeps_weights=self._keeps_weights)
+                    if is_wanted:
+                        self._hooks.attach(keeps_weights=self._keeps_weights)
+                    else:
+                        self._hooks.await_model()
             if not self.is_watching:
                 self._hooks.detach()  # attaching failed, and disabled the capture
+        if is_wanted or not self._is_surveyed:
+            self._tell_of_compiled()
+
+    def _tell_of_compiled(self) -> None:
+        if not self._is_compiled_told and has_compiled():
+            self._is_compiled_told = True
+            self._console.tell_of_compiled(self._schedule.iterations)
 
     def _end_iteration(self) -> None:
         tally = self._recorder.tally
         assert tally is not None, "only called while an iteration is watched"
+        self._tell_of_compiled()
         summary = self._recorder.end()
         coverage = None
         with self._recorder.guarded():

@@ -33,10 +33,9 @@ from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.source import Source, Tags, TensorRole, site_of
 from ranktape.capture.staging.budget import default_host_budget_nbytes
 from ranktape.capture.staging.process import WriterProcess
-from ranktape.capture.starting import ring_path, start_writer
+from ranktape.capture.starting import open_place, ring_path, start_writer
 from ranktape.capture.tensors.master import MasterWeights
 from ranktape.errors import CaptureError, UsageError
-from ranktape.storage.backends.urls import open_backend
 from ranktape.storage.layout import rank_iteration_path
 from ranktape.storage.names import site_path
 from ranktape.storage.status import Verdict
@@ -255,14 +254,9 @@ class Capture(Iterations):
             StorageError: the store cannot be reached.
         """
         # Opened once: the program may change its working directory before the end.
-        self._backend = open_backend(self._url, storage_options=self.options.storage_options)
-        if not self._backend.is_shared:
-            raise UsageError(
-                f"{self._backend.url} exists inside of one process only, and a writer of its own records: "
-                f"give a directory or a URL such as s3://bucket/run"
-            )
+        self._backend = open_place(self._url, self.options)
         self._place = find_place()
-        self._console = Console(rank=self._place.rank)
+        self._console = Console(rank=self._place.rank, wording=self.wording)
         self._console.warn_of(self.options)
         for line in stray_variables():
             self._console.warn(line)

@@ -1,10 +1,13 @@
-"""How do the ranks begin a capture together, each with a writer that is ready?"""
+"""Begins a capture on all ranks together, each with a writer that is ready."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +17,67 @@ from ranktape.capture.settings.cadence import cadence_of
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.ring_file import boot_id, new_ring_path
 from ranktape.capture.writing.writer_config import WriterConfig
-from ranktape.errors import CaptureError
+from ranktape.errors import CaptureError, UsageError
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.start import check_place
 
 if TYPE_CHECKING:
     from ranktape.capture.rendezvous import Place
     from ranktape.capture.staging.process import WriterProcess
+    from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.backends.retry import RetryingBackend
 
 START_TIMEOUT_SECONDS = 120.0
 """Longest wait for the writer to be ready: it loads and compiles its kernels."""
+
+
+def open_place(url: str, options: CaptureOptions) -> RetryingBackend:
+    """The store at the URL of a run.
+
+    Raises:
+        UsageError: it is not a URL, or no other process could write there.
+    """
+    backend = open_backend(url, storage_options=options.storage_options)
+    if not backend.is_shared:
+        raise UsageError(
+            f"{backend.url} exists inside of one process only, and a writer of its own records: "
+            f"give a directory or a URL such as s3://bucket/run"
+        )
+    return backend
+
+
+def try_place(backend: RetryingBackend, options: CaptureOptions) -> None:
+    """Fail now as a capture would that begins later; a directory is written into, and left as it was.
+
+    Raises:
+        RunExistsError: there is a run at the URL.
+        StorageError: the store cannot be reached, or the directory not be written.
+    """
+    place = backend.with_deadline(timeout_seconds=options.store_timeout_seconds)
+    check_place(place, resume=options.resume or options.add, overwrite=options.overwrite)
+    # An object store may let a writer add objects, and not remove them.
+    if "://" not in place.url:
+        folders = missing_folders(place)
+        name = f"trial-{secrets.token_hex(4)}"
+        place.put(name, [b""])
+        place.delete(name)
+        remove_folders(folders)
+
+
+def missing_folders(backend: Backend) -> list[Path]:
+    """The folders, innermost first, that a store in a directory would have to make."""
+    if "://" in backend.url:
+        return []
+    path = Path(backend.url)
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def remove_folders(folders: Iterable[Path]) -> None:
+    """Remove folders that are empty, innermost first."""
+    for folder in folders:
+        # On another node, or by another rank, or by somebody who begins to use it.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def ring_path(options: CaptureOptions, *, rank: int) -> Path | None:

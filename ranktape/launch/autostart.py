@@ -1,8 +1,9 @@
-"""The capture that the environment asks for: whose training it records, how it begins and how it ends.
+"""Begins a capture with the first training forward of a process, and ends it when the process does.
 
-`ranktape_autoload` arms every process that imports torch. One that never trains stays as it is: the capture begins
-inside of the first training forward, which an agent of torchrun, a loader of data or a command of ours never makes.
-It ends when the process does. Whatever goes wrong, the training goes on, and its exit code is its own.
+`ranktape_autoload` has every process wait for its training that imports torch where RANKTAPE_CAPTURE is set, and the
+launcher the one that runs its script. A process that never trains stays as it is: an agent of torchrun, a loader of
+data or a command of ours. By the variable the training goes on whatever goes wrong, and its exit code is its own;
+under the launcher a capture that cannot begin is the end of it.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import json
 import multiprocessing
 import multiprocessing.util
 import os
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ranktape.capture.settings.setting import SWITCH_WORDS
 from ranktape.errors import CaptureError, FailedElsewhereError, RanktapeError, UsageError
-from ranktape.launch.owner import OWNER, stand_aside
+from ranktape.launch.owner import LAUNCHED, OWNER, stand_aside
 from ranktape.launch.worker import HEAD_START_SECONDS, Worker, one_line
 
 if TYPE_CHECKING:
@@ -33,52 +36,125 @@ if TYPE_CHECKING:
 _CONFIG = "RANKTAPE_CAPTURE_CONFIG"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What to record."""
+
+    url: str
+    """Of the run, with an absolute path."""
+    given_url: str
+    """The same as it was given."""
+    settings: dict[str, Any]
+    """Every setting of the capture."""
+    launcher_pid: int | None = None
+    """The launcher's process; None where a variable asked."""
+
+    @classmethod
+    def from_settings(
+        cls, url: str, settings: Mapping[str, Any], *, folder: str, launcher_pid: int | None = None
+    ) -> Self:
+        """As `resolve` gives them, with the paths of the settings from a folder."""
+        paths = {name: Path(settings[name]).expanduser() for name in ("ring_dir", "spill_dir") if settings[name]}
+        absolute = {name: _from(folder, path) for name, path in paths.items()}
+        return cls(url=_from(folder, url), given_url=url, settings={**settings, **absolute}, launcher_pid=launcher_pid)
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a capture that cannot begin is the end of the training."""
+        return self.launcher_pid is not None or bool(self.settings["strict"])
+
+
 def arm() -> None:
     """Have the first training forward of this process begin a capture; called at the end of `import torch`."""
-    if OWNER not in os.environ:
+    if OWNER in os.environ:
+        return
+    # The program may go elsewhere before it trains, each rank into a folder of its own.
+    folder = os.getcwd()  # noqa: PTH109  (a text is what is joined with)
+    start = AutoStart(lambda: _ordered(folder))
+    if multiprocessing.parent_process() is None and LAUNCHED not in os.environ:
+        atexit.register(start.tell_of_evaluation)
+
+
+class AutoStart:
+    """Waits for the training of this process, and begins its capture."""
+
+    def __init__(self, ask: Callable[[], Order | None]) -> None:
+        """Wait from now on.
+
+        Args:
+            ask: Says when the training begins what to record; None for nothing.
+        """
         from ranktape.launch.standby import Standby
 
-        # The program may go elsewhere before it trains, each rank into a folder of its own.
-        folder = os.getcwd()  # noqa: PTH109  (a text is what is joined with)
-        Standby(begin=lambda: begin(folder), is_wanted_in_eval=lambda: _is_wanted_in_eval(folder))
+        self._ask = ask
+        self.capture: Capture | None = None
+        """What was begun."""
+        self._standby = Standby(begin=self._begin, is_wanted_in_eval=self._is_wanted_in_eval)
 
+    def explain_nothing(self) -> str:
+        """Why no capture has begun in a process that has come to its end, and the way out."""
+        if self._standby.has_evaluated:
+            return "models ran, but none in training mode: --mode=eval records inference"
+        if self._standby.is_over:
+            return "the script has begun a capture of its own: run it without the launcher"
+        return "the process ended before its first training forward"
 
-def begin(folder: str) -> None:
-    """Begin the capture that the environment asks for, unless this process is none to be recorded.
+    def tell_of_evaluation(self) -> None:
+        """Say so where models ran, none of them in training: nothing is recorded then without being asked for."""
+        if not self._standby.is_over and self._standby.has_evaluated and _is_to_be_recorded(os.environ):
+            _worker().say(f"nothing was recorded: {in_variables(self.explain_nothing())}")
 
-    Args:
-        folder: From which the paths of the settings are meant.
+    def _begin(self) -> None:
+        """Begin the capture that is asked for, unless this process is none to be recorded.
 
-    Raises:
-        SystemExit: it cannot begin, and is strict (RANKTAPE_STRICT=true): that is the end of the training.
-        KeyboardInterrupt: the user's.
-    """
-    if not _is_to_be_recorded(os.environ):
-        return
-    stand_aside()
-    is_strict = SWITCH_WORDS.get(os.environ.get("RANKTAPE_STRICT", "").strip().lower(), False)
-    try:
-        from ranktape.capture.session import Capture
-
-        if Capture.current is not None and not Capture.current.yields:
-            return  # the script has begun one of its own
-        asked = _asked_for(folder)
-        if asked is None:
+        Raises:
+            SystemExit: it cannot begin, and is strict: that is the end of the training.
+            KeyboardInterrupt: the user's.
+        """
+        if not _is_to_be_recorded(os.environ):
             return
-        url, options = asked
-        is_strict = options["strict"]
-        capture = Capture(_from(folder, url), **options)
-        capture.yields = True
-        capture.__enter__()
-        _End(capture, url=url)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001  (nothing of ours ends a training)
-        _fail(error, is_strict=is_strict)
+        stand_aside()
+        is_strict = SWITCH_WORDS.get(os.environ.get("RANKTAPE_STRICT", "").strip().lower(), False)
+        try:
+            from ranktape.capture.session import Capture
+
+            if Capture.current is not None and not Capture.current.yields:
+                return  # the script has begun one of its own
+            order = self._ask()
+            if order is None:
+                return
+            is_strict = order.is_strict
+            capture = Capture(order.url, **order.settings)
+            if order.launcher_pid is None:
+                capture.yields, capture.wording = True, in_variables
+            capture.__enter__()
+            if order.launcher_pid != os.getpid():
+                _End(capture, order)
+            self.capture = capture
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  (nothing of ours ends a training)
+            _fail(error, is_strict=is_strict)
+
+    def _is_wanted_in_eval(self) -> bool:
+        """Whether a pass in evaluation mode is to be recorded too; asked at the first one."""
+        try:
+            from ranktape.capture.settings.options import CaptureOptions
+
+            order = self._ask()
+        except Exception:  # noqa: BLE001  (said when the training begins)
+            return False
+        return order is not None and "eval" in CaptureOptions(**order.settings).wanted_modes
 
 
-def _asked_for(folder: str) -> tuple[str, dict[str, Any]] | None:
-    """Where the environment asks to record, and the settings, with paths from a folder; None for nowhere.
+def hand_down(order: Order) -> None:
+    """Have the processes that this one starts record the same, those that are ranks of a training."""
+    os.environ[LAUNCHED] = json.dumps(dataclasses.asdict(order))
+    del os.environ[OWNER]
+
+
+def _ordered(folder: str) -> Order | None:
+    """What the environment asks to record, with paths from a folder; None for nothing.
 
     Raises:
         UsageError: a variable or the file has a value that it cannot have.
@@ -86,18 +162,17 @@ def _asked_for(folder: str) -> tuple[str, dict[str, Any]] | None:
     from ranktape.capture.settings.config import resolve, stray_variables
 
     environment = dict(os.environ)
+    if launched := environment.get(LAUNCHED):
+        return Order(**json.loads(launched))
     if config := environment.get(_CONFIG):
         environment[_CONFIG] = _from(folder, Path(config.strip()).expanduser())
-    url, options = resolve({}, environment=environment)
+    url, settings = resolve({}, environment=environment)
     if url is None:
         return None
-    for name in ("ring_dir", "spill_dir"):
-        if options[name] is not None:
-            options[name] = _from(folder, Path(options[name]).expanduser())
     # Of a command line a typing error is refused, too; here nobody watches while an expensive training records less.
     if stray := stray_variables():
         raise UsageError(stray[0])
-    return url, options
+    return Order.from_settings(url, settings, folder=folder)
 
 
 def _from(folder: str, path: str | os.PathLike[str]) -> str:
@@ -109,28 +184,37 @@ def _from(folder: str, path: str | os.PathLike[str]) -> str:
 
 
 def _is_to_be_recorded(environment: Mapping[str, str]) -> bool:
-    if OWNER in environment:
+    if environment.get(OWNER, str(os.getpid())) != str(os.getpid()):
         return False
+    if LAUNCHED in environment and json.loads(environment[LAUNCHED])["launcher_pid"] != os.getpid():
+        from ranktape.capture.rendezvous import find_place
+
+        # Of what the launcher's script starts, only the ranks of a training are recorded.
+        if find_place().world_size == 1:
+            return False
     if "_pytest" in sys.modules and "PYTEST_CURRENT_TEST" in environment:
         return False  # the tests of somebody whose shell has the variable
     data = sys.modules.get("torch.utils.data")
     return data is None or data.get_worker_info() is None
 
 
-def _is_wanted_in_eval(folder: str) -> bool:
-    """Whether a pass in evaluation mode is to be recorded too; asked at the first one."""
-    try:
-        from ranktape.capture.settings.options import CaptureOptions
+def in_variables(text: str) -> str:
+    """A message that names options by their variables: RANKTAPE_RESUME=true for --resume."""
+    from ranktape.capture.settings.config import PREFIX
+    from ranktape.capture.settings.options import SETTINGS
 
-        asked = _asked_for(folder)
-    except Exception:  # noqa: BLE001  (said when the training begins)
-        return False
-    return asked is not None and "eval" in CaptureOptions(**asked[1]).wanted_modes
+    variables = {
+        setting.flag: PREFIX + setting.aliases[-1].upper() + ("=true" if setting.kind is bool else "")
+        for setting in SETTINGS
+    }
+    return re.sub(r"--[a-z-]+", lambda flag: variables.get(flag[0], flag[0]), text)
 
 
 def _fail(error: BaseException, *, is_strict: bool) -> None:
     worker = _worker()
     text = str(error) if isinstance(error, RanktapeError) else f"{type(error).__name__}: {error}"
+    if LAUNCHED not in os.environ:
+        text = in_variables(text)
     if not is_strict:
         if not _is_said_by_rank_0(error, text=text):
             worker.complain(f"{one_line(text)}; the training goes on without a capture")
@@ -166,9 +250,9 @@ def _is_said_by_rank_0(error: BaseException, *, text: str) -> bool:
 class _End:
     """Ends the capture when the process does, and says then what is missing."""
 
-    def __init__(self, capture: Capture, *, url: str) -> None:
+    def __init__(self, capture: Capture, order: Order) -> None:
         self._capture = capture
-        self._url = url
+        self._order = order
         self._owner = os.getpid()
         self._exit: tuple[Any, int] | None = None
         self._shown_before = getattr(sys, "last_value", None)
@@ -210,12 +294,12 @@ class _End:
                 verdict = self._capture.close(reason=reason)
             except KeyboardInterrupt:
                 verdict = self._capture.close()
-            if reason is None and not verdict.met:
+            # The launcher says so itself.
+            if reason is None and not verdict.met and self._order.launcher_pid is None:
                 from ranktape.launch.place import shown
 
-                _worker().warn(
-                    f"{verdict.message()} ('ranktape status {shown(self._url)} --require-minimum' tells a shell)"
-                )
+                command = f"'ranktape status {shown(self._order.given_url)} --require-minimum' tells a shell"
+                _worker().say(f"{in_variables(verdict.message())} ({command})")
         except BaseException as error:  # noqa: BLE001  (the training has ended well, and says so by its exit code)
             _worker().complain(one_line(f"the capture did not end well: {error}"))
 

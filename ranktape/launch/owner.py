@@ -1,4 +1,4 @@
-"""Which process is the one whose training is recorded, when RANKTAPE_CAPTURE is in the environment of several?"""
+"""Names the process whose training is recorded, among those that inherit one environment."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 
 OWNER = "RANKTAPE_OWNER_PID"
 """Variable that names it; the processes that it starts find it in their environment and stand aside."""
+
+LAUNCHED = "RANKTAPE_LAUNCHED"
+"""Variable in which the launcher says what it records, to ranks that its script starts: JSON."""
 
 
 def stand_aside() -> None:

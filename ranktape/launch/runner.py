@@ -1,10 +1,11 @@
-"""How is an unmodified training script run with every rank recorded?
+"""Runs an unmodified training script with every rank recorded.
 
     torchrun --nproc-per-node 4 -m ranktape.launch --capture URL [options] train.py [its own arguments]
     torchrun --nproc-per-node 4 -m ranktape.launch --capture URL [options] -m package.train [its own arguments]
 
-Our options end at the script's name. torch is imported before the script runs: what a script sets in the
-environment for the import of torch itself must be set outside of it.
+Our options end at the script's name. What can be known to fail fails before the script runs; the capture begins with
+its first training forward. torch is imported before the script runs: what a script sets in the environment for the
+import of torch itself must be set outside of it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,6 +22,13 @@ from ranktape.launch.options import capture_options, capture_request
 from ranktape.launch.owner import stand_aside
 from ranktape.launch.script import Script
 from ranktape.launch.worker import Worker
+
+if TYPE_CHECKING:
+    from ranktape.capture.settings.options import CaptureOptions
+    from ranktape.launch.autostart import AutoStart
+    from ranktape.storage import Verdict
+    from ranktape.storage.attempt import Attempt
+    from ranktape.storage.backends.backend import Backend
 
 PROGRAM = "torchrun [its options] -m ranktape.launch"
 """What the help page calls us."""
@@ -86,37 +94,79 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _failure_name(stop: SystemExit) -> str:
-    return f"exit code {stop.code}" if stop.__cause__ is None else type(stop.__cause__).__name__
-
-
 def _run(request: Request, *, worker: Worker) -> int:
     script = request.script
     script.check()
     # Before the heavy imports, so that a folder called `zarr` in the working directory is not taken for the package.
     script.enter()
 
-    from ranktape.capture import Capture
+    from ranktape.capture.settings.options import CaptureOptions
+    from ranktape.capture.starting import open_place, try_place
+    from ranktape.launch.autostart import AutoStart, Order, hand_down
+    from ranktape.launch.place import shown
+    from ranktape.launch.status import holdings_line
+    from ranktape.storage.attempt import read_attempts
 
     url, settings = capture_request(request.url, request.values)
-    with Capture(url, **settings) as capture:
-        try:
-            script.run()
-        except SystemExit as stop:
-            if not capture.is_forked:
-                capture.close(reason=f"the training failed ({_failure_name(stop)})")
-            raise
-        if capture.is_forked:
-            return 0
-        verdict = capture.close()
+    order = Order.from_settings(url, settings, folder=os.getcwd(), launcher_pid=os.getpid())  # noqa: PTH109  (a text)
+    options = CaptureOptions(**order.settings)
+    backend = open_place(order.url, options)
+    # A restart by torchrun finds the run of the first start.
+    earlier: list[Attempt] = []
+    if worker.rank == 0 and worker.restart_count == 0:
+        try_place(backend, options)
+        earlier = [] if options.resume else read_attempts(backend)
+    start = AutoStart(lambda: order)
+    if "RANK" not in os.environ:
+        # The script may start ranks of its own.
+        hand_down(order)
+    try:
+        script.run()
+    except BaseException as stop:
+        if start.capture is not None and os.getpid() == order.launcher_pid:
+            start.capture.close(reason=_reason(stop))
+        raise
+    if os.getpid() != order.launcher_pid:
+        return 0  # a process that the script has forked, which ends as the script does
+    own = None if start.capture is None else start.capture.close()
     # The other ranks have done their part: were they to fail first, torchrun would end rank 0 before it can say why.
-    if verdict.met or worker.rank != 0:
+    if worker.rank != 0:
         return 0
-    if worker.is_last_attempt:
+    verdict = own or _verdict_on_others(backend, earlier) or _no_verdict(start, options)
+    if verdict.met:
+        worker.say(holdings_line(backend, url=url))
+    elif worker.is_last_attempt:
         raise MinimumNotMetError(verdict.message())
-    left = worker.max_restarts - worker.restart_count
-    worker.warn(
-        f"{verdict.message()} (exit code 0, because torchrun would train again, {left} more times;"
-        f" 'ranktape status {url} --require-minimum' tells a shell)"
-    )
+    else:
+        left = worker.max_restarts - worker.restart_count
+        worker.say(
+            f"{verdict.message()} (exit code 0, because torchrun would train again, {left} more times;"
+            f" 'ranktape status {shown(url)} --require-minimum' tells a shell)"
+        )
     return 0
+
+
+def _reason(stop: BaseException) -> str:
+    """Why the capture ends, as the run says it."""
+    if isinstance(stop, RanktapeError):
+        return str(stop)
+    if isinstance(stop, SystemExit) and stop.__cause__ is None:
+        return f"the training failed (exit code {stop.code})"
+    return f"the training failed ({type(stop.__cause__ or stop).__name__})"
+
+
+def _verdict_on_others(backend: Backend, earlier: Sequence[Attempt]) -> Verdict | None:
+    """The verdict on what ranks have stored that the script started; None where they have not begun a capture."""
+    from ranktape.storage.attempt import read_attempts
+    from ranktape.storage.progress import read_verdict
+
+    judged = read_verdict(backend)
+    return None if judged is None or read_attempts(backend) == earlier else judged[0]
+
+
+def _no_verdict(start: AutoStart, options: CaptureOptions) -> Verdict:
+    """The verdict where no capture has begun."""
+    from ranktape.storage import Verdict
+
+    why = f"nothing was recorded: {start.explain_nothing()}"
+    return Verdict(met=False, required=options.min_iterations, complete=[], missing=[why], final=True)

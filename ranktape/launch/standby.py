@@ -1,7 +1,7 @@
-"""When does a process that was asked to record its training begin to train?
+"""Tells when a process begins to train.
 
-At the first forward pass of a module that has something to learn, in training mode; where none is seen, at the first
-step of an optimizer. Until then one hook looks at every call of a module; then it takes itself off. Compiled code
+That is at the first forward pass of a module that has something to learn, in training mode; where none is seen, at the
+first step of an optimizer. Until then one hook looks at every call of a module; then it takes itself off. Compiled code
 is left as it is: the hook says nothing while it is traced.
 """
 
@@ -34,7 +34,10 @@ class Standby:
         self._is_wanted_in_eval = functools.cache(is_wanted_in_eval)
         self._is_never_in_eval = False
         self._lock = threading.Lock()
-        self._is_over = False
+        self.is_over = False
+        """Whether `begin` was called."""
+        self.has_evaluated = False
+        """Whether the first module with parameters that ran outside of training was in evaluation mode."""
         self._frozen: Callable[[], nn.Module | None] = lambda: None
         self._below: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # torch's type says that such a hook returns nothing; what it returns replaces the arguments.
@@ -47,7 +50,7 @@ class Standby:
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """A global pre-hook: perhaps the training begins with this call."""
-        if torch.compiler.is_compiling() or self._is_over or not self._is_training(module):
+        if torch.compiler.is_compiling() or self.is_over or not self._is_training(module):
             return None
         # Hooks that are put on while a module is being called are not called for it: that is done here.
         earlier = set(_calls._global_forward_pre_hooks)  # noqa: SLF001  (torch has no public way to call one)
@@ -92,15 +95,16 @@ class Standby:
     def _is_eval(self, module: nn.Module) -> bool:
         if self._is_never_in_eval or next(module.parameters(), None) is None:
             return False
+        self.has_evaluated = not module.training
         self._is_never_in_eval = not self._is_wanted_in_eval()
         return not self._is_never_in_eval
 
     def _end(self) -> bool:
         """Wait no more, and begin; False where another thread did so before."""
         with self._lock:
-            if self._is_over:
+            if self.is_over:
                 return False
-            self._is_over = True
+            self.is_over = True
             for handle in self._handles:
                 handle.remove()
             if getattr(nn.Module.compile, "__wrapped__", None) is self._compile:
@@ -118,9 +122,9 @@ class Standby:
 
             def call(*call_args: Any, **call_kwargs: Any) -> Any:
                 if not torch.compiler.is_compiling():
-                    if not self._is_over and self._is_training(module):
+                    if not self.is_over and self._is_training(module):
                         self._end()
-                    if self._is_over and module._compiled_call_impl is call:  # noqa: SLF001  (as above)
+                    if self.is_over and module._compiled_call_impl is call:  # noqa: SLF001  (as above)
                         module._compiled_call_impl = compiled  # noqa: SLF001  (as above)
                 return compiled(*call_args, **call_kwargs)
 

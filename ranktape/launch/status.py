@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,12 @@ import click
 from ranktape.analyze.console import say_json
 from ranktape.analyze.table import Column, Kind, Table, write_table
 from ranktape.errors import CheckFoundError
-from ranktape.launch.place import read_options, shown, storage_options_option
+from ranktape.launch.place import count_text, read_options, shown, storage_options_option
 from ranktape.storage.backends.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.storage import IterationStatus, Run, Verdict
+    from ranktape.storage.backends.backend import Backend
 
 COLUMNS = (
     Column(name="iteration", kind=Kind.INTEGER),
@@ -132,6 +134,23 @@ def verdict_line(verdict: Verdict | None) -> str:
         return "minimum not known: no attempt of this run has said what it guarantees"
     so_far = "" if verdict.final else " (so far: the run is not closed)"
     return printable(verdict.message()) + so_far
+
+
+def holdings_line(backend: Backend, *, url: str) -> str:
+    """What a run holds, and the commands to ask it, in one line."""
+    from ranktape.capture.console import size_text
+    from ranktape.storage.progress import read_verdict
+
+    judged = read_verdict(backend)
+    statuses = [] if judged is None else judged[1]
+    complete = {status.iteration: status for status in statuses if status.state.value == "complete"}
+    num_ranks = max((len(status.expected_ranks) for status in complete.values()), default=0)
+    size = size_text(sum(status.nbytes for status in complete.values()))
+    place = shlex.quote(shown(url))
+    return (
+        f"{printable(shown(url))} holds {count_text(len(complete), 'iteration')} of {count_text(num_ranks, 'rank')}, "
+        f"{size}: ranktape status {place}; ranktape analyze report {place} -o report.html"
+    )
 
 
 def missing_text(status: IterationStatus) -> str:

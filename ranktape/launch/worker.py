@@ -1,15 +1,15 @@
-"""Which of the launch's processes is this one, and how does it say that it failed?"""
+"""Knows one process of a launch, and how it says that it failed."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ranktape.capture.terminal import write_line
 from ranktape.storage.backends.failures import printable
 
 HEAD_START_SECONDS = 3.0
@@ -49,19 +49,17 @@ class Worker:
         """Whether torchrun gives up, rather than train again, when this process fails."""
         return self.restart_count >= self.max_restarts
 
-    def warn(self, message: str) -> None:
+    def say(self, message: str) -> None:
         """Write one line on stderr, from rank 0 only."""
         if self.rank == 0:
-            sys.stderr.write(f"ranktape: {one_line(message)}\n")
-            sys.stderr.flush()
+            write_line(one_line(message))
 
     def complain(self, message: str) -> None:
         """Write one line on stderr of what went wrong; any rank but the first names itself."""
         prefix = "" if self.rank == 0 else f"[rank {self.rank}] "
         # A process that ends may have closed its stderr, or have none: there is nobody to tell.
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"ranktape: error: {prefix}{one_line(message)}\n")
-            sys.stderr.flush()
+            write_line(f"error: {prefix}{one_line(message)}")
 
     def report(self, message: str) -> None:
         """Say why this process ends: one line on stderr, and the same line in torchrun's summary.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,7 +180,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[tuple[s
     plain = {case: train(KINDS[case[0]], case[1], None) for case in CASES}
     iterations = tuple(_iteration(case, step) for case in CASES for step in CAPTURED)
     with Capture(url, advance_on="step", iteration=iterations, min_iterations=len(iterations)) as capture:
-        # The first iteration of a capture tells what it will cost, and is run as written.
+        # Nothing is compiled yet: the first iteration of a capture tells what it will cost.
         Model()(torch.randn(2, 3, WIDTH)).sum().backward()
         capture.step()
         found = {case: train(KINDS[case[0]], case[1], capture) for case in CASES}
@@ -221,3 +222,14 @@ def test_losses_are_the_same_bit_for_bit(case: tuple[str, str], trained: Trained
     # These backends run the operations as they were written: what an optimising one computes may differ.
     plain, found = trained[1][case]
     assert found.losses == plain.losses
+
+
+@pytest.mark.parametrize("name", ["torch.compile(model)", "ten blocks"])
+def test_a_capture_that_records_nothing_leaves_compiled_code_compiled(name: str, tmp_path: Path) -> None:
+    plain = train(KINDS[name], "aot", None)
+    torch._dynamo.reset()
+    # Nothing is compiled when the capture begins.
+    with Capture(tmp_path / "run", start=99, advance_on="step") as capture:
+        found = train(KINDS[name], "aot", capture)
+    assert (found.losses, found.compiled) == (plain.losses, plain.compiled)
+    assert found.num_graphs[-1] - found.num_graphs[0] == plain.num_graphs[-1] - plain.num_graphs[0]

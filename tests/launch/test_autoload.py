@@ -134,7 +134,10 @@ def test_the_launcher_and_the_variable_record_the_same(tmp_path: Path) -> None:
     ended = python(*words, cwd=tmp_path, env={**RUN, "RANKTAPE_START": "1"})
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == plain.stdout == launched.stdout
-    assert [line.replace("/run:", "/launched:") for line in own_lines(ended)] == own_lines(launched)
+    *lines, last = own_lines(launched)
+    assert [line.replace("/run:", "/launched:") for line in own_lines(ended)] == lines
+    assert last.startswith("ranktape: launched holds 1 iteration of 1 rank, ")
+    assert "ranktape status launched; ranktape analyze report launched -o report.html" in last
     assert open_run(tmp_path / "run").iterations == [1]
     assert contents(tmp_path / "run") == contents(tmp_path / "launched")
 
@@ -213,7 +216,7 @@ def test_an_unmet_minimum_is_told_with_the_command_that_tells_a_shell(tmp_path: 
         ({"RANKTAPE_MIN_ITERATONS": "2"}, "RANKTAPE_MIN_ITERATIONS"),
         ({"RANKTAPE_CAPTURE": "file.txt/run"}, "file.txt/run"),
         ({"RANKTAPE_CAPTURE": "nosuch://bucket/run"}, "nosuch"),
-        ({"RANKTAPE_CAPTURE": "there"}, "--overwrite"),
+        ({"RANKTAPE_CAPTURE": "there"}, "RANKTAPE_OVERWRITE=true"),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
 )

@@ -73,7 +73,10 @@ def test_transformations_and_evaluation_do_not_begin_it(tmp_path: Path) -> None:
         print("evaluated")
     """
     ended = run_script(tmp_path, source)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "evaluated\n", "")
+    assert (ended.returncode, ended.stdout) == (0, "evaluated\n")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("ranktape: nothing was recorded: models ran, but none in training mode: ")
+    assert "RANKTAPE_MODE=eval records inference" in line
     assert not (tmp_path / "run").exists()
 
 

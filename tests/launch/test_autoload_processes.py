@@ -47,7 +47,7 @@ def test_our_own_commands_and_launcher_do_not_record_where_the_variable_says(tmp
     exported = {"RANKTAPE_CAPTURE": "exported"}
     ended = python(*LAUNCH, "--capture", "run", "train.py", cwd=tmp_path, env=exported)
     assert ended.returncode == 0, ended.stderr
-    assert len(own_lines(ended)) == 1
+    assert errors(ended) == []
     assert open_run(tmp_path / "run").iterations == [0]
     told = python("-m", "ranktape.launch.cli", "status", "run", cwd=tmp_path, env=exported)
     assert told.returncode == 0
@@ -146,21 +146,69 @@ SPAWNED = """
 """
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(("method", "fails"), [("spawn", False), ("fork", False), ("fork", True)])
-def test_processes_that_the_script_starts_as_ranks_are_recorded(method: str, fails: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def free_port() -> str:
+    """A port for the ranks of a test to meet at."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+        return str(free.getsockname()[1])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("method", "fails"), [("spawn", False), ("fork", False), ("fork", True)])
+def test_processes_that_the_script_starts_as_ranks_are_recorded(method: str, fails: bool, tmp_path: Path) -> None:  # noqa: FBT001
     source = SPAWNED.replace("METHOD", method).replace("FAILS", str(fails))
-    ended = run_script(tmp_path, source, PORT=str(port), RANKTAPE_MIN_ITERATIONS="9" if fails else "2")
+    ended = run_script(tmp_path, source, PORT=free_port(), RANKTAPE_MIN_ITERATIONS="9" if fails else "2")
     assert (ended.returncode == 0) == (not fails), ended.stderr
     assert errors(ended) == []
     if not fails:
         run = open_run(tmp_path / "run")
         assert run.iterations == [0, 1]
         assert {record.rank for record in run.select()} == {0, 1}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("method", "min_iterations"), [("spawn", 2), ("fork", 2), ("fork", 9)])
+def test_the_launcher_records_ranks_that_the_script_starts(method: str, min_iterations: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SPAWNED).replace("METHOD", method).replace("FAILS", "False"))
+    options = ("--capture", "run", "--min-iterations", str(min_iterations))
+    ended = python(*LAUNCH, *options, "train.py", cwd=tmp_path, env={"PORT": free_port()})
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 1]
+    assert {record.rank for record in run.select()} == {0, 1}
+    if min_iterations == 2:
+        assert (ended.returncode, errors(ended)) == (0, []), ended.stderr
+        assert "run holds 2 iterations of 2 ranks" in own_lines(ended)[-1]
+    else:
+        assert ended.returncode == 1
+        (error,) = errors(ended)
+        assert "2 of 9 guaranteed iterations are stored complete" in error
+
+
+ACCELERATE = """
+    import accelerate
+    import torch
+
+    def train():
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = torch.nn.Linear(3, 3)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 3)).sum())
+            optimizer.step()
+
+    if __name__ == "__main__":
+        accelerate.debug_launcher(train, num_processes=2)
+"""
+
+
+@pytest.mark.distributed
+def test_the_launcher_records_the_ranks_of_accelerates_launcher(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    (tmp_path / "train.py").write_text(textwrap.dedent(ACCELERATE))
+    ended = python(*LAUNCH, "--capture", "run", "--min-iterations", "2", "train.py", cwd=tmp_path)
+    assert (ended.returncode, errors(ended)) == (0, []), ended.stderr
+    assert "run holds 2 iterations of 2 ranks" in own_lines(ended)[-1]
 
 
 @pytest.mark.slow

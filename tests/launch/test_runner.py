@@ -137,6 +137,48 @@ def test_a_script_that_ends_before_the_first_captured_iteration_is_an_error(tmp_
     assert "Traceback" not in ended.stderr
 
 
+ASKED_FOR_HELP = """
+    import argparse
+    import torch
+
+    argparse.ArgumentParser().parse_args()
+"""
+
+GENERATES = """
+    import torch
+
+    model = torch.nn.Linear(3, 3).eval()
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "match"),
+    [
+        (ASKED_FOR_HELP, "the process ended before its first training forward"),
+        (GENERATES, "models ran, but none in training mode: --mode=eval records inference"),
+    ],
+    ids=["help", "inference"],
+)
+def test_a_script_that_does_not_train_leaves_no_run_and_is_told_why(script: str, match: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    ended = python(*LAUNCH, "--capture", "folder/run", "train.py", "--help", cwd=tmp_path)
+    assert ended.returncode == 1
+    (error,) = errors(ended)
+    assert match in error
+    assert "--start-at" not in error
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_script_that_fails_before_it_trains_leaves_no_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nraise ValueError('mine')\n")
+    ended = python(*LAUNCH, "--capture", "run", "train.py", cwd=tmp_path)
+    assert (ended.returncode, own_lines(ended)) == (1, [])
+    assert ended.stderr.splitlines()[-1] == "ValueError: mine"
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_existing_run_is_refused_resumed_or_replaced(tmp_path: Path) -> None:
     write_script(tmp_path)
     url = tmp_path / "run"

@@ -52,7 +52,7 @@ def test_other_ranks_leave_the_word_to_rank_0(capsys: pytest.CaptureFixture[str]
     worker.report("only here")
     assert time.monotonic() - started >= HEAD_START_SECONDS
     assert capsys.readouterr().err == "ranktape: error: [rank 2] only here\n"
-    worker.warn("everywhere")
+    worker.say("everywhere")
     assert capsys.readouterr().err == ""
-    Worker.from_environment({}).warn("everywhere")
+    Worker.from_environment({}).say("everywhere")
     assert capsys.readouterr().err == "ranktape: everywhere\n"

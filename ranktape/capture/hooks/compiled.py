@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -26,6 +26,20 @@ _HOOKS_WARNING = (
 """A compiled module warns of our global hook, which is there for this iteration and never calls a hook twice."""
 
 
+class IgnoredWarning:
+    """Has compiled code say nothing of our global hook, from when it is made until it is removed."""
+
+    def __init__(self) -> None:
+        # Not by `warnings.filterwarnings`: Python forgets then what it has shown, and shows all of it again.
+        filters: Any = warnings.filters
+        filters.insert(0, _HOOKS_WARNING)
+        self._filters: list[Any] = filters
+
+    def remove(self) -> None:
+        """End."""
+        _remove(self._filters, _HOOKS_WARNING)
+
+
 class EagerMode:
     """Has compiled code run as written, and says nothing of our global hook, from when it is made until it is removed.
 
@@ -41,10 +55,7 @@ class EagerMode:
         """
         self._originals = originals
         self._stack = contextlib.ExitStack()
-        # Not by `warnings.filterwarnings`: Python forgets then what it has shown, and shows all of it again.
-        filters: Any = warnings.filters
-        filters.insert(0, _HOOKS_WARNING)
-        self._stack.callback(_remove, filters, _HOOKS_WARNING)
+        self._stack.callback(IgnoredWarning().remove)
         if _COMPILER in sys.modules:
             self._force()
         else:
@@ -74,6 +85,23 @@ class EagerMode:
 
     def _force(self) -> None:
         self._stack.push(torch.compiler.set_stance("force_eager"))
+
+
+def has_compiled() -> bool:
+    """Whether this process has given something to `torch.compile`."""
+    # torch has no public way to ask. What `torch.compiler.disable` leaves there cannot be called.
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
+    return any(callable(backend) for backend in backends.values())
+
+
+def forget_replacements(replacements: Iterable[Callable[..., Any]]) -> None:
+    """Have dynamo make its table of torch's functions again, should it have made it while others stood for them."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    table = getattr(rules, "get_torch_obj_rule_map", None)
+    if rules is None or table is None or not table.cache_info().currsize:
+        return
+    if not table().keys().isdisjoint(replacements):
+        rules.clear_lru_cache()
 
 
 def _remove(entries: list[Any], entry: object) -> None:

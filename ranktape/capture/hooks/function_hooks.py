@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import has_torch_function
 
 from ranktape.capture.hooks.calls import Entry, Ports, Running, Taking, ports_of, resolved, tensor_in
+from ranktape.capture.hooks.compiled import forget_replacements
 from ranktape.capture.hooks.hook import as_itself
 from ranktape.capture.hooks.leaves import Leaves, is_cached_by_autocast
 from ranktape.capture.hooks.owners import Owner, Owners
@@ -132,7 +133,7 @@ class FunctionHooks:
         self.matched: set[FunctionRole] = set()
         """The roles of which a function was found."""
 
-    def attach(self) -> None:
+    def _attach(self) -> None:
         """Put the replacements in place."""
         pairs = []
         for role in function_roles():
@@ -151,7 +152,9 @@ class FunctionHooks:
         return put_back(self.places)
 
     def learn(self, root: nn.Module) -> None:
-        """Know a model, which may hold functions."""
+        """Know a model, which may hold functions; with the first one, replace them, as all is loaded that it needs."""
+        if _Active.hooks is not self:
+            self._attach()
         self._undo += replace_in_model(root, self._table)
 
     def remove(self) -> None:
@@ -163,6 +166,7 @@ class FunctionHooks:
         restore_names(self.places)
         # A module that was loaded meanwhile may have got hold of them.
         replace_names(table_of((new, old) for old, new in self._table.values()), but=self._loaded)
+        forget_replacements(new for _, new in self._table.values())
 
     def call(
         self, role: FunctionRole, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

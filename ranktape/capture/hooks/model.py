@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from ranktape.capture.hooks.calls import Placement, Ports, Running
-from ranktape.capture.hooks.compiled import EagerMode
+from ranktape.capture.hooks.compiled import EagerMode, IgnoredWarning, has_compiled
 from ranktape.capture.hooks.coverage import Coverage, find_attention_by_hand, find_coverage
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
@@ -22,6 +21,7 @@ from ranktape.capture.hooks.layers import LayerHooks, check_layers
 from ranktape.capture.hooks.module_hooks import EnterHook, ModuleHooks, is_seen_inside
 from ranktape.capture.hooks.multihead import MultiheadHooks
 from ranktape.capture.hooks.owners import Owners
+from ranktape.capture.hooks.silence import explain_silence, explain_unmatched
 from ranktape.capture.hooks.survey import Surveys
 from ranktape.capture.hooks.weights import Weights
 from ranktape.capture.passes.checkpointing import CheckpointHooks
@@ -33,7 +33,6 @@ from ranktape.capture.passes.tracker import Frame
 from ranktape.capture.process_groups import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.roles.table import FunctionRole, ModuleRole, forward_role
-from ranktape.capture.settings.rules import listed
 from ranktape.capture.source import Source
 from ranktape.capture.tensors.placement import Placements
 from ranktape.errors import UsageError
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from ranktape.capture.passes.tracker import Tracker
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.settings.options import CaptureOptions
-
-_MAX_NAMED = 5
 
 
 class ModelHooks:
@@ -140,25 +137,26 @@ class ModelHooks:
 
     def explain_silence(self) -> str:
         """Why nothing was recorded, and the way out."""
-        globs = listed(self._options.modules)
-        if globs and not any(self._is_wanted(path) for path in self.paths):
-            close = {name for glob in globs for name in difflib.get_close_matches(glob, self.paths, _MAX_NAMED, 0)}
-            return (
-                f"no module matches --module {' or '.join(globs)}; "
-                f"nearest: {', '.join(sorted(close)[:_MAX_NAMED]) or 'none'}"
-            )
-        if self._options.wants_layers and not self._has_stack:
-            return "no stack of layers was found in the model (--layers): record layers by --module and --layer-type"
-        if reason := self._recorder.expected.main_refusal():
-            return f"nothing was recorded of the layers that ran: {reason}"
-        if left_out := self._recorder.num_left_out:
-            flags = ", ".join(self._options.selection_flags)
-            return f"none of {left_out} tensors fits the selection: widen {flags}"
-        kinds = " or ".join(self._options.wanted_layer_types)
-        return (
-            f"the training ran no {kinds} layer in a module that is in training mode: "
-            f"check --layer-type and --module, or record tensors by save_tensor"
-        )
+        return explain_silence(self._options, self._recorder, paths=self.paths, has_stack=self._has_stack)
+
+    def await_model(self) -> None:
+        """Attach with the first module that runs, unless the training is compiled by then: no iteration is watched."""
+        self._handles += [IgnoredWarning(), register_module_forward_pre_hook(self._meet_first)]
+
+    def _meet_first(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        """A global pre-hook; what it returns replaces the arguments, though torch's type says that nothing does."""
+        if is_traced() or in_backward():
+            return None
+        self.detach()
+        if has_compiled():
+            self._recorder.tally = None
+            return None
+        with self._recorder.guarded():
+            self.attach()
+            # What is attached in a call comes too late for it.
+            if module in self._attached:
+                return (self.enter_late(module, (args, keyword_arguments(module))) or (None,))[0]
+        return None if self._is_given else self._meet(module, args)
 
     def attach(self, *, keeps_weights: bool = False) -> None:
         """Put the hooks on all known models, and wait for others; weights of earlier iterations may be relied on."""
@@ -186,13 +184,9 @@ class ModelHooks:
             multihead=self._multihead,
         )
         self._handles += [self._functions, EagerMode(self._functions.originals)]
-        self._functions.attach()
-        self._matched |= self._functions.matched
         self._attach_known()
         if not self._is_given:
-            # torch's type says that such a hook returns nothing; what it returns replaces the arguments.
-            handle = register_module_forward_pre_hook(self._meet)  # type: ignore[arg-type]
-            self._handles.append(handle)
+            self._handles.append(register_module_forward_pre_hook(self._meet))
 
     def enter_late(self, module: nn.Module, arguments: Arguments) -> Arguments | None:
         """Do what a model's own pre-hooks would, in the call in which they were attached; the arguments after that."""
@@ -214,7 +208,7 @@ class ModelHooks:
         self._functions = self._multihead = self._layers = None
         self._tracker.before_pass = None
 
-    def _meet(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _meet(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """A global pre-hook: a module that is entered first and is not known is a model."""
         if is_traced() or module in self._known or self._tracker.current() is not None or in_backward():
             return None
@@ -299,20 +293,16 @@ class ModelHooks:
 
     def unmatched_roles(self) -> Iterator[str]:
         """What a person is told of registered roles that have matched nothing."""
-        for role in registered_roles():
-            if role not in self._matched and self._wants(role.layer_type):
-                kinds = {type(module) for reference, _ in self._roots for module in _modules_of(reference())}
-                names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
-                close = difflib.get_close_matches(role.name, names, 1, 0.3) if isinstance(role, ModuleRole) else []
-                hint = f"the nearest class is {close[0]}" if close else "check its name, and whether it is loaded"
-                what = "no module of the model" if isinstance(role, ModuleRole) else "no function that is loaded"
-                yield f"the role for {role.name} matches {what}: {hint}"
+        kinds = {type(module) for reference, _ in self._roots for module in _modules_of(reference())}
+        missed = [role for role in registered_roles() if role not in self._matched and self._wants(role.layer_type)]
+        return (explain_unmatched(role, kinds) for role in missed)
 
     def _attach_to(self, root: nn.Module, prefix: str) -> None:
         assert self._functions is not None, "only called while hooks are attached"
         if dist.is_available() and dist.is_initialized():
             self.placements.learn(root)
         self._functions.learn(root)
+        self._matched |= self._functions.matched
         stage = self._stage_prefixes.get(root, "")
         survey = self._surveys.of(root)
         tracker, guard, leave = self._tracker, self._recorder.guarded(), Hook(self._on_leave)

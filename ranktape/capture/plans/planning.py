@@ -27,6 +27,7 @@ from ranktape.capture.settings.cadence import cadence_of
 from ranktape.capture.staging.process import WriterProcess
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import PREFIX_NBYTES, Counter, Slot, SlotKind, aligned, unnamed_file
+from ranktape.capture.starting import missing_folders, remove_folders
 from ranktape.errors import CaptureError
 from ranktape.storage.backends.retry import TIMEOUT_SECONDS
 from ranktape.storage.memory import available_nbytes
@@ -286,7 +287,7 @@ class PlanningCapture(Capture):
 
     def _probe(self, rendezvous: Rendezvous) -> float:
         """Bytes per second that the store takes, while it takes from all ranks."""
-        folders = _missing_folders(self._backend)
+        folders = missing_folders(self._backend)
         rendezvous.share("place", "")
         rendezvous.gather("place", seconds=MEET_SECONDS)
         try:
@@ -296,10 +297,7 @@ class PlanningCapture(Capture):
             # Others may still be writing into the folder that was not there before.
             with contextlib.suppress(CaptureError):
                 rendezvous.gather("probe", seconds=MEET_SECONDS)
-            for folder in folders:
-                # On another node, or by another rank, or by somebody who begins to use it.
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            remove_folders(folders)
         return rate
 
     def _advance(self, iteration: int) -> None:  # noqa: ARG002  (the numbers are ours)
@@ -385,11 +383,3 @@ def free_nbytes(backend: Backend) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:  # it may be there and not tell
         return None
-
-
-def _missing_folders(backend: Backend) -> list[Path]:
-    """The folders, innermost first, that a store in a directory would have to make."""
-    if "://" in backend.url:
-        return []
-    path = Path(backend.url)
-    return [folder for folder in (path, *path.parents) if not folder.exists()]

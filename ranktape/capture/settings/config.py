@@ -21,7 +21,9 @@ from ranktape.storage.backends.urls import parse_storage_options
 PREFIX = "RANKTAPE_"
 """What our variables begin with."""
 
-OTHER_VARIABLES = frozenset({"RANKTAPE_CACHE_DIR", "RANKTAPE_CAPTURE", "RANKTAPE_STORAGE_CLIENT", "RANKTAPE_OWNER_PID"})
+OTHER_VARIABLES = frozenset(
+    PREFIX + name for name in ("CACHE_DIR", "CAPTURE", "LAUNCHED", "OWNER_PID", "STORAGE_CLIENT")
+)
 """Variables that begin so and are no setting of a capture."""
 
 _URL = "capture"
