@@ -65,6 +65,15 @@ def test_a_run_against_itself_is_exactly_zero(records: Records) -> None:
     assert {row["relative_norm.worst"] for row in groups} == {0}
 
 
+def test_the_first_divergence_names_the_layer_and_the_quant_type_where_there_are_several(tmp_path: Path) -> None:
+    plain = [(array, info_with(info, module="")) for array, info in model_tensors(num_layers=2)]
+    mixed = [*plain, *((array, info_with(info, quant_type="mxfp8")) for array, info in plain)]
+    for number, (before, pattern) in enumerate(((plain, r"\w+ \w+ \w+,"), (mixed, r"\w+ \w+ (bf16|mxfp8) \w+,"))):
+        after = [(array + array.dtype.type(1), info) for array, info in before]
+        a, b = (store(tmp_path / f"{number}{side}", of).select() for side, of in (("a", before), ("b", after)))
+        assert re.search(f": (attention|linear) layer [01] {pattern}", compare(a, b).title)
+
+
 def test_the_first_divergence_comes_first_in_the_order_of_execution(tmp_path: Path) -> None:
     before = [
         (array, info_with(info, counter=place)) for place, (array, info) in enumerate(model_tensors(num_layers=2))

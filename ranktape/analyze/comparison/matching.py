@@ -1,4 +1,4 @@
-"""Which record of the one side belongs to which of the other, and which have no counterpart?"""
+"""The records of the one side that belong to those of the other, and those that have no counterpart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_NAMED = 6
 """Sites that a message names before it counts the rest."""
 
-_NAME = ("module", "operation", "phase", "quant_type", "tensor_name")
+_NAME = ("module", "layer_type", "layer_idx", "operation", "phase", "quant_type", "tensor_name")
 """The fields by which messages name a site."""
 
 
@@ -111,10 +111,16 @@ def places(records: Records) -> list[Key]:
 def name_sites(records: Records, rows: Sequence[int]) -> str:
     """The sites of records in a few words, those first of which there are most."""
     columns = [records.column(field) for field in _NAME]
-    counts = Counter(" ".join(str(column[row]) or "(no module)" for column in columns) for row in rows)
+    counts = Counter(site_name(*(column[row] for column in columns)) for row in rows)
     named = [f"{name} ({count})" for name, count in counts.most_common(MAX_NAMED)]
     rest = len(counts) - len(named)
     return ", ".join(named) + (f" and {rest} more" if rest > 0 else "")
+
+
+def site_name(module: str, layer_type: str, layer_idx: int, *rest: str) -> str:
+    """A site in words: its module, or where there is none its kind, with the layer unless the path names it."""
+    has_layer = layer_idx >= 0 and str(layer_idx) not in module.split(".")
+    return " ".join([module or layer_type, *([f"layer {layer_idx}"] if has_layer else []), *rest])
 
 
 def _grouped(keys: Sequence[Key], members: Sequence[Key]) -> dict[Key, dict[Key, list[int]]]:
@@ -163,7 +169,7 @@ _FIELDS = [field for field in PAIRED if field != "rank"]
 
 def _words(member: Key) -> str:
     values = dict(zip(_FIELDS, member, strict=False))
-    return " ".join(str(values[field]) or "(no module)" for field in _NAME)
+    return site_name(*(values[field] for field in _NAME))
 
 
 def _nothing_matched(a: Records, b: Records, pairing: Pairing) -> str:
@@ -180,13 +186,9 @@ def _nothing_matched(a: Records, b: Records, pairing: Pairing) -> str:
                 f"{what}: {field} is {_few(values[0])} on the first and {_few(values[1])} on the second; "
                 f"give --pair {field}={values[0][0]}:{values[1][0]}"
             )
-    names = [sorted(set(map(_site, zip(*(side.column(f) for f in _NAME), strict=True)))) for side in (a, b)]
+    names = [sorted(set(map(site_name, *(side.column(field) for field in _NAME)))) for side in (a, b)]
     nearest = difflib.get_close_matches(names[0][0], names[1], n=1, cutoff=0.0)
     return f"{what}: the nearest to {names[0][0]!r} is {nearest[0]!r}; see 'ranktape analyze ls' of both"
-
-
-def _site(fields: Sequence[object]) -> str:
-    return " ".join(str(field) or "(no module)" for field in fields)
 
 
 def _few(values: Sequence[str]) -> str:

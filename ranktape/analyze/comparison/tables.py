@@ -1,4 +1,4 @@
-"""What do the tables say of compared pairs: one row for each pair, or for each group of them?"""
+"""The tables of compared pairs: one row for each pair, or for each group of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.comparison.divergence import ComparedPair
 from ranktape.analyze.comparison.figures import PAIR_FIGURES, PairFigure, figures_of, judged_value
+from ranktape.analyze.comparison.matching import site_name
 from ranktape.analyze.identity import IDENTITY, group_columns, identity_columns, identity_rows
 from ranktape.analyze.table import Column, Kind
 from ranktape.storage.backends.failures import printable
@@ -104,7 +105,9 @@ class PairTable:
     def place(self, pair: ComparedPair) -> str:
         """Where a pair is, and how large its difference is, in one line."""
         mine = self._identity(0, pair)
-        what = f"{mine['module'] or '(no module)'} {mine['operation']} {mine['phase']} {mine['tensor_name']}"
+        is_mixed = len(set(self._matching.a.column("quant_type").tolist())) > 1
+        fields = ("operation", "phase", *(["quant_type"] if is_mixed else []), "tensor_name")
+        what = site_name(mine["module"], mine["layer_type"], mine["layer_idx"], *(mine[field] for field in fields))
         where = f"iteration {mine['iteration']} microbatch {mine['microbatch']} rank {mine['rank']}"
         if pair.differences is None:
             return printable(f"{where}: {what} (distributions alone)")
