@@ -119,6 +119,39 @@ class TestServers:
         assert not caught.value.is_transient
         assert proxy.requests == ["PUT"]
 
+    @pytest.mark.parametrize("fault", [DROP, LOSE, (503, "SlowDown")])
+    def test_a_large_object_is_sent_again_whole(
+        self, proxy: FlakyProxy, open_flaky: Callable[..., RetryingBackend], fault: Any
+    ) -> None:
+        data = os.urandom(3 * 2**20)
+        backend = open_flaky()
+        proxy.faults += [fault, fault]
+        backend.put("a", [memoryview(data)[:7], memoryview(data)[7:]])
+        assert backend.get("a") == data
+
+    @pytest.mark.parametrize(
+        ("kind", "fault"), [(NoSpaceError, (507, "InsufficientStorage")), (AccessDeniedError, (403, "AccessDenied"))]
+    )
+    def test_why_a_large_object_is_refused_is_said_at_once(
+        self,
+        proxy: FlakyProxy,
+        open_flaky: Callable[..., RetryingBackend],
+        monkeypatch: pytest.MonkeyPatch,
+        kind: type[StorageError],
+        fault: tuple[int, str],
+    ) -> None:
+        for client in (s3, obstore_backend):
+            monkeypatch.setattr(client, "_PART_NBYTES", 5 * 2**20)
+        backend = open_flaky()
+        # Of an object in parts it is the first part that is refused.
+        passed_on: tuple[tuple[int, list[str]], ...] = ((3, []), (11, [""]))
+        for num_mebibytes, before in passed_on:
+            proxy.faults += [*before, fault]
+            with pytest.raises(kind, match=r"cannot write s3://bucket/run-\d+/a: "):
+                backend.put("a", [bytes(num_mebibytes * 2**20)])
+            assert backend.size("a") is None
+            assert backend.list_debris() == []
+
     def test_a_part_that_failed_is_tried_again(
         self, proxy: FlakyProxy, open_flaky: Callable[..., RetryingBackend], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -138,6 +171,7 @@ class TestServers:
         backend.put("a", [b"."])
         works: list[Callable[[], object]] = [
             lambda: backend.put("b", [b"."]),
+            lambda: backend.put("b", [bytes(3 * 2**20)]),
             lambda: backend.get("a"),
             lambda: backend.list_keys(""),
         ]

@@ -234,8 +234,8 @@ class S3Backend(RemoteBackend):
             with contextlib.suppress(Exception):
                 await asyncio.shield(self._request("abort_multipart_upload", Key=key, UploadId=upload))
             if isinstance(error, ExceptionGroup):
-                # What the first part that failed was answered says whether to try again.
-                raise error.exceptions[0] from None
+                # What the first part that failed was answered, which is its cause, says whether to try again.
+                raise error.exceptions[0] from error.exceptions[0].__cause__
             raise
 
     async def _create(self, key: str, data: bytes) -> bool:
