@@ -113,9 +113,10 @@ class Lease:
         return read_attributes(self._backend, layout.lease_path(number)) or {}
 
     def _remove(self, numbers: set[int]) -> None:
-        # One that stays is nobody's, and passed over.
+        # One that stays is nobody's, and passed over: a store that is away must not keep the writer.
+        backend = self._backend.with_deadline(timeout_seconds=RENEW_SECONDS)
         with contextlib.suppress(StorageError):
-            self._backend.delete_keys([layout.document_key(layout.lease_path(number)) for number in sorted(numbers)])
+            backend.delete_keys([layout.document_key(layout.lease_path(number)) for number in sorted(numbers)])
 
     def _refusal(self, number: int) -> RunExistsError:
         words = self._read(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ranktape.errors import AccessDeniedError, RunExistsError, UnreachableError
+from ranktape.errors import AccessDeniedError, NoSpaceError, RunExistsError, StorageError, UnreachableError
 from ranktape.storage import lease, open_run
 from ranktape.storage.attempt import Launch
+from ranktape.storage.backends import local
 from ranktape.storage.backends.retry import RetryingBackend
 from ranktape.storage.backends.urls import open_backend
 from ranktape.storage.lease import Lease
@@ -142,6 +144,45 @@ def test_nothing_is_written_where_nothing_may_be_recorded(tmp_path: Path) -> Non
     with pytest.raises(RunExistsError, match="add --resume"):
         claim_run(open_backend(tmp_path / "run"), launch=launch("new"), resume=False, overwrite=False)
     assert not list(tmp_path.rglob("lease*"))
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.ENOSPC, NoSpaceError), (errno.EACCES, AccessDeniedError), (errno.EROFS, AccessDeniedError)],
+)
+def test_a_disk_that_takes_no_lease_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[StorageError]
+) -> None:
+    backend = open_backend(tmp_path / "run")
+    with monkeypatch.context() as patched:
+
+        def refuse(*_: object) -> int:
+            raise OSError(number, os.strerror(number))
+
+        patched.setattr(local, "write_all", refuse)
+        with pytest.raises(kind, match=r"cannot write .*run/lease_000/zarr\.json: .*choose another URL"):
+            Lease(backend, launch=launch("first"))
+        assert backend.list_debris() == []
+    with Lease(backend, launch=launch("second")) as held:
+        with monkeypatch.context() as patched:
+            patched.setattr(local, "write_all", refuse)
+            time.sleep(3 * RENEW_SECONDS)
+            assert held._thread.is_alive()
+        assert backend.list_keys("") == [f"lease_{held._number:03}/zarr.json"]
+    assert backend.list_keys("") == []
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("client", ["fsspec", "obstore"])
+def test_a_server_that_dies_keeps_nobody(s3_server: S3Server, client: str) -> None:
+    with flaky_proxy(s3_server.endpoint_url) as proxy:
+        options = s3_server.storage_options | {"endpoint_url": proxy.endpoint_url, "client": client}
+        backend = open_backend(s3_server.new_url(), storage_options=options, timeout_seconds=300)
+        held = Lease(backend, launch=launch("first"))
+    held.release()  # by the deadline of a renewal, and not by that of the backend, which is longer than a test
+    gone = open_backend(backend.url, storage_options=options, timeout_seconds=1)
+    with pytest.raises(UnreachableError, match=r"cannot list s3://bucket/run-\d+.*check the URL"):
+        Lease(gone, launch=launch("second"))
 
 
 @pytest.mark.s3
