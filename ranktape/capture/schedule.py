@@ -62,6 +62,8 @@ class Schedule:
             return "the training ended"
         if is_interrupted:
             return f"the training ended in iteration {iteration}, before its optimizer stepped"
+        if num_steps == 0 and left[0] == iteration:
+            return "the training ended before its first pass in training mode (--mode=eval records inference)"
         named = ", ".join(str(wanted) for wanted in left[:_MAX_NAMED]) + (", ..." if len(left) > _MAX_NAMED else "")
         first = "the first captured iteration" if num_recorded == 0 else "the captured iteration"
         return (

@@ -43,6 +43,8 @@ _MAX_NAMED = 4
 @click.option("--capture", "url", metavar="URL", help="Where the run would be recorded.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document, with every module named.")
 @click.option("--verbose", is_flag=True, help="Name the modules that match.")
+@click.option("--num-ranks", type=click.IntRange(1), help="Plan for so many ranks, each of which takes as much.")
+@click.option("--num-hosts", type=click.IntRange(1), default=1, show_default=True, help="Machines that they share.")
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in 'python -m'.")
 @capture_options()
 @click.argument("script", metavar="SCRIPT")
@@ -52,6 +54,8 @@ def command(
     *,
     as_json: bool,
     verbose: bool,
+    num_ranks: int | None,
+    num_hosts: int,
     is_module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -67,6 +71,8 @@ def command(
         Script(name=script, arguments=arguments, is_module=is_module),
         as_json=as_json,
         verbose=verbose,
+        num_ranks=num_ranks,
+        num_hosts=num_hosts,
     )
 
 
@@ -86,7 +92,16 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _plan(url: str, settings: dict[str, Any], script: Script, *, as_json: bool, verbose: bool) -> None:
+def _plan(
+    url: str,
+    settings: dict[str, Any],
+    script: Script,
+    *,
+    as_json: bool,
+    verbose: bool,
+    num_ranks: int | None,
+    num_hosts: int,
+) -> None:
     script.check()
     # Before the heavy imports, so that a folder called `zarr` in the working directory is not taken for the package.
     script.enter()
@@ -96,7 +111,7 @@ def _plan(url: str, settings: dict[str, Any], script: Script, *, as_json: bool, 
     capture = PlanningCapture(url, **settings)
     with contextlib.redirect_stdout(sys.stderr), capture:
         script.run()
-    forecast = _agree(capture)
+    forecast = _agree(capture, num_ranks=num_ranks, num_hosts=num_hosts)
     if forecast is None:
         return
     if as_json:
@@ -108,15 +123,16 @@ def _plan(url: str, settings: dict[str, Any], script: Script, *, as_json: bool, 
         raise CaptureError(f"this capture cannot work: {'; '.join(forecast.refusals)}")
 
 
-def _agree(capture: PlanningCapture) -> Forecast | None:
+def _agree(capture: PlanningCapture, *, num_ranks: int | None, num_hosts: int) -> Forecast | None:
     """The forecast from what all ranks found out; None on all ranks but the first.
 
     Raises:
+        UsageError: a number of ranks was given, and there are several.
         CaptureError: a rank said nothing, or no rank has seen a step of the training.
     """
     import torch.distributed as dist
 
-    from ranktape.capture.plans.forecast import make_forecast
+    from ranktape.capture.plans.forecast import make_forecast, spread
     from ranktape.capture.plans.planning import MEET_SECONDS, RankPlan
 
     rendezvous = capture.rendezvous
@@ -126,6 +142,8 @@ def _agree(capture: PlanningCapture) -> Forecast | None:
         if capture.rank == 0:
             texts = rendezvous.gather("plan", seconds=MEET_SECONDS)
             plans = [RankPlan.from_json(json.loads(text)) for text in texts]
+            if num_ranks is not None:
+                plans = spread(plans, num_ranks=num_ranks, num_hosts=num_hosts, options=capture.options)
             forecast = make_forecast(plans, options=capture.options, iterations=capture.iterations, url=capture.url)
         return forecast
     finally:

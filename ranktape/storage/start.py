@@ -7,6 +7,7 @@ its own node.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import secrets
@@ -14,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ranktape.errors import CaptureError, RunExistsError, UsageError
+from ranktape.errors import CaptureError, RanktapeError, RunExistsError, UsageError
 from ranktape.storage import layout
 from ranktape.storage.attempt import (
     Attempt,
@@ -35,7 +36,7 @@ from ranktape.storage.documents import (
 )
 from ranktape.storage.groups import write_group
 from ranktape.storage.lease import Lease
-from ranktape.storage.progress import read_progress
+from ranktape.storage.progress import read_progress, read_verdict
 
 if TYPE_CHECKING:
     from ranktape.storage.backends.backend import Backend
@@ -121,7 +122,7 @@ def begin_attempt(
 def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: str | None = None) -> bytes | None:
     """Make sure, before anything is written, that a launch may record into a place; the document of the run there.
 
-    Without `launch_id` it is a new launch.
+    Without `launch_id` it is a new launch. A run that has ended, and into which nothing was stored, is free to use.
 
     Raises:
         RunExistsError: another launch's run, or something that is not a run, is at the URL.
@@ -133,12 +134,20 @@ def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: s
     if data is None and (found := _foreign_names(backend)):
         raise RunExistsError(f"{backend.url} is not empty and holds no run (there is {found[0]!r}): choose another URL")
     is_anothers = data is not None and run_attributes(data, place=backend.url).get("launch_id") != launch_id
-    if is_anothers and not (resume or overwrite):
+    if is_anothers and not (resume or overwrite or _has_ended_empty(backend)):
         raise RunExistsError(
             f"there is a run at {backend.url} already: add --resume to continue it, --overwrite to delete it, "
             f"--add to keep it beside what comes, or choose another URL"
         )
     return data
+
+
+def _has_ended_empty(backend: Backend) -> bool:
+    # One that is damaged, or of another version, is refused like any other.
+    with contextlib.suppress(RanktapeError):
+        judged = read_verdict(backend)
+        return judged is not None and judged[0].final and not any(status.committed_ranks for status in judged[1])
+    return False
 
 
 def _check_length(backend: Backend) -> None:

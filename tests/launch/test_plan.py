@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from ranktape.capture.plans.footprint import Footprint
-from ranktape.capture.plans.forecast import find_refusals, make_forecast
+from ranktape.capture.plans.forecast import find_refusals, make_forecast, spread
 from ranktape.capture.plans.planning import RankPlan
 from ranktape.capture.settings.options import CaptureOptions
-from ranktape.errors import CaptureError
+from ranktape.errors import CaptureError, UsageError
 from ranktape.launch.plan import forecast_lines
 from ranktape.storage import open_run
 from tests.launch.processes import errors, python, torchrun
@@ -243,6 +243,19 @@ def rank_plan(**changes: Any) -> RankPlan:
         free_nbytes=1000 * MB,
     )
     return dataclasses.replace(plan, **changes)
+
+
+def test_one_rank_is_spread_over_many_that_share_hosts_and_store() -> None:
+    options = CaptureOptions(host_budget_nbytes=500 * MB)
+    ranks = spread([rank_plan()], num_ranks=6, num_hosts=2, options=options)
+    forecast = make_forecast(ranks, options=options, iterations=[0, 1], url="run")
+    assert [one.rank for one in forecast.ranks] == list(range(6))
+    assert forecast.iteration_nbytes == 6 * 100 * MB
+    assert forecast.host_nbytes == 3 * 500 * MB
+    assert forecast.store_seconds == pytest.approx(6 * 1.0)
+    assert "1.2 GB" in forecast.refusals[0]
+    with pytest.raises(UsageError, match="this launch has 2 ranks of its own"):
+        spread([rank_plan(), rank_plan(rank=1)], num_ranks=6, num_hosts=2, options=options)
 
 
 @pytest.mark.parametrize(

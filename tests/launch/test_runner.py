@@ -135,6 +135,10 @@ def test_a_script_that_ends_before_the_first_captured_iteration_is_an_error(tmp_
     (error,) = errors(ended)
     assert "0 of 1 guaranteed iterations are stored complete" in error
     assert "Traceback" not in ended.stderr
+    # Nothing is stored there, and nothing more will be: the place is free.
+    again = python(*LAUNCH, "--capture", "run", "train.py", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert open_run(tmp_path / "run").iterations == [0]
 
 
 ASKED_FOR_HELP = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.console import size_text
 from ranktape.capture.settings.options import Policy
-from ranktape.errors import CaptureError
+from ranktape.capture.staging.budget import default_host_budget_nbytes
+from ranktape.errors import CaptureError, UsageError
 from ranktape.storage.record import Keep
 
 if TYPE_CHECKING:
@@ -107,6 +109,23 @@ def make_forecast(
         sustained_slowdown=slowdowns[1],
         refusals=find_refusals(ranks, options=options, num_iterations=len(iterations), num_stored=num_stored),
     )
+
+
+def spread(ranks: Sequence[RankPlan], *, num_ranks: int, num_hosts: int, options: CaptureOptions) -> list[RankPlan]:
+    """What each of several ranks would find out that take as much as the only one, and share its store.
+
+    Raises:
+        UsageError: there are several already.
+    """
+    if len(ranks) > 1:
+        raise UsageError(f"--num-ranks is for a plan in one process: this launch has {len(ranks)} ranks of its own")
+    one = ranks[0]
+    on_host = -(-num_ranks // num_hosts)
+    budget = options.host_budget_nbytes or default_host_budget_nbytes(num_local_ranks=on_host)
+    alike = dataclasses.replace(
+        one, num_local_ranks=on_host, budget_nbytes=budget, write_rate=one.write_rate / num_ranks
+    )
+    return [alike, *(dataclasses.replace(alike, rank=rank, layers={}) for rank in range(1, num_ranks))]
 
 
 def find_refusals(
