@@ -159,6 +159,10 @@ class Expected:
         else:
             watched.is_passed = True
 
+    def ran(self) -> set[Source]:
+        """The sources that ran in a pass that is recorded, whatever was selected of them."""
+        return {source for source, watched in list(self._sources.items()) if watched.is_called}
+
     def refuse(self, source: Source, role: TensorRole, reason: str) -> None:
         """The tensor is not recorded, or not whole, and why."""
         self.site(source, role).refused = reason

@@ -185,7 +185,7 @@ class Iterations:
         summary = self._recorder.end()
         coverage = None
         with self._recorder.guarded():
-            coverage = self._hooks.find_coverage(tally.sources)
+            coverage = self._hooks.find_coverage()
         self._hooks.detach()
         if self._disabled is not None:
             return

@@ -86,7 +86,7 @@ def find_coverage(
 
 
 def find_attention_by_hand(frames: Iterable[Frame], *, sources: Collection[Source]) -> dict[str, str]:
-    """The modules of attention that ran and of which no attention was recorded, each with the reason."""
+    """The modules of attention that ran, and none of whose attention hooks saw; `sources` are what they saw run."""
     attended = {source.module for source in sources if source.layer_type == "attention"}
     ran = {source.module for source in sources if source.layer_type != "attention"}
     return {

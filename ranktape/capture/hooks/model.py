@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -268,11 +268,8 @@ class ModelHooks:
         for module, source in self._inside.items():
             yield source, module, "weight"
 
-    def find_coverage(self, sources: Collection[Source]) -> Coverage | None:
-        """What the hooks see of the models, where linear layers are recorded; asked before they are taken off.
-
-        `sources` are what was recorded in the iteration.
-        """
+    def find_coverage(self) -> Coverage | None:
+        """What the hooks see of the models, where linear layers are recorded; asked before they are taken off."""
         if not self._attached or not self._wants("linear"):
             return None
         found = find_coverage(
@@ -282,7 +279,7 @@ class ModelHooks:
         )
         if self._wants("attention"):
             wanted = (frame for frame in self._attached.values() if self._is_wanted(frame.path))
-            found.unseen.update(find_attention_by_hand(wanted, sources=sources))
+            found.unseen.update(find_attention_by_hand(wanted, sources=self._recorder.expected.ran()))
         return found
 
     def _is_left_out(self, frame: Frame) -> bool:
