@@ -100,7 +100,9 @@ def _run(request: Request, *, worker: Worker) -> int:
     # Before the heavy imports, so that a folder called `zarr` in the working directory is not taken for the package.
     script.enter()
 
+    from ranktape.capture.roles.known import known_layer_types
     from ranktape.capture.settings.options import CaptureOptions
+    from ranktape.capture.settings.rules import check_layer_types
     from ranktape.capture.starting import open_place, try_place
     from ranktape.launch.autostart import AutoStart, Order, hand_down
     from ranktape.launch.place import shown
@@ -110,6 +112,7 @@ def _run(request: Request, *, worker: Worker) -> int:
     url, settings = capture_request(request.url, request.values)
     order = Order.from_settings(url, settings, folder=os.getcwd(), launcher_pid=os.getpid())  # noqa: PTH109  (a text)
     options = CaptureOptions(**order.settings)
+    check_layer_types(options, known=known_layer_types())
     backend = open_place(order.url, options)
     # A restart by torchrun finds the run of the first start.
     earlier: list[Attempt] = []

@@ -26,14 +26,14 @@ CAPTURE = {
     "call", "iteration", "modes", "where", "samples", "keep", "selections", "layers", "layer_offset", "master",
     "advance_on", "sample_dim", "policy", "host_budget_nbytes", "block_timeout_seconds", "finish_timeout_seconds",
     "store_timeout_seconds", "store_concurrency", "compression", "keep_last", "ring_dir", "spill_dir", "strict",
-    "capture_config", "manual", "resume", "overwrite", "storage_options",
+    "capture_config", "manual", "resume", "overwrite", "add", "storage_options",
 }  # fmt: skip
 """The settings of a capture."""
 
 OPTIONS = {
     "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches", "quant"}
     | (CAPTURE - {"first_iteration", "manual", "capture_config", "advance_on", "layer_offset"}),
-    "plan": {"url", "as_json", "verbose", "is_module", "script", "arguments"} | CAPTURE,
+    "plan": {"url", "as_json", "verbose", "is_module", "script", "arguments", "num_ranks", "num_hosts"} | CAPTURE,
     "status": {"run", "as_json", "require_minimum", "storage_options"},
     "watch": {"run", "until_complete", "min_records", "timeout", "interval", "storage_options"},
     "runs": {"url", "depth", "as_json", "storage_options"},

@@ -268,8 +268,12 @@ def _letters() -> frozenset[int]:
 
 def _draw_all_letters(figure: Figure) -> None:
     """Have every text take letters that the first font lacks from the next one; no global state is touched."""
+    own = get_font(findfont(FontProperties())).get_charmap()
     for text in figure.findobj(Text):
-        text.set_fontfamily(list(families()))
+        # The letters of an axis come when it is drawn; of bold ones matplotlib says that other fonts have none.
+        is_known = all(ord(letter) in own for letter in text.get_text() if letter.isprintable())
+        if not (is_known and text.get_fontweight() == "bold"):
+            text.set_fontfamily(list(families()))
 
 
 def wrapped(text: str, *, width: float, size: float, max_lines: int, weight: str = "normal") -> list[str]:
@@ -277,8 +281,10 @@ def wrapped(text: str, *, width: float, size: float, max_lines: int, weight: str
 
     What does not fit into `max_lines` is cut off, and "..." says so.
     """
-    # Its own path and those of the fonts that it falls back on.
-    paths = [findfont(FontProperties(family=[name], weight=weight)) for name in families()]
+    paths = [
+        findfont(FontProperties(weight=weight)),
+        *(findfont(FontProperties(family=[name])) for name in families()[1:]),
+    ]
     font = get_font(paths)
     # Letters are a little wider in a picture, where each begins at a whole pixel.
     room = 0.97 * width * 72

@@ -270,7 +270,8 @@ class ModelHooks:
 
     def find_coverage(self) -> Coverage | None:
         """What the hooks see of the models, where linear layers are recorded; asked before they are taken off."""
-        if not self._attached or not self._wants("linear"):
+        # What a selection leaves out is left out on purpose.
+        if not self._attached or not self._wants("linear") or self._options.selection_flags:
             return None
         found = find_coverage(
             self._attached.values(),
