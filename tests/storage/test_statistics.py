@@ -71,7 +71,8 @@ def test_statistics_come_back(url: str, arrays: dict[str, Array]) -> None:
 
 def test_tensors_of_all_shapes_share_one_array(url: str) -> None:
     records = kept(url)
-    assert set(records.column("stack")) == {"stack_float64_10_0"}
+    [stack] = set(records.column("stack"))
+    assert stack.startswith("stack_float64_10_")
     assert records[0].array.shape == (len(SHAPES), len(STATISTICS))
     document = json.loads(Path(url, records[0].location.array_path, "zarr.json").read_bytes())
     assert document["dimension_names"] == ["capture_5", "statistic_10"]
