@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.guard import StrictCaptureError
-from ranktape.capture.hooks.compiled import has_compiled
+from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.process_groups import keep_process_groups
 from ranktape.capture.settings.options import CaptureOptions, Policy
@@ -159,7 +159,7 @@ class Iterations:
         if self._disabled is not None:
             return
         # One that is not captured tells what a captured one costs; not in a training that would run eagerly for it.
-        if is_wanted or not (self._is_surveyed or has_compiled()):
+        if is_wanted or not (self._is_surveyed or is_left_compiled(self.options)):
             self._recorder.begin(self._iteration, is_staged=is_wanted)
             self._tracker.reset(self._iteration)
             if not self.options.manual:

@@ -111,6 +111,7 @@ def test_without_being_asked_for_evaluation_is_neither_recorded_nor_counted(tmp_
 
 @pytest.mark.parametrize("steps_by_hand", [False, True])
 def test_in_inference_each_forward_is_an_iteration(tmp_path: Path, model: Net, *, steps_by_hand: bool) -> None:
+    torch.compile(lambda one: one + 1, backend="eager")(torch.ones(1))  # something else in the process is compiled
     model.eval()
     given = model if steps_by_hand else None
     with Capture(tmp_path / "run", model=given, modes=("eval",), start=1, every=2, min_iterations=3) as capture:

@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from ranktape.storage.record import Mode
+
+if TYPE_CHECKING:
+    from ranktape.capture.settings.options import CaptureOptions
 
 _COMPILER = "torch._dynamo"
 
@@ -85,6 +90,11 @@ class EagerMode:
 
     def _force(self) -> None:
         self._stack.push(torch.compiler.set_stance("force_eager"))
+
+
+def is_left_compiled(options: CaptureOptions) -> bool:
+    """Whether this process has compiled something, and its iterations end without a look at its models."""
+    return has_compiled() and options.advance_on != "forward" and Mode.TRAIN in options.wanted_modes
 
 
 def has_compiled() -> bool:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from ranktape.capture.hooks.calls import Placement, Ports, Running
-from ranktape.capture.hooks.compiled import EagerMode, IgnoredWarning, has_compiled
+from ranktape.capture.hooks.compiled import EagerMode, IgnoredWarning, is_left_compiled
 from ranktape.capture.hooks.coverage import Coverage, find_attention_by_hand, find_coverage
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
@@ -148,7 +148,7 @@ class ModelHooks:
         if is_traced() or in_backward():
             return None
         self.detach()
-        if has_compiled():
+        if is_left_compiled(self._options):
             self._recorder.tally = None
             return None
         with self._recorder.guarded():
