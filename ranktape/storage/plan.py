@@ -25,7 +25,9 @@ class Plan:
     iterations: tuple[int, ...]
     """All that are or were to be captured, ascending."""
     is_done: bool
-    """Whether enough iterations are complete, and capture ends."""
+    """Whether capture ends: enough iterations are complete, or no more can be."""
+    is_enough: bool = False
+    """Whether it ends because enough iterations are complete."""
 
 
 def write_plan(backend: Backend, *, attempt: Attempt, plan: Plan) -> None:
@@ -35,7 +37,7 @@ def write_plan(backend: Backend, *, attempt: Attempt, plan: Plan) -> None:
         StorageError: the run was deleted or replaced, or cannot be written.
     """
     check_attempt(backend, attempt)
-    attributes = {"iterations": list(plan.iterations), "is_done": plan.is_done}
+    attributes = {"iterations": list(plan.iterations), "is_done": plan.is_done, "is_enough": plan.is_enough}
     write_group(backend, layout.plan_path(attempt.path), attributes)
 
 
@@ -48,4 +50,8 @@ def read_plan(backend: Backend, *, attempt: Attempt) -> Plan | None:
         StorageError: the store cannot be read.
     """
     fields = read_fields(backend, layout.plan_path(attempt.path))
-    return None if fields is None else Plan(iterations=fields.integers("iterations"), is_done=fields.flag("is_done"))
+    if fields is None:
+        return None
+    return Plan(
+        iterations=fields.integers("iterations"), is_done=fields.flag("is_done"), is_enough=fields.flag("is_enough")
+    )

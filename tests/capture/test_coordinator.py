@@ -89,6 +89,7 @@ def test_whole_iterations_are_closed_and_enough_is_enough(tmp_path: Path) -> Non
     plan = read_plan(watched.backend, attempt=watched.attempt)
     assert plan is not None
     assert plan.is_done
+    assert plan.is_enough
     watched.close()
     verdict = watched.coordinator.finish()
     assert (verdict.met, verdict.complete, verdict.missing) == (True, [10, 15], [])

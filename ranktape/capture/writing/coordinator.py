@@ -233,9 +233,10 @@ class Coordinator:
         self._refused |= {one for one in self._undecided if progress.closed - progress.marks.get(one, {}).keys()}
         self._undecided -= self.complete | self._refused
         num_complete = len(self.complete | set(self._attempt.completed))
+        is_enough = num_complete >= self._goal.target
         is_over = self._lost() or (progress.closed and not self._undecided)
-        if num_complete >= self._goal.target or is_over:
-            self._announce(Plan(iterations=self._plan.iterations, is_done=True))
+        if is_enough or is_over:
+            self._announce(Plan(iterations=self._plan.iterations, is_done=True, is_enough=is_enough))
         elif not self._undecided:
             further = self._further(self._goal.target - num_complete)
             if further:

@@ -43,7 +43,7 @@ _STAMPED_SCHEMA = 2
 _MAX_NAMED = 100
 """Foreign objects, and ranks that left nothing, that are named before the rest is counted."""
 
-_REMEMBERED = ("num_records", "nbytes", "commit", "is_done")
+_REMEMBERED = ("num_records", "nbytes", "commit", "is_enough")
 """The attributes of markers and of the plan that are compared with something."""
 
 OnProgress = Callable[[int, int], object]
@@ -232,7 +232,7 @@ class _AttemptCheck:
             self._found.error(FindingKind.DAMAGED, "the attempt's document has lost its checksum", key=key)
         self._is_last = is_last
         self._seen: set[int] = set()
-        self._is_done = False
+        self._is_enough = False
         # Read before the listing: what ranks write comes before it.
         self._verdict_key = layout.document_key(layout.verdict_path(attempt.path))
         is_closed = backend.exists(self._verdict_key)
@@ -306,7 +306,7 @@ class _AttemptCheck:
         key = self._verdict_key
         mend = Mend.WRITE_VERDICT if self._is_last else None
         view = self.view
-        if self._is_done and len(complete | dropped) < view.attempt.min_iterations:
+        if self._is_enough and len(complete | dropped) < view.attempt.min_iterations:
             plan = layout.document_key(layout.plan_path(view.attempt.path))
             found.note(FindingKind.STALE, f"the plan says enough is complete, {len(complete | dropped)} are", key=plan)
         if not view.is_closed:
@@ -361,7 +361,7 @@ class _AttemptCheck:
             if words is None:  # gone since it was listed, as a retention does
                 continue
             if key == layout.document_key(layout.plan_path(view.attempt.path)):
-                self._is_done = words.get("is_done") is True
+                self._is_enough = words.get("is_enough") is True
             if marker is not None:
                 view.marks[marker.iteration, marker.rank][marker.mark] = words
 
