@@ -9,7 +9,7 @@ import http.client
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
@@ -101,11 +101,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault == SLOW:
             self.proxy.ended.wait(0.7)
-        upstream = http.client.HTTPConnection(self.proxy.host, timeout=20)
-        upstream.request(self.command, self.path, body, dict(self.headers))
-        answer = upstream.getresponse()
-        content = answer.read()
-        upstream.close()
+        with closing(http.client.HTTPConnection(self.proxy.host, timeout=20)) as upstream:
+            upstream.request(self.command, self.path, body, dict(self.headers))
+            answer = upstream.getresponse()
+            content = answer.read()
         if fault != LOSE:
             kept = [(name, value) for name, value in answer.getheaders() if name.lower() not in _HOP]
             length = answer.getheader("Content-Length") or str(len(content))
