@@ -7,6 +7,7 @@ import html.parser
 import json
 import math
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ HOSTILE = (
     "&lt;i&gt;",
     "{{ 7*7 }}{% raw %}",
     "\u2028\u2029\u202e\ud800",
+    "\x03\x1b[2Jtouch hurt\n",
 )
 """What a stranger may call a module."""
 
@@ -307,6 +309,7 @@ def hostile_model(tmp_path: Path) -> Model:
             where={"module": name},
             places=(0,),
             consequences=(name,),
+            command=f"ranktape analyze stats RUN --module {shlex.quote(name)}",
         )
         for name in HOSTILE
     ]
@@ -330,6 +333,10 @@ def test_names_of_strangers_are_text(tmp_path: Path) -> None:
     shown = "".join(elements.text)
     assert "<script>alert(1)</script> is wrong" in shown
     assert "{{ 7*7 }}{% raw %} is wrong" in shown
+    # What is copied from the page into a terminal is text there, too.
+    commands = [elements.text[place + 1] for place, text in enumerate(elements.text) if "Look closer" in text]
+    assert [shlex.split(command)[:4] for command in commands] == [["ranktape", "analyze", "stats", model.url]] * len(HOSTILE)
+    assert all(command.isprintable() for command in commands)
     policy = next(attributes["content"] for _, attributes in elements.found if "http-equiv" in attributes)
     assert policy is not None
     assert policy.startswith("default-src 'none'; script-src 'sha256-")

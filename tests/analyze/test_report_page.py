@@ -160,6 +160,7 @@ def test_the_first_screen_says_what_is_wrong_and_where(fresh: Page) -> None:
             f"layers.{layer}." in text and word in text and (rank is None or f"rank {rank}" in text) for text in seen
         ), f"nothing of layer {layer}, {word} in {seen}"
     assert all(re.match(r"(high|medium|low)\n", text, re.IGNORECASE) for text in seen)
+    assert all("\nLook closer: ranktape analyze " in text for text in seen)
     assert re.match(r"\d+ things stand out: ", fresh.text("#headline"))
     assert "4 ranks" in fresh.text(".facts")
 
