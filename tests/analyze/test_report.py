@@ -335,7 +335,8 @@ def test_names_of_strangers_are_text(tmp_path: Path) -> None:
     assert "{{ 7*7 }}{% raw %} is wrong" in shown
     # What is copied from the page into a terminal is text there, too.
     commands = [elements.text[place + 1] for place, text in enumerate(elements.text) if "Look closer" in text]
-    assert [shlex.split(command)[:4] for command in commands] == [["ranktape", "analyze", "stats", model.url]] * len(HOSTILE)
+    begin = ["ranktape", "analyze", "stats", model.url]
+    assert [shlex.split(command)[:4] for command in commands] == [begin] * len(HOSTILE)
     assert all(command.isprintable() for command in commands)
     policy = next(attributes["content"] for _, attributes in elements.found if "http-equiv" in attributes)
     assert policy is not None
