@@ -63,6 +63,16 @@ def check_term(value: str, *, field: str) -> str:
     return value
 
 
+def is_parameter(tensor_name: str) -> bool:
+    """Whether a tensor of that name is a parameter of the model, which no sample has a part in."""
+    return tensor_name.rpartition(".")[2] in {"weight", "bias"}
+
+
+def is_one_sample(sample_ids: Any, *, tensor_name: str) -> bool:
+    """Whether a tensor without a dimension of samples is one sample: the only one that is named, and no parameter."""
+    return isinstance(sample_ids, list) and len(sample_ids) == 1 and not is_parameter(tensor_name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
     """How many elements are of one kind."""
@@ -160,7 +170,8 @@ class RecordInfo:
     call: int
     """How many times the same site had fired before within the microbatch."""
     sample_dim: int | None
-    """The dimension that holds samples; None for weights and where it is not known."""
+    """The dimension that holds samples; None for weights, for a tensor that is one sample, and where it is not
+    known."""
     sample_ids: list[int | str] | None
     """The user's identifiers of the samples, in order; None where none were given."""
     batch_size: int | None
@@ -207,6 +218,13 @@ class RecordInfo:
     """What is kept: `values`, their `histogram`, or their `statistics`."""
     mode: str = Mode.TRAIN.value
     """`train`, or `eval`: the kind of pass that it was seen in."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that can be told apart: those of `sample_dim`, or the one that the tensor is as a whole; else 0."""
+        if self.sample_dim is not None:
+            return self.shape[self.sample_dim]
+        return int(is_one_sample(self.sample_ids, tensor_name=self.tensor_name))
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary for JSON and for Zarr attributes, field by field."""

@@ -141,14 +141,16 @@ class Record:
         """The values as numpy array of the captured dtype (from ml_dtypes where numpy has none).
 
         With `sample` those of one sample, without the dimension of samples: two small requests where samples are
-        of 1 kB and more. NaN payloads, infinities and signed zeros are those captured.
+        of 1 kB and more. Of a tensor that is one sample, sample 0 is all of it. NaN payloads, infinities and signed
+        zeros are those captured.
 
         Raises:
             DataError: bytes are missing, or are not those captured.
             UsageError: there is no such sample, the tensor has no samples, or its values were not kept.
         """
         expect(self, Keep.VALUES)
-        return self._reader.read(self, sample=None if sample is None else self._checked_sample(sample))
+        index = None if sample is None else self._checked_sample(sample)
+        return self._reader.read(self, sample=None if self.info.sample_dim is None else index)
 
     def parts(self) -> Iterator[np.ndarray[Any, Any]]:
         """The values in parts, of which no more is in memory at once than a chunk, or a few of small ones.
@@ -246,10 +248,9 @@ class Record:
         return view_of(self, siblings=siblings, replicas=replicas)
 
     def _checked_sample(self, sample: int) -> int:
-        dim = self.info.sample_dim
-        if dim is None:
+        count = self.info.num_samples
+        if self.info.sample_dim is None and not count:
             raise UsageError(f"{self!r} has no dimension of samples: read it as a whole")
-        count = self.info.shape[dim]
         index = operator.index(sample)
         if not 0 <= index < count:
             raise UsageError(f"sample {sample} is not in {self!r}: it has samples 0 to {count - 1}")

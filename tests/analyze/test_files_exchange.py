@@ -274,7 +274,7 @@ def test_one_file_for_each_sample(tmp_path: Path) -> None:
     names = [parse_seed_name(record.location.site) for record in records]
     assert [name.sample_idx for name in names if name is not None] == [0, 1, 2]
     for sample, record in enumerate(records):
-        assert np.array_equal(record.read(), values[:, sample])
+        assert np.array_equal(record.read(), values[:, [sample]])
     again = imported(tmp_path / "files", tmp_path / "again")
     assert sorted(again.select(tensor_name="input").column("call")) == [0, 1, 2]
 

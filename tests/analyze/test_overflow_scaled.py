@@ -260,7 +260,7 @@ def test_samples_of_the_catalogue_have_the_users_names(tmp_path: Path) -> None:
     ]
     assert table.notes == ("1 of 3 records have no samples, and are left out",)
     assert overflow(run.select(), by=["layer_idx", "sample"]).column("layer_idx") == [0, 0, 0, 1, 1]
-    with pytest.raises(UsageError, match="none of 1 records has a dimension of samples"):
+    with pytest.raises(UsageError, match="none of 1 records has samples"):
         overflow(run.select(tensor_name="weight"), per_sample=True)
     # Rounded to what was computed with, samples come from the digest.
     seen = overflow(run.select(), by=["sample"], view=View.COMPUTE)

@@ -184,7 +184,7 @@ def test_samples_are_swept_one_by_one(sampled: Run) -> None:
 def test_samples_and_fields_make_groups(sampled: Run) -> None:
     rows = sweep(sampled.select(), format="mxfp8", by=["layer_idx", "sample"]).records()
     assert [(row["layer_idx"], row["sample"]) for row in rows] == [(layer, s) for layer in range(2) for s in "012"]
-    with pytest.raises(UsageError, match="none of 1 records has a dimension of samples"):
+    with pytest.raises(UsageError, match="none of 1 records has samples"):
         sweep(sampled.select(tensor_name="weight"), format="mxfp8", by=["sample"])
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.measure import Payload
     from ranktape.storage import Record
 
-VERSION = 2
+VERSION = 3
 """Of the payload; one more whenever what is in it changes."""
 
 ENDS = ("minimum", "maximum", "largest_finite", "smallest_nonzero")
@@ -85,7 +85,8 @@ class DigestMeasure:
         figures, parts = _figures_of(record), _parts(record, dtype)
         is_narrow = dtype.itemsize <= _HALF_NBYTES
         payload = _Patterns(dtype).payload(parts, figures=figures) if is_narrow else _wide(parts, dtype, figures)
-        return payload if record.sample_dim is None else payload | {"samples": np.ascontiguousarray(figures.T)}
+        has_samples = record.sample_dim is not None or len(figures) > 0
+        return payload | {"samples": np.ascontiguousarray(figures.T)} if has_samples else payload
 
     def accepts(self, payload: Payload) -> bool:
         """Whether a payload has the form of those made here; anybody may have put one into a cache."""
@@ -310,9 +311,10 @@ def load_kernels() -> None:
 def _parts(record: Record, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
     """The parts of a record in the type that is judged; the first dimension counts samples, one where there are none.
 
-    Rounding is as in `values.read_values`.
+    Rounding is as in `values.read_values`. A record that is one sample comes in one part, as a sample of others does.
     """
-    for part in record.parts():
+    is_sample = record.sample_dim is None and record.info.num_samples
+    for part in [record.read().reshape(-1)] if is_sample and math.prod(record.shape) else record.parts():
         with np.errstate(over="ignore", invalid="ignore"):
             viewed = part if part.dtype == dtype else part.astype(dtype)
         yield viewed[np.newaxis] if record.sample_dim is None else viewed
@@ -320,9 +322,8 @@ def _parts(record: Record, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
 
 def _figures_of(record: Record) -> NDArray[np.float64]:
     """A row of figures for each sample, as of one without an element; no row where there are no samples."""
-    num_samples = 0 if record.sample_dim is None else record.shape[record.sample_dim]
     empty = [0.0 if name in _COUNTED or name == "norm" else math.nan for name in SAMPLE_FIGURES]
-    return np.tile(np.array(empty), (num_samples, 1))
+    return np.tile(np.array(empty), (record.info.num_samples, 1))
 
 
 _COUNTED = {"num_elements", "num_finite", *KINDS}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import DataError, UsageError
 from ranktape.storage.dtypes import DTYPES
-from ranktape.storage.record import MAX_TERM_LENGTH, Mode, Operation, check_term
+from ranktape.storage.record import MAX_TERM_LENGTH, Mode, Operation, check_term, is_parameter
 from ranktape.storage.seed_names import LayerFile, LayerOutputName, SeedName, recorded_tensor_name, seed_seconds
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ LAST_SECOND = 253402300799
 
 _MAX_NUMBER = 2**53
 """Numbers in files are whole and below this: a catalogue's columns hold them exactly."""
+
+_HIDDEN_LAYOUT = "BTH"
+"""The dimensions of the output of a layer."""
 
 _UNTAGGED: dict[str, Any] = {
     "layer_type": "unknown",
@@ -100,11 +103,12 @@ def described_fields(
         **_tags_of(embedded),
         **({} if seed is None else {"tensor_name": recorded_tensor_name(seed)}),
     }
+    fields.setdefault("tensor_name", _printable(stem))
     sample_idx = embedded.get("sample_idx") if seed is None or seed.sample_idx is None else seed.sample_idx
     if _is_number(sample_idx):
         fields["sample_ids"] = [sample_idx]
+    fields |= _samples_of(embedded, header, layer, is_one=_is_number(sample_idx), tensor_name=fields["tensor_name"])
     fields.setdefault("quant_type", _QUANT_TYPES.get(header.dtype, header.dtype))
-    fields.setdefault("tensor_name", _printable(stem))
     if isinstance(own, Mapping):
         fields |= _own_fields(own, header, place=place)
     fields |= named_fields(seed, layer) | {"dtype": header.dtype, "shape": header.shape, "nbytes": header.nbytes}
@@ -122,6 +126,27 @@ def _rest(embedded: Mapping[str, Any], seed: SeedName | None, header: TensorFile
     if about is not None:
         rest["folder"] = about
     return rest or None
+
+
+def _samples_of(
+    embedded: Mapping[str, Any], header: TensorFile, layer: LayerOutputName | None, *, is_one: bool, tensor_name: str
+) -> dict[str, Any]:
+    """Where the samples of a tensor of somebody else are, and how many its batch has, as far as its shape shows it.
+
+    Outputs of layers count them first. Of others the batch size is what the tool was told, else the smaller one of the
+    two first dimensions of three or more: batches came first or second there, and the other one counts tokens or heads.
+    """
+    shape = header.shape
+    if layer is not None:
+        is_known = len(shape) == len(_HIDDEN_LAYOUT)
+        return {"sample_dim": 0, "batch_size": shape[0], "layout": _HIDDEN_LAYOUT} if is_known else {}
+    if is_parameter(tensor_name):
+        return {}
+    told = embedded.get("batch_size")
+    if not _is_number(told):
+        return {"batch_size": min(shape[:2])} if len(shape) >= len(_HIDDEN_LAYOUT) else {}
+    dim = next((dim for dim in range(min(2, len(shape) - 1)) if shape[dim] == told), None)
+    return {"sample_dim": None if is_one else dim, "batch_size": told}
 
 
 def _tags_of(embedded: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def export_records(
 ) -> ExportReport:
     """Write the tensors of records into a folder, which is made; `on_record` is called after each.
 
-    With `per_sample` a tensor that has samples becomes one file for each.
+    With `per_sample` a tensor that has samples becomes one file for each, a batch of one.
 
     Raises:
         UsageError: of a record no values were kept; a name is too long for a file; a file is there that holds
@@ -124,7 +124,8 @@ def _parts(record: Record, values: Any, *, per_sample: bool) -> Iterator[tuple[i
         yield None, values
         return
     for sample in range(record.shape[record.sample_dim]):
-        yield sample, values.take(sample, axis=record.sample_dim)
+        # It stays a batch, of one: that is what the tools before us saved, and how axes keep their numbers.
+        yield sample, values.take([sample], axis=record.sample_dim)
 
 
 def _seed_name(record: Record, *, sample: int | None, names: set[str]) -> str:
@@ -169,9 +170,17 @@ def _embedded(record: Record, values: Any, *, sample: int | None) -> dict[str, A
     if sample is not None:
         ids = record.sample_ids or []
         only = ids[sample] if sample < len(ids) else sample
-        own |= {"sample_dim": None, "sample_ids": [only], "batch_size": 1}
-        own["layout"] = ""
+        own |= {"sample_ids": [only], "batch_size": 1, "placement": _placement_of_one(record)}
     return own
+
+
+def _placement_of_one(record: Record) -> dict[str, Any] | None:
+    """The placement of one sample of a shard; None where ranks have different samples, and it is whole for one."""
+    placement, dim = record.placement, record.sample_dim
+    shape = None if placement is None else placement.get("global_shape")
+    if placement is None or dim is None or not isinstance(shape, list) or shape[dim : dim + 1] != [record.shape[dim]]:
+        return None
+    return {**placement, "global_shape": [*shape[:dim], 1, *shape[dim + 1 :]]}
 
 
 def _words(record: Record, values: Any, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ranktape.analyze.limits.target import parse_targets
 from ranktape.analyze.quantization.schemes import Scaling
 from ranktape.analyze.values import View, viewed_dtype
 from ranktape.storage.dtypes import dtype_row
+from ranktape.storage.record import is_parameter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.storage import Records
 
-FIELDS = (*IDENTITY, "counter", "sample_dim")
+FIELDS = (*IDENTITY, "counter")
 """What of the catalogue every finding may ask for."""
 
 SITE = ("module", "layer_type", "layer_idx", "operation", "phase", "component", "quant_type", "tensor_name", "mode")
@@ -187,7 +188,7 @@ def survey(
         has_many_quant_types=len(set(fields["quant_type"].tolist())) > 1,
         order=_order(fields),
         is_gradient=_named(fields["tensor_name"], lambda name: name.startswith("grad")),
-        is_weight=_named(fields["tensor_name"], lambda name: name.rpartition(".")[2] in {"weight", "bias"}),
+        is_weight=_named(fields["tensor_name"], is_parameter),
         samples=_joined(samples),
     )
 

@@ -66,7 +66,8 @@ class SampleMeasure:
         limits = self.target.limits()
         if self.target.scaling is Scaling.TENSOR:
             limits = self.target.limits(largest=scan(values, limits=limits).largest_finite)
-        found = scan(values, limits=limits, sample_dim=record.sample_dim).per_sample
+        dim = record.sample_dim
+        found = scan(values if dim is not None else values[np.newaxis], limits=limits, sample_dim=dim or 0).per_sample
         assert found is not None
         return {"counts": np.array([found[kind] for kind in SCANNED], dtype=np.int64).T}
 
@@ -79,7 +80,7 @@ class SampleMeasure:
 def count_samples(
     records: Records, targets: Sequence[Target], *, view: View, engine: Engine | None = None
 ) -> SampleCounts:
-    """What `count_records` says of records, for each sample of those that have a dimension of samples.
+    """What `count_records` says of records, for each sample of those whose samples can be told apart.
 
     Of extremes nothing is said. Against the limits of the dtype the catalogue answers, where it can.
 
@@ -93,15 +94,16 @@ def count_samples(
     sizes = [len(found) for found in names]
     if not any(sizes):
         raise UsageError(
-            f"none of {len(records)} records has a dimension of samples: leave out --per-sample and --by sample"
+            f"none of {len(records)} records has samples that can be told apart: leave out --per-sample and --by sample"
         )
-    with_samples = records.where("sample_dim is not None")
+    with_samples = records.take([place for place, size in enumerate(sizes) if size])
+    counts = [size for size in sizes if size]
     if targets:
         refuse_statistics(with_samples)
         refuse_histograms(with_samples)
-        rows = [list(_rows(with_samples, target, view=view, engine=used)) for target in targets]
+        rows = [list(_rows(with_samples, counts, target, view=view, engine=used)) for target in targets]
     else:
-        rows = [list(_own_rows(with_samples, view=view, engine=used))]
+        rows = [list(_own_rows(with_samples, counts, view=view, engine=used))]
     owners = np.repeat(np.arange(len(records)), sizes)
     assert all(len(found) == owners.size for found in rows)
     return SampleCounts(
@@ -125,11 +127,9 @@ def refuse_histograms(records: Records) -> None:
         )
 
 
-def _sample_sizes(records: Records) -> list[tuple[int, float]]:
+def _sample_sizes(records: Records, counts: Sequence[int]) -> list[tuple[int, float]]:
     """For each record how many samples it has, and how many elements each has."""
-    columns = (records.column(name).tolist() for name in ("shape", "sample_dim"))
-    shapes = [(json.loads(shape), int(dim)) for shape, dim in zip(*columns, strict=True)]
-    return [(shape[dim], float(math.prod(shape[:dim] + shape[dim + 1 :]))) for shape, dim in shapes]
+    return [(count, numel / count) for count, numel in zip(counts, records.column("numel").tolist(), strict=True)]
 
 
 def _row(counts: dict[str, float], *, num_elements: float) -> Row:
@@ -141,7 +141,7 @@ def _row(counts: dict[str, float], *, num_elements: float) -> Row:
     )
 
 
-def _own_rows(records: Records, *, view: View, engine: Engine) -> Iterator[Row]:
+def _own_rows(records: Records, sizes: Sequence[int], *, view: View, engine: Engine) -> Iterator[Row]:
     def is_other(dtype: str, compute: str, _: str) -> bool:
         return viewed_dtype(dtype=dtype, compute_dtype=compute, view=view) != dtype
 
@@ -150,25 +150,28 @@ def _own_rows(records: Records, *, view: View, engine: Engine) -> Iterator[Row]:
     refuse_histograms(others)
     found = digests(others, view=view, engine=engine)
     known = records.column("overflow.per_sample").tolist()
-    for is_rounded, text, (num_samples, num_elements) in zip(mask, known, _sample_sizes(records), strict=True):
-        if is_rounded:
+    whole = {kind: records.column(f"overflow.{kind}.count").tolist() for kind in TALLY_KINDS}
+    for place, (num_samples, num_elements) in enumerate(_sample_sizes(records, sizes)):
+        if mask[place]:
             samples = next(found).samples
             assert samples is not None
             counts = {kind: samples[kind].tolist() for kind in TALLY_KINDS}
+        elif num_samples == 1:
+            counts = {kind: [column[place]] for kind, column in whole.items()}
         else:
-            counts = json.loads(text) or {kind: [math.nan] * num_samples for kind in TALLY_KINDS}
+            counts = json.loads(known[place]) or {kind: [math.nan] * num_samples for kind in TALLY_KINDS}
         for sample in range(num_samples):
             yield _row({kind: float(counts[kind][sample]) for kind in TALLY_KINDS}, num_elements=num_elements)
 
 
-def _rows(records: Records, target: Target, *, view: View, engine: Engine) -> Iterator[Row]:
-    sizes = _sample_sizes(records)
+def _rows(records: Records, counts: Sequence[int], target: Target, *, view: View, engine: Engine) -> Iterator[Row]:
+    sizes = _sample_sizes(records, counts)
     if target.scaling is not Scaling.BLOCK:
         for payload, (_, num_elements) in zip(
             engine.measure(records, SampleMeasure(target=target, view=view)), sizes, strict=True
         ):
-            for counts in payload["counts"].tolist():
-                yield _row(dict(zip(SCANNED, map(float, counts), strict=True)), num_elements=num_elements)
+            for row in payload["counts"].tolist():
+                yield _row(dict(zip(SCANNED, map(float, row), strict=True)), num_elements=num_elements)
         return
     jobs = [block_job(target)]
     asked = [dict.fromkeys(range(count), jobs) for count, _ in sizes]

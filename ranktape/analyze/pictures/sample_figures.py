@@ -37,7 +37,7 @@ class SampleFigures:
         self._ranks = records.column("rank").tolist()
         ids = records.column("sample_ids").tolist()
         self._has_ids = [
-            text != "null" and names != list(range(len(names))) for text, names in zip(ids, self._names, strict=True)
+            text != "null" and not _are_places(names) for text, names in zip(ids, self._names, strict=True)
         ]
         places = zip(self._names, self._ranks, self._has_ids, strict=True)
         keys = {(rank, name) for names, rank, has_ids in places if not has_ids for name in names}
@@ -123,6 +123,11 @@ class SampleFigures:
 
 
 _TAKEN = ("num_elements", "upper", "lower", "underflow", "num_finite", "mean", "std", "absmax")
+
+
+def _are_places(names: list[SampleName]) -> bool:
+    """Whether names may be places in a batch: of all of it, or of one sample that was saved alone."""
+    return names == list(range(len(names))) or (len(names) == 1 and isinstance(names[0], int))
 
 
 def _figure(name: str, cell: list[float]) -> float:

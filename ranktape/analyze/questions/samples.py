@@ -124,7 +124,7 @@ def sample_stats(
     """The figures of each sample of each record; with `by` those of each sample in each group, over its records.
 
     `sample` is the user's id, or the index along the dimension of samples where no ids were given; in `by` it names
-    the sample too, and is there in any case. Records without a dimension of samples, and those of which values were
+    the sample too, and is there in any case. Records without samples, as weights, and those of which values were
     not kept, are left out, and counted in a note. Figures are those of `SAMPLE_NAMES`.
 
     Raises:

@@ -11,7 +11,7 @@ from ranktape.analyze.advice.recommendation import DEFAULT_TARGET_SQNR
 from ranktape.analyze.questions.sweep_tables import group_table, levels_table, records_table
 from ranktape.analyze.questions.swept import answerable, parse_request, sweep_selection, sweepable
 from ranktape.analyze.questions.swept_groups import grouped
-from ranktape.analyze.sample_names import SAMPLE
+from ranktape.analyze.sample_names import SAMPLE, sample_names
 from ranktape.analyze.values import View
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.record import Keep
@@ -86,11 +86,12 @@ def with_samples(records: Records) -> tuple[Records, str]:
     Raises:
         UsageError: there is none.
     """
-    chosen = records.where(f"sample_dim is not None and keep == '{Keep.VALUES}' and numel > 0")
+    with_values = records.where(f"keep == '{Keep.VALUES}' and numel > 0")
+    chosen = with_values.take([place for place, names in enumerate(sample_names(with_values)) if names])
     left_out = len(records) - len(chosen)
     if not len(chosen):
         raise UsageError(
-            f"none of {len(records)} records has a dimension of samples and its values: leave sample out of --by"
+            f"none of {len(records)} records has samples that can be told apart, and values: leave sample out of --by"
         )
     return chosen, f"{left_out} of {len(records)} records have no samples, and are left out" if left_out else ""
 

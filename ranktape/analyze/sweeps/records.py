@@ -183,8 +183,8 @@ def sweep_samples(
 ) -> Iterator[Mapping[int, Sweeps] | RanktapeError]:
     """The sweeps of samples of each record, by the index of the sample; in the place of a record that fails the reason.
 
-    Each record has a dimension of samples, and its values were kept; it is read once. A sample keeps that dimension,
-    so that axes are numbered as those of the record.
+    Each record has samples, and its values were kept; it is read once. A sample keeps their dimension, where there is
+    one, so that axes are numbered as those of the record.
     """
     tasks, sizes = _tasks(records, jobs, view=view)
     found = (engine or Engine()).map(_try_samples, tasks, sizes=sizes)
@@ -283,8 +283,10 @@ def _try_samples(
     if isinstance(record, RanktapeError):
         return record
     try:
-        assert record.sample_dim is not None
-        samples = np.moveaxis(read_values(record, view=view), record.sample_dim, 0)
+        values = read_values(record, view=view)
+        if record.sample_dim is None:
+            return {sample: sweep_numbers(values, asked) for sample, asked in jobs.items()}
+        samples = np.moveaxis(values, record.sample_dim, 0)
         return {
             sample: sweep_numbers(np.moveaxis(samples[sample : sample + 1], 0, record.sample_dim), asked)
             for sample, asked in jobs.items()
