@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ranktape.storage.run import open_run
 from ranktape.storage.upkeep.check import check_run
 from ranktape.storage.upkeep.prune import delete_run, prune_run
 from ranktape.storage.upkeep.repair import repair_run
+from tests.s3 import BUCKET, S3Server
 from tests.storage.whole_run import whole_run
 
 
@@ -126,3 +128,30 @@ def test_what_cannot_be_pruned_is_said(path: Path, words: list[str], match: str)
     assert (answer.exit_code, match in answer.output) == (2, True), answer.output
     with pytest.raises(UsageError):
         prune_run(open_backend(path), keep_last=-1)
+
+
+@pytest.mark.parametrize("client", ["fsspec", "obstore"])
+def test_in_a_bucket_a_run_is_copied_in_part_pruned_and_deleted(path: Path, s3_server: S3Server, client: str) -> None:
+    url = s3_server.new_url()
+    options = s3_server.storage_options | {"client": client}
+
+    def say(command: str, *words: str) -> str:
+        done = CliRunner().invoke(cli, [command, *words], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    text = json.dumps(options)
+    say("cp", str(path), f"{url}/whole", "--target-storage-options", text)
+    say("cp", f"{url}/whole", f"{url}/part", "--storage-options", text, "--module", "layers.*", "--rank", "1")
+    say("prune", f"{url}/whole", "--storage-options", text, "--keep-last", "2", "--yes")
+    whole, part = (open_run(f"{url}/{name}", storage_options=options) for name in ("whole", "part"))
+    assert whole.iterations == [20, 30]
+    assert whole.verdict().met
+    assert {(one.rank, one.module) for one in part.select()} == {(1, f"layers.{number}") for number in range(3)}
+    assert part.iterations == [0, 10, 20, 30]
+    originals = {(one.iteration, one.module): one.read() for one in open_run(path).select(rank=1)}
+    assert all((one.read() == originals[one.iteration, one.module]).all() for one in part.select())
+    for name in ("whole", "part"):
+        assert check_run(open_backend(f"{url}/{name}", storage_options=options), deep=True).findings == ()
+        say("rm", f"{url}/{name}", "--storage-options", text, "--yes")
+    assert "Contents" not in s3_server.client().list_objects_v2(Bucket=BUCKET, Prefix=url.split("/")[-1])
