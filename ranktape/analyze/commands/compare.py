@@ -90,7 +90,7 @@ def command(
     The first line names the first tensor that differs, in the order of execution; the rows follow, the worst first.
     RUN is the reference. Filters hold for both sides. Tensors belong together that agree in every field of their
     identity but those of --pair; where ranks hold other parts of them, they are put together first. What has no
-    counterpart is an error unless --allow-unmatched is given.
+    counterpart is an error unless --allow-unmatched is given, or two kinds of layers are compared.
     """
     from ranktape.analyze.questions.compare import compare, compare_map
 

@@ -147,12 +147,12 @@ def _matched(
 
 
 def _combined(members_a: list[Key], members_b: list[Key], pairing: Pairing) -> Iterator[tuple[Key, Key]]:
-    """Each with each, where there is but one on either side.
+    """Each with each, where there is but one on either side, or where sides are of two kinds of layers.
 
     Raises:
         UsageError: there are several on both.
     """
-    if len(members_a) > 1 and len(members_b) > 1:
+    if len(members_a) > 1 and len(members_b) > 1 and not pairing.is_of_kinds:
         fields = [*_FIELDS, "rank"] if "rank" in pairing.names else _FIELDS
         columns = zip(*members_a, *members_b, strict=True)
         several = [field for field, values in zip(fields, columns, strict=True) if len(set(values)) > 1]

@@ -11,7 +11,12 @@ follow from others, and are matched in their own way:
                 their own name. Weights, biases and their gradients do not flow, and are left out.
     layer_idx   the number of the layer is left out of the module's path: `layers.3.mlp` is `layers.*.mlp`.
     module      layer_type and component follow; and layer_idx, where each side is of one layer.
-    layer_type  component follows; and the module, where the sides have none in common. So for component.
+    layer_type  component follows; and the module and layer_idx, where the sides have none in common, and the call,
+                where they have others. Each of one side is compared with each of the other. So for component.
+
+Kinds of layers have other tensors, too. Where layer_type, component or module are paired and one side alone has a
+`query`, `key` or `value`, these are matched with the `input` of the other, and so are their gradients; where one side
+alone has weights and biases, they are left out.
 """
 
 from __future__ import annotations
@@ -59,7 +64,11 @@ _FOLLOWS = {
 }
 """Fields that are not matched where another one is paired."""
 
-_FLOWING = frozenset({"input", "query", "key", "value", "output"})
+_KIND = frozenset({"layer_type", "component"})
+"""Fields that say of which kind a layer is."""
+
+_ENTERING = frozenset({"query", "key", "value"})
+_FLOWING = frozenset({"input", *_ENTERING, "output"})
 _STANDING = frozenset({"weight", "bias"})
 _MAX_NAMED = 8
 
@@ -100,6 +109,11 @@ class Pairing:
         """Whether both sides are the same tensors of one model, so that a difference is a divergence."""
         return self.names <= _SAME_TENSOR
 
+    @property
+    def is_of_kinds(self) -> bool:
+        """Whether the sides are layers of two kinds, of which each is compared with each."""
+        return bool(self.names & _KIND)
+
     def sides(self, a: Records, b: Records) -> tuple[Records, Records]:
         """The records of either side.
 
@@ -108,7 +122,10 @@ class Pairing:
             UsageError: a field cannot have such a value.
         """
         left = self._side(a, [(paired.field, paired.left) for paired in self.fields])
-        return left, self._side(b, [(paired.field, paired.right) for paired in self.fields])
+        right = self._side(b, [(paired.field, paired.right) for paired in self.fields])
+        if self._has_other_tensors and len({bool(_standing(side)) for side in (left, right)}) > 1:
+            return _without_standing(left), _without_standing(right)
+        return left, right
 
     def _side(self, records: Records, filters: Sequence[tuple[str, str]]) -> Records:
         chosen = records
@@ -121,21 +138,16 @@ class Pairing:
             chosen = found
         if self.neighbours:
             chosen = chosen.where("layer_idx >= 0")
-        if "phase" in self.names and "tensor_name" not in self.names:
-            names = sorted(set(chosen.column("tensor_name").tolist()))
-            chosen = chosen.select(tensor_name=[name for name in names if _bare(name) not in _STANDING])
         if not len(chosen):
-            raise NoRecordsError(
-                "no record is of a layer: each has layer_idx -1"
-                if self.neighbours
-                else "no record is of what goes into a module or comes out of it: weights and their gradients do not"
-            )
-        return chosen
+            raise NoRecordsError("no record is of a layer: each has layer_idx -1")
+        return _without_standing(chosen) if "phase" in self.names and "tensor_name" not in self.names else chosen
 
     def keys(self, a: Records, b: Records) -> tuple[list[Key], list[Key]]:
         """For each record of the two sides what must be the same in both records of a pair."""
-        matched = [field for field in MATCHED if field not in self._unmatched(a, b)]
-        return self._keys(a, matched), self._keys(b, matched)
+        unmatched = self._unmatched(a, b)
+        matched = [field for field in MATCHED if field not in unmatched]
+        renamed = self._renamed(a, b)
+        return self._keys(a, matched, renamed), self._keys(b, matched, renamed)
 
     def members(self, records: Records) -> list[Key]:
         """For each record what tells it from others with its key: everything else, but for the rank, unless paired."""
@@ -146,29 +158,40 @@ class Pairing:
         unmatched = set(self.names)
         for name in self.names:
             unmatched |= set(_FOLLOWS.get(name, ()))
-        if self.names & {"layer_type", "component"} and not _in_common(a, b, "module"):
-            unmatched.add("module")
+        if self.is_of_kinds:
+            unmatched |= {field for field in ("module", "layer_idx") if not _in_common(a, b, field)}
+            unmatched |= {"call"} if _different(a, "call") != _different(b, "call") else set()
         if "module" in self.names and all(len(set(side.column("layer_idx").tolist())) == 1 for side in (a, b)):
             unmatched.add("layer_idx")
         return unmatched
 
-    def _keys(self, records: Records, matched: Sequence[str]) -> list[Key]:
+    def _keys(self, records: Records, matched: Sequence[str], renamed: Callable[[str], str]) -> list[Key]:
         columns = {field: records.column(field).tolist() for field in matched}
         if "module" in columns and "layer_idx" in self.names:
             layers = records.column("layer_idx").tolist()
             columns["module"] = [_without_layer(*both) for both in zip(columns["module"], layers, strict=True)]
         if "tensor_name" in columns:
-            renamed = self._renamed()
             columns["tensor_name"] = [renamed(name) for name in columns["tensor_name"]]
         return list(zip(*columns.values(), strict=True)) if columns else [()] * len(records)
 
-    def _renamed(self) -> Callable[[str], str]:
+    @property
+    def _has_other_tensors(self) -> bool:
+        """Whether one side may have tensors of other names than the other."""
+        return bool(self.names & (_KIND | {"module"})) and "tensor_name" not in self.names
+
+    def _renamed(self, a: Records, b: Records) -> Callable[[str], str]:
         """The name of a tensor, as it is matched."""
         if "phase" in self.names:
             return lambda name: "output" if _bare(name) in _FLOWING else name
-        if "operation" in self.names:
-            return _bare
-        return lambda name: name
+        enter = [{_bare(name) for name in _different(side, "tensor_name")} & _ENTERING for side in (a, b)]
+        is_one_sided = self._has_other_tensors and bool(enter[0]) != bool(enter[1])
+
+        def renamed(name: str) -> str:
+            bare = _bare(name)
+            entering = "input" if is_one_sided and bare in _ENTERING else bare
+            return entering if "operation" in self.names else name.removesuffix(bare) + entering
+
+        return renamed
 
 
 def parse_pairs(texts: Sequence[str]) -> tuple[PairedField, ...]:
@@ -215,11 +238,33 @@ def _without_layer(module: str, layer_idx: int) -> str:
     return ".".join([*parts[:place], "*", *parts[place + 1 :]])
 
 
+def _standing(records: Records) -> list[str]:
+    return [name for name in _different(records, "tensor_name") if _bare(name) in _STANDING]
+
+
+def _without_standing(records: Records) -> Records:
+    """The records of what goes into modules and comes out of them.
+
+    Raises:
+        NoRecordsError: there is none.
+    """
+    names = sorted(_different(records, "tensor_name").difference(_standing(records)))
+    if not names:
+        raise NoRecordsError(
+            "no record is of what goes into a module or comes out of it: weights and their gradients do not"
+        )
+    return records.select(tensor_name=names)
+
+
+def _different(records: Records, field: str) -> set[Any]:
+    return set(records.column(field).tolist())
+
+
 def _in_common(a: Records, b: Records, field: str) -> bool:
-    return not set(a.column(field).tolist()).isdisjoint(b.column(field).tolist())
+    return not _different(a, field).isdisjoint(_different(b, field))
 
 
 def _values_of(records: Records, field: str) -> str:
-    values = sorted(set(records.column(field).tolist()))
+    values = sorted(_different(records, field))
     rest = len(values) - _MAX_NAMED
     return ", ".join(map(str, values[:_MAX_NAMED])) + (f" and {rest} more" if rest > 0 else "")

@@ -147,7 +147,8 @@ def _match(a: Records, b: Records | None, pairing: Pairing, *, allow_unmatched: 
             raise NoRecordsError(f"{records!r} has no record to compare")
     matching = match(*pairing.sides(a, a if b is None else b), pairing, is_one_run=b is None)
     unmatched = matching.unmatched()
-    if unmatched and not allow_unmatched:
+    # A kind of layers has places that the other one has not, as the head of a model.
+    if unmatched and not (allow_unmatched or pairing.is_of_kinds):
         raise UsageError("; ".join(unmatched) + ": leave them out with a filter, or give --allow-unmatched")
     return matching
 
