@@ -172,6 +172,7 @@ def record_infos(draw: st.DrawFn) -> RecordInfo:
         batch_size=num_samples,
         module=draw(modules()),
         layer_type=draw(terms()),
+        layer_stack=draw(modules()),
         layer_idx=draw(st.integers(-1, 999)),
         operation=str(draw(st.sampled_from(list(Operation)))),
         phase=draw(terms()),

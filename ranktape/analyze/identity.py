@@ -21,6 +21,7 @@ IDENTITY = (
     "call",
     "mode",
     "layer_type",
+    "layer_stack",
     "layer_idx",
     "module",
     "operation",
@@ -40,7 +41,7 @@ NUMBER_FIELDS = ("iteration", "rank", "attempt", "microbatch", "call", "layer_id
 SAMPLE_COLUMN = Column(name=SAMPLE, kind=Kind.TEXT, is_key=True)
 """What a sample is called, in a table with one row for each."""
 
-_DETAILS = ("mode", "component", "compute_dtype", "shape")
+_DETAILS = ("mode", "layer_stack", "component", "compute_dtype", "shape")
 """Fields that text leaves out unless everything is asked for."""
 
 
@@ -57,6 +58,23 @@ def identity_rows(records: Records) -> list[tuple[Any, ...]]:
 def identity_row(record: Record) -> tuple[Any, ...]:
     """What those columns hold for one record."""
     return tuple(list(record.shape) if field == "shape" else getattr(record, field) for field in IDENTITY)
+
+
+def stacks_of(records: Records) -> tuple[str, ...]:
+    """The stacks of layers that records are of, sorted; none where it is not known."""
+    return tuple(sorted(set(records.column("layer_stack").tolist()) - {""}))
+
+
+def with_stacks(by: Sequence[str], *selections: Records) -> tuple[str, ...]:
+    """The fields to group by: where records are of several stacks, layers of one number are not one layer.
+
+    Then `layer_stack` comes before `layer_idx`.
+    """
+    if "layer_idx" not in by or "layer_stack" in by:
+        return tuple(by)
+    place = list(by).index("layer_idx")
+    is_several = len({stack for records in selections for stack in stacks_of(records)}) > 1
+    return (*by[:place], *(["layer_stack"] if is_several else []), *by[place:])
 
 
 def group_columns(by: Sequence[str]) -> tuple[Column, ...]:

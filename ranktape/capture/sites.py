@@ -126,6 +126,7 @@ def form_of(site: Site, kept: Kept, *, call: Call, quant_type: str) -> Form:
         "module": source.module,
         "layer_type": source.layer_type,
         "layer_idx": source.layer_idx,
+        "layer_stack": source.layer_stack,
         "component": source.component,
         "operation": str(role.operation),
         "phase": role.phase,

@@ -24,6 +24,8 @@ class Source(NamedTuple):
     """Layer in the stack; -1 outside of it."""
     component: str
     """`linear`, `FA`, `unknown`, or the user's own."""
+    layer_stack: str = ""
+    """Dotted path of the list that holds the layer; empty outside of any."""
 
 
 class TensorRole(NamedTuple):

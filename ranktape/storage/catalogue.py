@@ -35,6 +35,7 @@ OPTIONAL_INT_FIELDS = ("sample_dim", "batch_size")
 STRING_FIELDS = (
     "module",
     "layer_type",
+    "layer_stack",
     "operation",
     "phase",
     "component",
@@ -133,8 +134,15 @@ _DERIVED = (*(f"overflow.{kind}.ratio" for kind in TALLY_KINDS), "overflow.total
 COLUMNS = (*_NUMBERS, *_STRINGS, *_DERIVED)
 """The names that filters may use."""
 
-_LATER = {"keep": Keep.VALUES.value, "mode": Mode.TRAIN.value, "stack": "", "index": "", "site": ""}
-"""Columns that runs of earlier schemas do not have, with their value for text."""
+_LATER = {
+    "keep": Keep.VALUES.value,
+    "mode": Mode.TRAIN.value,
+    "layer_stack": "",
+    "stack": "",
+    "index": "",
+    "site": "",
+}
+"""Columns that runs of earlier versions do not have, with their value for text."""
 
 _LOW = {"layer_idx": -1, "index": -1}
 """The lowest value of a column of whole numbers, where it is not 0."""
@@ -239,9 +247,10 @@ class Catalogue:
         return column
 
     def _fill(self, name: str) -> Column:
-        """A column that runs of earlier schemas do not have.
+        """A column that runs of earlier versions do not have.
 
         In schema 1 each tensor has an array of its own, and all values; before schema 3 every pass is a training pass.
+        Which stack a layer is in nobody knew in schema 3, and in the first runs of schema 4.
         """
         if name == "index":
             return np.full(self.num_rows, -1, dtype=np.int64)

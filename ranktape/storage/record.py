@@ -218,6 +218,9 @@ class RecordInfo:
     """What is kept: `values`, their `histogram`, or their `statistics`."""
     mode: str = Mode.TRAIN.value
     """`train`, or `eval`: the kind of pass that it was seen in."""
+    layer_stack: str = ""
+    """Dotted path of the list that holds its layer, such as `encoder.block`: of several each counts its own layers;
+    empty outside of any, and where it is not known."""
 
     @property
     def num_samples(self) -> int:
@@ -267,5 +270,5 @@ _TEXTS = tuple(field.name for field in dataclasses.fields(RecordInfo) if field.t
 
 _texts = operator.attrgetter(*_TEXTS)
 
-_LATER_FIELDS = frozenset({"keep", "mode"})
-"""Fields that runs of earlier schemas do not have."""
+_LATER_FIELDS = frozenset({"keep", "mode", "layer_stack"})
+"""Fields that runs of earlier versions do not have."""

@@ -99,6 +99,7 @@ class Record:
     checksum: str
     keep: str
     mode: str
+    layer_stack: str
 
     def __init__(self, info: RecordInfo, *, location: Location, reader: RecordReader) -> None:
         self.info = info

@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     from ranktape.storage.records import Records
     from ranktape.storage.stored_record import Record
 
-_PLACE = ("layer_idx", "module", "layer_type", "operation", "phase", "component", "quant_type", "tensor_name")
+_PLACE = (
+    "layer_idx",
+    "layer_stack",
+    "module",
+    "layer_type",
+    "operation",
+    "phase",
+    "component",
+    "quant_type",
+    "tensor_name",
+)
 """Fields that say what a tensor is; some follow from others."""
 
 _IDENTITY = ("iteration", "attempt", "rank", "microbatch", "call", "mode", *_PLACE)

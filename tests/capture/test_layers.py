@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture, get_layer_hidden_states
-from ranktape.capture.hooks.stacks import embedding_path, find_stacks, number_in
+from ranktape.capture.hooks.stacks import embedding_path, find_stacks, numbered
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage import open_run
 from tests.capture.role_models import VOCABULARY, WIDTH, Task, train_twice
@@ -252,9 +252,9 @@ def test_layers_that_say_their_number_are_believed() -> None:
 
 
 def test_numbers_that_are_none_are_only_names() -> None:
-    assert number_in("blocks.12.mlp.3") == 12
+    assert numbered("blocks.12.mlp.3") == (12, "blocks")
     for path in ("lm_head", "layers.\u0663", "layers.9999999999999999999999", "a.-1", "a.1e5", "", "a.0x1"):
-        assert number_in(path) == -1
+        assert numbered(path) == (-1, "")
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "../../up", "x\ny", "*", "\u202elayers", "x" * 300, "[0]"])

@@ -77,7 +77,7 @@ def places(url: Path, iteration: int) -> set[tuple[str, int]]:
 
 
 def numbers(survey: Survey) -> dict[str, int]:
-    return {path: layer_idx for path, _, layer_idx in survey.places}
+    return {place.path: place.layer_idx for place in survey.places}
 
 
 @pytest.mark.parametrize("is_given", [True, False], ids=["given", "found"])

@@ -44,14 +44,14 @@ OPTIONS = {
     "prune": {"run", "keep_last", "iteration", "yes", "dry_run", "as_json", "storage_options"},
     "rm": {"run", "yes", "dry_run", "storage_options"},
     "cp": {
-        "run", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx", "operation",
-        "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size", "where",
-        "storage_options", "skip_unreadable", "url", "no_verify", "as_json", "target_storage_options",
+        "run", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx", "layer_stack",
+        "operation", "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size",
+        "where", "storage_options", "skip_unreadable", "url", "no_verify", "as_json", "target_storage_options",
     },
     "export": {
-        "run", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx", "operation",
-        "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size", "where",
-        "storage_options", "skip_unreadable", "folder", "form", "per_sample", "overwrite",
+        "run", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx", "layer_stack",
+        "operation", "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size",
+        "where", "storage_options", "skip_unreadable", "folder", "form", "per_sample", "overwrite",
     },
     "import": {"folder", "run", "skip_unreadable", "overwrite", "storage_options"},
 }  # fmt: skip

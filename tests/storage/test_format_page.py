@@ -261,7 +261,8 @@ def test_a_reader_written_from_the_page_reads_the_same_bits(name: str) -> None:
                     assert theirs.values == np.ascontiguousarray(values).tobytes()
                 of_the_array = {"ranktape_checksum", "sample_checksums"}
                 attributes = {key: value for key, value in theirs.attributes.items() if key not in of_the_array}
-                assert {"keep": "values", "mode": "train", **attributes} == ours.info.to_json()
+                defaults = {"keep": "values", "mode": "train", "layer_stack": ""}
+                assert defaults | attributes == ours.info.to_json()
                 for sample, checksum in enumerate(theirs.attributes.get("sample_checksums", [])):
                     one = np.ascontiguousarray(ours.read(sample=sample)).tobytes()
                     assert f"crc32c:{google_crc32c.value(one):08x}" == checksum
@@ -287,7 +288,7 @@ def test_the_columns_are_those_of_the_page(name: str) -> None:
             assert f"`{column}`" in page or re.fullmatch(r"overflow\.\w+\.count", column)
         derived = {f"overflow.{kind}" for kind in ("total", "ratio")}
         derived |= {f"overflow.{kind}.ratio" for kind in ("upper", "lower", "underflow", "nan", "inf", "zero")}
-        later = {1: {"keep", "stack", "index", "mode"}, 2: {"mode"}}.get(plain.schema, set())
+        later = {"layer_stack"} | {1: {"keep", "stack", "index", "mode"}, 2: {"mode"}}.get(plain.schema, set())
         assert set(COLUMNS) - derived - later == set(rows[0]) - {"path"}
 
 

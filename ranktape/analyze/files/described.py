@@ -91,6 +91,7 @@ def described_fields(
         "sample_ids": None,
         "batch_size": None,
         "module": "",
+        "layer_stack": "",
         "layout": "",
         "compute_dtype": header.dtype,
         "placement": None,
@@ -194,7 +195,7 @@ _OWN_FIELDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("layer_type", "phase", "component", "quant_type", "tensor_name"), _is_term),
     "operation": lambda value: value in tuple(Operation),
     "mode": lambda value: value in tuple(Mode),
-    "module": _is_text,
+    **dict.fromkeys(("module", "layer_stack"), _is_text),
     # It becomes part of a name in the store.
     "layout": lambda value: isinstance(value, str) and re.fullmatch("[A-Za-z]{0,32}", value) is not None,
     "compute_dtype": lambda value: isinstance(value, str) and value in DTYPES,

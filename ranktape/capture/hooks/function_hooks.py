@@ -272,12 +272,12 @@ class FunctionHooks:
     def _source(self, role: FunctionRole, owner: Owner | None = None) -> Source | None:
         """What a call's tensors come from; None where it is not wanted."""
         frame = self._tracker.current()
-        path, layer_idx = ("", -1) if frame is None else (frame.path, frame.layer_idx)
-        if owner is not None:
-            path, layer_idx = owner.path, owner.layer_idx
+        of = owner or frame
+        path = "" if of is None else of.path
         if not self._is_wanted(role.layer_type, path):
             return None
-        return Source(module=path, layer_type=role.layer_type, layer_idx=layer_idx, component=role.component)
+        layer_idx, stack = (-1, "") if of is None else (of.layer_idx, of.layer_stack)
+        return Source(path, role.layer_type, layer_idx, role.component, stack)
 
     def _placement(self, role: FunctionRole) -> Placement | None:
         frame = self._tracker.current()

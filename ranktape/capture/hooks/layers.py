@@ -22,7 +22,7 @@ from torch import nn
 
 from ranktape.capture.hooks.calls import before_views, tensor_in
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.stacks import Layer, Stack, embedding_path
+from ranktape.capture.hooks.stacks import Layer, Stack, embedding_path, module_path
 from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
 from ranktape.capture.roles.table import OUTPUT, forward_role, grad_role
 from ranktape.capture.settings.rules import Numbers, read_layers
@@ -89,9 +89,10 @@ class LayerHooks:
             source = Source(module=path, layer_type="embedding", layer_idx=-1, component="hidden")
             self._recorder.attach(source, [_VALUE])
         self._handles.append(first.module.register_forward_pre_hook(self._on_enter(source), with_kwargs=True))
+        path = (prefix + module_path(stack.name)).rstrip(".")
         for layer in stack.layers:
             if self._wanted is None or self._wanted.holds(layer.idx):
-                self._attach_layer(layer, prefix)
+                self._attach_layer(layer, prefix, stack=path)
 
     def remove(self) -> None:
         """Detach everything; copies that are held go with the next forward pass."""
@@ -104,8 +105,8 @@ class LayerHooks:
                 _release_at_next(module)
         self._firsts.clear()
 
-    def _attach_layer(self, layer: Layer, prefix: str) -> None:
-        source = Source(module=prefix + layer.path, layer_type="hidden", layer_idx=layer.idx, component="hidden")
+    def _attach_layer(self, layer: Layer, prefix: str, *, stack: str) -> None:
+        source = Source(prefix + layer.path, "hidden", layer.idx, "hidden", stack)
         self._recorder.attach(source, [_VALUE])
 
         def hook(_: nn.Module, *called: Any) -> None:

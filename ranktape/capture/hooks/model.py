@@ -105,7 +105,8 @@ class ModelHooks:
         """
         self._check_layers(root)
         stage = self._stage_prefixes.get(root, "")
-        new = {stage + path for path, module, _ in self._surveys.of(root).places if path and module not in self._known}
+        places = self._surveys.of(root).places
+        new = {stage + place.path for place in places if place.path and place.module not in self._known}
         is_alone = role_of(type(root)) is not None and bool(self._roots)
         prefix = f"{type(root).__name__}{len(self._roots)}." if is_alone or new & self.paths else ""
         self._roots.append((weakref.ref(root), prefix))
@@ -119,7 +120,7 @@ class ModelHooks:
         if module in self._stage_prefixes or (self._is_given and module not in self._known):
             return
         offset = self._options.layer_offset
-        numbers = [layer_idx for _, _, layer_idx in self._surveys.of(module).places]
+        numbers = [place.layer_idx for place in self._surveys.of(module).places]
         prefix = "" if offset else stage_prefix(stage, numbers)
         for part in module.modules():
             self._stage_prefixes[part] = prefix
@@ -304,10 +305,12 @@ class ModelHooks:
         stage = self._stage_prefixes.get(root, "")
         survey = self._surveys.of(root)
         tracker, guard, leave = self._tracker, self._recorder.guarded(), Hook(self._on_leave)
-        for bare, module, layer_idx in survey.places:
+        for bare, module, layer_idx, stack in survey.places:
             if module in self._attached:
                 continue
-            frame = Frame(module=module, path=self._path(module, prefix + bare), layer_idx=layer_idx)
+            path = self._path(module, prefix + bare)
+            layer_stack = self._path(module, prefix + stack) if layer_idx >= 0 else ""
+            frame = Frame(module=module, path=path, layer_idx=layer_idx, layer_stack=layer_stack)
             self._attached[module] = frame
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks; what it does inside is not Python either
@@ -388,7 +391,7 @@ class ModelHooks:
 
 
 def _source(frame: Frame, layer_type: str, component: str) -> Source:
-    return Source(module=frame.path, layer_type=layer_type, layer_idx=frame.layer_idx, component=component)
+    return Source(frame.path, layer_type, frame.layer_idx, component, frame.layer_stack)
 
 
 def _modules_of(root: nn.Module | None) -> Iterator[nn.Module]:

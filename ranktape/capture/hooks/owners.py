@@ -23,6 +23,8 @@ class Owner:
     """Its name of the parameter."""
     layer_idx: int
     """The layer; -1 outside of the stack."""
+    layer_stack: str
+    """The list that holds the layer."""
     base_path: str
     """The module's dotted path."""
     first: int | None = None
@@ -108,6 +110,7 @@ def _owner(frame: Frame, attribute: str, *, first: int | None = None, last: int 
         module=frame.module,
         attribute=attribute,
         layer_idx=frame.layer_idx,
+        layer_stack=frame.layer_stack,
         base_path=frame.path,
         first=first,
         last=last,

@@ -101,9 +101,11 @@ def shapes_of(module: nn.Module) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(None if one is None or is_lazy(one) else tuple(one.shape) for one in parameters)
 
 
-def number_in(path: str) -> int:
-    """The first number in a dotted path; -1 where there is none."""
-    return next((int(part) for part in path.split(".") if _is_number(part)), -1)
+def numbered(path: str) -> tuple[int, str]:
+    """The first number in a dotted path, and what is before it; -1 and nothing where there is none."""
+    parts = path.split(".")
+    place = next((place for place, part in enumerate(parts) if _is_number(part)), None)
+    return (-1, "") if place is None else (int(parts[place]), ".".join(parts[:place]))
 
 
 def _told(module: nn.Module, name: str) -> Any:

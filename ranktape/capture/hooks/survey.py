@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ranktape.capture.hooks.stacks import (
     Stack,
     find_stacks,
     module_path,
-    number_in,
+    numbered,
     shapes_of,
     stack_of,
     stated_idx,
@@ -24,12 +24,25 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+class Place(NamedTuple):
+    """Where a module is."""
+
+    path: str
+    """Its dotted path."""
+    module: nn.Module
+    """The module."""
+    layer_idx: int
+    """Its layer; -1 outside of the stacks."""
+    layer_stack: str
+    """Dotted path of the list that holds the layer: from names alone, the same on every rank that has the layer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
     """What there is in a model."""
 
-    places: list[tuple[str, nn.Module, int]]
-    """Every module with its path and the number of its layer, the model itself first."""
+    places: list[Place]
+    """Every module, the model itself first."""
     containers: list[tuple[str, nn.Module, dict[str, int]]]
     """For each stack its name, the module that holds its layers, and their numbers by their keys in it."""
 
@@ -46,8 +59,8 @@ class _Findings:
 
     members: list[tuple[Any, ...]]
     """All that was read of each module: where that is another, it is another model."""
-    places: list[tuple[str, int]]
-    """For each of them the path and the number of the layer."""
+    places: list[tuple[str, int, str]]
+    """For each of them the path, the number of the layer, and the list that holds it."""
     stacks: list[tuple[str, dict[str, int]]]
     """For each stack its name, and the numbers of its layers by the first part of a name inside of it."""
 
@@ -68,21 +81,27 @@ class Surveys:
             stacks = find_stacks(root, layer_offset=self._layer_offset)
             known = self._findings[root] = _Findings(
                 members=members,
-                places=[(module_path(name), self._layer_idx(name, module, stacks)) for name, module in named],
+                places=[(module_path(name), *self._layer_of(name, module, stacks)) for name, module in named],
                 stacks=[(stack.name, stack.keys) for stack in stacks],
             )
-        places = [(path, module, layer_idx) for (_, module), (path, layer_idx) in zip(named, known.places, strict=True)]
+        pairs = zip(named, known.places, strict=True)
+        places = [Place(path, module, layer_idx, stack) for (_, module), (path, layer_idx, stack) in pairs]
         modules = dict(named)
         return Survey(places=places, containers=[(name, modules[name], keys) for name, keys in known.stacks])
 
-    def _layer_idx(self, name: str, module: nn.Module, stacks: list[Stack]) -> int:
+    def _layer_of(self, name: str, module: nn.Module, stacks: list[Stack]) -> tuple[int, str]:
+        """The number of the layer that a module is in, and the path of the list that holds it."""
         own = stated_idx(module)
+        for stack in stacks:
+            idx = stack.idx_of(name)
+            if idx is not None:
+                return idx if own is None else own, module_path(stack.name)
+        if stacks and own is None:
+            return -1, ""
+        number, path = numbered(module_path(name))
         if own is not None:
-            return own
-        if stacks:
-            return next((idx for idx in (stack.idx_of(name) for stack in stacks) if idx is not None), -1)
-        number = number_in(module_path(name))
-        return number if number < 0 else number + self._layer_offset
+            return own, path
+        return number if number < 0 else number + self._layer_offset, path
 
 
 def _member(name: str, module: nn.Module) -> tuple[Any, ...]:

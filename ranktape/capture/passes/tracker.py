@@ -74,6 +74,8 @@ class Frame:
     """Its dotted path."""
     layer_idx: int
     """Its layer; -1 outside of the stack."""
+    layer_stack: str = ""
+    """Dotted path of the list that holds its layer; empty outside of any."""
 
 
 class _Thread(threading.local):

@@ -325,7 +325,7 @@ class PlanningCapture(Capture):
     def _end_iteration(self) -> None:
         tally = self._recorder.tally
         assert tally is not None, "only called while an iteration is watched"
-        for source in sorted(tally.sources, key=lambda one: (one.layer_idx, one.module)):
+        for source in sorted(tally.sources, key=lambda one: (one.layer_stack, one.layer_idx, one.module)):
             self._layers.setdefault(source.layer_type, {})[source.module] = None
         super()._end_iteration()
         self._footprints.append(footprint_of(self._ring.headers, self.options))

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ranktape.storage.selection.columns import Column, ColumnSource, Mask
 
 TEXT_FIELDS = (
-    "module", "layer_type", "operation", "phase", "component", "tensor_name", "quant_type", "dtype", "compute_dtype",
-    "mode", "shape",
+    "module", "layer_type", "layer_stack", "operation", "phase", "component", "tensor_name", "quant_type", "dtype",
+    "compute_dtype", "mode", "shape",
 )  # fmt: skip
 NUMBER_FIELDS = ("layer_idx", "rank", "microbatch", "call", "iteration", "batch_size", "numel", "nbytes")
 FIELDS = (*TEXT_FIELDS, *NUMBER_FIELDS)

@@ -172,6 +172,7 @@ class Selecting:
             "module": source.module,
             "layer_type": source.layer_type,
             "layer_idx": source.layer_idx,
+            "layer_stack": source.layer_stack,
             "component": source.component,
             "operation": str(role.operation),
             "phase": role.phase,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ranktape.capture.source import Source, TensorRole
     from ranktape.storage.selection.columns import Column
 
-OF_SITES = ("module", "layer_type", "layer_idx", "component", "operation", "phase", "tensor_name")
+OF_SITES = ("module", "layer_type", "layer_stack", "layer_idx", "component", "operation", "phase", "tensor_name")
 """What is the same in every iteration, and known of each site."""
 
 _OF_TENSORS = ("dtype", "compute_dtype", "quant_type")
