@@ -16,7 +16,7 @@ from ranktape.analyze.comparison.tables import PairTable, is_differing
 from ranktape.analyze.comparison.tasks import PairTasks
 from ranktape.analyze.comparison.tensors import compare_pairs
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.identity import group_row
+from ranktape.analyze.identity import group_row, with_stacks
 from ranktape.analyze.table import Table
 from ranktape.analyze.values import View
 from ranktape.errors import NoRecordsError, UsageError
@@ -86,20 +86,21 @@ def compare(
         is_same_tensor=pairing.is_same_tensor,
     )
     matching = _match(a, b, pairing, allow_unmatched=allow_unmatched)
-    keys = [matching.a.column(field).tolist() for field in by]
+    fields = with_stacks(by, matching.a)
+    keys = [matching.a.column(field).tolist() for field in fields]
     pairs = _compared(matching, noise, judge, view=view, with_distances=with_distances, engine=engine or Engine())
     table = PairTable(matching, figure=judge.figure, has_noise=judge.has_noise)
     ordered = sorted(pairs, key=lambda one: one.order) if in_order else table.worst_first(pairs)
     title, notes = _title(pairs, table, is_same_tensor=pairing.is_same_tensor), tuple(_notes(matching, pairs, judge))
-    if not by:
+    if not fields:
         rows = tuple(table.pair_row(one) for one in ordered)
         return Table(title=title, columns=table.pair_columns(), rows=rows, notes=notes)
     groups: dict[tuple[Any, ...], list[ComparedPair]] = {}
     for one in ordered:
         key = tuple(_plain(column[one.a.rows[0]]) for column in keys)
         groups.setdefault(key, []).append(one)
-    rows = tuple(table.group_row(_named(by, key), members) for key, members in groups.items())
-    return Table(title=title, columns=table.group_columns(by), rows=rows, notes=notes)
+    rows = tuple(table.group_row(_named(fields, key), members) for key, members in groups.items())
+    return Table(title=title, columns=table.group_columns(fields), rows=rows, notes=notes)
 
 
 def compare_map(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.distributions.occupancy import NARROW_FORMATS
 from ranktape.analyze.formats import Coding, parse_format
-from ranktape.analyze.identity import group_columns, group_row
+from ranktape.analyze.identity import group_columns, group_row, with_stacks
 from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.questions.looks import ANSWERS, Look, LookOptions
 from ranktape.analyze.questions.stats import how_seen
@@ -76,7 +76,8 @@ def distribution(
     known = records.select(keep=[Keep.VALUES.value, Keep.HISTOGRAM.value])
     if not len(known):
         raise NoRecordsError("of no record values were kept, nor how often each occurs: statistics say nothing of bins")
-    groups = group_records(known, by=by)
+    fields = with_stacks(by, known)
+    groups = group_records(known, by=fields)
     tables: list[list[tuple[Any, ...]]] = [[] for _ in groups.keys]
     said: list[_Said] = []
     for number, digest in group_digests(known, groups, view=seen, engine=engine):
@@ -85,7 +86,7 @@ def distribution(
         said.append(_say(digest))
     return Table(
         title=f"{answer.title} of the values, {how_seen(seen)}",
-        columns=(*_head_columns(by), *answer.columns),
+        columns=(*_head_columns(fields), *answer.columns),
         rows=tuple(row for rows in tables for row in rows),
         notes=_notes(said, num_without=len(records) - len(known)),
     )

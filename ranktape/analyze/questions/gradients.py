@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.quantile_summary import push
 from ranktape.analyze.figures import Figure, figure
-from ranktape.analyze.identity import group_columns, group_row
+from ranktape.analyze.identity import group_columns, group_row, with_stacks
 from ranktape.analyze.limits.target import SCALINGS, parse_targets
 from ranktape.analyze.quantization.schemes import Scaling
 from ranktape.analyze.questions.grouped import group_records
@@ -76,7 +76,9 @@ def gradients(
     is_gradient = [name.startswith("grad") for name in names]
     if not any(is_gradient):
         raise NoRecordsError("no record holds a gradient: their names begin with 'grad', as in grad_output")
-    by_type, by_module = (tuple(by) or default for default in (("layer_type",), ("layer_type", "layer_idx", "module")))
+    by_type, by_module = (
+        with_stacks(by, records) or default for default in (("layer_type",), ("layer_type", "layer_idx", "module"))
+    )
     ranges = _Totals.of(records, by=(*by_type, *([] if "tensor_name" in by_type else ["tensor_name"])))
     passes, weights = _Totals.of(records, by=by_type), _Totals.of(records, by=by_module)
     flushed: dict[tuple[int, str], list[_Flushed | None]] = defaultdict(list)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
+from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
 from ranktape.analyze.table import Column, Kind, Table, nbytes_text
 
 if TYPE_CHECKING:
@@ -22,12 +22,13 @@ def listing(records: Records, *, by: Sequence[str] = ()) -> Table:
     """
     sizes = records.column("nbytes").tolist()
     note = f"{len(records)} records, {nbytes_text(sum(sizes))}"
-    if by:
+    fields = with_stacks(by, records)
+    if fields:
         rows = tuple(
             (*group_row(key, num_records=len(members)), sum(members.column("nbytes").tolist()))
-            for key, members in records.group_by(list(by))
+            for key, members in records.group_by(fields)
         )
-        columns = (*group_columns(by), Column(name="nbytes", kind=Kind.NBYTES, unit="bytes", head="size"))
+        columns = (*group_columns(fields), Column(name="nbytes", kind=Kind.NBYTES, unit="bytes", head="size"))
         return Table(title="", columns=columns, rows=rows, notes=(note,))
     columns = (
         *identity_columns(),

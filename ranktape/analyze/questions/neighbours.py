@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.distributions.distances import Distances, distance
 from ranktape.analyze.engine.digests import digests
-from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
+from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
 from ranktape.analyze.questions.grouped import Groups, group_digests, group_records
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.values import View
@@ -72,7 +72,7 @@ def neighbours(
     """
     look = view or View.COMPUTE
     if by:
-        fields = [*dict.fromkeys(field for field in by if field != "layer_idx"), "layer_idx"]
+        fields = with_stacks([*dict.fromkeys(field for field in by if field != "layer_idx"), "layer_idx"], records)
         groups = group_records(records, by=fields)
         heads = [group_row(key, num_records=size) for key, size in zip(groups.keys, groups.sizes, strict=True)]
         layers = [key["layer_idx"] for key in groups.keys]

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from ranktape.analyze.identity import SAMPLE_COLUMN, group_columns, group_row, identity_columns, identity_rows
+from ranktape.analyze.identity import (
+    SAMPLE_COLUMN,
+    group_columns,
+    group_row,
+    identity_columns,
+    identity_rows,
+    with_stacks,
+)
 from ranktape.analyze.limits.counts import EXTREMES, KINDS
 from ranktape.analyze.limits.places import find_places
 from ranktape.analyze.limits.target import Target, parse_targets
@@ -75,11 +82,12 @@ def overflow(
     """
     targets = parse_targets(format, scaling)
     chosen = view or (View.COMPUTE if targets else View.SEEN)
+    fields = with_stacks(by, records)
     places = find_places(
-        records, targets, by=by, per_sample=per_sample, view=chosen, engine=engine, on_record=on_record
+        records, targets, by=fields, per_sample=per_sample, view=chosen, engine=engine, on_record=on_record
     )
-    if by:
-        columns, rows = group_columns(by), _group_rows(places, by)
+    if fields:
+        columns, rows = group_columns(fields), _group_rows(places, fields)
     else:
         sample = () if places.samples is None else (SAMPLE_COLUMN,)
         columns, rows = (*identity_columns(), *sample), _record_rows(places)

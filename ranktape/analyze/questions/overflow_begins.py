@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.identity import group_columns, group_row
+from ranktape.analyze.identity import group_columns, group_row, with_stacks
 from ranktape.analyze.limits.places import find_places
 from ranktape.analyze.limits.target import parse_targets
 from ranktape.analyze.quantization.losses import MODERATE_RATIO
@@ -90,13 +90,14 @@ def overflow_begins(
     """
     targets = parse_targets(format, scaling)
     chosen = view or (View.COMPUTE if targets else View.SEEN)
+    groups = with_stacks(by, records)
     places = find_places(
-        records, targets, by=by, per_sample=per_sample, view=chosen, engine=engine, on_record=on_record
+        records, targets, by=groups, per_sample=per_sample, view=chosen, engine=engine, on_record=on_record
     )
     fields = {name: places.records.column(name)[places.owners] for name in {*PLACE_FIELDS, *_ORDER, "site"}}
     turns = np.argsort(np.lexsort([fields[name] for name in reversed(_ORDER)]))
     rows = []
-    for key, members in places.groups(by):
+    for key, members in places.groups(groups):
         ordered = members[np.argsort(turns[members])]
         start = group_row(key, num_records=np.unique(places.owners[members]).size) if by else ()
         for target, counts in places.counted:
@@ -108,7 +109,7 @@ def overflow_begins(
     return Table(
         title="where it begins: the first iteration, in it the first record in execution order, the lowest rank",
         columns=(
-            *(group_columns(by) if by else ()),
+            *(group_columns(groups) if groups else ()),
             Column(name="kind", kind=Kind.TEXT),
             *limit_columns(targets),
             *_place_columns(places),

@@ -11,7 +11,14 @@ import numpy as np
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.figures import FIGURES, figure
-from ranktape.analyze.identity import SAMPLE_COLUMN, group_columns, group_row, identity_columns, identity_rows
+from ranktape.analyze.identity import (
+    SAMPLE_COLUMN,
+    group_columns,
+    group_row,
+    identity_columns,
+    identity_rows,
+    with_stacks,
+)
 from ranktape.analyze.questions.grouped import group_records
 from ranktape.analyze.questions.stats import figure_columns
 from ranktape.analyze.sample_names import SAMPLE, SampleName, sample_names
@@ -201,7 +208,7 @@ def _single(records: Records, found: _Found, *, names: Sequence[str]) -> _Rows:
 
 
 def _grouped(records: Records, found: _Found, *, by: Sequence[str], names: Sequence[str]) -> _Rows:
-    fields = [field for field in dict.fromkeys(by) if field != SAMPLE]
+    fields = [field for field in dict.fromkeys(with_stacks(by, records)) if field != SAMPLE]
     groups = group_records(records, by=fields)
     totals: dict[tuple[int, bool, Any], Sample] = {}
     places = set()

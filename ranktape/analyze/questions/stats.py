@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.figures import FIGURES, Figure, figure, is_percentile
-from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
+from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
 from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.values import View
@@ -67,13 +67,14 @@ def stats(
     """
     chosen = [figure(name) for name in dict.fromkeys(figures)] or list(FIGURES.values())
     look = view or View.COMPUTE
-    if by:
-        groups = group_records(records, by=by)
+    fields = with_stacks(by, records)
+    if fields:
+        groups = group_records(records, by=fields)
         rows: list[tuple[Any, ...]] = [()] * len(groups.keys)
         for number, digest in group_digests(records, groups, view=look, engine=engine):
             head = group_row(groups.keys[number], num_records=groups.sizes[number])
             rows[number] = (*head, *_cells(digest, chosen))
-        columns = group_columns(by)
+        columns = group_columns(fields)
     else:
         found = digests(records, view=look, engine=engine)
         pairs = zip(identity_rows(records), found, strict=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ranktape.analyze.advice.recommendation import DEFAULT_TARGET_SQNR
+from ranktape.analyze.identity import with_stacks
 from ranktape.analyze.questions.sweep_tables import group_table, levels_table, records_table
 from ranktape.analyze.questions.swept import answerable, parse_request, sweep_selection, sweepable
 from ranktape.analyze.questions.swept_groups import grouped
@@ -62,8 +63,9 @@ def sweep(
         notes.append(said)
     request, left_out = answerable(asked, keeps=set(chosen.column("keep").tolist()))
     notes.append(left_out)
+    fields = with_stacks(by, chosen)
     found = []
-    for swept in sweep_selection(chosen, request, by=by, engine=engine):
+    for swept in sweep_selection(chosen, request, by=fields, engine=engine):
         if isinstance(swept, RanktapeError):
             raise swept
         found += swept
@@ -71,7 +73,7 @@ def sweep(
     table = table_of(
         found,
         request,
-        by=by,
+        by=fields,
         with_levels=with_levels,
         target_sqnr=target_sqnr,
         engine=engine,

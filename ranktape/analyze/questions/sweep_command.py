@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import say
 from ranktape.analyze.formats import Rounding
+from ranktape.analyze.identity import with_stacks
 from ranktape.analyze.progress import progress
 from ranktape.analyze.quantization.scales import ScaleRule
 from ranktape.analyze.questions.sweep import check_shape, table_of
@@ -81,7 +82,7 @@ class SweepQuestion:
         return SweepOptions(**words)
 
 
-def answer_sweep(selections: Sequence[Selection], question: SweepQuestion) -> None:
+def answer_sweep(selections: Sequence[Selection], asked: SweepQuestion) -> None:
     """Sweep every tensor of the sources, and write the table, the files or both.
 
     Raises:
@@ -90,16 +91,18 @@ def answer_sweep(selections: Sequence[Selection], question: SweepQuestion) -> No
         StorageError: the output directory cannot be made.
         UsageError: an option is not allowed.
     """
-    request = parse_request(question.formats, options=question.sweep_options(), view=question.view or View.COMPUTE)
-    check_shape(by=question.by, with_levels=question.with_levels, target_sqnr=question.target_sqnr)
-    if SAMPLE in question.by and question.output_dir is not None:
+    request = parse_request(asked.formats, options=asked.sweep_options(), view=asked.view or View.COMPUTE)
+    check_shape(by=asked.by, with_levels=asked.with_levels, target_sqnr=asked.target_sqnr)
+    if SAMPLE in asked.by and asked.output_dir is not None:
         raise UsageError("--by sample and --output-dir exclude each other: files are written about whole tensors")
     is_files = all(is_file(selection.run) for selection in selections)
-    has_table = question.asks_for_table or not (is_files or question.output_dir)
+    has_table = asked.asks_for_table or not (is_files or asked.output_dir)
     outputs = None
-    if question.output_dir is not None or not has_table:
-        outputs = OutputOptions(output_dir=question.output_dir or DEFAULT_OUTPUT_DIR, with_plots=question.with_plots)
-    tensors = list_tensors(selections, by=question.by)
+    if asked.output_dir is not None or not has_table:
+        outputs = OutputOptions(output_dir=asked.output_dir or DEFAULT_OUTPUT_DIR, with_plots=asked.with_plots)
+    tensors = list_tensors(selections, by=asked.by)
+    swept = {id(tensor.records): tensor.records for tensor in tensors if tensor.records is not None}
+    question = dataclasses.replace(asked, by=with_stacks(asked.by, *swept.values()))
     request, left_out = answerable(request, keeps={tensor.keep for tensor in tensors})
     if left_out:
         say(left_out, err=True)

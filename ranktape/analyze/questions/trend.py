@@ -18,7 +18,7 @@ import numpy as np
 from ranktape.analyze.figures import Figure, figure
 from ranktape.analyze.findings.changes import kendall_z, sen_slope
 from ranktape.analyze.findings.survey import SITE
-from ranktape.analyze.identity import group_columns, group_row
+from ranktape.analyze.identity import group_columns, group_row, with_stacks
 from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.values import View
@@ -102,7 +102,7 @@ def trend(
 
 def _fields(records: Records, by: Sequence[str]) -> tuple[str, ...]:
     """What tells one course from another; restarts that were asked for on purpose have courses of their own."""
-    fields = tuple(by) or SITE
+    fields = with_stacks(by, records) or SITE
     has_several = len(set(records.column("attempt").tolist())) > 1
     return (*fields, "attempt") if has_several and "attempt" not in fields else fields
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.identity import IDENTITY, group_row, identity_rows
+from ranktape.analyze.identity import IDENTITY, group_row, identity_rows, with_stacks
 from ranktape.analyze.limits.target import one_target
 from ranktape.analyze.quantization.schemes import Scaling
 from ranktape.analyze.questions.swept import sweepable
@@ -152,7 +152,8 @@ def _outcome(asked: _Asked, *, view: View | None, engine: Engine | None) -> Outc
     targets = () if target is None else (target,)
     condition = rule.condition.condition
     try:
-        judged = values_of(asked.records, asked.operands, by=rule.by or (), targets=targets, view=view, engine=engine)
+        by = with_stacks(rule.by or (), asked.records)
+        judged = values_of(asked.records, asked.operands, by=by, targets=targets, view=view, engine=engine)
         num_rows = len(judged.groups)
         truth = judge(condition, judged.columns, num_rows=num_rows)
         is_unknown = ~truth.holds & ~truth.fails

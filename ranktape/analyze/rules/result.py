@@ -10,8 +10,8 @@ from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS
 from ranktape.analyze.rules.rule import Missing, Rule
 from ranktape.analyze.table import Column, Kind, Table
 
-_DETAILS = frozenset({"attempt", "microbatch", "call", "mode", "component", "compute_dtype", "shape"})
-"""Fields of offenders that text leaves out unless everything is asked for."""
+_DETAILS = frozenset({"attempt", "microbatch", "call", "mode", "layer_stack", "component", "compute_dtype", "shape"})
+"""Fields of offenders that are records which text leaves out unless everything is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,7 @@ class GateResult:
     def offenders(self) -> Table:
         """One row for each comparison that does not hold: which record or group, the figure, its value, the limit."""
         fields = _fields(self.failed)
+        has_records = "shape" in fields
         return Table(
             title="offenders, of each rule the worst first",
             columns=(
@@ -103,7 +104,7 @@ class GateResult:
                 Column(name="value", kind=Kind.FLOAT),
                 Column(name="limit", kind=Kind.TEXT),
                 Column(name="records", kind=Kind.INTEGER, is_detail=True),
-                *map(_field_column, fields),
+                *(_field_column(field, is_detail=has_records and field in _DETAILS) for field in fields),
             ),
             rows=tuple(
                 (
@@ -172,6 +173,6 @@ def _fields(failed: Sequence[Outcome]) -> tuple[str, ...]:
     return (*known, *(field for field in used if field not in known))
 
 
-def _field_column(field: str) -> Column:
+def _field_column(field: str, *, is_detail: bool) -> Column:
     kind = Kind.INTEGER if field in NUMBER_FIELDS else Kind.LIST if field == "shape" else Kind.TEXT
-    return Column(name=field, kind=kind, is_key=True, is_detail=field in _DETAILS)
+    return Column(name=field, kind=kind, is_key=True, is_detail=is_detail)
