@@ -19,6 +19,8 @@ RanktapeError                 everything a user can cause or must know; never sh
   WorkersError                processes or a cluster that were to do the work cannot be had, or were lost
   CaptureError                capture cannot start or cannot go on
     FailedElsewhereError      another rank cannot start it, and says so itself
+    LateError                 a rank, or a writer, was not ready in time: nothing is wrong but the clock
+      LateElsewhereError      another rank says so itself
   MinimumNotMetError          fewer complete iterations than guaranteed
   CheckFoundError             a check ran and found something (exit code 3)
 """
@@ -112,6 +114,14 @@ class CaptureError(RanktapeError):
 
 class FailedElsewhereError(CaptureError):
     """Another rank cannot start its capture, and says why itself."""
+
+
+class LateError(CaptureError):
+    """Capture did not start, as a rank or a writer was not ready in time; the training has no fault."""
+
+
+class LateElsewhereError(FailedElsewhereError, LateError):
+    """Capture did not start, as a rank was not ready in time; another one says so itself."""
 
 
 class MinimumNotMetError(RanktapeError):

@@ -17,12 +17,12 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from ranktape.errors import CaptureError, FailedElsewhereError
+from ranktape.errors import CaptureError, FailedElsewhereError, LateElsewhereError, LateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +32,9 @@ _serials = itertools.count()
 _serials_alone = itertools.count()
 _TIMEOUT = timedelta(seconds=60)
 _POLL_SECONDS = 0.05
+_LONG_SECONDS = 10.0
+_LATE = "late: "
+"""Before a text that says that a capture does not begin as somebody came too late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,36 +66,54 @@ def find_place() -> Place:
     )
 
 
+def collective_seconds() -> float | None:
+    """How long the training waits for a rank that does not come to a collective; None where it has no collectives."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001  (torch has no public way to it)
+    return float(store.timeout.total_seconds())
+
+
 class Rendezvous:
     """The ranks of one start of the worker group, meeting in a key-value store."""
 
-    def __init__(self, place: Place, *, seconds: float) -> None:
+    def __init__(self, place: Place, *, seconds: float, on_wait: Callable[[str], None] | None = None) -> None:
         """Meet, waiting for rank 0 at most so long.
 
+        Args:
+            place: This rank's.
+            seconds: Longest wait. Where it is over, no rank begins this capture, so that none records in vain.
+            on_wait: Called with a line for the person at the terminal when the wait is long, on the first rank that
+                waits; None for a meeting that others need not hold, which tells nobody that it did not come about.
+
         Raises:
-            CaptureError: there are other ranks, and no store to meet them in; or rank 0 does not come.
+            CaptureError: there are other ranks, and no store to meet them in.
+            LateError: rank 0 did not come in time, or came when another rank had waited too long.
         """
         self._place = place
-        self._seconds = seconds
-        self._store = _find_store(place) if place.world_size > 1 else None
+        self._store = _find_store(place, seconds=seconds) if place.world_size > 1 else None
         if self._store is None:
             self.launch_id = f"{_own_launch_id()}-alone-{next(_serials_alone)}"
         else:
             # Every rank begins the captures of all in the same order; a restarted process begins again from the first.
-            self.launch_id = f"{self._agree(self._store)}-{next(_serials)}"
+            serial = next(_serials)
+            self.launch_id = f"{self._agree(self._store, serial, seconds=seconds, on_wait=on_wait)}-{serial}"
         self._shared: dict[str, str] = {}
         self._failure_key = f"{_PREFIX}/{self.launch_id}/{place.restart}/failure"
 
-    def report_failure(self, text: str) -> None:
-        """Tell the other ranks that this one cannot start."""
+    def report_failure(self, text: str, *, is_late: bool = False) -> None:
+        """Tell the other ranks that this one cannot start, or that it was not ready in time."""
         if self._store is not None:
-            self._store.set(self._failure_key, text)
+            self._store.set(self._failure_key, _LATE + text if is_late else text)
 
-    def failure(self) -> str | None:
+    def failure(self) -> FailedElsewhereError | None:
         """Why another rank cannot start; None where none said so."""
         if self._store is None or not self._store.check([self._failure_key]):
             return None
-        return str(self._store.get(self._failure_key).decode())
+        text = str(self._store.get(self._failure_key).decode())
+        if text.startswith(_LATE):
+            return LateElsewhereError(text.removeprefix(_LATE))
+        return FailedElsewhereError(text)
 
     def give_up(self, text: str) -> None:
         """Tell rank 0 that this one records nothing, so that it is not waited for."""
@@ -111,31 +132,48 @@ class Rendezvous:
         """Call `poll` until it says True, or another rank fails, or the time is over; whether it said True.
 
         Raises:
-            CaptureError: another rank reported that it cannot start.
+            FailedElsewhereError: another rank reported that it cannot start.
         """
         deadline = time.monotonic() + seconds
         while not poll():
             if (failure := self.failure()) is not None:
-                raise FailedElsewhereError(failure)
+                raise failure
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
 
-    def _agree(self, store: Store) -> str:
-        key = f"{_PREFIX}/launch_id"
-        if self._place.rank == 0:
+    def _agree(self, store: Store, serial: int, *, seconds: float, on_wait: Callable[[str], None] | None) -> str:
+        """The launch's identity; whoever writes first that this start begins, or that it does not, decides for all."""
+        key = f"{_PREFIX}/{self._place.restart}/{serial}/begins"
+        rank = self._place.rank
+        if rank == 0:
             # The first start of a launch sets it; its restarts find it.
-            return str(store.compare_set(key, "", _own_launch_id()).decode())
-        deadline = time.monotonic() + self._seconds
+            launch_id = store.compare_set(f"{_PREFIX}/launch_id", "", _own_launch_id()).decode()
+            decided = str(store.compare_set(key, "", launch_id).decode())
+            if decided.startswith(_LATE):
+                raise LateError(decided.removeprefix(_LATE))
+            return decided
+        began, is_told = time.monotonic(), on_wait is None
         while not store.check([key]):
-            if time.monotonic() > deadline:
-                raise CaptureError(
-                    f"rank 0 did not begin its capture within {self._seconds:g} s: every rank must begin one, at about "
-                    f"the same time"
+            waited = time.monotonic() - began
+            if waited > seconds:
+                text = (
+                    f"rank {rank} waited {seconds:g} s for rank 0 to begin its capture, so no rank begins one: raise "
+                    f"--begin-timeout-seconds where ranks train their first forward so far apart"
                 )
+                if on_wait is None or store.compare_set(key, "", _LATE + text).decode() == _LATE + text:
+                    raise LateError(text)
+                break
+            if on_wait is not None and not is_told and waited > _LONG_SECONDS:
+                is_told = True
+                if store.add(f"{key}/waiting", 1) == 1:
+                    on_wait(f"waiting for rank 0 to begin its capture, at most {seconds:g} s (--begin-timeout-seconds)")
             time.sleep(_POLL_SECONDS)
-        return str(store.get(key).decode())
+        decided = str(store.get(key).decode())
+        if decided.startswith(_LATE):
+            raise LateElsewhereError(decided.removeprefix(_LATE))
+        return decided
 
     def share(self, name: str, text: str) -> None:
         """Leave something for the other ranks under a name; once for each name."""
@@ -203,7 +241,7 @@ _servers: list[Store] = []
 """Stores that this process serves: a server ends with its object, and other ranks still need it."""
 
 
-def _find_store(place: Place) -> Store:
+def _find_store(place: Place, *, seconds: float) -> Store:
     if dist.is_available() and dist.is_initialized():
         # A connection of its own: one client's wait blocks every other call on it.
         default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  (torch has no public way to it)
@@ -215,14 +253,19 @@ def _find_store(place: Place) -> Store:
     if {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
         # The server that torch's own env:// rendezvous would start in rank 0: one of several tenants, so that
         # init_process_group uses ours.
-        store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=place.rank == 0,
-            timeout=_TIMEOUT,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        try:
+            store = TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=place.rank == 0,
+                timeout=timedelta(seconds=seconds),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except dist.DistError as error:
+            if place.rank == 0:
+                raise CaptureError(f"rank 0 cannot serve the others: {error}") from error
+            raise LateError(f"rank {place.rank} did not reach rank 0 within {seconds:g} s") from error
         _servers.append(store)
         return store
     raise CaptureError(

@@ -113,6 +113,7 @@ class Capture(Iterations):
             RunExistsError: there is a run at the URL; its text says the ways out.
             StorageError: the store cannot be reached or written.
             CaptureError: the writer cannot start, another rank cannot, or another capture is running.
+            LateError: this rank waited for rank 0, or for its writer, and its patience is over.
         """
         if Capture.current is not None and Capture.current.yields:
             Capture.current.close(reason="the training began a capture of its own")
@@ -326,7 +327,12 @@ class Capture(Iterations):
     def _start(self) -> tuple[dict[str, Any], Rendezvous]:
         """What the writer says once it is ready, and where the ranks have met."""
         return start_writer(
-            self._process, url=self._url, shown_url=self._backend.url, options=self.options, place=self._place
+            self._process,
+            url=self._url,
+            shown_url=self._backend.url,
+            options=self.options,
+            place=self._place,
+            on_wait=self._console.warn_once,
         )
 
     def _new_schedule(self, words: Mapping[str, Any]) -> Schedule:

@@ -7,17 +7,17 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.environment import describe_environment
-from ranktape.capture.rendezvous import Rendezvous
+from ranktape.capture.rendezvous import Rendezvous, collective_seconds
 from ranktape.capture.settings.cadence import cadence_of
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.ring_file import boot_id, new_ring_path
 from ranktape.capture.writing.writer_config import WriterConfig
-from ranktape.errors import CaptureError, UsageError
+from ranktape.errors import LateError, UsageError
 from ranktape.storage.backends.urls import open_backend
 from ranktape.storage.start import check_place
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ranktape.storage.backends.retry import RetryingBackend
 
 START_TIMEOUT_SECONDS = 120.0
-"""Longest wait for the writer to be ready: it loads and compiles its kernels."""
+"""Longest wait for the writer to be ready, which loads and compiles its kernels; and for rank 0 where it is not known
+how long the training itself would wait."""
 
 
 def open_place(url: str, options: CaptureOptions) -> RetryingBackend:
@@ -86,7 +87,13 @@ def ring_path(options: CaptureOptions, *, rank: int) -> Path | None:
 
 
 def start_writer(
-    process: WriterProcess, *, url: str, shown_url: str, options: CaptureOptions, place: Place
+    process: WriterProcess,
+    *,
+    url: str,
+    shown_url: str,
+    options: CaptureOptions,
+    place: Place,
+    on_wait: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], Rendezvous]:
     """The words of the writer, once it is ready, and where the ranks have met.
 
@@ -96,9 +103,11 @@ def start_writer(
         shown_url: The same without credentials.
         options: Of the capture.
         place: This rank's.
+        on_wait: Called with a line for the person at the terminal where rank 0 is long in coming.
 
     Raises:
         CaptureError: the writer cannot start, or another rank's cannot.
+        LateError: the writer, or another rank, was not ready in time.
         RanktapeError: the writer could not start; the class and the text are its own.
     """
     words: dict[str, Any] = {}
@@ -109,21 +118,31 @@ def start_writer(
         return bool(words)
 
     try:
-        rendezvous = Rendezvous(place, seconds=START_TIMEOUT_SECONDS)
+        rendezvous = Rendezvous(place, seconds=_meeting_seconds(options), on_wait=on_wait)
         path = process.ring.path
         config = _writer_config(options, url=url, place=place, launch_id=rendezvous.launch_id, path=path)
         process.start(config)
         if not rendezvous.wait(is_ready, seconds=START_TIMEOUT_SECONDS):
-            raise CaptureError(f"the writer was not ready within {START_TIMEOUT_SECONDS:g} s: try again")
+            raise LateError(f"the writer was not ready within {START_TIMEOUT_SECONDS:g} s: try again")
     except BaseException as error:
-        if rendezvous is not None:
-            (rendezvous.report_failure if place.rank == place.first_rank else rendezvous.give_up)(str(error))
+        if rendezvous is not None and place.rank == place.first_rank:
+            rendezvous.report_failure(str(error), is_late=isinstance(error, LateError))
+        elif rendezvous is not None:
+            rendezvous.give_up(str(error))
         process.finish(reason=str(error), timeout_seconds=0, on_progress=lambda *_: None)
         process.close(has_captured=False)
         raise
     if path is not None:
         process.ring.describe(_about(config, url=shown_url, attempt=str(words["attempt"])))
     return words, rendezvous
+
+
+def _meeting_seconds(options: CaptureOptions) -> float:
+    """How long rank 0 is waited for: where ranks wait for each other in a circle, ours must be the first to end."""
+    if options.begin_timeout_seconds is not None:
+        return options.begin_timeout_seconds
+    seconds = collective_seconds()
+    return START_TIMEOUT_SECONDS if seconds is None else seconds / 2
 
 
 def _writer_config(

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ranktape.capture.settings.setting import SWITCH_WORDS
-from ranktape.errors import CaptureError, FailedElsewhereError, RanktapeError, UsageError
+from ranktape.errors import CaptureError, FailedElsewhereError, LateError, RanktapeError, UsageError
 from ranktape.launch.owner import LAUNCHED, OWNER, stand_aside
 from ranktape.launch.worker import HEAD_START_SECONDS, Worker, one_line
 
@@ -89,12 +89,15 @@ class AutoStart:
         self._ask = ask
         self.capture: Capture | None = None
         """What was begun."""
+        self._failure: str | None = None
         self._standby = Standby(begin=self._begin, is_wanted_in_eval=self._is_wanted_in_eval)
 
     def explain_nothing(self) -> str:
         """Why no capture has begun in a process that has come to its end, and the way out."""
         if self._standby.has_evaluated:
             return "models ran, but none in training mode: --mode=eval records inference"
+        if self._failure is not None:
+            return self._failure
         if self._standby.is_over:
             return "the script has begun a capture of its own: run it without the launcher"
         return "the process ended before its first training forward"
@@ -115,6 +118,7 @@ class AutoStart:
             return
         stand_aside()
         is_strict = SWITCH_WORDS.get(os.environ.get("RANKTAPE_STRICT", "").strip().lower(), False)
+        order: Order | None = None
         try:
             from ranktape.capture.session import Capture
 
@@ -134,7 +138,12 @@ class AutoStart:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001  (nothing of ours ends a training)
-            _fail(error, is_strict=is_strict)
+            wording = str if order is not None and order.launcher_pid is not None else in_variables
+            # What came too late is no mistake, and another start may find it in time: a training is not ended for it.
+            if order is not None and isinstance(error, LateError):
+                is_strict = bool(order.settings["strict"])
+            self._failure = one_line(wording(_text_of(error)))
+            _fail(error, self._failure, is_strict=is_strict)
 
     def _is_wanted_in_eval(self) -> bool:
         """Whether a pass in evaluation mode is to be recorded too; asked at the first one."""
@@ -210,14 +219,15 @@ def in_variables(text: str) -> str:
     return re.sub(r"--[a-z-]+", lambda flag: variables.get(flag[0], flag[0]), text)
 
 
-def _fail(error: BaseException, *, is_strict: bool) -> None:
+def _text_of(error: BaseException) -> str:
+    return str(error) if isinstance(error, RanktapeError) else f"{type(error).__name__}: {error}"
+
+
+def _fail(error: BaseException, text: str, *, is_strict: bool) -> None:
     worker = _worker()
-    text = str(error) if isinstance(error, RanktapeError) else f"{type(error).__name__}: {error}"
-    if LAUNCHED not in os.environ:
-        text = in_variables(text)
     if not is_strict:
         if not _is_said_by_rank_0(error, text=text):
-            worker.complain(f"{one_line(text)}; the training goes on without a capture")
+            worker.complain(f"{text}; the training goes on without a capture")
         return
     worker.report(text)
     if threading.current_thread() is not threading.main_thread():
@@ -229,6 +239,8 @@ def _is_said_by_rank_0(error: BaseException, *, text: str) -> bool:
     """Whether another rank has said already why there is no capture; rank 0 lets the others know that it says so."""
     if isinstance(error, FailedElsewhereError):
         return True
+    if isinstance(error, LateError):
+        return False
     # Where the ranks cannot meet, each of them speaks for itself.
     with contextlib.suppress(Exception):
         from ranktape.capture.rendezvous import Rendezvous, find_place

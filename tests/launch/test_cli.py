@@ -24,9 +24,9 @@ CAPTURE = {
     "start", "every", "min_iterations", "max_iterations", "first_iteration", "quant_type", "modules", "layer_types",
     "layer_idx", "operation", "phase", "component", "tensor_name", "dtype", "compute_dtype", "rank", "microbatch",
     "call", "iteration", "modes", "where", "samples", "keep", "selections", "layers", "layer_offset", "master",
-    "advance_on", "sample_dim", "policy", "host_budget_nbytes", "block_timeout_seconds", "finish_timeout_seconds",
-    "store_timeout_seconds", "store_concurrency", "compression", "keep_last", "ring_dir", "spill_dir", "strict",
-    "capture_config", "manual", "resume", "overwrite", "add", "storage_options",
+    "advance_on", "sample_dim", "policy", "host_budget_nbytes", "begin_timeout_seconds", "block_timeout_seconds",
+    "finish_timeout_seconds", "store_timeout_seconds", "store_concurrency", "compression", "keep_last", "ring_dir",
+    "spill_dir", "strict", "capture_config", "manual", "resume", "overwrite", "add", "storage_options",
 }  # fmt: skip
 """The settings of a capture."""
 

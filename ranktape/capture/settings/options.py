@@ -151,6 +151,13 @@ class CaptureOptions:
         least=1 << 20,
         help="Host memory for staged tensors, in bytes per rank; from the free memory by default.",
     )
+    begin_timeout_seconds: float | None = option(
+        None,
+        kind=float,
+        least=0,
+        help="Longest wait of a rank at its first forward for rank 0 to reach its own; then no rank is recorded and "
+        "the training goes on. By default half of what a collective of the training waits.",
+    )
     block_timeout_seconds: float = option(
         120.0, kind=float, least=0, help="Longest wait of the training for the writer; then capture disables itself."
     )

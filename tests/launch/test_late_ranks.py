@@ -1,0 +1,94 @@
+"""What becomes of a training whose ranks reach their first forward long after each other?"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ranktape.storage import open_run
+from tests.launch.processes import Ended, errors, own_lines, torchrun
+from tests.launch.test_autoload import RUN
+from tests.launch.test_runner import LAUNCH
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = """
+    import sys
+    import time
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    late, seconds = sys.argv[1:]
+    if rank == int(late):
+        time.sleep(float(seconds))
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sys.stdout.write(f"{rank} {sum(float(p.sum()) for p in model.parameters()).hex()}\\n")
+    del model
+    dist.destroy_process_group()
+"""
+
+TOO_LATE = "waited 1 s for rank 0 to begin its capture, so no rank begins one"
+
+
+def train(folder: Path, *words: str, late: int, seconds: float, **env: str) -> Ended:
+    """Three ranks, one of them late."""
+    (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
+    return torchrun(*words, "train.py", str(late), str(seconds), cwd=folder, num_ranks=3, env=env)
+
+
+def trained(ended: Ended) -> list[str]:
+    """Each rank's sum of weights."""
+    return sorted(ended.stdout.splitlines())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What they are without us."""
+    return trained(train(tmp_path_factory.mktemp("plain"), late=0, seconds=0))
+
+
+def test_a_rank_0_that_is_too_late_costs_the_capture_and_not_the_training(plain: list[str], tmp_path: Path) -> None:
+    timeout = "--begin-timeout-seconds=1"
+    launched = train(tmp_path, *LAUNCH, "--capture", "run", timeout, late=0, seconds=8)
+    assert trained(launched) == plain
+    # The training has ended well; that nothing is stored is an error of the launcher, as ever.
+    assert launched.returncode == 1
+    *early, late, last = errors(launched)
+    assert [line.partition("]")[0] for line in early] in (["[rank 1"], ["[rank 2"])  # the first to give up speaks
+    assert all(TOO_LATE in line and line.endswith("the training goes on without a capture") for line in early)
+    assert TOO_LATE in late
+    assert "--begin-timeout-seconds" in late
+    assert not late.startswith("[")
+    assert last.startswith("minimum not met: 0 of 1")
+    assert TOO_LATE in last
+    assert not (tmp_path / "run").exists()
+
+    by_variable = train(tmp_path, late=0, seconds=8, **RUN, RANKTAPE_BEGIN_TIMEOUT_SECONDS="1")
+    assert (by_variable.returncode, trained(by_variable)) == (0, plain)
+    assert len(errors(by_variable)) == 2
+    assert all("RANKTAPE_BEGIN_TIMEOUT_SECONDS" in line for line in errors(by_variable))
+
+    strict = train(tmp_path, *LAUNCH, "--capture", "run", timeout, "--strict", late=0, seconds=8)
+    assert strict.returncode == 1
+    assert strict.stdout == ""
+    assert any(TOO_LATE in line for line in errors(strict))
+
+
+@pytest.mark.parametrize(("late", "seconds"), [(0, 12), (2, 2)])
+def test_a_rank_that_is_late_is_waited_for(late: int, seconds: int, plain: list[str], tmp_path: Path) -> None:
+    ended = train(tmp_path, *LAUNCH, "--capture", "run", late=late, seconds=seconds)
+    assert (ended.returncode, trained(ended)) == (0, plain), ended.stderr
+    assert open_run(tmp_path / "run").select(iteration=0, tensor_name="weight").column("rank").tolist() == [0, 1, 2]
+    # gloo's collectives wait for half an hour.
+    words = "waiting for rank 0 to begin its capture, at most 900 s (--begin-timeout-seconds)"
+    assert len([line for line in own_lines(ended) if words in line]) == (late == 0)
