@@ -27,10 +27,12 @@ from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli as analyze
 from ranktape.analyze.figures import FIGURES
+from ranktape.analyze.files import export_records
 from ranktape.analyze.table import Kind
 from ranktape.capture.plans.forecast import Forecast
 from ranktape.capture.plans.planning import RankPlan
 from ranktape.capture.writing.recover import RingReport
+from ranktape.storage import open_run
 from ranktape.storage.catalogue import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
 from ranktape.storage.record import EXTREMES, TALLY_KINDS
 from ranktape.storage.status import IterationStatus, Verdict
@@ -47,7 +49,7 @@ FOLDER = Path(__file__).parent / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
-    "ls": ("RUN", "RUN --by rank"),
+    "ls": ("RUN", "RUN --by rank", "FOLDER"),
     "overflow": (
         "RUN",
         "RUN --by rank",
@@ -58,6 +60,8 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "RUN --format fp8_e4m3 --first --by layer_type",
         "RUN --per-sample --format fp8_e4m3",
         "RUN --by sample --format fp8_e4m3",
+        "FOLDER --per-sample",
+        "FOLDER --first",
     ),
     "stats": (
         "RUN",
@@ -67,6 +71,8 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "RUN --neighbours --by rank",
         "RUN --per-sample",
         "RUN --by sample",
+        "FOLDER",
+        "FOLDER --neighbours",
     ),
     "distribution": (
         *(f"RUN --kind {kind}" for kind in ("linear", "normalised", "log2", "exponents", "formats", "normal", "qq")),
@@ -80,10 +86,11 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "RUN --format fp8_e4m3 --levels --rank 0",
         "RUN --format mxfp8,mxfp4 --by layer_type --rank 0",
         "RUN --format fp8_e4m3 --by sample --rank 0",
+        "RUN FOLDER --format fp8_e4m3 --rank 0",
     ),
     "outliers": ("RUN", "RUN --figure std --threshold 1", "RUN --across sample --threshold 0.5"),
     "trend": ("RUN", "RUN --figure FIGURES,p37.5 --by layer_type", "RUN --summary", "RUN --summary --by rank"),
-    "trace": ("RUN", "RUN --figure FIGURES,p37.5", "RUN --sample b"),
+    "trace": ("RUN", "RUN --figure FIGURES,p37.5", "RUN --sample b", "FOLDER"),
     "gradients": (*(f"RUN --show {part}" for part in ("ranges", "weights", "passes")), "RUN --by rank"),
     "compare": (
         "RUN OTHER",
@@ -91,9 +98,16 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "RUN OTHER --noise OTHER --in-order",
         "RUN --neighbours --allow-unmatched",
         "RUN --pair rank=0:1 --no-distances --allow-unmatched",
+        "FOLDER OTHER --allow-unmatched --iteration 0",
+        "OTHER FOLDER --allow-unmatched --iteration 0",
         "RUN OTHER --map --rank 0 --iteration 0 --layer-idx 0 --operation forward --tensor-name query",
     ),
-    "gate": ("RUN", "RUN --rule overflow.absmax<0 --by rank", "RUN --rule overflow.ratio<1e-9 --format fp4_e2m1"),
+    "gate": (
+        "RUN",
+        "RUN --rule overflow.absmax<0 --by rank",
+        "RUN --rule overflow.ratio<1e-9 --format fp4_e2m1",
+        "FOLDER --rule overflow.absmax<0",
+    ),
 }
 """For each command that writes a table: what is asked, so that every column it can have is in one of the answers."""
 
@@ -147,7 +161,7 @@ def field_cells() -> dict[str, Schema]:
 
 
 def make_runs(folder: Path) -> dict[str, str]:
-    """Two runs of two ranks and two iterations, by the words that stand for them in `QUESTIONS`."""
+    """Two runs of two ranks and two iterations, and the first as files, by their words in `QUESTIONS`."""
     urls = {}
     for seed, name in enumerate(("RUN", "OTHER")):
         sampled: list[Tensor] = [
@@ -164,7 +178,13 @@ def make_runs(folder: Path) -> dict[str, str]:
         ]
         run = store(folder / name.lower(), [*model_tensors(num_ranks=2, iterations=(0, 10), seed=seed), *sampled])
         urls[name] = run.url
-    return urls
+    return urls | {"FOLDER": export_folder(urls["RUN"], folder)}
+
+
+def export_folder(url: str, place: Path) -> str:
+    """A run as files."""
+    export_records(open_run(url).select(), place / "files")
+    return str(place / "files")
 
 
 def ask(command: str, words: str, *, urls: Mapping[str, str]) -> dict[str, Any]:

@@ -77,7 +77,8 @@ def hard(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         for name, array in arrays.items()
     ]
     folder = tmp_path_factory.mktemp("runs")
-    return {name: store(folder / name, tensors).url for name in ("RUN", "OTHER")}
+    urls = {name: store(folder / name, tensors).url for name in ("RUN", "OTHER")}
+    return urls | {"FOLDER": SCRIPT.export_folder(urls["RUN"], folder)}
 
 
 def test_the_schemas_are_those_of_what_the_commands_answer_now(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ranktape.analyze.sample_names import SAMPLE
 from ranktape.analyze.table import Column, Kind
 
 if TYPE_CHECKING:
-    from ranktape.storage import Record, Records
+    from ranktape.storage import Records
 
 IDENTITY = (
     "iteration",
@@ -41,23 +41,32 @@ NUMBER_FIELDS = ("iteration", "rank", "attempt", "microbatch", "call", "layer_id
 SAMPLE_COLUMN = Column(name=SAMPLE, kind=Kind.TEXT, is_key=True)
 """What a sample is called, in a table with one row for each."""
 
+FILE_COLUMN = Column(name="file", kind=Kind.TEXT, is_key=True, is_detail=True)
+"""The name of the file that a record is, in tables about files."""
+
 _DETAILS = ("mode", "layer_stack", "component", "compute_dtype", "shape")
 """Fields that text leaves out unless everything is asked for."""
 
 
-def identity_columns() -> tuple[Column, ...]:
-    """The columns of a table with one row for each record."""
-    return tuple(_key_column(field, is_detail=field in _DETAILS) for field in IDENTITY)
+def are_files(records: Records) -> bool:
+    """Whether each of the records is a file of its own, with a name."""
+    return bool(getattr(records, "files", ()))
+
+
+def identity_fields(records: Records) -> tuple[str, ...]:
+    """What tells one of the records from another: the fields, and the file where each has one."""
+    return (*IDENTITY, *((FILE_COLUMN.name,) if are_files(records) else ()))
+
+
+def identity_columns(records: Records) -> tuple[Column, ...]:
+    """The columns of a table with one row for each of the records."""
+    fields = tuple(_key_column(field, is_detail=field in _DETAILS) for field in IDENTITY)
+    return (*fields, FILE_COLUMN) if are_files(records) else fields
 
 
 def identity_rows(records: Records) -> list[tuple[Any, ...]]:
     """What those columns hold, from the catalogue alone."""
-    return list(zip(*(_values(records, field) for field in IDENTITY), strict=True))
-
-
-def identity_row(record: Record) -> tuple[Any, ...]:
-    """What those columns hold for one record."""
-    return tuple(list(record.shape) if field == "shape" else getattr(record, field) for field in IDENTITY)
+    return list(zip(*(_values(records, field) for field in identity_fields(records)), strict=True))
 
 
 def stacks_of(records: Records) -> tuple[str, ...]:
@@ -94,7 +103,8 @@ def _key_column(field: str, *, is_detail: bool) -> Column:
 
 
 def _values(records: Records, field: str) -> list[Any]:
-    values = records.column(field).tolist()
+    # Of a file, the site is its name.
+    values = records.column("site" if field == FILE_COLUMN.name else field).tolist()
     if field != "shape":
         return [_value(value, field) for value in values] if field in NUMBER_FIELDS else values
     parsed = {text: json.loads(text) for text in set(values)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.comparison.divergence import ComparedPair
 from ranktape.analyze.comparison.figures import PAIR_FIGURES, PairFigure, figures_of, judged_value
 from ranktape.analyze.comparison.matching import site_name
-from ranktape.analyze.identity import IDENTITY, group_columns, identity_columns, identity_rows
+from ranktape.analyze.identity import IDENTITY, group_columns, identity_columns, identity_fields, identity_rows
 from ranktape.analyze.table import Column, Kind
 from ranktape.storage.backends.failures import printable
 
@@ -31,6 +31,7 @@ class PairTable:
         self._matching = matching
         self._figure = figure
         self._has_noise = has_noise
+        self._fields = [identity_fields(records) for records in (matching.a, matching.b)]
         self._identities = [identity_rows(records) for records in (matching.a, matching.b)]
         self._ranks = [records.column("rank").tolist() for records in (matching.a, matching.b)]
 
@@ -46,7 +47,7 @@ class PairTable:
         )
         return (
             Column(name="order", kind=Kind.INTEGER, is_detail=True),
-            *identity_columns(),
+            *identity_columns(self._matching.a),
             Column(name="against", kind=Kind.TEXT, is_key=True),
             Column(name="diverges", kind=Kind.TEXT),
             *(figure.column for figure in PAIR_FIGURES.values()),
@@ -55,7 +56,10 @@ class PairTable:
             Column(name="copies", kind=Kind.INTEGER, is_detail=True),
             Column(name="ranks", kind=Kind.LIST, is_detail=True),
             Column(name="b.ranks", kind=Kind.LIST, is_detail=True),
-            *(Column(name=f"b.{column.name}", kind=column.kind, is_detail=True) for column in identity_columns()),
+            *(
+                Column(name=f"b.{column.name}", kind=column.kind, is_detail=True)
+                for column in identity_columns(self._matching.b)
+            ),
         )
 
     def pair_row(self, pair: ComparedPair) -> tuple[Any, ...]:
@@ -118,7 +122,7 @@ class PairTable:
 
     def _identity(self, side: int, pair: ComparedPair) -> dict[str, Any]:
         parts = (pair.a, pair.b)[side]
-        identity = dict(zip(IDENTITY, self._identities[side][parts.rows[0]], strict=True))
+        identity = dict(zip(self._fields[side], self._identities[side][parts.rows[0]], strict=True))
         if parts.is_assembled:
             identity["shape"] = list(parts.shape)
         return identity

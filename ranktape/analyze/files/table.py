@@ -18,6 +18,8 @@ from ranktape.storage.selection.columns import StringColumn
 from ranktape.storage.stored_record import Record
 
 if TYPE_CHECKING:
+    import pandas as pd  # type: ignore[import-untyped]  # it has no types
+
     from ranktape.analyze.files.folder import FolderReader, SourceFile
     from ranktape.storage.selection.columns import Column
 
@@ -125,6 +127,12 @@ class FileRecords(Records):
     def select_text(self, filters: Sequence[tuple[str, str]]) -> Records:
         """As of a run; what names say is asked first."""
         return super().select_text(sorted(filters, key=lambda item: self._cost(item[0])))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """As of a run, and first the name of each file."""
+        frame = super().to_pandas()
+        frame.insert(0, "file", [file.site for file in self.files])
+        return frame.astype({"file": "string"})
 
     def _cost(self, field: str) -> int:
         """0 for what names say, 1 for what files say, 2 for what values say."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
+from ranktape.analyze.identity import are_files, group_columns, group_row, identity_columns, identity_rows, with_stacks
 from ranktape.analyze.table import Column, Kind, Table, nbytes_text
 
 if TYPE_CHECKING:
@@ -30,8 +30,10 @@ def listing(records: Records, *, by: Sequence[str] = ()) -> Table:
         )
         columns = (*group_columns(fields), Column(name="nbytes", kind=Kind.NBYTES, unit="bytes", head="size"))
         return Table(title="", columns=columns, rows=rows, notes=(note,))
+    if are_files(records):
+        note += "; --wide names the file of each"
     columns = (
-        *identity_columns(),
+        *identity_columns(records),
         Column(name="nbytes", kind=Kind.NBYTES, unit="bytes", head="size"),
         Column(name="timestamp", kind=Kind.FLOAT, unit="seconds since the epoch", is_detail=True),
     )

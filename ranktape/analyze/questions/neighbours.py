@@ -80,7 +80,7 @@ def neighbours(
         found = group_digests(records, groups, view=look, engine=engine)
         columns = group_columns(fields)
     else:
-        heads, columns = identity_rows(records), identity_columns()
+        heads, columns = identity_rows(records), identity_columns(records)
         layers = [int(layer) for layer in records.column("layer_idx").tolist()]
         pairs = _record_pairs(records, layers)
         found = enumerate(digests(records, view=look, engine=engine))

@@ -90,7 +90,7 @@ def overflow(
         columns, rows = group_columns(fields), _group_rows(places, fields)
     else:
         sample = () if places.samples is None else (SAMPLE_COLUMN,)
-        columns, rows = (*identity_columns(), *sample), _record_rows(places)
+        columns, rows = (*identity_columns(places.records), *sample), _record_rows(places)
     table = Table(
         title=_title(targets, view=chosen),
         columns=(*columns, *_count_columns(targets)),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.identity import group_columns, group_row, with_stacks
+from ranktape.analyze.identity import are_files, group_columns, group_row, with_stacks
 from ranktape.analyze.limits.places import find_places
 from ranktape.analyze.limits.target import parse_targets
 from ranktape.analyze.quantization.losses import MODERATE_RATIO
@@ -136,9 +136,11 @@ def _place_columns(places: Places) -> tuple[Column, ...]:
         for field in PLACE_FIELDS
     )
     sample = () if places.samples is None else (Column(name=f"first.{SAMPLE}", kind=Kind.TEXT, head=SAMPLE),)
+    file = (Column(name="first.file", kind=Kind.TEXT, head="file", is_detail=True),)
     return (
         Column(name="affected", kind=Kind.INTEGER),
         *fields,
+        *(file if are_files(places.records) else ()),
         *sample,
         Column(name="first.ratio", kind=Kind.RATIO, head="there"),
         Column(name="first.num_ranks", kind=Kind.INTEGER, head="ranks"),
@@ -150,16 +152,16 @@ def _cells(
     places: Places, fields: Mapping[str, NDArray[Any]], ratios: NDArray[np.float64], found: NDArray[np.int64]
 ) -> tuple[Any, ...]:
     """How many records are affected, and the first of `found`, which are in the order of execution."""
-    num_samples = int(places.samples is not None)
+    names = (*PLACE_FIELDS, *(("site",) if are_files(places.records) else ()))
     if not found.size:
-        return (0, *(None,) * (len(PLACE_FIELDS) + num_samples + 3))
+        return (0, *(None,) * (len(names) + int(places.samples is not None) + 3))
     first = int(found[0])
     same = ["iteration", "attempt", "site"]
     alike = np.all([fields[name][found] == fields[name][first] for name in same], axis=0)
     ranks = np.unique(fields["rank"][found[alike]]).tolist()
     return (
         np.unique(places.owners[found]).size,
-        *(_plain(fields[name][first]) for name in PLACE_FIELDS),
+        *(_plain(fields[name][first]) for name in names),
         *(() if places.samples is None else (str(places.samples[first]),)),
         float(ratios[first]),
         len(ranks),

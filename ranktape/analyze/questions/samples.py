@@ -204,7 +204,7 @@ def _single(records: Records, found: _Found, *, names: Sequence[str]) -> _Rows:
         rows.append((*identities[place], str(name), index, *(known[figure] for figure in names)))
         places.add(place)
     index_column = Column(name="sample_index", kind=Kind.INTEGER, is_key=True, is_detail=True)
-    return (*identity_columns(), SAMPLE_COLUMN, index_column), rows, places
+    return (*identity_columns(records), SAMPLE_COLUMN, index_column), rows, places
 
 
 def _grouped(records: Records, found: _Found, *, by: Sequence[str], names: Sequence[str]) -> _Rows:

@@ -79,7 +79,7 @@ def stats(
         found = digests(records, view=look, engine=engine)
         pairs = zip(identity_rows(records), found, strict=True)
         rows = [(*identity, *_cells(digest, chosen)) for identity, digest in pairs]
-        columns = identity_columns()
+        columns = identity_columns(records)
     return Table(
         title=f"statistics of the values, {how_seen(look)}",
         columns=(*columns, *figure_columns(chosen, are_named=bool(figures)), PRECISION),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.advice.recommendation import best_by, best_format
 from ranktape.analyze.advice.verdict import direction_of, keeps_nothing
-from ranktape.analyze.identity import group_columns, group_row, identity_columns
+from ranktape.analyze.identity import are_files, group_columns, group_row, identity_columns
 from ranktape.analyze.sweeps.legacy import LegacyLevel
 from ranktape.analyze.sweeps.metrics import Level
 from ranktape.analyze.sweeps.options import SweepMode
@@ -210,17 +210,18 @@ class _Shape:
         self.has_formats = len(sweeps) > 1
         self._has_sources = len({record.source for record in swept}) > 1
         self._is_legacy = sweeps[0].mode is SweepMode.LEGACY
-        self.start_columns = (
-            *((SOURCE_COLUMN,) if self._has_sources else ()),
-            *identity_columns(),
-            *SCHEME_COLUMNS,
-        )
+        of_files = next((record.records for record in swept if are_files(record.records)), swept[0].records)
+        self._identity = identity_columns(of_files)
+        sources = (SOURCE_COLUMN,) if self._has_sources else ()
+        self.start_columns = (*sources, *self._identity, *SCHEME_COLUMNS)
         self.level_columns = (*LEVEL_COLUMNS, *(LEGACY_COLUMNS if self._is_legacy else ()))
 
     def start(self, record: Swept, found: ScaleSweep) -> tuple[Any, ...]:
         """Which record and format a row is about."""
         source = (record.source,) if self._has_sources else ()
-        return (*source, *record.identity, *_scheme_row(found))
+        # A run beside files has no names of files.
+        nothing = (None,) * (len(self._identity) - len(record.identity))
+        return (*source, *record.identity, *nothing, *_scheme_row(found))
 
     def level(self, level: Level | None) -> tuple[Any, ...]:
         """The figures of a level; nothing known without one."""

@@ -42,7 +42,7 @@ class Swept:
     source: str
     """The run, folder or file that it is of, as it was asked for."""
     identity: tuple[Any, ...]
-    """As `identity_row` has it."""
+    """As `identity_rows` has it."""
     key: dict[str, Any]
     """The values of the fields that are grouped by."""
     sweeps: tuple[ScaleSweep, ...]

@@ -71,7 +71,7 @@ def trace(
         title="the way through the model" if sample is None else f"the way of sample {sample} through the model",
         columns=(
             Column(name="step", kind=Kind.INTEGER),
-            *identity_columns(),
+            *identity_columns(records),
             Column(name="sample_index", kind=Kind.INTEGER, is_key=True, is_detail=True),
             *(one.column() for one in named),
             Column(name="absmax.octaves", kind=Kind.FLOAT, unit="octaves", head="absmax changes in"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.identity import IDENTITY, group_row, identity_rows, with_stacks
+from ranktape.analyze.identity import group_row, identity_fields, identity_rows, with_stacks
 from ranktape.analyze.limits.target import one_target
 from ranktape.analyze.quantization.schemes import Scaling
 from ranktape.analyze.questions.swept import sweepable
@@ -187,7 +187,7 @@ def _offenders(found: Sequence[Fault], judged: Judged) -> Iterator[Offender]:
                 value=values[row],
                 limit=fault.limit,
                 records=int(owners.size),
-                identity=dict(zip(key or IDENTITY, cells, strict=False)),
+                identity=dict(zip(key or identity_fields(judged.places.records), cells, strict=False)),
             )
 
 

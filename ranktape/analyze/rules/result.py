@@ -10,7 +10,9 @@ from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS
 from ranktape.analyze.rules.rule import Missing, Rule
 from ranktape.analyze.table import Column, Kind, Table
 
-_DETAILS = frozenset({"attempt", "microbatch", "call", "mode", "layer_stack", "component", "compute_dtype", "shape"})
+_DETAILS = frozenset(
+    {"attempt", "microbatch", "call", "mode", "layer_stack", "component", "compute_dtype", "shape", "file"}
+)
 """Fields of offenders that are records which text leaves out unless everything is asked for."""
 
 
