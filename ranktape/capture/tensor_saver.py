@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ranktape.capture import awaited
 from ranktape.capture.console import Console
 from ranktape.capture.roles.table import UNSAMPLED
 from ranktape.capture.schedule import Schedule, ScheduleOfOne
@@ -76,6 +77,7 @@ class TensorSaver:
         self.enabled = enabled
         self.current_iteration = 0
         self._own: _OwnCapture | None = None
+        self._numbered: Capture | None = None
 
     def set_iteration(self, iteration: int) -> None:
         """Number the iteration: the first one before anything is saved, a later one to end those before it.
@@ -212,10 +214,15 @@ class TensorSaver:
     def _capture(self) -> Capture | None:
         if Capture.current is None and self.enabled:
             self._begin()
-        own = self._own
+            self._numbered = self._own
+        elif Capture.current is None and awaited.begin is not None:
+            awaited.begin(self.current_iteration)
+            self._numbered = Capture.current
+        numbered = self._numbered
         # An optimizer of the program may have ended iterations before.
-        if own is not None and own.is_running and self.current_iteration > own.iteration:
-            own.step(self.current_iteration)
+        is_running = numbered is not None and Capture.current is numbered and not numbered.is_forked
+        if numbered is not None and is_running and self.current_iteration > numbered.iteration:
+            numbered.step(self.current_iteration)
         return Capture.current
 
     def _begin(self) -> None:

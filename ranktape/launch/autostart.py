@@ -84,13 +84,22 @@ class AutoStart:
         Args:
             ask: Says when the training begins what to record; None for nothing.
         """
+        from ranktape.capture import awaited
         from ranktape.launch.standby import Standby
 
         self._ask = ask
         self.capture: Capture | None = None
         """What was begun."""
         self._failure: str | None = None
+        self._first_iteration = 0
+        self._is_saved_by_hand = False
         self._standby = Standby(begin=self._begin, is_wanted_in_eval=self._is_wanted_in_eval)
+        awaited.begin = self._begin_by_hand
+
+    @property
+    def has_seen_models(self) -> bool:
+        """Whether any model has run in this process."""
+        return self._standby.has_seen_models
 
     def explain_nothing(self) -> str:
         """Why no capture has begun in a process that has come to its end, and the way out."""
@@ -100,12 +109,27 @@ class AutoStart:
             return self._failure
         if self._standby.is_over:
             return "the script has begun a capture of its own: run it without the launcher"
+        if self._is_saved_by_hand:
+            return (
+                "tensors were saved by hand on one of several ranks, and no training began: with TENSOR_SAVE_ENABLED="
+                "true and TENSOR_SAVE_DIR in place of the launcher each rank saves for itself"
+            )
         return "the process ended before its first training forward"
 
     def tell_of_evaluation(self) -> None:
         """Say so where models ran, none of them in training: nothing is recorded then without being asked for."""
         if not self._standby.is_over and self._standby.has_evaluated and _is_to_be_recorded(os.environ):
             _worker().say(f"nothing was recorded: {in_variables(self.explain_nothing())}")
+
+    def _begin_by_hand(self, first_iteration: int) -> None:
+        """Begin it before the training, of which there may be none: the script saves tensors itself."""
+        from ranktape.capture.rendezvous import find_place
+
+        # On one of several ranks the others need not do the same, and no rank begins without them.
+        self._is_saved_by_hand = True
+        if find_place().world_size == 1:
+            self._first_iteration = first_iteration
+            self._standby.end()
 
     def _begin(self) -> None:
         """Begin the capture that is asked for, unless this process is none to be recorded.
@@ -128,7 +152,10 @@ class AutoStart:
             if order is None:
                 return
             is_strict = order.is_strict
-            capture = Capture(order.url, **order.settings)
+            settings = dict(order.settings)
+            if not (settings["start"] or settings["first_iteration"]):
+                settings["start"] = settings["first_iteration"] = self._first_iteration
+            capture = Capture(order.url, **settings)
             if order.launcher_pid is None:
                 capture.yields, capture.wording = True, in_variables
             capture.__enter__()

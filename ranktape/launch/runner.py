@@ -61,7 +61,7 @@ def command(url: str | None, *, is_module: bool, script: str, arguments: tuple[s
     """Run a training script, unmodified, and record its tensors from every rank.
 
     Fails if the script failed; and, on torchrun's last attempt, if fewer iterations than guaranteed are
-    stored complete.
+    stored complete. A script that exits with 0 before any model runs (--help) is left at that.
     """
     return Request(
         url=url,
@@ -105,8 +105,6 @@ def _run(request: Request, *, worker: Worker) -> int:
     from ranktape.capture.settings.rules import check_layer_types
     from ranktape.capture.starting import open_place, try_place
     from ranktape.launch.autostart import AutoStart, Order, hand_down
-    from ranktape.launch.place import shown
-    from ranktape.launch.status import holdings_line
     from ranktape.storage.attempt import read_attempts
 
     url, settings = capture_request(request.url, request.values)
@@ -124,7 +122,7 @@ def _run(request: Request, *, worker: Worker) -> int:
         # The script may start ranks of its own.
         hand_down(order)
     try:
-        script.run()
+        has_left = script.run()
     except BaseException as stop:
         if start.capture is not None and os.getpid() == order.launcher_pid:
             start.capture.close(reason=_reason(stop))
@@ -135,7 +133,25 @@ def _run(request: Request, *, worker: Worker) -> int:
     # The other ranks have done their part: were they to fail first, torchrun would end rank 0 before it can say why.
     if worker.rank != 0:
         return 0
-    verdict = own or _verdict_on_others(backend, earlier) or _no_verdict(start, options)
+    verdict = own or _verdict_on_others(backend, earlier)
+    if verdict is None:
+        verdict = _no_verdict(start, options)
+        if has_left and not start.has_seen_models:
+            worker.say(verdict.missing[0])
+            return 0
+    _tell(verdict, backend=backend, url=url, worker=worker)
+    return 0
+
+
+def _tell(verdict: Verdict, *, backend: Backend, url: str, worker: Worker) -> None:
+    """Say what the run holds.
+
+    Raises:
+        MinimumNotMetError: less than was guaranteed, and torchrun will not train again.
+    """
+    from ranktape.launch.place import shown
+    from ranktape.launch.status import holdings_line
+
     if verdict.met:
         worker.say(holdings_line(backend, url=url))
     elif worker.is_last_attempt:
@@ -146,7 +162,6 @@ def _run(request: Request, *, worker: Worker) -> int:
             f"{verdict.message()} (exit code 0, because torchrun would train again, {left} more times;"
             f" 'ranktape status {shown(url)} --require-minimum' tells a shell)"
         )
-    return 0
 
 
 def _reason(stop: BaseException) -> str:

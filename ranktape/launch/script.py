@@ -60,8 +60,8 @@ class Script:
         if not self.is_module and not sys.flags.safe_path:
             sys.path[0] = str(Path(self.name).resolve().parent)
 
-    def run(self) -> None:
-        """Run it as `__main__` to its end, which may be `sys.exit(0)`.
+    def run(self) -> bool:
+        """Run it as `__main__` to its end; whether that was `sys.exit(0)`.
 
         The module remains `__main__` afterwards. An exception is shown as Python shows it, without our
         frames.
@@ -77,11 +77,13 @@ class Script:
         except SystemExit as stop:
             if stop.code not in (None, 0):
                 raise
+            return True
         except (KeyboardInterrupt, RanktapeError):
             raise
         except BaseException as error:
             _show(error)
             raise SystemExit(1) from error
+        return False
 
     def _execute(self) -> None:
         if self.is_module:

@@ -54,7 +54,7 @@ class Standby:
             return None
         # Hooks that are put on while a module is being called are not called for it: that is done here.
         earlier = set(_calls._global_forward_pre_hooks)  # noqa: SLF001  (torch has no public way to call one)
-        if not self._end():
+        if not self.end():
             return None
         given = args
         for number, hook in list(_calls._global_forward_pre_hooks.items()):  # noqa: SLF001  (as above)
@@ -66,7 +66,7 @@ class Standby:
     def _on_optimizer_step(self, *_: Any) -> None:
         """Of a training without a module, or one that is compiled as a whole."""
         if not torch.compiler.is_compiling():
-            self._end()
+            self.end()
 
     def _is_training(self, module: nn.Module) -> bool:
         if _is_without_values():
@@ -99,7 +99,12 @@ class Standby:
         self._is_never_in_eval = not self._is_wanted_in_eval()
         return not self._is_never_in_eval
 
-    def _end(self) -> bool:
+    @property
+    def has_seen_models(self) -> bool:
+        """Whether a module with parameters has run, or an optimizer stepped."""
+        return self.is_over or self._is_never_in_eval
+
+    def end(self) -> bool:
         """Wait no more, and begin; False where another thread did so before."""
         with self._lock:
             if self.is_over:
@@ -123,7 +128,7 @@ class Standby:
             def call(*call_args: Any, **call_kwargs: Any) -> Any:
                 if not torch.compiler.is_compiling():
                     if not self.is_over and self._is_training(module):
-                        self._end()
+                        self.end()
                     if self.is_over and module._compiled_call_impl is call:  # noqa: SLF001  (as above)
                         module._compiled_call_impl = compiled  # noqa: SLF001  (as above)
                 return compiled(*call_args, **call_kwargs)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
 from ranktape.storage import open_run
-from tests.launch.processes import python
+from tests.launch.processes import errors, python, torchrun
 
 GIVEN = """
 import torch
@@ -74,6 +75,67 @@ def analyze(*words: str | Path) -> str:
     result = CliRunner().invoke(cli, [*map(str, words)])
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+NUMBERED = f"""
+{GIVEN}
+for iteration in (7, 8, 9):
+    get_tensor_saver().set_iteration(iteration)
+    print(save_linear_tensors(input_tensor=input, weight=weight, quant_type="mxfp8", layer_idx=1)["input"] is not None)
+"""
+
+
+@pytest.mark.parametrize("door", ["launcher", "variable"])
+def test_a_program_that_only_saves_by_hand_is_recorded_where_a_capture_was_asked_for(door: str, tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(NUMBERED)
+    asked = {"RANKTAPE_CAPTURE": "run", "RANKTAPE_MIN_ITERATIONS": "2"}
+    words = ("-m", "ranktape.launch", "--capture", "run", "--min-iterations", "2")
+    if door == "launcher":
+        ended = python(*words, "saves.py", cwd=tmp_path)
+    else:
+        ended = python("saves.py", cwd=tmp_path, env=asked)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["True", "True", "False"]
+    assert "error" not in ended.stderr
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [7, 8]
+    assert run.verdict().met
+    assert [(record.iteration, record.tensor_name) for record in run.select(quant_type="mxfp8", layer_idx=1)] == [
+        (iteration, name) for iteration in (7, 8) for name in ("input", "weight")
+    ]
+
+
+SAVES_AND_TRAINS = f"""
+{GIVEN}
+import os, sys
+rank = os.environ.get("RANK", "0")
+if len(sys.argv) > 1 or rank == "0":
+    save_linear_tensors(input_tensor=input, weight=weight, quant_type="bf16")
+if len(sys.argv) > 1:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(input).sum().backward()
+    save_linear_tensors(input_tensor=None, weight=torch.ones(3), quant_type="bf16")
+    optimizer.step()
+"""
+
+
+def test_what_is_saved_before_and_in_a_training_is_of_its_iteration(tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(SAVES_AND_TRAINS)
+    ended = python("-m", "ranktape.launch", "--capture", "run", "saves.py", "train", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    names = open_run(tmp_path / "run").select(iteration=0).column("tensor_name").tolist()
+    assert sorted(names) == ["grad_output", "grad_weight", "input", "input", "output", "weight", "weight", "weight"]
+
+
+@pytest.mark.distributed
+def test_on_one_of_several_ranks_what_is_saved_waits_for_a_training(tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(SAVES_AND_TRAINS)
+    ended = torchrun("-m", "ranktape.launch", "--capture", "run", "saves.py", cwd=tmp_path)
+    assert ended.returncode == 1
+    [error] = errors(ended)
+    assert "TENSOR_SAVE_ENABLED=true and TENSOR_SAVE_DIR in place of the launcher" in error
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_the_examples_save_is_listed_counted_and_swept(tmp_path: Path) -> None:

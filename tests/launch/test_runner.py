@@ -158,20 +158,26 @@ GENERATES = """
 
 
 @pytest.mark.parametrize(
-    ("script", "match"),
+    ("script", "exit_code", "match"),
     [
-        (ASKED_FOR_HELP, "the process ended before its first training forward"),
-        (GENERATES, "models ran, but none in training mode: --mode=eval records inference"),
+        (ASKED_FOR_HELP, 0, "the process ended before its first training forward"),
+        (GENERATES, 1, "models ran, but none in training mode: --mode=eval records inference"),
+        (GENERATES + "    raise SystemExit", 1, "models ran, but none in training mode"),
+        ("import torch", 1, "the process ended before its first training forward"),
     ],
-    ids=["help", "inference"],
+    ids=["help", "inference", "inference that exits", "nothing"],
 )
-def test_a_script_that_does_not_train_leaves_no_run_and_is_told_why(script: str, match: str, tmp_path: Path) -> None:
+def test_a_script_that_does_not_train_leaves_no_run_and_is_told_why(
+    script: str, exit_code: int, match: str, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
     ended = python(*LAUNCH, "--capture", "folder/run", "train.py", "--help", cwd=tmp_path)
-    assert ended.returncode == 1
-    (error,) = errors(ended)
-    assert match in error
-    assert "--start-at" not in error
+    # A script that leaves before any model runs has done what it was asked for.
+    assert ended.returncode == exit_code
+    (line,) = own_lines(ended)
+    assert match in line
+    assert len(errors(ended)) == exit_code
+    assert "--start-at" not in line
     assert not (tmp_path / "folder").exists()
 
 
