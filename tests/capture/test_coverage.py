@@ -103,6 +103,22 @@ def test_of_attention_that_is_seen_or_not_asked_for_nothing_is_said(tmp_path: Pa
     assert not status.silent_sites
 
 
+def test_a_model_that_comes_later_counts_from_then_on(tmp_path: Path) -> None:
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Sequential(Grouped(), nn.Bilinear(WIDTH, WIDTH, WIDTH))
+    hidden = torch.randn(BATCH, LENGTH, WIDTH)
+    with Capture(tmp_path / "run", min_iterations=4, advance_on="step") as capture:
+        for iteration in range(4):
+            first(hidden).sum().backward()
+            if iteration in {1, 2}:
+                second[0](hidden).float().sum().backward()
+                second[1](hidden, hidden).sum().backward()
+            capture.step()
+    [attempt] = open_run(tmp_path / "run").status()[:1]
+    said = [status.silent_sites.get(0, {}) for status in open_run(tmp_path / "run").status()]
+    assert attempt.state == "complete"
+    assert ["weight (Bilinear)" in " ".join(one) for one in said] == [False, True, True, True]
+
+
 def test_experts_in_another_dtype_are_seen(tmp_path: Path) -> None:
     trained = train_twice(Task(make=Grouped), tmp_path / "run")
     assert trained.is_equal

@@ -49,6 +49,8 @@ def find_coverage(
     *,
     is_seen: Callable[[nn.Module, str], bool],
     is_left_out: Callable[[Frame], bool],
+    attending: Iterable[Frame],
+    sources: Collection[Source],
 ) -> Coverage:
     """What hooks have seen in an iteration; of a model without weights, all of it.
 
@@ -56,6 +58,8 @@ def find_coverage(
         frames: The model's modules.
         is_seen: Says of a module and its name of a parameter whether what computes with it is recorded.
         is_left_out: Says of a module whether it is not to be recorded.
+        attending: The modules whose attention is to be recorded, where they have any.
+        sources: What ran.
     """
     owned: dict[int, tuple[int, str]] = {}
     kinds: dict[int, set[str]] = {}
@@ -80,12 +84,16 @@ def find_coverage(
         seen=counts["seen"] / total if owned else 1.0,
         left_out=counts["left out"] / total if owned else 0.0,
         unseen={
-            label: f"no hook sees it: {_percent(num / total)} of the model's weights" for label, num in named.items()
+            **{
+                label: f"no hook sees it: {_percent(num / total)} of the model's weights"
+                for label, num in named.items()
+            },
+            **_attention_by_hand(attending, sources=sources),
         },
     )
 
 
-def find_attention_by_hand(frames: Iterable[Frame], *, sources: Collection[Source]) -> dict[str, str]:
+def _attention_by_hand(frames: Iterable[Frame], *, sources: Collection[Source]) -> dict[str, str]:
     """The modules of attention that ran, and none of whose attention hooks saw; `sources` are what they saw run."""
     attended = {source.module for source in sources if source.layer_type == "attention"}
     ran = {source.module for source in sources if source.layer_type != "attention"}

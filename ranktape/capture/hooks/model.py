@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ranktape.capture.hooks.calls import Placement, Ports, Running
 from ranktape.capture.hooks.compiled import EagerMode, IgnoredWarning, is_left_compiled
-from ranktape.capture.hooks.coverage import Coverage, find_attention_by_hand, find_coverage
+from ranktape.capture.hooks.coverage import Coverage, find_coverage
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
@@ -79,6 +79,7 @@ class ModelHooks:
         self._matched: set[ModuleRole | FunctionRole] = set()
         self._wanted: dict[tuple[str, str], bool] = {}
         self._has_stack = False
+        self._coverage: dict[tuple[int, ...], Coverage] = {}
         self.placements = Placements()
         self._checkpoints: CheckpointHooks | None = None
         self._pipeline: PipelineHooks | None = None
@@ -274,21 +275,21 @@ class ModelHooks:
         # What a selection leaves out is left out on purpose.
         if not self._attached or not self._wants("linear") or self._options.selection_flags:
             return None
-        found = find_coverage(
-            self._attached.values(),
-            is_seen=lambda module, name: module in self._modules or (module, name) in self._owners.met,
-            is_left_out=self._is_left_out,
-        )
-        if self._wants("attention"):
-            wanted = (frame for frame in self._attached.values() if self._is_wanted(frame.path))
-            found.unseen.update(find_attention_by_hand(wanted, sources=self._recorder.expected.ran()))
-        return found
+        # To walk through all parameters takes the training's time: once, and again where something else is seen.
+        key = (len(self._roots), len(self._attached), len(self._modules), len(self._owners.met))
+        if key not in self._coverage:
+            self._coverage[key] = find_coverage(
+                self._attached.values(),
+                is_seen=lambda module, name: module in self._modules or (module, name) in self._owners.met,
+                is_left_out=self._is_left_out,
+                attending=[f for f in self._attached.values() if self._wants("attention") and self._is_wanted(f.path)],
+                sources=self._recorder.expected.ran(),
+            )
+        return self._coverage[key]
 
     def _is_left_out(self, frame: Frame) -> bool:
         role = role_of(type(frame.module))
-        if role is None:
-            return not self._is_wanted(frame.path)
-        return not self._is_wanted_kind(role.layer_type, frame.path)
+        return not (self._is_wanted(frame.path) if role is None else self._is_wanted_kind(role.layer_type, frame.path))
 
     def unmatched_roles(self) -> Iterator[str]:
         """What a person is told of registered roles that have matched nothing."""
