@@ -221,7 +221,7 @@ def test_a_folder_of_layer_outputs_is_read(tmp_path: Path) -> None:
         assert record.quant_type == "bf16"
         assert record.metadata == {
             "folder": {
-                "metadata": {"model": "a", "input_ids": "tensor int64[4]"},
+                "metadata": {"model": "a", "input_ids": {"tensor": "int64", "shape": [4], "values": [0, 1, 2, 3]}},
                 "statistics": {"mean": 0.5 * number, "has_nan": False},
             }
         }

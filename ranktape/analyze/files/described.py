@@ -7,9 +7,11 @@ it: what no record can hold ends the reading of that file.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import DataError, UsageError
@@ -41,6 +43,9 @@ LAST_SECOND = 253402300799
 _MAX_NUMBER = 2**53
 """Numbers in files are whole and below this: a catalogue's columns hold them exactly."""
 
+_OF_ALL_OUTPUTS = ("iteration", "rank", "microbatch", "call", "quant_type")
+"""What our export says of the outputs of layers together."""
+
 _HIDDEN_LAYOUT = "BTH"
 """The dimensions of the output of a layer."""
 
@@ -56,12 +61,40 @@ _UNTAGGED: dict[str, Any] = {
 """What a file is taken for that says nothing."""
 
 
-def named_fields(seed: SeedName | None, layer: LayerOutputName | None) -> dict[str, Any]:
-    """The fields of the record that the file's name settles, so that the file need not be opened for them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a folder says of one of its files."""
+
+    said: Any = None
+    """In its own words, for the record's `metadata`; None where it says nothing."""
+    told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of the record."""
+
+
+def told_fields(words: Any, *, stem: str) -> dict[str, Any]:
+    """The fields of one output of a layer that the `metadata.pt` of its folder says; none that no record can hold.
+
+    Our export writes those of all outputs together, and under `RECORD_KEY` those of each.
+    """
+    known = words if isinstance(words, Mapping) else {}
+    of_each = known.get(RECORD_KEY)
+    own = of_each.get(stem) if isinstance(of_each, Mapping) else None
+    found = {name: known[name] for name in _OF_ALL_OUTPUTS if name in known}
+    found |= own if isinstance(own, Mapping) else {}
+    return {name: value for name, value in found.items() if name in _OWN_FIELDS and _OWN_FIELDS[name](value)}
+
+
+def named_fields(
+    seed: SeedName | None, layer: LayerOutputName | None, told: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The fields of the record that the file's name settles, so that the file need not be opened for them.
+
+    What the name of the output of a layer does not say is what its folder tells of it.
+    """
     if layer is not None:
         layer_type = "embedding" if layer.file is LayerFile.EMBEDDING else "hidden"
         fixed = {"layer_type": layer_type, "layer_idx": layer.layer_idx, "phase": "post", "tensor_name": "output"}
-        return _UNTAGGED | fixed
+        return _UNTAGGED | {field: value for field, value in (told or {}).items() if field in _UNTAGGED} | fixed
     if seed is None:
         return {}
     fields: dict[str, Any] = {tag: str(getattr(seed, tag)) for tag in TAGS[:-1]}
@@ -74,7 +107,7 @@ def named_fields(seed: SeedName | None, layer: LayerOutputName | None) -> dict[s
 
 
 def described_fields(
-    header: TensorFile, *, seed: SeedName | None, layer: LayerOutputName | None, stem: str, about: Any, place: str
+    header: TensorFile, *, seed: SeedName | None, layer: LayerOutputName | None, stem: str, about: About, place: str
 ) -> dict[str, Any]:
     """Every field of the record but those that take its values: `overflow` and `checksum`.
 
@@ -96,7 +129,7 @@ def described_fields(
         "compute_dtype": header.dtype,
         "placement": None,
         "mode": Mode.TRAIN.value,
-        "metadata": _rest(embedded, seed, header, about),
+        "metadata": _rest(embedded, seed, header, about.said),
         "counter": 0 if seed is None else seed.counter,
         "timestamp": 0.0 if seed is None else seed_seconds(seed),
         "record_checksum": "",
@@ -112,7 +145,15 @@ def described_fields(
     fields.setdefault("quant_type", _QUANT_TYPES.get(header.dtype, header.dtype))
     if isinstance(own, Mapping):
         fields |= _own_fields(own, header, place=place)
-    fields |= named_fields(seed, layer) | {"dtype": header.dtype, "shape": header.shape, "nbytes": header.nbytes}
+    elif about.told:
+        rest = fields["metadata"]
+        fields |= _own_fields(about.told, header, place=place)
+        fields["metadata"] = (about.told.get("metadata") or {}) | (rest or {}) or None
+    fields |= named_fields(seed, layer, about.told) | {
+        "dtype": header.dtype,
+        "shape": header.shape,
+        "nbytes": header.nbytes,
+    }
     fields["metadata"] = json.dumps(fields["metadata"], separators=(",", ":"))
     return fields
 

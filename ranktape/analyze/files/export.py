@@ -12,7 +12,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import numpy as np
 
 from ranktape.analyze.files.described import LAST_SECOND, RECORD_KEY
 from ranktape.analyze.files.payload import read_header, read_plain, read_values
+from ranktape.analyze.files.tensors import as_tensor, with_tensors
 from ranktape.analyze.histograms.histogram import measure
 from ranktape.errors import DataError, NoRecordsError, StorageError, UsageError
 from ranktape.storage.dtypes import dtype_row
@@ -36,8 +37,6 @@ from ranktape.storage.seed_names import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from ranktape.storage.record import Overflow
     from ranktape.storage.records import Records
     from ranktape.storage.stored_record import Record
@@ -262,6 +261,7 @@ def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], o
             )
         chosen[name] = record
     statistics: dict[str, dict[str, Any]] = {}
+    of_each: dict[str, dict[str, Any]] = {}
     for name, record in chosen.items():
         values = record.read()
         files.put(name, values, record=record, own=None)
@@ -272,16 +272,32 @@ def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], o
             "has_nan": overflow.nan.count > 0,
             "has_inf": overflow.inf.count > 0,
         }
+        own = _embedded(record, values, sample=None) | {"metadata": _without_folder(record.metadata)}
+        # Files may be put together from several folders.
+        del own["record_checksum"]
+        of_each[name.removesuffix(".pt")] = own
         on_record()
     files.put_plain(LayerFile.STATISTICS.value, statistics)
     first = next(iter(chosen.values()))
     files.put_plain(
         LayerFile.METADATA.value,
         {
+            **_folder_of(chosen.values()),
             "num_outputs": len(chosen),
             **{name: getattr(first, name) for name in ("iteration", "rank", "microbatch", "call", "quant_type")},
+            RECORD_KEY: of_each,
         },
     )
+
+
+def _folder_of(records: Iterable[Record]) -> dict[str, Any]:
+    """What the folder that the records come from says of itself, if they come from one."""
+    said = [((record.metadata or {}).get("folder") or {}).get("metadata") for record in records]
+    return said[0] if isinstance(said[0], dict) and all(one == said[0] for one in said) else {}
+
+
+def _without_folder(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    return {key: value for key, value in (metadata or {}).items() if key != "folder"} or None
 
 
 class _Files:
@@ -301,15 +317,15 @@ class _Files:
         """A file with a tensor; with what the saver before us wrote beside it, `own` among it, unless that is None."""
         if self._is_there(name, lambda path: _holds(path, values, own)):
             return
-        tensor = _tensor(values, record.dtype)
+        tensor = as_tensor(values, record.dtype)
         self._write(name, tensor if own is None else {"tensor": tensor, **_words(record, values, own)})
         self.report.nbytes += values.nbytes
 
     def put_plain(self, name: str, document: Mapping[str, Any]) -> None:
-        """A file of plain data."""
+        """A file of plain data, with tensors where `read_plain` lists some."""
         same = json.loads(json.dumps(document), parse_constant=lambda text: str(float(text)))
         if not self._is_there(name, lambda path: read_plain(path) == same):
-            self._write(name, dict(document))
+            self._write(name, with_tensors(dict(document)))
 
     def _is_there(self, name: str, is_same: Callable[[Path], bool]) -> bool:
         path = self._folder / name
@@ -347,18 +363,6 @@ def _holds(path: Path, values: Any, own: Mapping[str, Any] | None) -> bool:
     said = (header.metadata or {}).get(RECORD_KEY) if isinstance(header.metadata, dict) else None
     same_words = said == (None if own is None else json.loads(json.dumps(own)))
     return same_words and header.shape == values.shape and checksum(read_values(path, header)) == checksum(values)
-
-
-def _tensor(values: Any, dtype: str) -> torch.Tensor:
-    import torch
-
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise UsageError(f"torch has no dtype {dtype}: leave such records out with --dtype or --where")
-    if not values.size:
-        return torch.empty(values.shape, dtype=kind)
-    raw = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
-    return raw.view(kind).reshape(values.shape)
 
 
 def _is_same_file(path: Path, is_same: Callable[[Path], bool]) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ranktape.analyze.files.described import described_fields, named_fields
+from ranktape.analyze.files.described import RECORD_KEY, About, described_fields, named_fields, told_fields
 from ranktape.analyze.files.payload import TensorFile, read_header, read_plain, read_values
 from ranktape.analyze.files.table import FileRecords, FileTable, for_each
 from ranktape.analyze.histograms.histogram import measure
@@ -42,21 +42,22 @@ class SourceFile:
         *,
         seed: SeedName | None,
         layer: LayerOutputName | None,
-        about: Any = None,
+        about: About | None = None,
         is_first_enough: bool = False,
     ) -> None:
         self.path = path
         """Where it is."""
         self.seed = seed
         """What its name says, if it is one of a single tensor."""
-        self.named = named_fields(seed, layer)
+        self.about = about or About()
+        """What its folder says of it."""
+        self.named = named_fields(seed, layer, self.about.told)
         """The fields of the record that need not be looked up in the file."""
         self.call = 0
         """How many tensors of the same fields were written before it."""
         self.site = path.name
         """What the record says of where it is: the name, or where that is not plain ASCII what stands for it."""
         self._layer = layer
-        self._about = about
         self._is_first_enough = is_first_enough
         self._header: TensorFile | None = None
         self._fields: dict[str, Any] | None = None
@@ -83,7 +84,7 @@ class SourceFile:
                 seed=self.seed,
                 layer=self._layer,
                 stem=self.path.stem,
-                about=self._about,
+                about=self.about,
                 place=str(self.path),
             )
             self._header, self._fields = header.without_words(), {"call": self.call} | fields
@@ -309,14 +310,16 @@ class _Folder:
                 except (DataError, StorageError) as error:
                     self.unreadable[path.name] = str(error)
 
-    def of(self, stem: str) -> Any:
-        """What it says of the output in the file of that name; None where it says nothing."""
+    def of(self, stem: str) -> About:
+        """What it says of the output in the file of that name."""
         statistics = self._said.get("statistics")
         keys = (stem, stem.removesuffix("_output"), "layer_0" if stem.startswith("embedding") else "")
         known = statistics if isinstance(statistics, dict) else {}
         own = next((known[key] for key in keys if key in known), None)
-        said = {"metadata": self._said.get("metadata"), "statistics": own}
-        return {name: entry for name, entry in said.items() if entry is not None} or None
+        words = self._said.get("metadata")
+        shown = {key: word for key, word in words.items() if key != RECORD_KEY} if isinstance(words, dict) else words
+        said = {name: entry for name, entry in (("metadata", shown), ("statistics", own)) if entry is not None}
+        return About(said=said or None, told=told_fields(words, stem=stem))
 
 
 def _order(file: SourceFile) -> tuple[Any, ...]:

@@ -25,7 +25,8 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ranktape.analyze.files.pickles import MAX_NBYTES, Pairs, Storage, TensorData, plain, read_pickle
+from ranktape.analyze.files.pickles import MAX_NBYTES, Pairs, Storage, TensorData, read_pickle
+from ranktape.analyze.files.words import plain
 from ranktape.errors import DataError, StorageError
 from ranktape.storage.dtypes import dtype_row
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 MAX_FOLDER_CHARACTERS = 1 << 20
 """Length of a description of a folder, which every record of it repeats."""
+
+MAX_LISTED = 1 << 14
+"""Elements of a tensor among the words about a folder: the tokens of a prompt."""
 
 MAX_EXTENT = 2**62
 """Elements that a shape may have, were its empty dimensions not empty."""
@@ -126,15 +130,28 @@ def read_header(path: Path, *, is_first_enough: bool = False) -> TensorFile:
 
 
 def read_plain(path: Path) -> Any:
-    """What a file of plain data says, as JSON has it; a tensor in it is named by its type and shape.
+    """What a file of plain data says, as JSON has it.
+
+    A tensor of at most `MAX_LISTED` real numbers is `{"tensor": dtype, "shape": [...], "values": [...]}`, NaN and
+    infinities as texts; another one is named by its type and shape.
 
     Raises:
         DataError: it holds something else, or is damaged.
         StorageError: it cannot be read.
     """
+
+    def listed(tensor: TensorData) -> dict[str, Any] | None:
+        if math.prod(tensor.shape) > MAX_LISTED or dtype_row(tensor.dtype).is_complex:
+            return None
+        header = _located(tensor, extents, place=str(path), metadata=None, tensor_info=None)
+        values = read_values(path, header).reshape(-1)
+        numbers = (values.astype(np.float64) if dtype_row(tensor.dtype).is_floating else values).tolist()
+        finite = [number if math.isfinite(number) else str(number) for number in numbers]
+        return {"tensor": tensor.dtype, "shape": list(tensor.shape), "values": finite}
+
     with _opened(path) as file:
-        payload, _ = _contents(file, place=str(path))
-        return plain(payload, place=str(path), max_characters=MAX_FOLDER_CHARACTERS)
+        payload, extents = _contents(file, place=str(path))
+    return plain(payload, place=str(path), max_characters=MAX_FOLDER_CHARACTERS, listed=listed)
 
 
 def read_values(path: Path, header: TensorFile) -> NDArray[Any]:

@@ -9,7 +9,6 @@ grows with the pickle's own length alone. The instructions are those that `torch
 from __future__ import annotations
 
 import itertools
-import math
 import pickletools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,15 +19,6 @@ from ranktape.storage.dtypes import DTYPES
 
 MAX_NBYTES = 1 << 22
 """Length of a pickle; those that describe one tensor take hundreds of bytes."""
-
-MAX_NODES = 100_000
-"""Values that `plain` gives at most: what refers to itself or to one list many times is endless otherwise."""
-
-MAX_DEPTH = 64
-"""Lists and dictionaries within one another that `plain` follows."""
-
-MAX_CHARACTERS = 1 << 24
-"""Characters that `plain` gives at most: a pickle names one long text many times in few bytes."""
 
 MAX_DIMENSIONS = 32
 """More than any tensor that was trained with; numpy ends at 64."""
@@ -153,47 +143,6 @@ def _read_name(source: IO[bytes]) -> str:
     if not all(line.endswith(b"\n") for line in lines):
         raise ValueError("a name has no end")
     return " ".join(line[:-1].decode("ascii") for line in lines)
-
-
-def plain(value: Any, *, place: str, max_characters: int = MAX_CHARACTERS) -> Any:
-    """The same as JSON has it: dictionaries of texts, lists, numbers; tensors and NaN become texts.
-
-    Raises:
-        DataError: it is larger than any description of a tensor, or refers to itself.
-    """
-    num_nodes = num_characters = 0
-
-    def counted(text: str) -> str:
-        nonlocal num_characters
-        num_characters += len(text)
-        if num_characters > max_characters:
-            raise DataError(f"what {place} says of its tensor is longer than {max_characters} characters")
-        return text
-
-    def convert(entry: Any, depth: int) -> Any:
-        nonlocal num_nodes
-        num_nodes += 1
-        if num_nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise DataError(f"what {place} says of its tensor is larger than {MAX_NODES} values or refers to itself")
-        if isinstance(entry, Pairs):
-            return {counted(str(key)): convert(inner, depth + 1) for key, inner in entry.items if not _is_nested(key)}
-        if isinstance(entry, TensorData):
-            return counted(f"tensor {entry.dtype}{list(entry.shape)}")
-        if isinstance(entry, list | tuple) and not isinstance(entry, _Name | Storage):
-            return [convert(inner, depth + 1) for inner in entry]
-        # A number has as many characters as its digits, of which a stranger's may have hundreds.
-        text = counted(str(entry))
-        return entry if entry is None or isinstance(entry, int) or _is_finite(entry) else text
-
-    return convert(value, 0)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
-
-
-def _is_nested(key: Any) -> bool:
-    return isinstance(key, Pairs | list | tuple)
 
 
 class _Machine:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.identity import are_files, group_columns, group_row, identity_columns, identity_rows, with_stacks
 from ranktape.analyze.table import Column, Kind, Table, nbytes_text
+from ranktape.storage.backends.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.storage import Records
+
+_MAX_BRIEF = 60
+"""Characters of a word about a folder that the note has."""
 
 
 def listing(records: Records, *, by: Sequence[str] = ()) -> Table:
@@ -30,8 +35,7 @@ def listing(records: Records, *, by: Sequence[str] = ()) -> Table:
         )
         columns = (*group_columns(fields), Column(name="nbytes", kind=Kind.NBYTES, unit="bytes", head="size"))
         return Table(title="", columns=columns, rows=rows, notes=(note,))
-    if are_files(records):
-        note += "; --wide names the file of each"
+    notes = [f"{note}; --wide names the file of each", *_folder_notes(records)] if are_files(records) else [note]
     columns = (
         *identity_columns(records),
         Column(name="nbytes", kind=Kind.NBYTES, unit="bytes", head="size"),
@@ -39,4 +43,22 @@ def listing(records: Records, *, by: Sequence[str] = ()) -> Table:
     )
     times = records.column("timestamp").tolist()
     rows = tuple((*identity, *own) for identity, *own in zip(identity_rows(records), sizes, times, strict=True))
-    return Table(title="", columns=columns, rows=rows, notes=(note,))
+    return Table(title="", columns=columns, rows=rows, notes=tuple(notes))
+
+
+def _folder_notes(records: Records) -> list[str]:
+    """What the folder of outputs of layers says of itself, in one line; in full it is in each record's metadata."""
+    said = json.loads(records[:1].column("metadata").tolist()[0] or "null") if len(records) else None
+    words = ((said or {}).get("folder") or {}).get("metadata")
+    if not isinstance(words, dict) or not words:
+        return []
+    return ["metadata.pt: " + printable(", ".join(f"{name} {_brief(word)}" for name, word in words.items()))]
+
+
+def _brief(word: Any) -> str:
+    if isinstance(word, dict) and word.keys() == {"tensor", "shape", "values"}:
+        return f"{word['tensor']}{word['shape']}"
+    if isinstance(word, dict | list):
+        return f"of {len(word)}"
+    text = str(word)
+    return text if len(text) <= _MAX_BRIEF else text[:_MAX_BRIEF] + "..."
