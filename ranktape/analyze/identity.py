@@ -69,23 +69,6 @@ def identity_rows(records: Records) -> list[tuple[Any, ...]]:
     return list(zip(*(_values(records, field) for field in identity_fields(records)), strict=True))
 
 
-def stacks_of(records: Records) -> tuple[str, ...]:
-    """The stacks of layers that records are of, sorted; none where it is not known."""
-    return tuple(sorted(set(records.column("layer_stack").tolist()) - {""}))
-
-
-def with_stacks(by: Sequence[str], *selections: Records) -> tuple[str, ...]:
-    """The fields to group by: where records are of several stacks, layers of one number are not one layer.
-
-    Then `layer_stack` comes before `layer_idx`.
-    """
-    if "layer_idx" not in by or "layer_stack" in by:
-        return tuple(by)
-    place = list(by).index("layer_idx")
-    is_several = len({stack for records in selections for stack in stacks_of(records)}) > 1
-    return (*by[:place], *(["layer_stack"] if is_several else []), *by[place:])
-
-
 def group_columns(by: Sequence[str]) -> tuple[Column, ...]:
     """The columns of a table with one row for each group, and how many records are in it."""
     fields = dict.fromkeys(by)  # as the keys of groups have them

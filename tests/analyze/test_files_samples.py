@@ -183,7 +183,7 @@ def test_samples_of_two_ranks_are_drawn_apart(tmp_path: Path) -> None:
     for counter, (rank, sample) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
         seed_file(tmp_path, torch.full((2, 4), 1.0 + counter), rank=rank, sample_idx=sample, counter=counter)
     records = open_folder(tmp_path).select()
-    found = SampleFigures(records)
+    found = SampleFigures(records, layers=records.column("layer_idx").tolist())
     for place, digest in enumerate(digests(records, view=View.COMPUTE, engine=UNCACHED)):
         found.add(place, digest)
     assert found.ordered() == [(0, 0), (0, 1), (1, 0), (1, 1)]

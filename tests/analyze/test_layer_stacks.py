@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -25,8 +26,15 @@ from ranktape.analyze import (
     trend,
 )
 from ranktape.analyze.cli import cli
-from ranktape.analyze.identity import with_stacks
+from ranktape.analyze.formats import FORMATS
+from ranktape.analyze.layer_stacks import layer_places, number_of, short_names, with_stacks
+from ranktape.analyze.pictures.gallery import draw
+from ranktape.analyze.pictures.recipes import grid_of, layer_names
+from ranktape.analyze.pictures.survey import Survey
+from ranktape.analyze.report.columns import unpacked
+from ranktape.analyze.report.model import build_model
 from ranktape.analyze.table import Table
+from ranktape.analyze.values import View
 from ranktape.storage import Records, Run, open_run
 from tests.analyze.runs import store
 from tests.analyze.stacked_runs import STACKS, stacked_tensors
@@ -116,6 +124,92 @@ def test_a_run_of_one_stack_has_no_column_of_stacks(tmp_path: Path) -> None:
         assert "layer_stack" not in [column.name for column in ask(records).columns]
     (column,) = [column for column in stats(records).columns if column.name == "layer_stack"]
     assert column.is_detail
+
+
+def test_places_lie_one_behind_the_other() -> None:
+    stacks = ["", "a.x", "a.x", "b.x", "b.x", "a.x"]
+    places = layer_places(stacks, [-1, 1, 3, 0, 1, 2])
+    assert places == [-1, 0, 2, 4, 5, 1]
+    assert [str(place) for place in places] == ["-1", "a 1", "a 3", "b 0", "b 1", "a 2"]
+    assert [number_of(place) for place in places] == [-1, 1, 3, 0, 1, 2]
+    assert layer_places(["a", "", "a"], [4, -1, 0]) == [4, -1, 0]
+    assert [str(place) for place in layer_places(["a", "b", ""], [0, 0, 7])] == ["a 0", "b 0", "7"]
+
+
+@pytest.mark.parametrize(
+    ("stacks", "names"),
+    [
+        (["model.encoder.layers", "model.decoder.layers"], ["encoder", "decoder"]),
+        (["encoder.block", "decoder.block"], ["encoder", "decoder"]),
+        (["vision_tower.encoder.layers", "language_model.layers"], ["vision_tower.encoder", "language_model"]),
+        (["layers", "mtp.layers"], ["layers", "mtp.layers"]),
+        (["layers", "stage1.layers", "stage2.layers"], ["layers", "stage1.layers", "stage2.layers"]),
+    ],
+)
+def test_what_all_stacks_are_called_is_left_out(stacks: list[str], names: list[str]) -> None:
+    assert list(short_names(stacks).values()) == names
+
+
+def alone(run: Run, stack: str) -> Survey:
+    return Survey(run.select(layer_stack=stack), target=FORMATS["fp8_e4m3"])
+
+
+@pytest.fixture(scope="module")
+def survey(run: Run) -> Survey:
+    return Survey(run.select(), target=FORMATS["fp8_e4m3"])
+
+
+@pytest.mark.parametrize("name", ["overflow", "extreme"])
+def test_two_stacks_are_two_times_the_rows_of_a_heat_map(run: Run, survey: Survey, name: str) -> None:
+    names = ["outside", *(f"encoder {layer}" for layer in range(3)), *(f"decoder {layer}" for layer in range(3))]
+    layers = survey.values_of("layer_idx")
+    assert layer_names(layers) == names
+    for rows, stack in ((slice(1, 4), STACKS[0]), (slice(4, 7), STACKS[1])):
+        own = alone(run, stack)
+        for operation in ("forward", "backward"):
+            cells = grid_of(survey, name, field="iteration", operation=operation)[rows]
+            np.testing.assert_array_equal(cells, grid_of(own, name, field="iteration", operation=operation))
+            figures = [
+                one.sample_figures(name).grid(name, operation=operation, layers=one.values_of("layer_idx"))
+                for one in (survey, own)
+            ]
+            np.testing.assert_array_equal(figures[0][rows], figures[1])
+
+
+def test_every_picture_of_layers_can_be_drawn(survey: Survey) -> None:
+    """No line joins two stacks, and each axis says which they are."""
+    for name in ("overflow", "layer_statistics", "neighbouring_layers", "layer_octaves", "layer_iteration_std"):
+        figure = draw(name, survey)
+        labels = {axes.get_xlabel() for axes in figure.axes}
+        if name in {"overflow", "layer_statistics", "neighbouring_layers"}:
+            assert "layer of encoder | decoder" in labels
+            for axes in figure.axes[:2]:
+                lines = [line for line in axes.lines if len(line.get_xdata()) > 2]
+                assert lines
+                assert all(
+                    len(line.get_xdata()) < 3 or np.isnan(line.get_ydata().astype(float)).any() for line in lines
+                )
+        else:
+            (ticks,) = {tuple(text.get_text() for text in axes.get_yticklabels()) for axes in figure.axes[:1]}
+            assert {"encoder 0", "decoder 0"} <= set(ticks)
+
+
+def test_the_report_tells_stacks_apart(run: Run) -> None:
+    model = build_model(run.select(), findings=[], formats=["fp8_e4m3"], view=View.COMPUTE)
+    fields = {field["name"]: field for field in model.data["fields"]}
+    assert fields["layer_idx"]["words"] == layer_names(Survey(run.select()).values_of("layer_idx"))
+    codes = unpacked(fields["layer_idx"]["codes"], count=model.data["count"]).astype(int)
+    words = [fields["layer_idx"]["words"][code] for code in codes]
+    columns = (run.select().column(name).tolist() for name in ("layer_stack", "layer_idx"))
+    assert words == [
+        "outside" if layer < 0 else f"{stack.partition('.')[0]} {layer}" for stack, layer in zip(*columns, strict=True)
+    ]
+    assert fields["layer_stack"]["values"] == ["", *sorted(STACKS)]
+    assert "6 layers (attention, linear)" in model.facts
+    one = build_model(run.select(layer_stack=[STACKS[0], ""]), findings=[], formats=["fp8_e4m3"], view=View.COMPUTE)
+    plain = {field["name"]: field for field in one.data["fields"]}
+    assert "layer_stack" not in plain
+    assert (plain["layer_idx"]["isNumber"], plain["layer_idx"]["values"]) == (True, [-1, 0, 1, 2])
 
 
 def test_files_keep_the_stack(run: Run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ import numpy as np
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from ranktape.analyze.formats import FORMATS
-from ranktape.analyze.pictures.style import PALE_INK, SMALL_SIZE, TEXT_SIZE
+from ranktape.analyze.layer_stacks import number_of, stack_of
+from ranktape.analyze.pictures.style import PALE_INK, SMALL_SIZE, TEXT_SIZE, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -131,10 +133,10 @@ def place_of_layer(layer: int, layers: Sequence[int]) -> float:
 
 
 def scale_layers(axes: Axes, layers: Sequence[int], *, max_ticks: int = 12, is_labelled: bool = True) -> None:
-    """Layers from left to right, and "outside" for what is outside of the stack."""
+    """Layers from left to right, and "outside" for what is outside of the stack; several stacks side by side."""
     inside = [layer for layer in layers if layer >= 0]
     step = next(step for step in _NICE_STEPS if len(inside) <= step * max_ticks)
-    named = [layer for layer in inside if layer % step == 0] or inside[:1]
+    named = [layer for layer in inside if number_of(layer) % step == 0] or inside[:1]
     outside = [place_of_layer(-1, layers)] if -1 in layers else []
     # So that the word has room, the first layers go without a number.
     room = 0.09 * (max(inside) - outside[0]) if outside and inside else 0.0
@@ -143,21 +145,32 @@ def scale_layers(axes: Axes, layers: Sequence[int], *, max_ticks: int = 12, is_l
     places = [*outside, *map(float, inside)]
     axes.set_xlim(min(places) - margin, max(places) + margin)
     axes.xaxis.set_major_locator(FixedLocator([*outside, *ticks]))
-    axes.xaxis.set_major_formatter(FixedFormatter([*("outside" for _ in outside), *map(str, ticks)]))
+    axes.xaxis.set_major_formatter(
+        FixedFormatter([*("outside" for _ in outside), *(str(number_of(layer)) for layer in ticks)])
+    )
     axes.xaxis.set_minor_locator(NullLocator())
     axes.tick_params(axis="x", labelbottom=is_labelled)
+    for one, other in itertools.pairwise(inside):
+        if stack_of(one) != stack_of(other):
+            axes.axvline((one + other) / 2, color=PALE_INK, linewidth=0.8)
     if is_labelled:
-        axes.set_xlabel("layer", fontsize=TEXT_SIZE)
+        stacks = [plain(stack, max_letters=24) for stack in dict.fromkeys(map(stack_of, inside)) if stack]
+        axes.set_xlabel(" ".join(["layer", *([f"of {' | '.join(stacks)}"] if stacks else [])]), fontsize=TEXT_SIZE)
 
 
 def with_gap(
     layers: Sequence[int], values: Sequence[float], *, all_layers: Sequence[int]
 ) -> tuple[list[float], list[float]]:
-    """Places and values of layers, ascending: no line joins the stack with what is outside of it."""
-    places = [place_of_layer(layer, all_layers) for layer in layers]
-    if not layers or layers[0] >= 0:
-        return places, list(values)
-    return [places[0], math.nan, *places[1:]], [values[0], math.nan, *values[1:]]
+    """Places and values of layers, ascending: no line joins a stack with another one, or with what is outside of it."""
+    places: list[float] = []
+    known: list[float] = []
+    for before, layer, value in zip([None, *layers], layers, values, strict=False):
+        if before is not None and (before < 0 or stack_of(before) != stack_of(layer)):
+            places.append(math.nan)
+            known.append(math.nan)
+        places.append(place_of_layer(layer, all_layers))
+        known.append(value)
+    return places, known
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:

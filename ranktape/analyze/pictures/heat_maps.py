@@ -58,6 +58,9 @@ ROW_INCHES = 0.3
 MIN_TICKS = 3
 """Beside the colours: two of a logarithmic scale do not say what lies between them."""
 
+OUTSIDE = "outside"
+"""What the row of all that is outside of the stack is called."""
+
 LETTER_INCHES = 0.085
 """Width of a letter beside an axis, roughly."""
 
@@ -250,7 +253,7 @@ def _name_columns(axes: Axes, names: Sequence[str], *, width: float) -> None:
 def name_rows_of(axes: Axes, names: Sequence[str], *, height: float) -> None:
     """Names of some rows, as many as fit into so many inches."""
     # The first row stands for itself where it is outside of the stack.
-    extra = [0] if names and not names[0].lstrip("-").isdigit() and len(names) > 1 else []
+    extra = [0] if len(names) > 1 and names[0] == OUTSIDE else []
     places, shown = thinned(names[len(extra) :], max_names=max(2, int(height / 0.3)))
     named = {place + len(extra): name for place, name in zip(places, shown, strict=True)}
     if extra:

@@ -71,7 +71,7 @@ def draw_lines(
 ) -> Figure:
     """Two rows of two panels over a field of whole numbers; a point is of all records of the group there together."""
     figure, grid = page(2, 2, panel_width=5.6, panel_height=2.9)
-    places = [int(value) for value in survey.values_of(field)]
+    places = survey.values_of(field)
     label = {"layer_idx": "layer"}.get(field, field)
     for axes, panel in zip(grid.flat, panels, strict=True):
         axes.set_title(panel.title, fontsize=PANEL_SIZE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ranktape.analyze.layer_stacks import stack_of
 from ranktape.analyze.pictures.pairs import matched, two_quant_types
 from ranktape.analyze.pictures.style import plain
 from ranktape.analyze.sample_names import sample_names
@@ -101,9 +102,9 @@ def needs_both(survey: Survey) -> Reason:
 
 
 def needs_layers(survey: Survey) -> Reason:
-    """Two layers of the stack."""
-    inside = [layer for layer in survey.values_of("layer_idx") if layer >= 0]
-    return "" if len(inside) > 1 else "there are no two layers"
+    """Two layers of one stack."""
+    inside = [stack_of(layer) for layer in survey.values_of("layer_idx") if layer >= 0]
+    return "" if len(inside) > len(set(inside)) else "there are no two layers"
 
 
 def needs_scale(survey: Survey) -> Reason:

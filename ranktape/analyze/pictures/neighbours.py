@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator
 
+from ranktape.analyze.layer_stacks import stack_of
 from ranktape.analyze.pictures.axes import (
     powers_between,
     scale_layers,
@@ -44,14 +46,16 @@ MAX_MARKS = 40
 def draw_neighbouring_layers(survey: Survey, groups: Sequence[Group], *, heading: Heading) -> Figure:
     """Factors from each layer to the next, of deviation and absmax, and the distance of the shares of octaves."""
     figure, panels = page(3, 1, panel_width=9.6, panel_height=2.3)
-    layers = [int(layer) for layer in survey.values_of("layer_idx") if layer >= 0]
+    layers = [layer for layer in survey.values_of("layer_idx") if layer >= 0]
     later = layers[1:]
+    # The first layer of another stack does not follow the last one of this.
+    is_next = np.array([stack_of(one) == stack_of(other) for one, other in itertools.pairwise(layers)], dtype=bool)
     for axes, panel, words in zip(panels[:2, 0], (STD, ABSMAX), ("standard deviation", "absmax"), strict=True):
         axes.set_title(f"{words} over that of the layer before", fontsize=PANEL_SIZE)
         drawn = []
         for group in groups:
             values = line_values(survey, group, panel.figure, field="layer_idx")
-            factors = steps(values[-len(layers) :])
+            factors = np.where(is_next, steps(values[-len(layers) :]), np.nan)
             drawn.append(factors)
             _draw(axes, later, factors, group)
         scale_factors(axes, np.concatenate(drawn))
@@ -60,7 +64,7 @@ def draw_neighbouring_layers(survey: Survey, groups: Sequence[Group], *, heading
     axes.set_title("share of values that lie in another octave than in the layer before", fontsize=PANEL_SIZE)
     for group in groups:
         distances = octave_distances(survey, group.label, num_layers=len(layers))
-        _draw(axes, later, distances, group)
+        _draw(axes, later, np.where(is_next, distances, np.nan), group)
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 1]))
     axes.yaxis.set_major_formatter(FixedFormatter([share_text(tick / 4) for tick in range(5)]))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.lines import Line2D
 
 from ranktape.analyze.formats import BY_DTYPE, FORMATS
+from ranktape.analyze.layer_stacks import layer_places
 from ranktape.analyze.pictures.axes import scale_layers, scale_shares, with_gap
 from ranktape.analyze.pictures.files import form_of, write_picture
 from ranktape.analyze.pictures.kinds import KINDS
@@ -149,7 +150,7 @@ def survey_table(survey: Survey) -> Table:
 
 def draw_overflow(table: Table) -> Figure:
     """The picture of an overflow table that has one row for each record."""
-    rows = table.records()
+    rows = _placed(table)
     operations = sorted({row["operation"] for row in rows}, key=lambda name: (name != "forward", name))
     layers = sorted({row["layer_idx"] for row in rows})
     layer_types = sorted({row["layer_type"] for row in rows})
@@ -177,10 +178,18 @@ def draw_overflow(table: Table) -> Figure:
     return finish(figure, heading, handles=_handles(styles))
 
 
+def _placed(table: Table) -> list[dict[str, Any]]:
+    """The rows, in which the layer is the place where it is drawn."""
+    rows = table.records()
+    stacks = [row.get("layer_stack", "") for row in rows]
+    places = layer_places(stacks, [row["layer_idx"] for row in rows])
+    return [{**row, "layer_idx": place} for row, place in zip(rows, places, strict=True)]
+
+
 def zeros_of(table: Table) -> float:
     """The largest part of a layer, with one type and operation, that is exactly zero."""
     operations = set(table.column("operation"))
-    found = [lines(table.records(), panel=ZEROS, operation=one) for one in operations]
+    found = [lines(_placed(table), panel=ZEROS, operation=one) for one in operations]
     return max((ratio for by_type in found for line in by_type.values() for ratio in line.ratios), default=0.0)
 
 

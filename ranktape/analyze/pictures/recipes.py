@@ -16,7 +16,7 @@ from ranktape.analyze.pictures.distributions import (
     octave_shares,
 )
 from ranktape.analyze.pictures.groups import Grouping, group_by
-from ranktape.analyze.pictures.heat_maps import Grid, Scale, draw_heat_maps
+from ranktape.analyze.pictures.heat_maps import OUTSIDE, Grid, Scale, draw_heat_maps
 from ranktape.analyze.pictures.kinds import KINDS
 from ranktape.analyze.pictures.lines import draw_lines
 from ranktape.analyze.pictures.losses import draw_loss_bars, draw_upper_against_lower
@@ -134,7 +134,7 @@ def _operations(survey: Survey) -> list[str]:
 
 def layer_names(layers: Sequence[int]) -> list[str]:
     """What rows of layers are called."""
-    return ["outside" if layer < 0 else str(layer) for layer in layers]
+    return [OUTSIDE if layer < 0 else str(layer) for layer in layers]
 
 
 FIGURES: Mapping[str, tuple[str, Scale]] = {
@@ -150,13 +150,13 @@ def heat_map_of(field: str, figure: str) -> Callable[[Survey, Heading], Figure]:
     """A figure of layers against a field of whole numbers."""
 
     def recipe(survey: Survey, heading: Heading) -> Figure:
-        layers, columns = ([int(value) for value in survey.values_of(one)] for one in ("layer_idx", field))
+        layers, columns = survey.values_of("layer_idx"), survey.values_of(field)
         grids = [
             Grid(
                 title=operation,
                 values=grid_of(survey, FIGURES[figure][0], field=field, operation=operation),
                 rows=layer_names(layers),
-                columns=[str(column) for column in columns],
+                columns=[str(int(column)) for column in columns],
             )
             for operation in _operations(survey)
         ]
@@ -178,7 +178,7 @@ def sample_map_of(figure: str) -> Callable[[Survey, Heading], Figure]:
     """A figure of layers against samples."""
 
     def recipe(survey: Survey, heading: Heading) -> Figure:
-        layers = [int(value) for value in survey.values_of("layer_idx")]
+        layers = survey.values_of("layer_idx")
         samples = survey.sample_figures(FIGURES[figure][0])
         grids = [
             Grid(
@@ -224,8 +224,8 @@ def octave_map_of(field: str) -> Callable[[Survey, Heading], Figure]:
 
     def recipe(survey: Survey, heading: Heading) -> Figure:
         octaves = survey.passed.octaves[field]
-        values = [int(value) for value in survey.values_of(field)]
-        names = layer_names(values) if field == "layer_idx" else [str(value) for value in values]
+        values = survey.values_of(field)
+        names = layer_names(values) if field == "layer_idx" else [str(int(value)) for value in values]
         grids = [
             Grid(title=operation, values=octaves.shares(operation), rows=names, columns=())
             for operation in _operations(survey)
@@ -289,7 +289,7 @@ def neighbours_picture(survey: Survey, heading: Heading) -> Figure:
 
 def rank_deviation_picture(survey: Survey, heading: Heading) -> Figure:
     """Each rank against the median rank."""
-    layers = [int(value) for value in survey.values_of("layer_idx")]
+    layers = survey.values_of("layer_idx")
     grid = Grid(
         title="all tensors that several ranks have",
         values=rank_deviations(survey, layers=layers),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +31,8 @@ class SampleFigures:
     batches of their own. Over iterations, microbatches and tensors counts add up, and the largest magnitude remains.
     """
 
-    def __init__(self, records: Records) -> None:
-        """Find out from the catalogue which samples there are."""
+    def __init__(self, records: Records, *, layers: Sequence[int]) -> None:
+        """Find out from the catalogue which samples there are; `layers` says of each record where its layer lies."""
         self._names = sample_names(records)
         self._ranks = records.column("rank").tolist()
         ids = records.column("sample_ids").tolist()
@@ -48,7 +48,7 @@ class SampleFigures:
         self.columns: dict[tuple[int | None, SampleName], int] = {}
         """Rank, or None, and id or place of each sample, and its column."""
         self._operations = records.column("operation").tolist()
-        self._layers = records.column("layer_idx").tolist()
+        self._layers = layers
         self._cells: dict[tuple[str, int, int], list[float]] = {}
         self._ratios: dict[tuple[str, int], list[float]] = {}
 
@@ -76,8 +76,12 @@ class SampleFigures:
         found = self._ratios.setdefault(key, [0.0, 0.0, math.inf, -math.inf])
         found[:] = [found[0] + 1, found[1] + ratio, min(found[2], ratio), max(found[3], ratio)]
 
-    def recount(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Replace counts by those of `questions.overflow` by operation, layer, rank and sample."""
+    def recount(self, rows: Iterable[Mapping[str, Any]], *, places: Mapping[tuple[str, int], int]) -> None:
+        """Replace counts by those of `questions.overflow` by operation, layer, rank and sample.
+
+        `places` says for each stack and layer where it lies.
+        """
+        layers = {layer: place for (_, layer), place in places.items()}
         self.is_recounted = True
         for cell in self._cells.values():
             cell[:3] = 0.0, 0.0, 0.0
@@ -86,7 +90,9 @@ class SampleFigures:
         for row in rows:
             name = str(row[SAMPLE])
             column = columns.get((row["rank"], name), columns.get((None, name), -1))
-            found = self._cells.get((row["operation"], row["layer_idx"], column))
+            # The table names the stack where there are several.
+            layer = places.get((row.get("layer_stack", ""), row["layer_idx"]), layers[row["layer_idx"]])
+            found = self._cells.get((row["operation"], layer, column))
             if found is not None:
                 counts = (row["elements"], row["overflow.total"], row["overflow.underflow.count"])
                 found[:3] = [one + other for one, other in zip(found[:3], counts, strict=True)]

@@ -18,6 +18,7 @@ from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.formats import FORMATS
 from ranktape.analyze.histograms.histogram import Limits
+from ranktape.analyze.layer_stacks import layer_places
 from ranktape.analyze.pictures.octaves import Octaves
 from ranktape.analyze.pictures.sample_figures import SampleFigures
 from ranktape.analyze.questions.overflow import overflow
@@ -108,7 +109,10 @@ class Survey:
         return len(self.records)
 
     def column(self, field: str) -> NDArray[Any]:
-        """A field of all records; `dtype` is that of the values that are judged, numbers that are missing are None."""
+        """A field of all records; `dtype` is that of the values that are judged, numbers that are missing are None.
+
+        `layer_idx` is the place of the layer, of several stacks a `LayerPlace`.
+        """
         if field not in self._columns:
             self._columns[field] = self._read_column(field)
         return self._columns[field]
@@ -121,6 +125,10 @@ class Survey:
             names = [viewed_dtype(dtype=dtype, compute_dtype=compute, view=self.view) for dtype, compute in pairs]
             return np.array(names, dtype=object)
         column = self.records.column(field)
+        if field == "layer_idx":
+            # Two stacks have layers of the same numbers: these lie in places of their own.
+            places = layer_places(self.records.column("layer_stack").tolist(), column.tolist())
+            return np.array(places, dtype=object)
         if column.dtype.kind != "f":
             return column
         whole = [None if math.isnan(value) else int(value) for value in column.tolist()]
@@ -206,8 +214,13 @@ class Survey:
         if self.target is not None and name in {"overflow", "underflow"} and not samples.is_recounted:
             fields = ("operation", "layer_idx", "rank", SAMPLE)
             table = overflow(self.records, by=fields, format=self.target.name, view=self.view, engine=self._engine)
-            samples.recount(table.records())
+            samples.recount(table.records(), places=self._layer_places())
         return samples
+
+    def _layer_places(self) -> dict[tuple[str, int], int]:
+        """For each stack and layer where it lies."""
+        columns = (self.records.column("layer_stack"), self.records.column("layer_idx"), self.column("layer_idx"))
+        return {(stack, layer): place for stack, layer, place in zip(*map(np.ndarray.tolist, columns), strict=True)}
 
     def mask(self, **fields: Any) -> NDArray[np.bool_]:
         """Which records have those values in their fields; a list holds alternatives."""
@@ -239,7 +252,7 @@ class Pass:
         self._pending: dict[int, list[Digest]] = {}
         self.octaves = {field: Octaves(survey, field) for field in ("layer_idx", "rank")}
         """How many values lie in each octave, for each operation and value of these fields."""
-        self.samples = SampleFigures(survey.records)
+        self.samples = SampleFigures(survey.records, layers=survey.column("layer_idx").tolist())
         """Figures of samples."""
         self.num_without_values = 0
         """Records of which statistics alone were kept."""

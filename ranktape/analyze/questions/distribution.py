@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.distributions.occupancy import NARROW_FORMATS
 from ranktape.analyze.formats import Coding, parse_format
-from ranktape.analyze.identity import group_columns, group_row, with_stacks
+from ranktape.analyze.identity import group_columns, group_row
+from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.questions.looks import ANSWERS, Look, LookOptions
 from ranktape.analyze.questions.stats import how_seen

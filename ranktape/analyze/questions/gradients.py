@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.quantile_summary import push
 from ranktape.analyze.figures import Figure, figure
-from ranktape.analyze.identity import group_columns, group_row, with_stacks
+from ranktape.analyze.identity import group_columns, group_row
+from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.limits.target import SCALINGS, parse_targets
 from ranktape.analyze.quantization.schemes import Scaling
 from ranktape.analyze.questions.grouped import group_records

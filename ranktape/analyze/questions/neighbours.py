@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.distributions.distances import Distances, distance
 from ranktape.analyze.engine.digests import digests
-from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
+from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
+from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.questions.grouped import Groups, group_digests, group_records
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.values import View

@@ -25,8 +25,8 @@ from ranktape.analyze.identity import (
     group_row,
     identity_columns,
     identity_rows,
-    with_stacks,
 )
+from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.limits.counts import EXTREMES, KINDS
 from ranktape.analyze.limits.places import find_places
 from ranktape.analyze.limits.target import Target, parse_targets

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.identity import are_files, group_columns, group_row, with_stacks
+from ranktape.analyze.identity import are_files, group_columns, group_row
+from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.limits.places import find_places
 from ranktape.analyze.limits.target import parse_targets
 from ranktape.analyze.quantization.losses import MODERATE_RATIO

@@ -17,8 +17,8 @@ from ranktape.analyze.identity import (
     group_row,
     identity_columns,
     identity_rows,
-    with_stacks,
 )
+from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.questions.grouped import group_records
 from ranktape.analyze.questions.stats import figure_columns
 from ranktape.analyze.sample_names import SAMPLE, SampleName, sample_names

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.figures import FIGURES, Figure, figure, is_percentile
-from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
+from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
+from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.values import View

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ranktape.analyze.advice.recommendation import DEFAULT_TARGET_SQNR
-from ranktape.analyze.identity import with_stacks
+from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.questions.sweep_tables import group_table, levels_table, records_table
 from ranktape.analyze.questions.swept import answerable, parse_request, sweep_selection, sweepable
 from ranktape.analyze.questions.swept_groups import grouped

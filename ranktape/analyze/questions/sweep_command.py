@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import say
 from ranktape.analyze.formats import Rounding
-from ranktape.analyze.identity import with_stacks
+from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.progress import progress
 from ranktape.analyze.quantization.scales import ScaleRule
 from ranktape.analyze.questions.sweep import check_shape, table_of

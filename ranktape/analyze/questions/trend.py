@@ -18,7 +18,8 @@ import numpy as np
 from ranktape.analyze.figures import Figure, figure
 from ranktape.analyze.findings.changes import kendall_z, sen_slope
 from ranktape.analyze.findings.survey import SITE
-from ranktape.analyze.identity import group_columns, group_row, with_stacks
+from ranktape.analyze.identity import group_columns, group_row
+from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.values import View

@@ -17,6 +17,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.figures import figure
 from ranktape.analyze.formats import FORMATS
 from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS
+from ranktape.analyze.layer_stacks import layer_places, stacks_of
 from ranktape.analyze.report.columns import packed
 from ranktape.analyze.report.details import Details, bundles_of
 from ranktape.analyze.report.samples import Samples
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from ranktape.storage import Records
 
 FIELDS = (*IDENTITY, "batch_size", "keep")
-"""The fields that the page knows of each record, and filters by; `kind` is added."""
+"""The fields that the page knows of each record, and filters by; `kind` is added.
+
+The stack of layers only where there are several."""
 
 BANDS = ("fp8_e4m3", "fp8_e5m2", "hif8", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "fp16")
 """The formats whose range is shown below a distribution."""
@@ -102,7 +105,7 @@ def build_model(
         data={
             "url": printable(url),
             "count": len(records),
-            "fields": [_field(records, name) for name in FIELDS] + [_kind(records)],
+            "fields": _fields(records),
             "nbytes": packed(records.column("nbytes")),
             "elements": packed(columns["elements"]),
             "figures": _figures_json(columns, details),
@@ -144,6 +147,31 @@ def _figures_json(columns: Mapping[str, Any], details: Details) -> list[dict[str
         }
         for one, column in shown
     ]
+
+
+def _fields(records: Records) -> list[dict[str, Any]]:
+    if len(stacks_of(records)) > 1:
+        special = {"layer_idx": _layers(records)}
+        return [special.get(name) or _field(records, name) for name in FIELDS] + [_kind(records)]
+    return [_field(records, name) for name in FIELDS if name != "layer_stack"] + [_kind(records)]
+
+
+def _layers(records: Records) -> dict[str, Any]:
+    """The layers of several stacks: as numbers where they are drawn, with the words that they are called."""
+    places = _places(records)
+    known = sorted(set(places))
+    codes = {place: code for code, place in enumerate(known)}
+    return {
+        "name": "layer_idx",
+        "isNumber": False,
+        "values": [int(place) for place in known],
+        "words": ["outside" if place < 0 else printable(str(place)) for place in known],
+        "codes": packed([codes[place] for place in places]),
+    }
+
+
+def _places(records: Records) -> list[int]:
+    return layer_places(records.column("layer_stack").tolist(), records.column("layer_idx").tolist())
 
 
 def _field(records: Records, name: str) -> dict[str, Any]:
@@ -199,7 +227,7 @@ def _facts(records: Records, *, scope: str, environment: Mapping[str, Any]) -> t
     def counted(count: int, noun: str) -> str:
         return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
-    layers = [layer for layer in distinct("layer_idx") if layer >= 0]
+    layers = {place for place in _places(records) if place >= 0}
     facts = [
         counted(len(distinct("rank")), "rank"),
         f"{counted(len(distinct('iteration')), 'complete iteration')} ({_listed(distinct('iteration'))})",

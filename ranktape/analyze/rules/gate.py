@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.identity import group_row, identity_fields, identity_rows, with_stacks
+from ranktape.analyze.identity import group_row, identity_fields, identity_rows
+from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.limits.target import one_target
 from ranktape.analyze.quantization.schemes import Scaling
 from ranktape.analyze.questions.swept import sweepable

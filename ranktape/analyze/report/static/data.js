@@ -93,6 +93,7 @@
 
   /** The word for a value of a field, as it is: for textContent only. */
   function word(field, code) {
+    if (field.words !== undefined) return field.words[code];
     const value = field.values[code];
     if (value === null) return "none";
     if (field.name === "layer_idx" && value < 0) return "outside";

@@ -38,6 +38,16 @@
     return figure.merge === "ratio" && values.every((value) => !(value > 0));
   }
 
+  /** What stands before the number in the name of a layer of several stacks. */
+  function stackOf(field, code) {
+    return field.words === undefined ? "" : field.words[code].replace(/\d+$/, "");
+  }
+
+  /** A column with nothing between two stacks, so that no line joins them. */
+  function withGaps(column, stacks) {
+    return column.flatMap((value, place) => (place > 0 && stacks[place] !== stacks[place - 1] ? [null, value] : [value]));
+  }
+
   /** One line for each value of a field, over the numbers of another. */
   function lines(place, { records, over, by, figure, none }) {
     const overField = page.fields.get(over);
@@ -50,10 +60,12 @@
       const values = points.map(([, some]) => folding.fold(figure, some));
       all.push(...values);
       const word = label(page.word(byField, code));
+      const texts = points.map(([x, some], p) => `<b>${word}</b><br>${nameOf(over)} ${label(page.word(overField, x))}<br>${label(page.shown(figure, values[p]))}<br>${page.number(some.length)} records`);
+      const spaced = (column) => withGaps(column, points.map(([x]) => stackOf(overField, x)));
       return {
-        x: points.map(([x]) => overField.values[x]),
-        y: values.map((value) => (Number.isFinite(value) ? value : null)),
-        text: points.map(([x, some], p) => `<b>${word}</b><br>${nameOf(over)} ${label(page.word(overField, x))}<br>${label(page.shown(figure, values[p]))}<br>${page.number(some.length)} records`),
+        x: spaced(points.map(([x]) => overField.values[x])),
+        y: spaced(values.map((value) => (Number.isFinite(value) ? value : null))),
+        text: spaced(texts),
         hovertemplate: "%{text}<extra></extra>",
         name: word,
         line: { color: themes.colorOf(index), dash: themes.dashOf(index) },
