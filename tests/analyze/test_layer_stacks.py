@@ -26,6 +26,10 @@ from ranktape.analyze import (
     trend,
 )
 from ranktape.analyze.cli import cli
+from ranktape.analyze.findings.find import find
+from ranktape.analyze.findings.finding import Severity
+from ranktape.analyze.findings.sign import command_of, sign_of
+from ranktape.analyze.findings.survey import survey as take_stock
 from ranktape.analyze.formats import FORMATS
 from ranktape.analyze.layer_stacks import layer_places, number_of, short_names, with_stacks
 from ranktape.analyze.pictures.gallery import draw
@@ -36,8 +40,10 @@ from ranktape.analyze.report.model import build_model
 from ranktape.analyze.table import Table
 from ranktape.analyze.values import View
 from ranktape.storage import Records, Run, open_run
-from tests.analyze.runs import store
+from tests.analyze.runs import describe_tensor, store
 from tests.analyze.stacked_runs import STACKS, stacked_tensors
+from tests.capture.two_stacks import STACKS as NAMES
+from tests.capture.two_stacks import capture_two_stacks
 
 LAYER = ["layer_idx"]
 
@@ -184,11 +190,10 @@ def test_every_picture_of_layers_can_be_drawn(survey: Survey) -> None:
         if name in {"overflow", "layer_statistics", "neighbouring_layers"}:
             assert "layer of encoder | decoder" in labels
             for axes in figure.axes[:2]:
-                lines = [line for line in axes.lines if len(line.get_xdata()) > 2]
-                assert lines
-                assert all(
-                    len(line.get_xdata()) < 3 or np.isnan(line.get_ydata().astype(float)).any() for line in lines
-                )
+                lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.lines]
+                long = [values for values in lines if values.size > len(STACKS)]
+                assert long
+                assert all(np.isnan(values).any() for values in long)
         else:
             (ticks,) = {tuple(text.get_text() for text in axes.get_yticklabels()) for axes in figure.axes[:1]}
             assert {"encoder 0", "decoder 0"} <= set(ticks)
@@ -210,6 +215,71 @@ def test_the_report_tells_stacks_apart(run: Run) -> None:
     plain = {field["name"]: field for field in one.data["fields"]}
     assert "layer_stack" not in plain
     assert (plain["layer_idx"]["isNumber"], plain["layer_idx"]["values"]) == (True, [-1, 0, 1, 2])
+
+
+def test_a_gradient_is_judged_beside_the_forward_pass_of_its_own_layer(tmp_path: Path) -> None:
+    """The encoder's layer gave nothing but zeros: the decoder's layer of that number did not."""
+    values = np.linspace(1, 2, 64, dtype=np.float32)
+    tensors = [
+        describe_tensor(
+            values * 0 if (stack, operation) in {(STACKS[0], "forward"), (STACKS[1], "backward")} else values,
+            layer_stack=stack,
+            module=f"{stack}.0.up",
+            operation=operation,
+            phase="post",
+            tensor_name=name,
+        )
+        for stack in STACKS
+        for operation, name in (("forward", "output"), ("backward", "grad_input"))
+    ]
+    findings = find(store(tmp_path / "run", tensors).select())
+    (found,) = [one for one in findings if one.kind == "gradient_underflow" and "is all zero" in one.title]
+    assert (found.where["layer_stack"], found.where["layer_idx"]) == (STACKS[1], 0)
+    assert found.title.startswith("decoder.block.0.up grad_input")
+
+
+def test_the_next_command_names_the_stack(run: Run) -> None:
+    """Of several modules of one layer, the number alone would name the layers of both stacks."""
+    records = run.select()
+    positions = [
+        place
+        for place, record in enumerate(records)
+        if (record.layer_stack, record.layer_idx, record.tensor_name) == (STACKS[1], 2, "grad_output")
+    ]
+    known = take_stock(records)
+    sign = sign_of(known, kind="zero", severity=Severity.LOW, score=1.0, text="is", evidence="", positions=positions)
+    assert "--layer-stack decoder.block --layer-idx 2" in command_of(known, sign)
+
+
+@pytest.fixture(scope="module", params=["t5", "whisper"])
+def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
+    """Two iterations of a real model with an encoder of 2 layers and a decoder of 3."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    url = tmp_path_factory.mktemp("captured") / request.param
+    capture_two_stacks(request.param, url, num_iterations=2)
+    return request.param, open_run(url)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of its own plans
+def test_a_captured_encoder_and_decoder_are_apart_in_every_answer(captured: tuple[str, Run], tmp_path: Path) -> None:
+    kind, run = captured
+    encoder, decoder = NAMES[kind]
+    layers = [("", -1), *((decoder, layer) for layer in range(3)), *((encoder, layer) for layer in range(2))]
+    for table in (overflow(run.select(), by=LAYER, format="fp8_e4m3"), stats(run.select(), by=LAYER)):
+        assert list(zip(table.column("layer_stack"), table.column("layer_idx"), strict=True)) == layers
+        sizes = [len(run.select(layer_stack=stack, layer_idx=layer)) for stack, layer in layers]
+        assert table.column("records") == sizes
+    survey = Survey(run.select())
+    names = ["outside", "encoder 0", "encoder 1", "decoder 0", "decoder 1", "decoder 2"]
+    assert layer_names(survey.values_of("layer_idx")) == names
+    for words in (
+        ["plot", run.url, "--output", str(tmp_path / "a.png")],
+        ["report", run.url, "-o", str(tmp_path / "r.html")],
+    ):
+        result = CliRunner().invoke(cli, words, catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
+    page = (tmp_path / "r.html").read_text()
+    assert all(f'"{name}"' in page for name in names)
 
 
 def test_files_keep_the_stack(run: Run, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def _most_of_forward(survey: Survey, zeros: Floats) -> Floats:
     fields = survey.fields
     # Outside of the stack a module is a layer of its own.
     layers = np.where(fields["layer_idx"] < 0, fields["module"], "")
-    names = ("attempt", "iteration", "rank", "layer_idx")
+    names = ("attempt", "iteration", "rank", "layer_stack", "layer_idx")
     groups = codes_of(layers, *(fields[name] for name in names))
     is_forward = (fields["operation"] == "forward") & survey.is_floating & (survey.figures["elements"] > 0)
     most = np.full(int(groups.max(initial=0)) + 1, -1.0)

@@ -33,6 +33,7 @@ PLACE_FIELDS = (
     "microbatch",
     "module",
     "layer_type",
+    "layer_stack",
     "layer_idx",
     "operation",
     "phase",
@@ -126,7 +127,7 @@ def _events(target: Target | None) -> tuple[Event, ...]:
 
 
 def _place_columns(places: Places) -> tuple[Column, ...]:
-    details = {"counter", "microbatch", "phase"}
+    details = {"counter", "microbatch", "layer_stack", "phase"}
     fields = (
         Column(
             name=f"first.{field}",
