@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.identity import IDENTITY
-from ranktape.analyze.layer_stacks import stacks_of
 from ranktape.analyze.table import json_value
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def command_of(survey: Survey, sign: Sign) -> str:
     where = where_of(survey, sign)
     question, fields = _COMMANDS.get(sign.kind, ("stats RUN", _PLACES))
     needless = {"layer_stack", "layer_idx"} if where.get("module") else {"module"}
-    needless |= {"layer_stack"} if len(stacks_of(survey.records)) < _SEVERAL else set()
+    needless |= set() if survey.has_many_stacks else {"layer_stack"}
     needless |= set() if survey.has_many_quant_types else {"quant_type"}
     known = [name for name in fields if name in where and name not in needless]
     words = [f"--{name.replace('_', '-')} {shlex.quote(str(where[name]))}" for name in known]
@@ -215,9 +214,6 @@ def factor_text(octaves: float) -> str:
 
 
 _PLACES = ("module", "layer_stack", "layer_idx", "tensor_name", "quant_type")
-
-_SEVERAL = 2
-"""Stacks of layers from which on a number alone does not name a layer."""
 
 _COMMANDS = {
     **dict.fromkeys(("nan", "inf", "overflow"), ("trace RUN", ("iteration", "rank"))),

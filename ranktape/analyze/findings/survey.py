@@ -18,6 +18,7 @@ from ranktape.analyze.figures import figure
 from ranktape.analyze.findings.peers import codes_of, medians_of, octaves, sizes_of
 from ranktape.analyze.formats import FORMATS
 from ranktape.analyze.identity import IDENTITY
+from ranktape.analyze.layer_stacks import stacks_of
 from ranktape.analyze.limits.target import parse_targets
 from ranktape.analyze.quantization.schemes import Scaling
 from ranktape.analyze.values import View, viewed_dtype
@@ -95,6 +96,8 @@ class Survey:
     """Whether there is more than one rank."""
     has_many_quant_types: bool
     """Whether quantised and other tensors are side by side, as in collections of several trainings."""
+    has_many_stacks: bool
+    """Whether layers are of several stacks, so that a number alone does not name one."""
     order: NDArray[np.int64]
     """The order of execution within the rank's iteration, from 0."""
     is_gradient: NDArray[np.bool_]
@@ -186,6 +189,7 @@ def survey(
         num_ranks=_num_ranks(sites, fields["rank"]),
         has_many_ranks=np.unique(fields["rank"]).size > 1,
         has_many_quant_types=len(set(fields["quant_type"].tolist())) > 1,
+        has_many_stacks=len(stacks_of(records)) > 1,
         order=_order(fields),
         is_gradient=_named(fields["tensor_name"], lambda name: name.startswith("grad")),
         is_weight=_named(fields["tensor_name"], is_parameter),
