@@ -115,19 +115,20 @@ def with_lightning(model: nn.Module, folder: Path) -> None:
     trainer.fit(Module(), loader_of(batches()))
 
 
+def tokenizer_of_words() -> Any:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{number}": number for number in range(3, VOCABULARY)}}
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=split, pad_token="<pad>", eos_token="</s>")
+
+
 def with_trl(model: nn.Module, folder: Path) -> None:
     trl = pytest.importorskip("trl", reason="trl is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{number}": number for number in range(3, VOCABULARY)}}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>")),
-        pad_token="<pad>",
-        eos_token="</s>",
-    )
     data = datasets.Dataset.from_list([{"input_ids": one["input_ids"].tolist()} for one in batches()])
     arguments = trainer_options(trl.SFTConfig, folder)
-    trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer).train()
+    trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer_of_words()).train()
 
 
 def trained(train: Train, make: Callable[[], nn.Module], folder: Path, *, capture: Capture | None) -> list[bytes]:
@@ -171,3 +172,203 @@ def test_a_framework_trains_as_it_does_without_a_capture(
     counts = verify_run(run)
     assert counts["output"] == STEPS * num_products
     assert counts["attention grad_query"] == STEPS * NUM_LAYERS
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 2}
+WORDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def text() -> dict[str, torch.Tensor]:
+    rows = torch.stack([one["input_ids"] for one in batches()[:BATCH]])
+    return {"input_ids": rows, "labels": rows}
+
+
+def qwen_moe() -> Any:
+    config = transformers.Qwen3MoeConfig(
+        **SMALL,
+        **WORDS,
+        num_key_value_heads=1,
+        head_dim=8,
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    return transformers.Qwen3MoeForCausalLM(config), text()
+
+
+def deepseek() -> Any:
+    config = transformers.DeepseekV3Config(
+        **SMALL,
+        **WORDS,
+        num_key_value_heads=2,
+        moe_intermediate_size=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+    )
+    return transformers.DeepseekV3ForCausalLM(config), text()
+
+
+def vision() -> Any:
+    config = transformers.ViTConfig(**SMALL, image_size=8, patch_size=4, num_labels=3)
+    pixels = torch.randn(BATCH, 3, 8, 8)
+    return transformers.ViTForImageClassification(config), {"pixel_values": pixels, "labels": torch.tensor([0, 2])}
+
+
+def whisper() -> Any:
+    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = transformers.WhisperConfig(
+        **WORDS,
+        **sides,
+        d_model=16,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        num_mel_bins=8,
+        max_source_positions=8,
+        max_target_positions=8,
+        decoder_start_token_id=1,
+    )
+    labels = text()["labels"]
+    return transformers.WhisperForConditionalGeneration(config), {
+        "input_features": torch.randn(BATCH, 8, 16),
+        "labels": labels,
+    }
+
+
+class ByHand(nn.Module):
+    """A layer as minGPT writes it: one product for query, key and value, and attention in matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.attn = CausalSelfAttention()
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Dropout(0.1))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.attn(self.norms[0](hidden))
+        return hidden + self.mlp(self.norms[1](hidden))  # type: ignore[no-any-return]
+
+
+class CausalSelfAttention(nn.Module):
+    """Its attention, with a buffer for the mask and dropout."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("mask", torch.ones(LENGTH, LENGTH).tril() == 0)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        heads = self.c_attn(hidden).view(BATCH, LENGTH, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        query, key, value = heads.unbind()
+        scores = (query @ key.transpose(-2, -1) / 8**0.5).masked_fill(self.mask, -torch.inf)
+        mixed = self.dropout(scores.softmax(-1)) @ value
+        return self.c_proj(mixed.transpose(1, 2).reshape(BATCH, LENGTH, 16))  # type: ignore[no-any-return]
+
+
+class MinGPT(nn.Module):
+    """Two such layers, with positions that are learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(VOCABULARY, 16), nn.Embedding(LENGTH, 16)
+        self.blocks = nn.ModuleList(ByHand() for _ in range(NUM_LAYERS))
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.words(input_ids) + self.positions.weight
+        for block in self.blocks:
+            hidden = block(hidden)
+        return transformers.utils.ModelOutput(
+            loss=nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        )
+
+
+def min_gpt() -> Any:
+    return MinGPT(), text()
+
+
+def stepped(make: Callable[[], Any], *, capture: Capture | None) -> tuple[list[str], list[bytes]]:
+    """The bits of losses and weights of some steps."""
+    torch.manual_seed(0)
+    model, batch = make()
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
+    losses = []
+    with capture or contextlib.nullcontext():
+        for _ in range(STEPS):
+            loss = model(**batch).loss
+            losses.append(loss.item().hex())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, [weight.detach().numpy().tobytes() for weight in model.parameters()]
+
+
+UNSEEN = "no hook sees it: {} % of the model's weights"
+
+
+@pytest.mark.parametrize(
+    ("make", "scale", "counts", "said"),
+    [
+        # In each layer four products of attention, the router, and the experts in two products.
+        pytest.param(qwen_moe, None, {"output": 5 * 2 + 1, "grouped output": 4, "attention output": 2}, {}),
+        pytest.param(deepseek, None, {"output": 18, "grouped output": 2, "attention output": 2}, {}),
+        pytest.param(
+            vision,
+            None,
+            {"output": 13, "attention output": 2},
+            {
+                "vit.embeddings.patch_embeddings.projection.weight (Conv2d)": UNSEEN.format(17),
+                "vit.embeddings.position_embeddings (ViTEmbeddings)": UNSEEN.format(1),
+            },
+        ),
+        # Self-attention of each layer, and the decoder's of the encoder; the query is scaled before.
+        pytest.param(
+            whisper,
+            1.0,
+            {"output": 2 * 6 + 2 * 10 + 1, "attention output": 6},
+            {f"model.encoder.conv{number}.weight (Conv1d)": UNSEEN.format(3 * number) for number in (1, 2)},
+        ),
+        pytest.param(
+            min_gpt,
+            None,
+            {"output": 9},
+            {"blocks.*.attn (CausalSelfAttention)": "its attention calls no function that is known: add a role for it"},
+        ),
+    ],
+    ids=["Qwen3-MoE", "DeepSeek-V3", "ViT", "Whisper", "minGPT"],
+)
+def test_a_model_is_recorded_whole_and_what_is_not_seen_is_named(  # noqa: PLR0917 - a row of a table
+    make: Callable[[], Any],
+    scale: float | None,
+    counts: dict[str, int],
+    said: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = tmp_path / "run"
+    captured = stepped(make, capture=Capture(url, min_iterations=STEPS))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ranktape: ")]
+    assert captured == stepped(make, capture=None)
+    run = open_run(url)
+    assert run.verdict().met
+    for status in run.status():
+        told = {place: reason.partition(" (docs")[0] for place, reason in status.silent_sites.get(0, {}).items()}
+        assert (status.state, told) == ("complete", said)
+    warned = [line for line in lines if line.startswith("ranktape: warning: not recorded: ")]
+    assert len(warned) == len(said) == len([line for line in lines if "warning" in line])
+    assert all(any(place in line for line in warned) for place in said)
+    found = verify_run(run, scale=scale)
+    assert {name: found[name] for name in counts} == {name: STEPS * count for name, count in counts.items()}
+    assert found["attention grad_query"] == found["attention output"]
+    assert found["grouped grad_weight"] == found["grouped output"]
+    assert found["grad_weight"] == found["output"]

@@ -33,7 +33,7 @@ class _Call:
     call: int
 
 
-def verify_run(run: Run | Records, *, mask: torch.Tensor | None = None) -> Counter[str]:
+def verify_run(run: Run | Records, *, mask: torch.Tensor | None = None, scale: float | None = None) -> Counter[str]:
     """Compute every linear, attention and embedding layer again; how often each kind of tensor was compared.
 
     The keys are `output`, `grad_input`, `grad_weight` of linear layers, the same with `grouped ` before them of experts
@@ -41,7 +41,8 @@ def verify_run(run: Run | Records, *, mask: torch.Tensor | None = None) -> Count
     `grad_query`, `grad_key`, `grad_value`. An assertion fails for what differs,
     and names it. Shards are compared with what is computed from shards: that holds for tensors seen inside of a layer.
 
-    With `mask`, attention is computed with it; else with a causal one, or none, whichever fits the output.
+    With `mask`, attention is computed with it; else with a causal one, or none, whichever fits the output. `scale` is
+    that of its products, the usual one by default.
     """
     counts: Counter[str] = Counter()
     for layer_type, verify in (("linear", _verify_linear), ("embedding", _verify_embedding)):
@@ -51,7 +52,7 @@ def verify_run(run: Run | Records, *, mask: torch.Tensor | None = None) -> Count
             is_grouped = any("offsets" in group for group in calls.values())
             counts += (_verify_grouped if is_grouped else verify)(calls, weights=weights)
     for call, group in _by_call(run.select(layer_type="attention")).items():
-        counts += _verify_attention(call, group, mask=mask)
+        counts += _verify_attention(call, group, mask=mask, scale=scale)
     return counts
 
 
@@ -173,7 +174,7 @@ def _verify_embedding(calls: Mapping[_Call, Group], *, weights: _Weights) -> Cou
     return counts
 
 
-def _verify_attention(call: _Call, group: Group, *, mask: torch.Tensor | None) -> Counter[str]:
+def _verify_attention(call: _Call, group: Group, *, mask: torch.Tensor | None, scale: float | None) -> Counter[str]:
     counts: Counter[str] = Counter()
     names = ("query", "key", "value")
     if not {*names, "output"} <= set(group):
@@ -183,7 +184,9 @@ def _verify_attention(call: _Call, group: Group, *, mask: torch.Tensor | None) -
     query, key, value = inputs
 
     def attend(*, is_causal: bool) -> torch.Tensor:
-        return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=True
+        )
 
     again = attend(is_causal=mask is None)
     seen = _heads_second(group["output"], like=again)
