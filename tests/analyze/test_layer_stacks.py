@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from ranktape.analyze import (
     trend,
 )
 from ranktape.analyze.cli import cli
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Severity
 from ranktape.analyze.findings.sign import command_of, sign_of
@@ -37,13 +38,18 @@ from ranktape.analyze.pictures.recipes import grid_of, layer_names
 from ranktape.analyze.pictures.survey import Survey
 from ranktape.analyze.report.columns import unpacked
 from ranktape.analyze.report.model import build_model
+from ranktape.analyze.report.page import write_report
 from ranktape.analyze.table import Table
 from ranktape.analyze.values import View
 from ranktape.storage import Records, Run, open_run
 from tests.analyze.runs import describe_tensor, store
 from tests.analyze.stacked_runs import STACKS, stacked_tensors
+from tests.analyze.test_report_page import Page
 from tests.capture.two_stacks import STACKS as NAMES
 from tests.capture.two_stacks import capture_two_stacks
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 LAYER = ["layer_idx"]
 
@@ -280,6 +286,27 @@ def test_a_captured_encoder_and_decoder_are_apart_in_every_answer(captured: tupl
         assert result.exit_code == 0, result.stderr
     page = (tmp_path / "r.html").read_text()
     assert all(f'"{name}"' in page for name in names)
+
+
+def test_on_the_page_no_line_joins_two_stacks(chromium: Chrome, run: Run, tmp_path: Path) -> None:
+    page = Page(chromium, write_report(run.select(), output=tmp_path / "report.html", engine=Engine(use_cache=False)))
+    page.open()
+    page.type("#across", "iteration")
+    page.type("#color-by", "operation")
+    names = ["outside", *(f"{stack} {layer}" for stack in ("encoder", "decoder") for layer in range(3))]
+    assert page.ask("return document.getElementById('overview-chart')._fullLayout.yaxis.ticktext") == names
+    forward, backward = page.ask("return document.getElementById('layers-chart').data.map((one) => [one.x, one.y])")
+    assert forward[0] == [-1, None, 0, 1, 2, None, 4, 5, 6]
+    assert backward[0] == [0, 1, 2, None, 4, 5, 6]
+    assert [value is None for value in backward[1]] == [False] * 3 + [True] + [False] * 3
+    assert page.ask("return document.getElementById('layers-chart')._fullLayout.xaxis.ticktext") == names
+    page.cell(4, 0)
+    assert page.rows() == [
+        place
+        for place, one in enumerate(run.select())
+        if (one.layer_stack, one.layer_idx, one.iteration) == (STACKS[1], 0, 0)
+    ]
+    assert page.log() == []
 
 
 def test_files_keep_the_stack(run: Run, tmp_path: Path) -> None:

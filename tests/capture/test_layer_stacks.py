@@ -114,7 +114,10 @@ def test_a_model_in_which_no_list_is_found_takes_names_at_their_word() -> None:
     assert places["alone"] == (3, "")
 
 
-def test_a_capture_can_choose_a_stack_of_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{"selections": ["layer_stack='decoder.*' layer_idx=0"]}, {"layer_stack": "decoder.*", "layer_idx": 0}]
+)
+def test_a_capture_can_choose_a_stack_of_layers(tmp_path: Path, options: dict[str, Any]) -> None:
     class Both(Translator):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             for part in (self.encoder, self.decoder):
@@ -122,7 +125,6 @@ def test_a_capture_can_choose_a_stack_of_layers(tmp_path: Path) -> None:
                     hidden = layer(hidden)
             return self.head(hidden)  # type: ignore[no-any-return]
 
-    options: dict[str, Any] = {"selections": ["layer_stack='decoder.*' layer_idx=0"]}
     model = Both(encoder=range(2), decoder=range(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Capture(tmp_path / "run", model=model, min_iterations=1, **options):

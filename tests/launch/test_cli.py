@@ -22,7 +22,8 @@ HEAVY = ("torch", "zarr", "numpy", "numba", "matplotlib", "fsspec", "rich")
 
 CAPTURE = {
     "start", "every", "min_iterations", "max_iterations", "first_iteration", "quant_type", "modules", "layer_types",
-    "layer_idx", "operation", "phase", "component", "tensor_name", "dtype", "compute_dtype", "rank", "microbatch",
+    "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name", "dtype", "compute_dtype", "rank",
+    "microbatch",
     "call", "iteration", "modes", "where", "samples", "keep", "selections", "layers", "layer_offset", "master",
     "advance_on", "sample_dim", "policy", "host_budget_nbytes", "begin_timeout_seconds", "block_timeout_seconds",
     "finish_timeout_seconds", "store_timeout_seconds", "store_concurrency", "compression", "keep_last", "ring_dir",

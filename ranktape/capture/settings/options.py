@@ -75,6 +75,11 @@ class CaptureOptions:
     layer_idx: Any = option(
         (), filters="layer_idx", help="Only these layers of the stack, as in 0-3 or 0:32:8; -1 is outside of it."
     )
+    layer_stack: Any = option(
+        (),
+        filters="layer_stack",
+        help="Only layers of these stacks, where a model has several: decoder.block, '*encoder*'.",
+    )
     operation: Any = option((), filters="operation", help="Only forward, or only backward.")
     phase: Any = option((), filters="phase", help="Only pre, or only post.")
     component: Any = option((), filters="component", help="Only these components: FA, linear.")
