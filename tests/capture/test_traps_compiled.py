@@ -233,3 +233,52 @@ def test_a_capture_that_records_nothing_leaves_compiled_code_compiled(name: str,
         found = train(KINDS[name], "aot", capture)
     assert (found.losses, found.compiled) == (plain.losses, plain.compiled)
     assert found.num_graphs[-1] - found.num_graphs[0] == plain.num_graphs[-1] - plain.num_graphs[0]
+
+
+def called_in_each(capture: Capture, model: Model, *, is_training: bool, steps: int) -> list[int]:
+    """How often compiled code ran in each iteration of a model that is compiled now."""
+    called = torch.compile(model.train(is_training), backend=RUNS.backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(steps):
+        before = RUNS.count
+        with torch.set_grad_enabled(is_training):
+            loss = called(torch.randn(2, 3, WIDTH)).square().mean()
+        if is_training:
+            loss.backward()
+            optimizer.step()
+        if capture.options.advance_on == "step":
+            capture.step()
+        found.append(RUNS.count - before)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("is_given", "runs_before", "options", "expected"),
+    [
+        (True, False, {}, [1, 1, 1, 1]),
+        (False, False, {}, [1, 1, 1, 1]),
+        (True, True, {}, [0, 1, 1, 1]),
+        (False, True, {}, [0, 1, 1, 1]),
+        (True, False, {"modes": "eval"}, [0, 1, 1, 1]),
+        (False, False, {"advance_on": "forward"}, [0, 1, 1, 1]),
+        (False, False, {"advance_on": "forward", "start": 2, "max_iterations": 1}, [0, 1, 0, 1, 1]),
+    ],
+    ids=str,
+)
+def test_which_first_iteration_runs_as_written(
+    is_given: bool,  # noqa: FBT001
+    runs_before: bool,  # noqa: FBT001
+    options: dict[str, Any],
+    expected: list[int],
+    tmp_path: Path,
+) -> None:
+    torch._dynamo.reset()
+    model = Model()
+    chosen: dict[str, Any] = {"advance_on": "step", "start": 99} | options | ({"model": model} if is_given else {})
+    with Capture(tmp_path / "run", **chosen) as capture:
+        if runs_before:
+            model.blocks[0](torch.randn(2, 3, WIDTH))
+        is_training = options.get("modes") != "eval"
+        assert called_in_each(capture, model, is_training=is_training, steps=len(expected)) == expected
+    torch._dynamo.reset()
