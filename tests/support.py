@@ -38,7 +38,7 @@ tests that prove it, or a letter that is explained below. What is known not to w
 PARALLELISMS = ("one process", "DDP", "FSDP2", "TP", "FSDP2 x TP", "PP", "CP")
 
 FEATURES = {
-    "linear": "input, weight, output and their gradients; outputs and gradients recomputed from the records",
+    "linear": "input, weight, bias, output and their gradients; outputs and gradients recomputed from the records",
     "attention": "query, key, value, output and their gradients; recomputed likewise",
     "layer outputs": "hidden states of the decoder layers and the embedding",
     "accumulation": "several microbatches in an iteration, each told apart",

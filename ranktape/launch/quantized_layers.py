@@ -61,6 +61,7 @@ ROLE = ModuleRole(
     layer_type="linear",
     component="linear",
     operands={"input": (0, "x"), "weight": (1, "weight")},
+    parameters={"bias": "bias"},
 )
 """What a capture records of such a layer: the operands of its forward product, and the result."""
 

@@ -271,7 +271,7 @@ def test_hostile_names_of_modules_are_only_data(tmp_path: Path, name: str) -> No
         optimizer.step()
     assert capture.close().met
     records = open_run(tmp_path / "deep" / "run").select()
-    assert len(records) == 5
+    assert len(records) == 7
     assert set(records.column("layer_idx")) == {-1}
     assert {path.name for path in tmp_path.iterdir()} == {"deep"}
     assert {path.name for path in (tmp_path / "deep").iterdir()} == {"run"}

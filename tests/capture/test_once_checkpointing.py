@@ -251,14 +251,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def names_by_call(records: Records) -> dict[tuple[int, int], list[str]]:
-    """The names of all tensors of each microbatch and call, without weights."""
+    """The names of all tensors of each microbatch and call, without weights and biases."""
     return {
-        (keys["microbatch"], keys["call"]): sorted(set(group.column("tensor_name")) - {"weight"})
+        (keys["microbatch"], keys["call"]): sorted(set(group.column("tensor_name")) - {"weight", "bias"})
         for keys, group in records.group_by(["microbatch", "call"])
     }
 
 
-LINEAR = ["grad_input", "grad_output", "grad_weight", "input", "output"]
+LINEAR = ["grad_bias", "grad_input", "grad_output", "grad_weight", "input", "output"]
 ATTENTION = sorted([*(f"{grad}{name}" for grad in ("", "grad_") for name in ("query", "key", "value", "output"))])
 
 
@@ -274,7 +274,7 @@ def test_every_call_has_each_value_and_each_gradient_once(run: Run, kind: str) -
             places = [(0, call) for call in range(2 * num_calls)] + [(1, call) for call in range(num_calls)]
             names = ATTENTION if name == "attention" else LINEAR
             assert names_by_call(own) == dict.fromkeys(places, names)
-            assert len(own) == len(places) * len(names) + (name != "attention")  # and the weight
+            assert len(own) == len(places) * len(names) + 2 * (name != "attention")  # and the weight and the bias
 
 
 @pytest.mark.support(framework="PyTorch", parallelism="one process", features=("checkpointing",))

@@ -42,6 +42,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400
 COMPUTED = ("linear", "attention", "unchanged", "accumulation", "checkpointing", "autocast")
 """What is proven by computing again."""
 
+STANDING = frozenset({"weight", "bias"})
+"""What is recorded once in an iteration, and what the optimizer has of its own."""
+
 Key = tuple[str, str, str, int, int]
 
 
@@ -146,18 +149,19 @@ def test_what_the_ranks_recorded_is_what_one_process_records(
     }
     tolerance = 0.05 if variant == "fsdp_bf16" or is_autocast(variant) else 1e-4
     found: Counter[tuple[int, Key]] = Counter()
-    added = (("forward", "master_weight"), ("backward", "reduced_grad_weight"))
+    added = (("forward", "master_"), ("backward", "reduced_grad_"))
     for view in run.select(iteration=0).assemble():
         first = view.records[0]
         data_rank, key = data_rank_of(variant, first.rank), key_of(first)
         assert view.missing_ranks == (), view
         values = view.tensor()
-        if first.tensor_name in {"weight", "master_weight"}:
-            whole = expected[data_rank, (*key[:2], "weight", *key[3:])].tensor().to(values.dtype)
+        name = first.tensor_name.rpartition("_")[2]
+        if first.tensor_name in {name, f"master_{name}"} and name in STANDING:
+            whole = expected[data_rank, (*key[:2], name, *key[3:])].tensor().to(values.dtype)
             assert torch.equal(values, whole), view
-        elif first.tensor_name == "reduced_grad_weight":
+        elif first.tensor_name == f"reduced_grad_{name}":
             grads = [
-                expected[one, (*key[:2], "grad_weight", microbatch, 0)].tensor()
+                expected[one, (*key[:2], f"grad_{name}", microbatch, 0)].tensor()
                 for one in data_ranks
                 for microbatch in range(num_microbatches)
             ]
@@ -167,12 +171,12 @@ def test_what_the_ranks_recorded_is_what_one_process_records(
         found.update((record.rank, key_of(record)) for record in view.records)
     ranks = range(num_ranks_of(variant))
     wanted = {(rank, key) for rank in ranks for data_rank, key in expected if data_rank == data_rank_of(variant, rank)}
-    wanted -= {(rank, key) for rank, key in wanted if key[2] == "weight" and key[3] > 0}
+    wanted -= {(rank, key) for rank, key in wanted if key[2] in STANDING and key[3] > 0}
     wanted |= {
-        (rank, (*key[:1], operation, name, 0, 0))
+        (rank, (*key[:1], operation, prefix + key[2], 0, 0))
         for rank, key in wanted
-        for operation, name in added
-        if key[2] == "weight"
+        for operation, prefix in added
+        if key[2] in STANDING
     }
     assert found == dict.fromkeys(wanted, 1)
 

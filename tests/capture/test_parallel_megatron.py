@@ -105,7 +105,7 @@ def check_assembled(trained: Path, variant: str) -> None:
         assert view.missing_ranks == (), view
         assert {record.rank for record in view.records} == {0, 1}, view
         values = view.tensor()
-        if first.tensor_name in {"weight", "master_weight"}:
+        if first.tensor_name in {"weight", "master_weight", "bias", "master_bias"}:
             assert torch.equal(values, expected[key_of(first)]), view
         else:
             assert_close(values, expected[key_of(first)], what=view, tolerance=1e-4)
@@ -159,9 +159,9 @@ def test_outputs_of_layers_of_each_data_parallel_rank_are_there(trained: Path) -
 @pytest.mark.support(framework="Megatron-core", parallelism="DDP", features=("assembly",))
 def test_the_optimizer_gets_the_mean_of_what_the_data_parallel_ranks_recorded(trained: Path) -> None:
     records = run_of(trained, "ddp").select(iteration=0)
-    for name in ("weight", "master_weight", "reduced_grad_weight"):
+    for name in ("weight", "master_weight", "reduced_grad_weight", "bias", "master_bias", "reduced_grad_bias"):
         views = records.select(tensor_name=name).assemble()
-        assert len(views) == NUM_LINEARS
+        assert len(views) == NUM_LINEARS - name.endswith("bias")  # the last one has none
         for view in views:
             assert [record.rank for record in view.records] == [0, 1]
             assert view.differing_replicas() == []
@@ -180,6 +180,22 @@ def test_weights_are_replicas_over_the_data_parallel_ranks(trained: Path) -> Non
         assert record.placement["mesh"] == {"axes": ["dp", "tp"], "shape": [2, 1], "ranks": [[0], [1]]}
         assert record.placement["placements"][0] == "replicate"
         assert record.global_view().differing_replicas() == []
+
+
+def test_a_bias_that_the_layer_returns_is_said_to_be_returned(trained: Path) -> None:
+    layer = run_of(trained, "tp").select(iteration=0, rank=1, layer_idx=0)
+    found = {record.module.rpartition(".")[2]: record for record in layer.select(tensor_name="bias")}
+    words = {name: (record.metadata, *record.placement["placements"]) for name, record in found.items()}  # type: ignore[index]
+    returned = {"returned": True}
+    assert words == {
+        "linear_qkv": (None, "shard(0)"),
+        "linear_proj": (returned, "replicate"),
+        "linear_fc1": (returned, "strided_shard(0, 2)"),
+        "linear_fc2": (returned, "replicate"),
+    }
+    # Its gradient comes from what adds it.
+    grads = layer.select(tensor_name="grad_bias").column("module")
+    assert set(grads) == {"decoder.layers.0.self_attention.linear_qkv"}
 
 
 def test_the_two_halves_of_a_gated_layer_are_split_each(trained: Path) -> None:

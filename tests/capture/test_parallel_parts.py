@@ -278,6 +278,7 @@ def test_a_weight_that_computes_its_product_itself_still_does_and_is_codes_and_s
     assert torch.equal(seen, plain)
     run = open_run(tmp_path / "run")
     names = sorted(run.select(module="1").column("tensor_name"))
-    assert names == ["grad_input", "grad_output", "input", "output", "weight_codes", "weight_scales"]
+    values = ["input", "output", "weight_codes", "weight_scales"]
+    assert names == ["bias", "grad_bias", "grad_input", "grad_output", *values]
     [codes] = run.select(module="1", tensor_name="weight_codes")
     assert codes.tensor().tolist() == torch.arange(16).view(4, 4).tolist()

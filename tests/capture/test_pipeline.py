@@ -145,7 +145,7 @@ def test_every_gradient_is_there_once_and_is_that_of_its_microbatch(run: Run, ki
         expected |= {f"attention {name}": num_attentions for name in names if num_attentions}
         assert verify_run(records) == expected
         # The rehearsal of the first step is not among them, and neither is anything else.
-        assert len(records) == num_layers * (5 * MICROBATCHES + 1) + 8 * num_attentions
+        assert len(records) == num_layers * (6 * MICROBATCHES + 2) + 8 * num_attentions
         assert set(records.column("call")) == {0}
 
 

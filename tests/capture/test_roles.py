@@ -56,7 +56,9 @@ def test_a_frozen_layer_has_a_grad_input_and_no_grad_weight(tmp_path: Path) -> N
     trained = train_twice(Task(make=lambda: nn.Sequential(Adapted(), Adapted())), tmp_path / "run")
     assert trained.is_equal
     records = trained.run.select(iteration=0, module="1.base_layer")
-    assert Counter(records.column("tensor_name")) == Counter(["input", "weight", "output", "grad_output", "grad_input"])
+    assert Counter(records.column("tensor_name")) == Counter(
+        ["input", "weight", "bias", "output", "grad_output", "grad_input"]
+    )
     assert verify_run(trained.run) == Counter(output=12, grad_weight=8, grad_input=8)
     assert not any(any(status.silent_sites.values()) for status in trained.run.status())
 

@@ -67,7 +67,7 @@ def test_a_layer_alone_is_a_model(tmp_path: Path) -> None:
     with Capture(tmp_path / "run"):
         steps(nn.Linear(16, 16), 1)
     names = sorted(open_run(tmp_path / "run").select().column("tensor_name"))
-    assert names == ["grad_output", "grad_weight", "input", "output", "weight"]
+    assert names == ["bias", "grad_bias", "grad_output", "grad_weight", "input", "output", "weight"]
 
 
 def test_two_models_are_told_apart(tmp_path: Path) -> None:
@@ -141,6 +141,7 @@ def test_frozen_layers_and_layers_called_twice(tmp_path: Path) -> None:
         steps(Twice(), 1)
     run = open_run(tmp_path / "run")
     assert sorted(run.select(module="frozen").column("tensor_name")) == [
+        "bias",
         "grad_input",
         "grad_output",
         "input",
@@ -437,7 +438,7 @@ def test_a_site_that_falls_silent_is_named(tmp_path: Path) -> None:
     first, second = open_run(tmp_path / "run").status()
     assert first.silent_sites == {}
     assert second.silent_sites[0] == {"second": "its module was not called"}
-    assert second.num_missing == 5
+    assert second.num_missing == 7
 
 
 def test_a_budget_that_no_tensor_fits_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

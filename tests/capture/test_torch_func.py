@@ -144,9 +144,11 @@ def test_what_is_transformed_is_computed_as_without_us_and_said_to_be_missing(tm
     assert set(run.select(module="layers.nothing.linear").column("tensor_name")) == {
         "input",
         "weight",
+        "bias",
         "output",
         "grad_output",
         "grad_weight",
+        "grad_bias",
     }
 
 

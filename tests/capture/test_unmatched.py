@@ -77,7 +77,7 @@ def test_what_is_stored_is_said_beside_what_is_kept_of(
     keep: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     dtype = torch.float32 if keep == "values" else torch.bfloat16
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(dtype)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False)).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Capture(tmp_path / "run", keep=keep):
         model(torch.randn(2, 4, dtype=dtype)).square().mean().backward()

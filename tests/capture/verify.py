@@ -1,7 +1,7 @@
 """Is what a run holds of its linear, attention and embedding layers what these layers computed?
 
 Outputs and gradients are computed again from the recorded inputs: that proves values, pairing and microbatch at once.
-Biases are not recorded: they must be what is left over, the same for every row.
+Of shares that are still to be added up, the bias is what is left over, the same for every row.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _Call:
 def verify_run(run: Run | Records, *, mask: torch.Tensor | None = None, scale: float | None = None) -> Counter[str]:
     """Compute every linear, attention and embedding layer again; how often each kind of tensor was compared.
 
-    The keys are `output`, `grad_input`, `grad_weight` of linear layers, the same with `grouped ` before them of experts
-    in one product and with `embedding ` before them of embeddings, and with `attention ` before them `output`,
-    `grad_query`, `grad_key`, `grad_value`. An assertion fails for what differs,
-    and names it. Shards are compared with what is computed from shards: that holds for tensors seen inside of a layer.
+    The keys are `output`, `grad_input`, `grad_weight` of linear layers (whose `grad_bias` is compared, too), the same
+    with `grouped ` before them of experts in one product and with `embedding ` before them of embeddings, and with
+    `attention ` before them `output`, `grad_query`, `grad_key`, `grad_value`. An assertion fails for what differs, and
+    names it. Shards are compared with what is computed from shards: that holds for tensors seen inside of a layer.
 
     With `mask`, attention is computed with it; else with a causal one, or none, whichever fits the output. `scale` is
     that of its products, the usual one by default.
@@ -47,17 +47,19 @@ def verify_run(run: Run | Records, *, mask: torch.Tensor | None = None, scale: f
     counts: Counter[str] = Counter()
     for layer_type, verify in (("linear", _verify_linear), ("embedding", _verify_embedding)):
         records = run.select(layer_type=layer_type)
-        weights = _Weights(records.select(tensor_name="weight"))
+        weights, biases = (_Weights(records.select(tensor_name=name)) for name in ("weight", "bias"))
         for calls in _by_microbatch(records).values():
             is_grouped = any("offsets" in group for group in calls.values())
             counts += (_verify_grouped if is_grouped else verify)(calls, weights=weights)
+            if layer_type == "linear" and not is_grouped:
+                counts += _verify_bias(calls, weights=weights, biases=biases)
     for call, group in _by_call(run.select(layer_type="attention")).items():
         counts += _verify_attention(call, group, mask=mask, scale=scale)
     return counts
 
 
 class _Weights:
-    """The weights of a run: of a call, the last one before its output."""
+    """The weights or biases of a run: of a call, the last one before its output."""
 
     def __init__(self, records: Records) -> None:
         self._records: defaultdict[tuple[int, str], list[Record]] = defaultdict(list)
@@ -65,7 +67,7 @@ class _Weights:
             self._records[record.rank, record.module].append(record)
 
     def of(self, call: _Call, output: Record) -> Record | None:
-        """The weight that a call computed with; None where none was recorded."""
+        """The one that a call computed with; None where none was recorded."""
         known = [one for one in self._records[call.rank, call.module] if one.iteration <= call.iteration]
         # In a generation a weight is stored once, with the first iteration.
         found = [one for one in known if one.iteration == call.iteration] or known
@@ -104,10 +106,6 @@ def _verify_linear(calls: Mapping[_Call, Group], *, weights: _Weights) -> Counte
         inputs = group["input"].tensor().to(output.dtype)
         weight = record.tensor().to(output.dtype)
         weight = weight.T if record.layout == "IO" else weight
-        left = _rows(output) - _rows(F.linear(inputs, weight))
-        bias = left[:1] if len(left) else left
-        _check_close(left, bias.expand_as(left), scale=output, what=f"output of {call}")
-        counts["output"] += 1
         if "grad_output" not in group:
             continue
         grad = group["grad_output"].tensor()
@@ -128,6 +126,43 @@ def _verify_linear(calls: Mapping[_Call, Group], *, weights: _Weights) -> Counte
         _check_close(torch.stack(found).float().sum(0), total.to(expected[0].dtype), what=f"grad_weight of {call}")
     counts["grad_weight"] += len(found)
     return counts
+
+
+def _verify_bias(calls: Mapping[_Call, Group], *, weights: _Weights, biases: _Weights) -> Counter[str]:
+    """Outputs with their bias, and the gradients of biases."""
+    counts: Counter[str] = Counter()
+    grads: list[torch.Tensor] = []
+    found: list[torch.Tensor] = []
+    for call, group in calls.items():
+        if "input" not in group or "output" not in group:
+            continue
+        record, bias = weights.of(call, group["output"]), biases.of(call, group["output"])
+        assert record is not None, f"{call} has no weight"
+        output = group["output"].tensor()
+        weight = record.tensor().to(output.dtype)
+        product = F.linear(group["input"].tensor().to(output.dtype), weight.T if record.layout == "IO" else weight)
+        if is_partial(group["output"]):
+            left = _rows(output) - _rows(product)
+            product = product + (left[:1] if len(left) else left)
+        elif bias is not None and not (bias.metadata or {}).get("returned"):
+            product = product + bias.tensor().to(output.dtype)
+        _check_close(output, product, what=f"output of {call}")
+        counts["output"] += 1
+        if "grad_output" in group:
+            grads.append(_rows(group["grad_output"].tensor()))
+        if "grad_bias" in group:
+            found.append(group["grad_bias"].tensor())
+    if found:
+        # Of one that is seen on the bias itself, the sum over all calls comes once.
+        rows = torch.cat(grads)
+        expected, scale = rows.double().sum(0).to(rows.dtype), rows.double().abs().sum(0)
+        _check_close(torch.stack(found).sum(0), expected, scale=scale, what=f"grad_bias of {call}")
+    return counts
+
+
+def is_partial(record: Record) -> bool:
+    """Whether it is a share of a sum."""
+    return record.placement is not None and any("partial" in str(word) for word in record.placement["placements"])
 
 
 def _verify_grouped(calls: Mapping[_Call, Group], *, weights: _Weights) -> Counter[str]:

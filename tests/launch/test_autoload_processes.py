@@ -23,7 +23,7 @@ def test_data_workers_record_nothing(method: str, tmp_path: Path) -> None:
     assert errors(ended) == []
     run = open_run(tmp_path / "run")
     assert run.iterations == [0, 1, 2]
-    assert len(run.select()) == 3 * 5
+    assert len(run.select()) == 3 * 7
 
 
 def test_a_child_of_the_trainer_is_not_recorded_and_the_child_of_a_launcher_is(tmp_path: Path) -> None:

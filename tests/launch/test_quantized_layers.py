@@ -131,7 +131,8 @@ def test_a_capture_records_what_the_products_are_computed_with(quant: str, runs:
             continue
         x, weight = records[name, "input"], records[name, "weight"]
         assert x.dtype is weight.dtype is torch.bfloat16
-        bias = None if layer.bias is None else layer.bias.detach().to(torch.bfloat16)
+        assert layer.bias is None or torch.equal(records[name, "bias"], layer.bias)
+        bias = None if layer.bias is None else records[name, "bias"].to(torch.bfloat16)
         torch.testing.assert_close(records[name, "output"], F.linear(x, weight, bias), rtol=0, atol=0)
         quantised = quantize(
             layer.weight.detach().to(torch.bfloat16),

@@ -13,141 +13,42 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ranktape.capture.hooks.leaves import CACHED, is_cached_by_autocast
+from ranktape.capture.hooks.ports import Argument, Port, Ports
+from ranktape.capture.hooks.weights import is_lasting
 from ranktape.capture.passes.circumstances import in_backward
+from ranktape.capture.passes.forwards import Arguments
 from ranktape.capture.passes.tracker import Call
-from ranktape.capture.roles.table import OUTPUT, FunctionRole, ModuleRole, Operand, forward_role, grad_role, operand_of
+from ranktape.capture.source import NO_TAGS, Tags
 
 if TYPE_CHECKING:
     from ranktape.capture.hooks.leaves import Leaves
     from ranktape.capture.hooks.weights import Weights
     from ranktape.capture.recorder import Recorder
-    from ranktape.capture.source import Source, TensorRole
+    from ranktape.capture.source import Source
 
 Placement = Callable[[str, torch.Tensor], str | None]
 """Gives for a tensor name and a tensor where in a whole it lies, as JSON."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Port:
-    """One tensor of a role."""
+@dataclass(slots=True)
+class Awaited:
+    """A parameter of which a product will tell whether its gradient can be seen on an alias."""
 
-    name: str
-    """Its name in records."""
-    value: TensorRole
-    """What it is in the forward pass."""
-    grad: TensorRole
-    """What its gradient is in the backward pass."""
-    part: tuple[int, int] | None = None
-    """Of an argument that holds several tensors: the dimension that counts them, and the place of this one."""
-
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What of an argument, or of its gradient, belongs to this port."""
-        return tensor if self.part is None else tensor.select(*self.part)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Argument:
-    """One argument that holds tensors of a role."""
-
-    position: int | None
-    """Place among the positional ones."""
-    keyword: str
-    """Its name; empty where only the place is known."""
-    ports: tuple[Port, ...]
-    """The tensors in it."""
-
-    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What was passed; None where nothing was."""
-        if self.position is not None and self.position < len(args):
-            return args[self.position]
-        return kwargs.get(self.keyword)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """All tensors of a role."""
-
-    arguments: tuple[Argument, ...]
-    """The operands, by argument."""
-    parameters: tuple[tuple[str, Port], ...]
-    """Attributes of the module, and what is in them."""
-    output: Port
-    """The result."""
-
-    @property
-    def all(self) -> Iterator[Port]:
-        """One after the other: operands, parameters, the output."""
-        for argument in self.arguments:
-            yield from argument.ports
-        yield from (port for _, port in self.parameters)
-        yield self.output
-
-    @property
-    def roles(self) -> Iterator[TensorRole]:
-        """Everything that is recorded of a call with gradients."""
-        for port in self.all:
-            yield port.value
-            yield port.grad
-
-
-@functools.lru_cache(maxsize=1024)
-def ports_of(role: ModuleRole | FunctionRole) -> Ports:
-    """The tensors of a role."""
-    grouped: dict[tuple[int | None, str], list[Port]] = {}
-    for name, place in role.operands.items():
-        operand = operand_of(place)
-        grouped.setdefault((operand.position, operand.keyword), []).append(_port(role, name, operand))
-    arguments = [
-        Argument(position=position, keyword=keyword, ports=tuple(ports))
-        for (position, keyword), ports in grouped.items()
-    ]
-    parameters = role.parameters if isinstance(role, ModuleRole) else {}
-    return Ports(
-        arguments=tuple(arguments),
-        parameters=tuple((attribute, _port(role, name)) for name, attribute in parameters.items()),
-        output=_port(role, OUTPUT),
-    )
-
-
-def resolved(ports: Ports, function: Callable[..., Any], *, num_bound: int = 0) -> Ports:
-    """The ports with places and names of all arguments, where a role gives one of them only.
-
-    The first `num_bound` parameters of the function are no arguments: `self`.
-    """
-    if all(argument.keyword and argument.position is not None for argument in ports.arguments):
-        return ports
-    try:
-        names = list(inspect.signature(function).parameters)[num_bound:]
-    except (TypeError, ValueError):
-        return ports  # a built-in function does not say
-    arguments = []
-    for argument in ports.arguments:
-        position, keyword = argument.position, argument.keyword
-        if not keyword and position is not None and position < len(names):
-            keyword = names[position]
-        if position is None and keyword in names:
-            position = names.index(keyword)
-        arguments.append(Argument(position=position, keyword=keyword, ports=argument.ports))
-    return dataclasses.replace(ports, arguments=tuple(arguments))
-
-
-def _port(role: ModuleRole | FunctionRole, name: str, operand: Operand | None = None) -> Port:
-    return Port(
-        name=name,
-        value=forward_role(name, role.layouts),
-        grad=grad_role(name, role.layouts),
-        part=None if operand is None else operand.part,
-    )
+    tensor: torch.Tensor
+    """The parameter."""
+    port: Port
+    """What it is recorded as."""
+    alias: Callable[[torch.Tensor], torch.Tensor]
+    """Gives the alias."""
 
 
 @dataclass(slots=True)
@@ -160,18 +61,14 @@ class Entry:
     """The module, or the role of the function."""
     call: Call | None = None
     """None where it is not recorded."""
-    weight: torch.Tensor | None = None
-    """The parameter whose gradient is to be seen, once the product that uses it begins."""
-    weight_port: Port | None = None
-    """What it is recorded as."""
-    alias: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Gives the alias of that parameter on which its gradient is seen."""
+    awaited: list[Awaited] = field(default_factory=list)
+    """The parameters whose gradients are to be seen, once the product that uses them begins."""
     batch_size: int = 1
     """Samples in an attention of several heads."""
     written: tuple[torch.Tensor, Port] | None = None
     """The parameter that the call itself writes to, and what it is recorded as: read after it."""
     is_leaf: bool = False
-    """Whether the gradient of its weight is seen on the weight itself."""
+    """Whether the gradient of a parameter is seen on the parameter itself."""
 
 
 class Running(threading.local):
@@ -215,9 +112,7 @@ class Taking:
     leaves: Leaves | None = None
     """Sees gradients on weights themselves, where the operands hold a weight."""
 
-    def arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Arguments:
         """Record the operands; the arguments to go on with."""
         values = [argument.find(args, kwargs) for argument in self.ports.arguments]
         is_repeated = in_backward()
@@ -232,12 +127,8 @@ class Taking:
             if not isinstance(value, torch.Tensor):
                 continue
             seen = self.watched(value, argument.ports, call, is_shared=id(value) in twice)
-            if seen is value:
-                continue
-            if argument.position is not None and argument.position < len(args):
-                args = (*args[: argument.position], seen, *args[argument.position + 1 :])
-            else:
-                kwargs = {**kwargs, argument.keyword: seen}
+            if seen is not value:
+                args, kwargs = argument.put(seen, args, kwargs)
         return args, kwargs
 
     def _given_twice(self, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Collection[int]:
@@ -253,6 +144,8 @@ class Taking:
 
     def refuse(self, argument: Argument, value: Any, call: Call | None = None) -> None:
         """Say of an argument that is no tensor why it is not recorded."""
+        if value is None and argument.is_optional:
+            return
         what = f"its argument {argument.keyword or argument.position!r}"
         reason = f"{what} was not passed" if value is None else f"{what} is a {type(value).__name__} and no tensor"
         for port in argument.ports:
@@ -296,13 +189,13 @@ class Taking:
             part = None if seen is output else functools.partial(torch.Tensor.reshape, shape=output.shape)
             self.grad(port, seen, call, part=part, on_grad=on_grad)
 
-    def record(self, port: Port, tensor: torch.Tensor, call: Call) -> None:
+    def record(self, port: Port, tensor: torch.Tensor, call: Call, *, tags: Tags = NO_TAGS) -> None:
         """Record one tensor; a weight unless it was recorded as it is."""
         place = self._placed(port.name, tensor)
-        if port.value.has_samples:
-            self.recorder.record(self.source, port.value, tensor, call=call, placement=place)
+        if port.value.has_samples or (port.name == "bias" and not is_lasting(tensor)):
+            self.recorder.record(self.source, port.value, tensor, call=call, placement=place, tags=tags)
         else:
-            self.weights.record(self.recorder, self.source, port.value, tensor, call=call, placement=place)
+            self.weights.record(self.recorder, self.source, port.value, tensor, call=call, placement=place, tags=tags)
 
     def record_grad_now(self, port: Port, grad: torch.Tensor, call: Call) -> None:
         """Record a gradient that is there."""

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from torch.overrides import has_torch_function
 
-from ranktape.capture.hooks.calls import Entry, Ports, Running, Taking, ports_of, resolved, tensor_in
+from ranktape.capture.hooks.calls import Entry, Running, Taking, tensor_in
 from ranktape.capture.hooks.compiled import forget_replacements
 from ranktape.capture.hooks.hook import as_itself
 from ranktape.capture.hooks.leaves import Leaves, is_cached_by_autocast
 from ranktape.capture.hooks.owners import Owner, Owners
+from ranktape.capture.hooks.ports import Ports, ports_of, resolved
 from ranktape.capture.hooks.references import (
     Places,
     Table,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from ranktape.capture.hooks.calls import Placement
     from ranktape.capture.hooks.multihead import MultiheadHooks
     from ranktape.capture.hooks.weights import Weights
+    from ranktape.capture.passes.forwards import Arguments
     from ranktape.capture.passes.tracker import Tracker
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.roles.table import FunctionRole
@@ -188,17 +190,11 @@ class FunctionHooks:
         entries = self._running.entries
         position, keyword = _place(role)
         weight: Any = args[position] if len(args) > position else kwargs.get(keyword)
-        inner = entries[-1] if entries else None
-        if inner and inner.alias and isinstance(weight, torch.Tensor) and inner.weight is weight:
-            # Else the gradient is seen on the weight itself: inside of an `autograd.Function` an alias would have none.
-            if not torch.is_grad_enabled() or is_cached_by_autocast(weight):
-                inner.alias = None
-                return original(*args, **kwargs)
-            alias = inner.alias(weight)
-            inner.alias = inner.weight = None
-            if len(args) > position:
-                return original(*args[:position], alias, *args[position + 1 :], **kwargs)
-            return original(*args, **{**kwargs, keyword: alias})
+        if entries and any(one.tensor is weight for one in entries[-1].awaited):
+            # Else the gradient is seen on the parameter itself: inside of an `autograd.Function` an alias has none.
+            if torch.is_grad_enabled():
+                args, kwargs = self._with_aliases(entries[-1], role, args, kwargs)
+            return original(*args, **kwargs)
         # A sparse gradient cannot pass through the alias of a weight.
         is_sparse = kwargs.get("sparse", any(args[_SPARSE : _SPARSE + 1]))
         if is_sparse or self._running.has(role.layer_type) or not isinstance(weight, torch.Tensor):
@@ -213,6 +209,17 @@ class FunctionHooks:
             self._owners.met.add((owner.module, owner.attribute))
         names = () if self._multihead is None else self._multihead.names_of(owner)
         return self._recorded(role, original, source, args, kwargs, names=names)
+
+    def _with_aliases(
+        self, entry: Entry, role: FunctionRole, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        """The arguments with aliases of the parameters that a module awaits, but those that autocast keeps."""
+        for argument in self._ports[role].arguments:
+            value = argument.find(args, kwargs)
+            for one in [one for one in entry.awaited if one.tensor is value and not is_cached_by_autocast(one.tensor)]:
+                entry.awaited.remove(one)
+                args, kwargs = argument.put(one.alias(one.tensor), args, kwargs)
+        return args, kwargs
 
     def _recorded(
         self,

@@ -16,7 +16,8 @@ from ranktape.capture.hooks.hook import Hook
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ranktape.capture.hooks.calls import Port, Taking
+    from ranktape.capture.hooks.calls import Taking
+    from ranktape.capture.hooks.ports import Port
     from ranktape.capture.passes.tracker import Call, Tracker
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.source import Source
@@ -35,12 +36,12 @@ def is_cached_by_autocast(tensor: torch.Tensor) -> bool:
 
 
 class Leaves:
-    """The hooks on weights of bare products for one iteration."""
+    """The hooks on weights and biases of bare products for one iteration."""
 
     def __init__(self, *, recorder: Recorder, tracker: Tracker) -> None:
         self._recorder = recorder
         self._tracker = tracker
-        self._calls: dict[Source, Call] = {}
+        self._calls: dict[tuple[Source, str], Call] = {}
         self._handles: dict[Source, dict[str, Any]] = {}
 
     def watch(self, taking: Taking, port: Port, weight: torch.Tensor) -> None:
@@ -53,7 +54,7 @@ class Leaves:
         def hook(grad: torch.Tensor) -> None:
             with self._recorder.guarded(source, port.grad):
                 # The hook of a leaf knows no call: the gradient of this product's output came just before.
-                call = self._calls.pop(source, None)
+                call = self._calls.pop((source, port.name), None)
                 if call is not None:
                     taking.record_grad_now(port, grad, call)
                 elif self._tracker.is_active:
@@ -67,7 +68,7 @@ class Leaves:
             return None
 
         def note(call: Call) -> None:
-            self._calls[source] = call
+            self._calls.update(dict.fromkeys([(source, name) for name in self._handles.get(source, ())], call))
 
         return note
 

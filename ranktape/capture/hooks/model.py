@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.nn.parameter import is_lazy
 
-from ranktape.capture.hooks.calls import Placement, Ports, Running
+from ranktape.capture.hooks.calls import Placement, Running
 from ranktape.capture.hooks.compiled import EagerMode, IgnoredWarning, is_left_compiled
 from ranktape.capture.hooks.coverage import Coverage, find_coverage
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
-from ranktape.capture.hooks.module_hooks import EnterHook, ModuleHooks, is_seen_inside
+from ranktape.capture.hooks.module_hooks import EnterHook, ModuleHooks, is_hidden, is_seen_inside
 from ranktape.capture.hooks.multihead import MultiheadHooks
 from ranktape.capture.hooks.owners import Owners
+from ranktape.capture.hooks.ports import Ports
 from ranktape.capture.hooks.silence import explain_silence, explain_unmatched
 from ranktape.capture.hooks.survey import Surveys
 from ranktape.capture.hooks.weights import Weights
@@ -262,13 +262,12 @@ class ModelHooks:
         """The path of a module, with the stage of a pipeline that it is in."""
         return (self._stage_prefixes.get(module, "") + bare).rstrip(".")
 
-    def weights(self) -> Iterator[tuple[Source, nn.Module, str]]:
-        """The parameters of the modules that hooks are on: what each belongs to, its module, its name there."""
+    def weights(self) -> Iterator[tuple[Source, nn.Module, str, str]]:
+        """The parameters of the modules that hooks are on: source, module, name there, name in records."""
         for module, hooks in self._modules.items():
-            for attribute in hooks.attributes:
-                yield hooks.source, module, attribute
+            yield from ((hooks.source, module, *names) for names in hooks.parameters.items())
         for module, source in self._inside.items():
-            yield source, module, "weight"
+            yield from ((source, module, name, name) for name in ("weight", "bias"))
 
     def find_coverage(self) -> Coverage | None:
         """What the hooks see of the models, where linear layers are recorded; asked before they are taken off."""
@@ -335,14 +334,11 @@ class ModelHooks:
             return
         source = _source(frame, role.layer_type, role.component)
         for name, attribute in role.parameters.items():
-            # A parametrized weight is computed when it is read.
-            own = module._parameters.get(attribute)  # noqa: SLF001
-            # One that the module is given with each call is None at rest.
-            is_absent = own is None and {**vars(module), **module._parameters}.get(attribute, False) is None  # noqa: SLF001
-            if not is_absent and (own is None or is_lazy(own)):
+            if is_hidden(module, attribute):
                 reason = f"its {attribute} is not a plain parameter (parametrized, or not made yet)"
                 self._recorder.refuse(source, forward_role(name, role.layouts), reason)
-                return
+                if name != "bias":
+                    return
         if is_seen_inside(module, role):
             self._inside[module] = source
             return

@@ -1,9 +1,9 @@
 """The hooks that see the tensors of a module with a role, for one iteration.
 
 input, output, their gradients   see `calls.py`
-weight                           with the first call of the iteration, read when it is computed with
-grad_weight                      a tensor hook on an alias of the weight where `F.linear` or `F.embedding` takes it:
-                                 this call's share alone; else on the weight itself: what one graph adds up
+weight, bias                     with the first call of the iteration, read when it is computed with
+grad_weight, grad_bias           a tensor hook on an alias of the parameter where `F.linear` or `F.embedding` takes
+                                 it: this call's share alone; else on itself: what one graph adds up
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from ranktape.capture.hooks.calls import Entry, Placement, Port, Ports, Running, Taking, ports_of, resolved, tensor_in
+from ranktape.capture.hooks.calls import Awaited, Entry, Placement, Running, Taking, tensor_in
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.leaves import is_cached_by_autocast
+from ranktape.capture.hooks.ports import Port, Ports, ports_of, resolved
 from ranktape.capture.hooks.weights import PLAIN, Weights
 from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
 from ranktape.capture.passes.tracker import Call
 from ranktape.capture.roles.pytorch import PRODUCTS
-from ranktape.capture.source import Source, Tags, TensorRole
+from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole
 from ranktape.capture.tensors.placement import is_dtensor
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
 ACCUMULATED = Tags(metadata='{"accumulated": true}')
 """Of the gradient of a weight that the layer itself adds up: it holds that of the microbatches before, too."""
+
+RETURNED = Tags(metadata='{"returned": true}')
+"""Of a bias that the layer returns beside its output: it is not in the output."""
 
 
 class ModuleHooks:
@@ -80,9 +85,10 @@ class ModuleHooks:
             is_aliased=role.is_aliased,
             placement=own or place(module, self._ports),
         )
-        self._backward_call: Call | None = None
+        self._backward_calls: dict[str, Call] = {}
         self._leaves: dict[str, Any] = {}
-        recorder.attach(source, _certain_roles(module, self._ports))
+        self._returned = frozenset({"bias"} if role.returned is not None and role.returned(module) else ())
+        recorder.attach(source, self._certain_roles(module))
         self._handles = [
             # Appended last and first: innermost, so that wrappers' own hooks have done their part.
             module.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
@@ -90,9 +96,9 @@ class ModuleHooks:
         ]
 
     @property
-    def attributes(self) -> list[str]:
-        """The module's names of the parameters that are recorded."""
-        return [attribute for attribute, _ in self._ports.parameters]
+    def parameters(self) -> dict[str, str]:
+        """For each parameter that is recorded the module's name of it, and the name in records."""
+        return {attribute: port.name for attribute, port in self._ports.parameters}
 
     def remove(self) -> None:
         """Detach everything."""
@@ -138,6 +144,18 @@ class ModuleHooks:
             seen_kwargs = self._take_parameter(entry, module, attribute, port, seen_kwargs)
         return seen_args, seen_kwargs
 
+    def _certain_roles(self, module: nn.Module) -> Iterator[TensorRole]:
+        """What a call with gradients shows in any case: of operands nobody knows whether they need gradients."""
+        for argument in self._ports.arguments:
+            yield from (port.value for port in argument.ports)
+        own = [(_own(module, attribute), port) for attribute, port in self._ports.parameters]
+        yield from (port.value for one, port in own if one is not None)
+        yield self._ports.output.value
+        trained = [port for one, port in own if one is not None and one.requires_grad]
+        yield from (port.grad for port in trained if port.name not in self._returned)
+        if trained:
+            yield self._ports.output.grad
+
     def _sample(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The tensor that says what is computed in: the first operand of real numbers, or a parameter."""
         first = None
@@ -153,7 +171,7 @@ class ModuleHooks:
         for argument in self._ports.arguments:
             yield argument.find(args, kwargs)
         for attribute, _ in self._ports.parameters:
-            yield module._parameters.get(attribute)  # noqa: SLF001  (runs no parametrization)
+            yield _own(module, attribute)
 
     def _take_parameter(
         self, entry: Entry, module: nn.Module, attribute: str, port: Port, kwargs: dict[str, Any]
@@ -163,17 +181,18 @@ class ModuleHooks:
         # Megatron's output layer is given the weight that it shares with the embedding.
         given = kwargs.get(attribute)
         # Read here and not when we were attached: under FSDP2 this is the weight that is computed with.
-        weight: Any = given if isinstance(given, torch.Tensor) else getattr(module, attribute, None)
-        if not isinstance(weight, torch.Tensor):
-            self._recorder.refuse(self.source, port.value, f"the module has no tensor {attribute!r}", call=call)
-            return kwargs
+        weight = given if isinstance(given, torch.Tensor) else _own(module, attribute)
+        if weight is None:
+            return kwargs  # a layer without a bias
+        is_returned = port.name in self._returned
         # An embedding with `max_norm` writes to its weight before it computes with it.
         is_written = getattr(module, "max_norm", None) is not None
         if is_written:
             entry.written = weight, port
         elif not in_backward():
-            self._taking.record(port, weight, call)
-        if not (weight.requires_grad and torch.is_grad_enabled()):
+            self._taking.record(port, weight, call, tags=RETURNED if is_returned else NO_TAGS)
+        # Of what others add, the gradient comes before the layer's, so that nobody knows of which call it is.
+        if is_returned or not (weight.requires_grad and torch.is_grad_enabled()):
             return kwargs
         if not self._recorder.wants(self.source, port.grad, call):
             return kwargs
@@ -181,10 +200,9 @@ class ModuleHooks:
             return {**kwargs, attribute: self._alias(port, call, given)}
         # A sparse gradient cannot pass through an alias, and what writes to an alias takes its hooks out of the graph.
         can_alias = type(weight) in PLAIN and not getattr(module, "sparse", False) and not is_written
-        if port.name == "weight" and entry.weight is None and can_alias:
+        if can_alias:
             # Taken by F.linear, if that is what computes the product.
-            entry.weight, entry.weight_port = weight, port
-            entry.alias = functools.partial(self._alias, port, call)
+            entry.awaited.append(Awaited(weight, port, functools.partial(self._alias, port, call)))
         else:
             self._watch_leaf(entry, module, weight, port)
         return kwargs
@@ -204,8 +222,8 @@ class ModuleHooks:
         if entry is None or entry.call is None or output is None:
             return
         with self._recorder.guarded(self.source):
-            if entry.weight is not None and entry.weight_port is not None:
-                self._watch_leaf(entry, module, entry.weight, entry.weight_port)
+            for one in entry.awaited:
+                self._watch_leaf(entry, module, one.tensor, one.port)
             if entry.written is not None and not in_backward():
                 weight, port = entry.written
                 self._taking.record(port, weight, entry.call)
@@ -230,11 +248,11 @@ class ModuleHooks:
         self._leaves[port.name] = weight.register_hook(Hook(hook))
 
     def _on_grad_output(self, call: Call) -> None:
-        self._backward_call = call
+        self._backward_calls = dict.fromkeys(self._leaves, call)
 
     def _on_grad_weight(self, module: nn.Module, weight: torch.Tensor, port: Port, grad: torch.Tensor) -> None:
         # The hook of a leaf knows no call: the gradient of this layer's output came just before.
-        call, self._backward_call = self._backward_call, None
+        call = self._backward_calls.pop(port.name, None)
         own = None if self._role.accumulated is None else self._role.accumulated(module, weight)
         if call is None:
             if self._tracker.is_active:
@@ -269,18 +287,23 @@ def is_seen_inside(module: nn.Module, role: ModuleRole) -> bool:
 
     As transformers' `tp_plan` has it, where what goes in and comes out does not say which share of it a rank has.
     """
-    weight = module._parameters.get("weight")  # noqa: SLF001  (runs no parametrization)
+    weight = _own(module, "weight")
     is_shared_out = weight is not None and is_dtensor(weight)
     return is_shared_out and "forward" in vars(module) and role.component in PRODUCTS
 
 
-def _certain_roles(module: nn.Module, ports: Ports) -> Iterator[TensorRole]:
-    """What a call with gradients shows in any case: of operands nobody knows whether they need gradients."""
-    for argument in ports.arguments:
-        yield from (port.value for port in argument.ports)
-    yield from (port.value for _, port in ports.parameters)
-    yield ports.output.value
-    # Not by `getattr`: a parametrized weight is computed when it is read.
-    own = {name: one for name, one in module._parameters.items() if one is not None}  # noqa: SLF001
-    trained = [port for name, port in ports.parameters if name in own and own[name].requires_grad]
-    yield from (port.grad for port in (*trained, *([ports.output] if trained else [])))
+def is_hidden(module: nn.Module, attribute: str) -> bool:
+    """Whether a parameter cannot be read as it is: a parametrized one is computed then, a lazy one is not made yet.
+
+    One that the module does not have, or is given with each call, is None or without values at rest.
+    """
+    own = _own(module, attribute)
+    if own is not None:
+        return is_lazy(own)
+    at_rest = {**vars(module), **module._parameters}.get(attribute, False)  # noqa: SLF001
+    return at_rest is not None and not (isinstance(at_rest, torch.Tensor) and not at_rest.numel())
+
+
+def _own(module: nn.Module, attribute: str) -> torch.Tensor | None:
+    """The parameter that a module has; not by `getattr`, which would compute one that is parametrized."""
+    return module._parameters.get(attribute)  # noqa: SLF001

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ranktape.capture.hooks.calls import Entry, Running, Taking, before_views, ports_of
+from ranktape.capture.hooks.calls import Entry, Running, Taking, before_views
 from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.ports import ports_of
 from ranktape.capture.hooks.weights import Weights
 from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
 from ranktape.capture.roles.pytorch import MULTIHEAD
 from ranktape.capture.source import Source
 
 if TYPE_CHECKING:
-    from ranktape.capture.hooks.calls import Port
     from ranktape.capture.hooks.owners import Owner
+    from ranktape.capture.hooks.ports import Port
     from ranktape.capture.passes.tracker import Tracker
     from ranktape.capture.recorder import Recorder
 

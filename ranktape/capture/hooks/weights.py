@@ -1,4 +1,4 @@
-"""Weights, each recorded once as it is.
+"""Weights and biases, each recorded once as it is.
 
 In one iteration a weight is recorded with its first call, and again when it was written to. Where nothing updates the
 weights, as in a generation of which each token is an iteration, one that is stored as it is is not stored again.
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ranktape.capture.source import NO_TAGS, Tags
+
 if TYPE_CHECKING:
     from ranktape.capture.passes.tracker import Call
     from ranktape.capture.recorder import Recorder
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of weights whose alias is as good as they are, and that have an address."""
+
+
+def is_lasting(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter, or a part of one, and not computed for one call."""
+    return any(isinstance(one, torch.nn.Parameter) for one in (tensor, tensor._base))  # noqa: SLF001  (no public name)
 
 
 class Weights:
@@ -42,6 +49,7 @@ class Weights:
         *,
         call: Call,
         placement: str | None,
+        tags: Tags = NO_TAGS,
     ) -> None:
         """Record one, unless it was."""
         # Tensors of `inference_mode` do not count what is done to them.
@@ -56,6 +64,6 @@ class Weights:
         if is_known and stored in self._stored:
             recorder.expected.excuse(source, role, call)
             return
-        recorder.record(source, role, tensor, call=call, placement=placement)
+        recorder.record(source, role, tensor, call=call, placement=placement, tags=tags)
         if is_known and recorder.has_staged(source, role, call):
             self._stored.add(stored)

@@ -16,7 +16,7 @@ MODULES = (
         layer_type="linear",
         component="linear",
         operands={"input": (0, "x")},
-        parameters={"weight": "weight"},
+        parameters={"weight": "weight", "bias": "bias"},
         layouts={"weight": "IO"},
     ),
 )

@@ -17,8 +17,15 @@ if TYPE_CHECKING:
 
 def main_grad(module: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:
     """The tensor in which the layer adds up its weight's gradient by itself; None where autograd does."""
+    if weight is getattr(module, "bias", None):
+        return None
     flags = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
     return getattr(weight, "main_grad", None) if any(getattr(module, flag, False) for flag in flags) else None
+
+
+def returns_bias(module: nn.Module) -> bool:
+    """Whether the layer leaves it to others to add its bias."""
+    return any(getattr(module, flag, False) for flag in ("skip_bias_add", "return_bias"))
 
 
 MODULES = (
@@ -30,10 +37,11 @@ MODULES = (
         layer_type="linear",
         component="linear",
         operands={"input": (0, "input_")},
-        parameters={"weight": "weight"},
+        parameters={"weight": "weight", "bias": "bias"},
         output=0,
         layouts={"input": "TBH", "output": "TBH", "weight": "OI"},
         accumulated=main_grad,
+        returned=returns_bias,
     ),
     ModuleRole(
         classes=("megatron.core.transformer.dot_product_attention.DotProductAttention",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ranktape.capture.roles.table import FunctionRole, ModuleRole
+from ranktape.capture.roles.table import FunctionRole, ModuleRole, Operand
 
 MODULES = (
     ModuleRole(
@@ -16,7 +16,7 @@ MODULES = (
         layer_type="linear",
         component="linear",
         operands={"input": (0, "input")},
-        parameters={"weight": "weight"},
+        parameters={"weight": "weight", "bias": "bias"},
     ),
     ModuleRole(
         classes=(nn.Embedding,),
@@ -48,7 +48,11 @@ LINEAR = FunctionRole(
     functions=("torch.nn.functional.linear",),
     layer_type="linear",
     component="linear",
-    operands={"input": (0, "input"), "weight": (1, "weight")},
+    operands={
+        "input": (0, "input"),
+        "weight": (1, "weight"),
+        "bias": Operand(position=2, keyword="bias", is_optional=True),
+    },
     owner="weight",
 )
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-UNSAMPLED = frozenset({"weight", "grad_weight"})
+UNSAMPLED = frozenset({"weight", "bias", "grad_weight", "grad_bias"})
 """Tensors without a dimension of samples."""
 
 OUTPUT = "output"
@@ -31,6 +31,8 @@ class Operand:
     """Name of the argument."""
     part: tuple[int, int] | None = None
     """Of one that holds several tensors: the dimension that counts them, and the place of this one."""
+    is_optional: bool = False
+    """Whether a call may do without it, as without a bias."""
 
 
 Place = Operand | int | str | tuple[int | None, str]
@@ -50,7 +52,7 @@ class ModuleRole:
     operands: Mapping[str, Place] = field(default_factory=dict)
     """For each tensor name: where among the arguments of `forward` it is."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """For each tensor name: the attribute of the module that holds the parameter."""
+    """For each tensor name: the attribute of the module that holds the parameter; one that is None is not there."""
     output: int | str | None = None
     """Which element of what `forward` returns is the output: a place or a name; the first tensor by default."""
     layouts: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
@@ -59,6 +61,8 @@ class ModuleRole:
     """Gives for a module, a tensor name and the tensor the placement of a shard, as JSON; None for a whole tensor."""
     accumulated: Callable[[nn.Module, torch.Tensor], torch.Tensor | None] | None = None
     """Gives for a module and its parameter the tensor in which the layer itself adds up the gradient; None for none."""
+    returned: Callable[[nn.Module], bool] | None = None
+    """Says of a module whether it returns its bias beside its output, and does not add it; None where none does."""
     is_aliased: bool = True
     """Whether an input may be replaced by a view of itself, to see this layer's share of its gradient. Say False of a
     layer that writes into its input: its `grad_` of operands are not recorded then."""

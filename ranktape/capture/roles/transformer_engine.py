@@ -6,7 +6,7 @@ enters the norm, not the operand of its product; what is quantised inside of a l
 
 from __future__ import annotations
 
-from ranktape.capture.roles.megatron import main_grad
+from ranktape.capture.roles.megatron import main_grad, returns_bias
 from ranktape.capture.roles.table import ModuleRole
 
 MODULES = (
@@ -15,10 +15,11 @@ MODULES = (
         layer_type="linear",
         component="linear",
         operands={"input": (0, "inp")},
-        parameters={"weight": "weight"},
+        parameters={"weight": "weight", "bias": "bias"},
         output=0,
         layouts={"weight": "OI"},
         accumulated=main_grad,
+        returned=returns_bias,
     ),
     ModuleRole(
         classes=("transformer_engine.pytorch.*.DotProductAttention",),

@@ -9,8 +9,9 @@ those that the iteration computed with.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,16 +30,21 @@ if TYPE_CHECKING:
     from ranktape.capture.source import Source
     from ranktape.capture.tensors.placement import Placements
 
-MASTER_WEIGHT = TensorRole(operation=Operation.FORWARD, phase="pre", tensor_name="master_weight", has_samples=False)
-REDUCED_GRAD = TensorRole(
-    operation=Operation.BACKWARD, phase="post", tensor_name="reduced_grad_weight", has_samples=False
-)
+
+@functools.lru_cache
+def _roles(name: str) -> tuple[TensorRole, TensorRole]:
+    """What the optimizer updates of a parameter of that name in records, and the gradient that it gets."""
+    return (
+        TensorRole(Operation.FORWARD, "pre", f"master_{name}", has_samples=False),
+        TensorRole(Operation.BACKWARD, "post", f"reduced_grad_{name}", has_samples=False),
+    )
+
 
 SKIPPED = "the gradient scaler skipped the optimizer's step: a gradient was not finite"
 """Why an iteration has no optimizer's view."""
 
-Weights = Iterable[tuple["Source", nn.Module, str]]
-"""What each weight belongs to, its module, and its name there."""
+Weights = Iterable[tuple["Source", nn.Module, str, str]]
+"""What each weight or bias belongs to, its module, its name there, and its name in records."""
 
 _STATES = ("master_param", "master_weight", "master")
 """Under which names an optimizer's state holds a copy in higher precision."""
@@ -77,9 +83,9 @@ class MasterWeights:
         if tally is None or os.getpid() != self._owner or self._seen_iteration == tally.iteration:
             return
         with self._recorder.guarded():
-            for source, _, _ in self._weights():
-                self._recorder.refuse(source, MASTER_WEIGHT, SKIPPED)
-                self._recorder.refuse(source, REDUCED_GRAD, SKIPPED)
+            for source, roles, _, _ in self._held():
+                for role in roles:
+                    self._recorder.refuse(source, role, SKIPPED)
 
     def stop(self) -> None:
         """Listen no more."""
@@ -94,29 +100,41 @@ class MasterWeights:
             return  # a step that initialises the optimizer
         self._seen_iteration = tally.iteration
         with self._recorder.guarded():
-            for source, module, name in self._weights():
-                with self._recorder.guarded(source, MASTER_WEIGHT):
-                    self._record(source, module, name, optimizer)
+            for source, roles, module, attribute in self._held():
+                with self._recorder.guarded(source, roles[0]):
+                    self._record(source, roles, module, attribute, optimizer)
 
-    def _record(self, source: Source, module: nn.Module, name: str, optimizer: Optimizer) -> None:
-        parameter = module._parameters.get(name)  # noqa: SLF001  (a parametrized weight is computed when it is read)
-        if parameter is None:
-            return
+    def _held(self) -> Iterator[tuple[Source, tuple[TensorRole, TensorRole], nn.Module, str]]:
+        """The weights and biases that there are, with what is recorded of each."""
+        for source, module, attribute, name in self._weights():
+            if module._parameters.get(attribute) is not None:  # noqa: SLF001  (runs no parametrization)
+                yield source, _roles(name), module, attribute
+
+    def _record(
+        self,
+        source: Source,
+        roles: tuple[TensorRole, TensorRole],
+        module: nn.Module,
+        attribute: str,
+        optimizer: Optimizer,
+    ) -> None:
+        parameter = module._parameters[attribute]  # noqa: SLF001  (a parametrized weight is computed when it is read)
+        assert parameter is not None, "only asked for what is there"
         if getattr(parameter, "main_param_sharded", False):
             reason = "Megatron's distributed optimizer holds a flat piece of it, which is no part of a weight"
-            self._recorder.refuse(source, MASTER_WEIGHT, reason)
-            self._recorder.refuse(source, REDUCED_GRAD, reason)
+            for role in roles:
+                self._recorder.refuse(source, role, reason)
             return
         master = find_master(parameter, optimizer)
         gradient = find_gradient(parameter, master)
-        self._take(source, MASTER_WEIGHT, module, name, master)
+        self._take(source, roles[0], module, attribute, master)
         if gradient is not None:
-            self._take(source, REDUCED_GRAD, module, name, gradient)
+            self._take(source, roles[1], module, attribute, gradient)
 
-    def _take(self, source: Source, role: TensorRole, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    def _take(self, source: Source, role: TensorRole, module: nn.Module, attribute: str, tensor: torch.Tensor) -> None:
         free = self._tracker.free_call(index=0, dtype=tensor.dtype, device_type=tensor.device.type)
         call = dataclasses.replace(free, microbatch=0)
-        placement = self._placements.of_master(module, name, role.tensor_name, tensor)
+        placement = self._placements.of_master(module, attribute, role.tensor_name, tensor)
         self._recorder.record(source, role, tensor, call=call, placement=placement)
 
 

@@ -51,8 +51,8 @@ def megatron_placement(module: nn.Module, tensor_name: str, tensor: torch.Tensor
     if kind is None or group is None:
         return None
     name = tensor_name.removeprefix("grad_").removeprefix("reduced_grad_").removeprefix("master_")
-    if name == "weight":
-        return _weight(module, tensor_name, tensor, group)
+    if name in {"weight", "bias"}:
+        return _weight(module, name, tensor, group, is_increment=tensor_name == f"grad_{name}")
     find_word = _word_of_heads if kind in _ATTENTION else _word_of_activation
     word = find_word(module, name, tensor.ndim)
     if word is None or getattr(module, "is_expert", False):
@@ -63,15 +63,15 @@ def megatron_placement(module: nn.Module, tensor_name: str, tensor: torch.Tensor
     return describe_even(axes, (word,), tuple(tensor.shape))
 
 
-def _weight(module: Any, tensor_name: str, tensor: torch.Tensor, group: Any) -> str | None:
-    weight = module._parameters.get("weight")  # noqa: SLF001
+def _weight(module: Any, name: str, tensor: torch.Tensor, group: Any, *, is_increment: bool) -> str | None:
+    weight = module._parameters.get(name)  # noqa: SLF001
     noted = tensor if weight is None else weight
     is_split = getattr(noted, "tensor_model_parallel", False)
     dim, stride = getattr(noted, "partition_dim", -1), getattr(noted, "partition_stride", 1)
     word = _shard(dim, stride) if is_split and dim >= 0 else REPLICATE
     tp = _axes("tp", group)
     # An increment of the gradient is this rank's own; what the optimizer gets is the same on all of them.
-    dp = None if tensor_name == "grad_weight" else _data_axes(is_expert=not getattr(noted, "allreduce", True))
+    dp = None if is_increment else _data_axes(is_expert=not getattr(noted, "allreduce", True))
     if dp is None or len(dp.ranks) == 1:
         return None if len(tp.ranks) == 1 else describe_even(tp, (word,), tuple(tensor.shape))
     return describe_even(_product(dp, tp), (REPLICATE, word), tuple(tensor.shape))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _REPLICATE = "replicate"
 _PARTIAL = "partial"
 
-WEIGHT = "weight"
-"""The name of a tensor that all data-parallel ranks hold; others hold parts of it."""
+WEIGHTS = frozenset({"weight", "bias"})
+"""The names of tensors that all data-parallel ranks hold; others hold parts of them."""
 
 _WHAT = ("rank", "site", "placement", "checksum", "tensor_name", "shape", "dtype", "keep")
 
@@ -62,7 +62,7 @@ def differing_replicas(table: RecordTable) -> Iterator[tuple[str, bool, list[int
         if placement not in keys:
             keys[placement] = replica_key(placement)
         must_agree = keys[placement] is not None
-        if not must_agree and (placement != "null" or columns["tensor_name"][row] != WEIGHT):
+        if not must_agree and (placement != "null" or columns["tensor_name"][row] not in WEIGHTS):
             continue
         form = tuple(columns[name][row] for name in ("site", "shape", "dtype", "keep"))
         copy = copies.setdefault((*form, must_agree, keys[placement]), {})

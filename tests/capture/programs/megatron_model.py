@@ -71,7 +71,6 @@ def make_model(*, num_ranks: int, is_sequence_split: bool, is_checkpointed: bool
         ffn_hidden_size=32,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
         use_cpu_initialization=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -79,7 +78,7 @@ def make_model(*, num_ranks: int, is_sequence_split: bool, is_checkpointed: bool
         sequence_parallel=is_sequence_split,
         gradient_accumulation_fusion=False,
     )
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(),
         vocab_size=VOCABULARY,
@@ -87,6 +86,10 @@ def make_model(*, num_ranks: int, is_sequence_split: bool, is_checkpointed: bool
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
     )
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.constant_(parameter, 0.25)  # zeros would hide a bias that is missing
+    return model
 
 
 def train(variant: str, *, capture: Capture | None) -> list[str]:
@@ -118,6 +121,9 @@ def train(variant: str, *, capture: Capture | None) -> list[str]:
                 model.finish_grad_sync()
                 for parameter in model.parameters():
                     parameter.grad = parameter.main_grad
+            for parameter in model.parameters():
+                if getattr(parameter, "sequence_parallel", False):
+                    dist.all_reduce(parameter.grad)  # as Megatron does before its optimizer
             bits += [bits_of(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
             optimizer.step()
         bits += [bits_of(parameter) for parameter in model.parameters()]

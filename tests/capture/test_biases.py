@@ -1,0 +1,211 @@
+"""Outputs are computed again from what a run holds of a layer: its input, its weight and its bias, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ranktape.capture import Capture
+from ranktape.storage import Record, Run, open_run
+from tests.capture.test_parallel import torchrun
+from tests.capture.verify import verify_run
+
+PROGRAM = Path(__file__).parent / "programs" / "biases.py"
+
+
+class Bare(nn.Module):
+    """Products with parameters of its own: with a bias, with one that is computed for the call, and with a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(12, 8)), nn.Parameter(torch.randn(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = F.linear(x, self.weight, bias=self.bias)
+        part = F.linear(x, self.weight[:8], self.bias[:8])
+        computed = F.linear(x, self.weight, self.bias * 2)
+        return whole.sum() + part.sum() + computed.square().sum()
+
+
+class Attending(nn.Module):
+    """Attention whose projections lie in one parameter, in parts of one, or in three."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, **options)
+        nn.init.normal_(self.attention.in_proj_bias)
+        nn.init.normal_(self.attention.out_proj.bias)
+        self.options = options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = x if "kdim" not in self.options else x[..., :4]
+        first, _ = self.attention(x, own, own, need_weights=False)
+        second, _ = self.attention(first, own, own)
+        return second.square().sum()  # type: ignore[no-any-return]
+
+
+class Twice(nn.Module):
+    """One layer that is called two times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.linear(x).relu()).square().sum()  # type: ignore[no-any-return]
+
+
+def capture(model: nn.Module, url: Path, *, steps: int = 1, shape: tuple[int, ...] = (3, 4, 8), **options: Any) -> Run:
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    with Capture(url, min_iterations=steps, **options):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(shape)).square().mean().backward()
+            optimizer.step()
+    run = open_run(url)
+    assert_nothing_missing(run)
+    return run
+
+
+def assert_nothing_missing(run: Run) -> None:
+    assert all(status.num_expected for status in run.status())
+    assert not any(any(status.silent_sites.values()) for status in run.status())
+
+
+def named(run: Run, module: str) -> dict[str, Record]:
+    return {f"{record.tensor_name}{record.call or ''}": record for record in run.select(module=module, iteration=0)}
+
+
+@pytest.mark.parametrize(
+    ("make", "num_outputs", "num_grads"),
+    [
+        (lambda: nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4, bias=False), nn.Linear(4, 2)), 3, 2),
+        (Bare, 3, 3),
+        (Attending, 5, 5),
+        (lambda: Attending(kdim=4, vdim=4), 8, 8),
+        (Twice, 2, 2),
+    ],
+    ids=["linear", "bare", "multihead", "separate", "twice"],
+)
+def test_outputs_are_the_product_and_the_bias_to_the_bit(
+    make: Callable[[], nn.Module], num_outputs: int, num_grads: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    run = capture(make(), tmp_path / "run")
+    biases: dict[str, torch.Tensor] = {}
+    weights = {record.module: record.tensor() for record in run.select(tensor_name="weight")}
+    for record in sorted(run.select(operation="forward", layer_type="linear"), key=lambda one: one.counter):
+        if record.tensor_name == "bias":
+            biases[record.module] = record.tensor()
+        if record.tensor_name == "output":
+            [given] = run.select(module=record.module, tensor_name="input", call=record.call)
+            again = F.linear(given.tensor(), weights[record.module], biases.get(record.module))
+            assert torch.equal(record.tensor(), again), record
+    assert verify_run(run)["output"] == num_outputs
+    assert len(run.select(tensor_name="grad_bias")) == num_grads
+
+
+def test_a_bias_is_expected_where_there_is_one(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
+    model.get_parameter("2.bias").requires_grad = False
+    run = capture(model, tmp_path / "run", layer_types="linear")
+    assert {name for name in named(run, "0") if "bias" in name} == {"bias", "grad_bias"}
+    assert not {name for name in named(run, "1") if "bias" in name}
+    assert {name for name in named(run, "2") if "bias" in name} == {"bias"}
+    bias = named(run, "0")["bias"]
+    assert (bias.operation, bias.phase, bias.component, bias.shape, bias.sample_dim) == (
+        "forward", "pre", "linear", (8,), None
+    )  # fmt: skip
+
+
+def test_a_bias_can_be_left_out(tmp_path: Path) -> None:
+    run = capture(nn.Sequential(nn.Linear(8, 8)), tmp_path / "run", where="tensor_name not in ('bias', 'grad_bias')")
+    assert set(named(run, "0")) == {"input", "weight", "output", "grad_output", "grad_weight"}
+
+
+def test_a_generation_stores_each_bias_once(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2).out_proj).eval()
+    with Capture(tmp_path / "run", modes="eval", min_iterations=4), torch.no_grad():
+        for token in range(4):
+            if token == 2:
+                model.get_parameter("1.bias").add_(1)
+            model(torch.randn(1, 8))
+    run = open_run(tmp_path / "run")
+    found = [(record.iteration, record.module) for record in run.select(tensor_name="bias")]
+    assert found == [(0, "0"), (0, "1"), (2, "1")]
+    assert [status.num_missing for status in run.status()] == [0] * 4
+    assert verify_run(run)["output"] == 8
+
+
+def test_a_bias_that_is_computed_when_it_is_read_is_left_out_alone(tmp_path: Path) -> None:
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    model = nn.Sequential(nn.Linear(8, 8))
+    parametrize.register_parametrization(model[0], "bias", Doubled())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Capture(tmp_path / "run"):
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+    run = open_run(tmp_path / "run")
+    assert set(named(run, "0")) == {"input", "weight", "output", "grad_output", "grad_weight"}
+    [status] = run.status()
+    reasons = status.silent_sites[0]
+    assert list(reasons) == ["0 forward pre bias"]
+    assert "its bias is not a plain parameter" in reasons["0 forward pre bias"]
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_gradients_of_biases_are_those_of_autograd(tmp_path: Path, *, is_autocast: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    with Capture(tmp_path / "run", advance_on="step") as capturing:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
+            loss = model(torch.randn(3, 8)).square().mean()
+        loss.backward()
+        capturing.step()
+    run = open_run(tmp_path / "run")
+    for name in ("0", "1"):
+        records = named(run, name)
+        bias = model.get_parameter(f"{name}.bias")
+        assert bias.grad is not None
+        assert torch.equal(records["grad_bias"].tensor(), bias.grad)
+        assert torch.equal(records["bias"].tensor(), bias)
+    assert_nothing_missing(run)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_what_ranks_hold_of_a_bias_is_put_together(tmp_path: Path) -> None:
+    out = torchrun(tmp_path / "out", ("tp", "fsdp"), num_ranks=2, program=PROGRAM)
+    found = {way: open_run(out / f"{way}.run") for way in ("tp", "fsdp")}
+    words = {
+        way: {
+            (record.module, record.tensor_name): record.placement["placements"]
+            for record in run.select(rank=0)
+            if record.placement is not None and record.tensor_name.endswith("bias")
+        }
+        for way, run in found.items()
+    }
+    assert words["tp"]["up", "bias"] == words["tp"]["up", "grad_bias"] == ["shard(0)"]
+    assert words["tp"]["down", "bias"] == ["replicate"]
+    assert words["fsdp"]["up", "bias"] == ["replicate"]
+    assert words["fsdp"]["up", "master_bias"] == words["fsdp"]["up", "reduced_grad_bias"] == ["shard(0)"]
+    for run in found.values():
+        assert_nothing_missing(run)
+        whole = {
+            (view.records[0].module, view.records[0].tensor_name): view.tensor()
+            for view in run.select(operation="forward").assemble()
+        }
+        for module in ("up", "down"):
+            given, weight, bias, output = (whole[module, name] for name in ("input", "weight", "bias", "output"))
+            torch.testing.assert_close(output, F.linear(given, weight, bias), rtol=1e-14, atol=1e-15)
+            assert torch.equal(whole[module, "master_bias"], bias)
