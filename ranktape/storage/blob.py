@@ -12,12 +12,11 @@ from typing import IO, TYPE_CHECKING, Any
 import google_crc32c
 
 from ranktape.errors import DataError
+from ranktape.storage.backends.backend import range_file
 from ranktape.storage.documents import array_document, chunk_key, encode_document
 from ranktape.storage.layout import document_key
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
     from ranktape.storage.backends.backend import Backend
 
 WHOLE_NBYTES = 4 << 20
@@ -112,7 +111,14 @@ class _Parts(io.BufferedReader):
     """A large object as a file; the memory for what is read is taken at once, whatever the object holds."""
 
     def __init__(self, backend: Backend, key: str, *, size: int) -> None:
-        super().__init__(_Ranges(backend, key, size=size), buffer_size=_AHEAD_NBYTES)
+        def fill(position: int, target: memoryview) -> int:
+            data = backend.get_range(key, position, len(target))
+            if not data:
+                raise DataError(f"{backend.url}/{key} is committed, but missing: see 'ranktape check'")
+            target[: len(data)] = data
+            return len(data)
+
+        super().__init__(range_file(size, fill), buffer_size=_AHEAD_NBYTES)
         self._size = size
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -121,39 +127,3 @@ class _Parts(io.BufferedReader):
         if wanted > MAX_PART_NBYTES:
             raise ValueError(f"{wanted} bytes of it are asked for at once, at most {MAX_PART_NBYTES} are read")
         return super().read(wanted)
-
-
-class _Ranges(io.RawIOBase):
-    """An object as a file; every read is one request."""
-
-    def __init__(self, backend: Backend, key: str, *, size: int) -> None:
-        self._backend = backend
-        self._key = key
-        self._size = size
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, origin + offset)
-        return self._position
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        view = memoryview(buffer).cast("B")
-        wanted = min(len(view), self._size - self._position)
-        if wanted <= 0:
-            return 0
-        data = self._backend.get_range(self._key, self._position, wanted)
-        if not data:
-            raise DataError(f"{self._backend.url}/{self._key} is committed, but missing: see 'ranktape check'")
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)

@@ -7,7 +7,8 @@ only to this protocol. `open_backend` (`urls.py`) gives one that tries again wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -16,6 +17,7 @@ from ranktape.storage.backends.failures import printable
 
 if TYPE_CHECKING:
     import numpy as np
+    from _typeshed import WriteableBuffer
     from zarr.abc.store import Store
 
 Buffer: TypeAlias = "bytes | memoryview | np.ndarray[Any, Any]"
@@ -26,6 +28,11 @@ def byte_view(part: Buffer) -> memoryview:
     """The bytes of a part, without copying them."""
     view: memoryview = memoryview(part)  # type: ignore[arg-type]  # numpy's arrays are buffers; their stubs say 3.12+
     return view.cast("B")
+
+
+def range_file(nbytes: int, fill: Callable[[int, memoryview], int]) -> io.RawIOBase:
+    """Bytes that lie elsewhere, as a file: `fill` writes those from a position on into a buffer, and says how many."""
+    return _RangeFile(nbytes, fill)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,3 +192,30 @@ def without_credentials(url: str) -> str:
         # A password with a slash in it: what looks like the path goes on with it.
         host, slash, path = rest.rpartition("@")[2].partition("/")
     return f"{protocol.lower()}{separator}{host.rpartition('@')[2]}{slash}{path}"
+
+
+class _RangeFile(io.RawIOBase):
+    def __init__(self, nbytes: int, fill: Callable[[int, memoryview], int]) -> None:
+        self._nbytes = nbytes
+        self._fill = fill
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        self._position = max(0, origin + offset)
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        target = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._position)]
+        done = self._fill(self._position, target) if target.nbytes else 0
+        self._position += done
+        return done

@@ -22,14 +22,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsspec.asyn import sync
 
-from ranktape.storage.backends.backend import Debris, ObjectInfo, byte_view, refuse_escape, too_large
+from ranktape.storage.backends.backend import Debris, ObjectInfo, byte_view, range_file, refuse_escape, too_large
 from ranktape.storage.backends.deadline import answered, seconds_left
 from ranktape.storage.backends.failures import answer_of
 from ranktape.storage.backends.remote import RemoteBackend
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
     from ranktape.storage.backends.backend import Buffer
 
 Result = TypeVar("Result")
@@ -210,7 +208,7 @@ class S3Backend(RemoteBackend):
         if nbytes <= _JOINED_NBYTES:
             await self._request("put_object", Key=self._key(key), Body=b"".join(views))
         elif nbytes <= 2 * _PART_NBYTES:
-            await self._request("put_object", Key=self._key(key), Body=_Joined(views, 0, nbytes))
+            await self._request("put_object", Key=self._key(key), Body=_joined(views, 0, nbytes))
         else:
             await self._put_parts(self._key(key), views, nbytes)
 
@@ -220,7 +218,7 @@ class S3Backend(RemoteBackend):
 
         async def send(number: int) -> dict[str, Any]:
             async with gate:
-                part = _Joined(views, (number - 1) * _PART_NBYTES, min(number * _PART_NBYTES, nbytes))
+                part = _joined(views, (number - 1) * _PART_NBYTES, min(number * _PART_NBYTES, nbytes))
                 answer = await self._request("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=part)
                 return {"PartNumber": number, "ETag": answer["ETag"]}
 
@@ -329,40 +327,20 @@ class PartlyDeletedError(Exception):
         self.response = {"Error": {"Code": error.get("Code", "")}}
 
 
-class _Joined(io.RawIOBase):
+def _joined(views: list[memoryview], start: int, stop: int) -> io.RawIOBase:
     """The bytes from `start` to `stop` of joined parts as a file, which a client reads in pieces while it sends."""
+    ends = list(accumulate(view.nbytes for view in views))
 
-    def __init__(self, views: list[memoryview], start: int, stop: int) -> None:
-        self._views = views
-        self._ends = list(accumulate(view.nbytes for view in views))
-        self._start = start
-        self._nbytes = stop - start
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
-        self._position = max(0, origin + offset)
-        return self._position
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        target = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._position)]
-        at = self._start + self._position
+    def fill(position: int, target: memoryview) -> int:
+        at = start + position
         done = 0
         while done < len(target):
-            index = bisect_right(self._ends, at + done)
-            view = self._views[index]
-            first = view.nbytes - (self._ends[index] - at - done)
+            index = bisect_right(ends, at + done)
+            view = views[index]
+            first = view.nbytes - (ends[index] - at - done)
             piece = view[first : first + len(target) - done]
             target[done : done + len(piece)] = piece
             done += len(piece)
-        self._position += done
         return done
+
+    return range_file(stop - start, fill)

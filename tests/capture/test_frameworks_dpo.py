@@ -1,0 +1,387 @@
+"""Trainings that frameworks run are captured whole, and come to the same weights, bit for bit.
+
+Tiny models with random weights: nothing is downloaded. A framework that is not installed is skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ranktape.capture import Capture
+from ranktape.storage import open_run
+from tests.capture.verify import verify_run
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+STEPS, BATCH, LENGTH, VOCABULARY = 2, 2, 6, 40
+NUM_LAYERS, LINEARS = 2, 7 * 2 + 1
+
+# The frameworks warn of one another.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]
+
+Train = Callable[[nn.Module, Path], None]
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(3, VOCABULARY, (STEPS * BATCH, LENGTH), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def loader_of(rows: list[dict[str, torch.Tensor]]) -> Any:
+    data: Any = rows
+    return torch.utils.data.DataLoader(data, batch_size=BATCH)
+
+
+def hugging_face(model: nn.Module, folder: Path) -> None:
+    arguments = trainer_options(transformers.TrainingArguments, folder)
+    transformers.Trainer(model=model, args=arguments, train_dataset=batches()).train()
+
+
+def trainer_options(kind: Any, folder: Path, **options: Any) -> Any:
+    return kind(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        **options,
+    )
+
+
+def with_accelerate(model: nn.Module, folder: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True, project_dir=str(folder))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = loader_of(batches())
+    prepared, stepping, fed = accelerator.prepare(model, optimizer, loader)
+    for batch in fed:
+        accelerator.backward(prepared(**batch).loss)
+        stepping.step()
+        stepping.zero_grad()
+
+
+def with_lightning(model: nn.Module, folder: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]  # without types
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> Any:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(Module(), loader_of(batches()))
+
+
+def tokenizer_of_words() -> Any:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{number}": number for number in range(3, VOCABULARY)}}
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=split, pad_token="<pad>", eos_token="</s>")
+
+
+def with_dpo(model: nn.Module, folder: Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    rows = [{"prompt": "w3 w4", "chosen": f" w{row + 5} w6", "rejected": " w7"} for row in range(STEPS * BATCH)]
+    arguments = trainer_options(trl.DPOConfig, folder, max_length=LENGTH)
+    data = datasets.Dataset.from_list(rows)
+    trl.DPOTrainer(
+        model=model, ref_model=llama(), args=arguments, train_dataset=data, processing_class=tokenizer_of_words()
+    ).train()
+
+
+def with_trl(model: nn.Module, folder: Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    data = datasets.Dataset.from_list([{"input_ids": one["input_ids"].tolist()} for one in batches()])
+    arguments = trainer_options(trl.SFTConfig, folder)
+    trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer_of_words()).train()
+
+
+def trained(train: Train, make: Callable[[], nn.Module], folder: Path, *, capture: Capture | None) -> list[bytes]:
+    """The bits of the weights after a training from the same seed."""
+    model = make()
+    torch.manual_seed(0)
+    with capture or contextlib.nullcontext():
+        train(model, folder)
+    return [weight.detach().cpu().numpy().tobytes() for weight in model.parameters()]
+
+
+def lora() -> nn.Module:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    return peft.get_peft_model(llama(), config)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("train", "make", "num_products"),
+    [
+        pytest.param(hugging_face, llama, LINEARS, id="HF Trainer"),
+        pytest.param(with_accelerate, llama, LINEARS, id="accelerate"),
+        pytest.param(with_lightning, llama, LINEARS, id="Lightning"),
+        # Its loss takes the weight of the output layer and computes with it in pieces.
+        pytest.param(with_trl, llama, LINEARS - 1, id="TRL SFT"),
+        # The reference model runs without gradients, and is not recorded.
+        pytest.param(with_dpo, llama, LINEARS, id="TRL DPO"),
+        # Two adapters of two products each in every layer.
+        pytest.param(with_accelerate, lora, LINEARS + 4 * NUM_LAYERS, id="PEFT LoRA"),
+    ],
+)
+def test_a_framework_trains_as_it_does_without_a_capture(
+    train: Train, make: Callable[[], nn.Module], num_products: int, tmp_path: Path
+) -> None:
+    plain = trained(train, make, tmp_path / "plain", capture=None)
+    url = tmp_path / "run"
+    captured = trained(train, make, tmp_path / "captured", capture=Capture(url, min_iterations=STEPS))
+    assert captured == plain
+    run = open_run(url)
+    assert run.iterations == list(range(STEPS))
+    said = {} if num_products >= LINEARS else {0: {"lm_head": "its module was not called"}}
+    assert [status.silent_sites for status in run.status()] == [said] * STEPS
+    counts = verify_run(run)
+    assert counts["output"] == STEPS * num_products
+    assert counts["attention grad_query"] == STEPS * NUM_LAYERS
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 2}
+WORDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def text() -> dict[str, torch.Tensor]:
+    rows = torch.stack([one["input_ids"] for one in batches()[:BATCH]])
+    return {"input_ids": rows, "labels": rows}
+
+
+def qwen_moe() -> Any:
+    config = transformers.Qwen3MoeConfig(
+        **SMALL,
+        **WORDS,
+        num_key_value_heads=1,
+        head_dim=8,
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    return transformers.Qwen3MoeForCausalLM(config), text()
+
+
+def deepseek() -> Any:
+    config = transformers.DeepseekV3Config(
+        **SMALL,
+        **WORDS,
+        num_key_value_heads=2,
+        moe_intermediate_size=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+    )
+    return transformers.DeepseekV3ForCausalLM(config), text()
+
+
+def vision() -> Any:
+    config = transformers.ViTConfig(**SMALL, image_size=8, patch_size=4, num_labels=3)
+    pixels = torch.randn(BATCH, 3, 8, 8)
+    return transformers.ViTForImageClassification(config), {"pixel_values": pixels, "labels": torch.tensor([0, 2])}
+
+
+def whisper() -> Any:
+    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = transformers.WhisperConfig(
+        **WORDS,
+        **sides,
+        d_model=16,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        num_mel_bins=8,
+        max_source_positions=8,
+        max_target_positions=8,
+        decoder_start_token_id=1,
+    )
+    labels = text()["labels"]
+    return transformers.WhisperForConditionalGeneration(config), {
+        "input_features": torch.randn(BATCH, 8, 16),
+        "labels": labels,
+    }
+
+
+class ByHand(nn.Module):
+    """A layer as minGPT writes it: one product for query, key and value, and attention in matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.attn = CausalSelfAttention()
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Dropout(0.1))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.attn(self.norms[0](hidden))
+        return hidden + self.mlp(self.norms[1](hidden))  # type: ignore[no-any-return]
+
+
+class CausalSelfAttention(nn.Module):
+    """Its attention, with a buffer for the mask and dropout."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("mask", torch.ones(LENGTH, LENGTH).tril() == 0)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        heads = self.c_attn(hidden).view(BATCH, LENGTH, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        query, key, value = heads.unbind()
+        scores = (query @ key.transpose(-2, -1) / 8**0.5).masked_fill(self.mask, -torch.inf)
+        mixed = self.dropout(scores.softmax(-1)) @ value
+        return self.c_proj(mixed.transpose(1, 2).reshape(BATCH, LENGTH, 16))  # type: ignore[no-any-return]
+
+
+class MinGPT(nn.Module):
+    """Two such layers, with positions that are learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(VOCABULARY, 16), nn.Embedding(LENGTH, 16)
+        self.blocks = nn.ModuleList(ByHand() for _ in range(NUM_LAYERS))
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.words(input_ids) + self.positions.weight
+        for block in self.blocks:
+            hidden = block(hidden)
+        return transformers.utils.ModelOutput(
+            loss=nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        )
+
+
+def min_gpt() -> Any:
+    return MinGPT(), text()
+
+
+def stepped(make: Callable[[], Any], *, capture: Capture | None) -> tuple[list[str], list[bytes]]:
+    """The bits of losses and weights of some steps."""
+    torch.manual_seed(0)
+    model, batch = make()
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
+    losses = []
+    with capture or contextlib.nullcontext():
+        for _ in range(STEPS):
+            loss = model(**batch).loss
+            losses.append(loss.item().hex())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, [weight.detach().numpy().tobytes() for weight in model.parameters()]
+
+
+UNSEEN = "no hook sees it: {} % of the model's weights"
+
+
+@pytest.mark.parametrize(
+    ("make", "scale", "counts", "said"),
+    [
+        # In each layer four products of attention, the router, and the experts in two products.
+        pytest.param(qwen_moe, None, {"output": 5 * 2 + 1, "grouped output": 4, "attention output": 2}, {}),
+        pytest.param(deepseek, None, {"output": 18, "grouped output": 2, "attention output": 2}, {}),
+        pytest.param(
+            vision,
+            None,
+            {"output": 13, "attention output": 2},
+            {
+                "vit.embeddings.patch_embeddings.projection.weight (Conv2d)": UNSEEN.format(17),
+                "vit.embeddings.position_embeddings (ViTEmbeddings)": UNSEEN.format(1),
+            },
+        ),
+        # Self-attention of each layer, and the decoder's of the encoder; the query is scaled before.
+        pytest.param(
+            whisper,
+            1.0,
+            {"output": 2 * 6 + 2 * 10 + 1, "attention output": 6},
+            {f"model.encoder.conv{number}.weight (Conv1d)": UNSEEN.format(3 * number) for number in (1, 2)},
+        ),
+        pytest.param(
+            min_gpt,
+            None,
+            {"output": 9},
+            {"blocks.*.attn (CausalSelfAttention)": "its attention calls no function that is known: add a role for it"},
+        ),
+    ],
+    ids=["Qwen3-MoE", "DeepSeek-V3", "ViT", "Whisper", "minGPT"],
+)
+def test_a_model_is_recorded_whole_and_what_is_not_seen_is_named(  # noqa: PLR0917 - a row of a table
+    make: Callable[[], Any],
+    scale: float | None,
+    counts: dict[str, int],
+    said: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = tmp_path / "run"
+    captured = stepped(make, capture=Capture(url, min_iterations=STEPS))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ranktape: ")]
+    assert captured == stepped(make, capture=None)
+    run = open_run(url)
+    assert run.verdict().met
+    for status in run.status():
+        told = {place: reason.partition(" (docs")[0] for place, reason in status.silent_sites.get(0, {}).items()}
+        assert (status.state, told) == ("complete", said)
+    warned = [line for line in lines if line.startswith("ranktape: warning: not recorded: ")]
+    assert len(warned) == len(said) == len([line for line in lines if "warning" in line])
+    assert all(any(place in line for line in warned) for place in said)
+    found = verify_run(run, scale=scale)
+    assert {name: found[name] for name in counts} == {name: STEPS * count for name, count in counts.items()}
+    assert found["attention grad_query"] == found["attention output"]
+    assert found["grouped grad_weight"] == found["grouped output"]
+    assert found["grad_weight"] == found["output"]
