@@ -23,7 +23,8 @@ class Statistics:
     """What the finite values of a tensor add up to; NaN and infinities are in `num_elements` alone.
 
     Of complex values the magnitudes are meant. Of 64-bit floats beyond 1e77 in magnitude the higher moments are
-    infinite or NaN, and what follows from them is None.
+    infinite or NaN, and of those within 1e-73 of each other they are too small to be held: what follows from them is
+    None.
     """
 
     num_elements: int
@@ -60,7 +61,7 @@ class Statistics:
     @property
     def variance(self) -> float | None:
         """`moment_2` / n: of the values themselves, not of what they would be a sample of."""
-        return _known(self.moment_2 / self.num_finite) if self.num_finite else None
+        return self._mean_of(self.moment_2, power=2)
 
     @property
     def std(self) -> float | None:
@@ -92,9 +93,18 @@ class Statistics:
         return self._standardised(self.moment_4, power=4)
 
     def _standardised(self, moment: float, *, power: int) -> float | None:
-        if not self.std:
+        mean = self._mean_of(moment, power=power)
+        if mean is None or not self.std:
             return None
-        return _known(moment / self.num_finite / self.std / self.std**2 / self.std ** (power - 3))
+        return _known(mean / self.std / self.std**2 / self.std ** (power - 3))
+
+    def _mean_of(self, moment: float, *, power: int) -> float | None:
+        """The moment over n; None where it is beyond float64, or below the numbers that have all digits."""
+        if self.minimum is None or self.maximum is None:
+            return None
+        # The largest difference from the mean is half of that at least.
+        is_lost = 0 < self.maximum - self.minimum < 2.0 ** (_LEAST_EXPONENT / power)
+        return None if is_lost else _known(moment / self.num_finite)
 
     def merge(self, other: Statistics) -> Statistics:
         """The statistics of both parts together."""
@@ -134,6 +144,8 @@ _COUNTS = STATISTICS[:2]
 _MOMENTS = STATISTICS[3:6]
 _ENDS: dict[str, Callable[..., Any]] = {"minimum": min, "maximum": max, "absmax": max}
 _MAX_COUNT = 2.0**53
+_LEAST_EXPONENT = -1022 + 53 + 4
+"""Of a power of the spread, so that powers half of it have all digits, and what is lost below them does not matter."""
 
 
 def merge_statistics(parts: Sequence[Statistics]) -> Statistics:

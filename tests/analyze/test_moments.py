@@ -167,3 +167,26 @@ def test_layout_and_shape_do_not_matter() -> None:
     assert statistics_of(array.transpose(2, 0, 1)).moment_4 == pytest.approx(statistics_of(array).moment_4)
     assert statistics_of(np.array(2.0)).mean == 2.0
     assert statistics_of(array[:, ::2]).num_elements == 16
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_at_the_ends_of_float64_a_figure_is_right_or_unknown(offset: int) -> None:
+    known = []
+    for exponent in range(-1070, 1020, 7):
+        array = np.ldexp(np.array([1.0, -0.5, 0.25, 0.75]) + offset, exponent)
+        found = statistics_of(array)
+        exact = [Fraction(value) / Fraction(2) ** exponent for value in array.tolist()]
+        mean = sum(exact) / len(exact)
+        second, third, fourth = (float(sum((one - mean) ** power for one in exact) / len(exact)) for power in (2, 3, 4))
+        figures = {
+            "std": math.ldexp(math.sqrt(second), exponent),
+            "skewness": third / second**1.5,
+            "kurtosis": fourth / second**2,
+        }
+        for name, expected in figures.items():
+            value = getattr(found, name)
+            assert value is None or math.isclose(value, expected, rel_tol=1e-9), (exponent, name)
+        known.append((exponent, found.std is not None, found.kurtosis is not None))
+    # The whole range of float32 is well inside.
+    assert all(has_std for exponent, has_std, _ in known if -470 < exponent < 500)
+    assert all(has_kurtosis for exponent, _, has_kurtosis in known if -230 < exponent < 250)
