@@ -168,15 +168,16 @@ def test_layers_that_are_numbered_in_each_stage_are_told_apart_and_a_person_is_t
     assert set(of_kind(run, "gpipe", 0).select(layer_type="linear").column("layer_idx")) == {0, 1, 2, 3}
 
 
-Key = tuple[str, int, str, int, int]
+Key = tuple[str, str, int, str, int, int]
 
 
 def key_of(record: Record) -> Key:
     """The same for a layer of a stage and of the whole model; what is around the layers has other names there."""
-    name = re.sub(r"^(model|transformer)\.", "", record.module)
+    name, stack = (re.sub(r"^(model|transformer)\.", "", path) for path in (record.module, record.layer_stack))
     name = re.sub(r"^h\.", "layers.", name)
     name = {"lm_head": "head", "embed_tokens": "embed", "wte": "embed"}.get(name, name)
-    return name, record.layer_idx, record.tensor_name, record.microbatch, record.call
+    stack = {"h": "layers"}.get(stack, stack)
+    return name, stack, record.layer_idx, record.tensor_name, record.microbatch, record.call
 
 
 @pytest.mark.parametrize(
