@@ -30,10 +30,10 @@ def gradient_names(survey: Survey) -> list[str]:
 
 
 def needs_several(field: str, what: str) -> Callable[[Survey], Reason]:
-    """The field must have two values at least."""
+    """The field must have two values at least; that it is not known is none."""
 
     def needs(survey: Survey) -> Reason:
-        values = survey.values_of(field)
+        values = [value for value in survey.values_of(field) if value is not None] or [None]
         return "" if len(values) > 1 else f"there is one {what}: {plain(values[0])}"
 
     return needs
