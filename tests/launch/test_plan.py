@@ -183,7 +183,7 @@ def test_a_training_in_a_thread_is_stopped_without_a_word(tmp_path: Path) -> Non
     (tmp_path / "train.py").write_text(textwrap.dedent(IN_A_THREAD))
     ended = python(*PLAN, "--capture", "run", "--keep", "statistics", "train.py", cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert re.search(r"tensors +5, \d+ B per iteration \(5 as statistics: 400 B are stored\)", ended.stdout)
+    assert re.search(r"tensors +7, \d+ B per iteration \(7 as statistics: 560 B are stored\)", ended.stdout)
 
 
 def test_a_script_with_its_own_capture_is_refused_by_name(tmp_path: Path) -> None:
