@@ -123,6 +123,18 @@ def tokenizer_of_words() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=split, pad_token="<pad>", eos_token="</s>")
 
 
+def with_dpo(model: nn.Module, folder: Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    # All of one length: a mask is not recorded, and the attention could not be computed again.
+    rows = [{"prompt": "w3 w4", "chosen": f" w{row + 5} w6", "rejected": " w7 w8"} for row in range(STEPS * BATCH)]
+    arguments = trainer_options(trl.DPOConfig, folder, max_length=LENGTH)
+    data = datasets.Dataset.from_list(rows)
+    trl.DPOTrainer(
+        model=model, ref_model=llama(), args=arguments, train_dataset=data, processing_class=tokenizer_of_words()
+    ).train()
+
+
 def with_trl(model: nn.Module, folder: Path) -> None:
     trl = pytest.importorskip("trl", reason="trl is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
@@ -154,6 +166,8 @@ def lora() -> nn.Module:
         pytest.param(with_lightning, llama, LINEARS, id="Lightning"),
         # Its loss takes the weight of the output layer and computes with it in pieces.
         pytest.param(with_trl, llama, LINEARS - 1, id="TRL SFT"),
+        # So does this one; the reference model runs without gradients, and is not recorded.
+        pytest.param(with_dpo, llama, LINEARS - 1, id="TRL DPO"),
         # Two adapters of two products each in every layer.
         pytest.param(with_accelerate, lora, LINEARS + 4 * NUM_LAYERS, id="PEFT LoRA"),
     ],
