@@ -108,7 +108,7 @@ def test_the_variables_of_the_older_tools_record_what_hooks_see_and_what_is_save
     ]
     for attempt in (0, 1):
         records = run.select().select(attempt=attempt)
-        assert sorted(records.column("tensor_name")) == ["input", "output", "output", "weight"]
+        assert sorted(records.column("tensor_name")) == ["bias", "input", "output", "output", "weight"]
     off = python(
         "-c", "import sys, torch; print('ranktape' in sys.modules)", cwd=tmp_path, env={"TENSOR_SAVE_ENABLED": "0"}
     )
