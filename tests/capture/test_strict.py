@@ -44,19 +44,31 @@ class AngryOutput(nn.Linear):
         return super().forward(hidden).as_subclass(Angry)
 
 
+class Refusing(dict[str, Any]):
+    """Parameters that the layer itself can read, and others not while it is called."""
+
+    error: BaseException | None = None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if self.error is not None:
+            raise self.error
+        return super().get(name, default)
+
+
 class NoWeight(nn.Linear):
     """Its weight cannot be read in the way that others' can."""
 
-    is_armed = False
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+        self._parameters = Refusing(self._parameters)
+        self._error = error
 
-    @property
-    def weight(self) -> Any:  # type: ignore[override]
-        if self.is_armed:
-            raise RuntimeError("no weight for you")
-        return super().__getattr__("weight")
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden, self._parameters["weight"])  # type: ignore[arg-type]
+    def __call__(self, *args: Any) -> Any:
+        self._parameters.error = self._error  # type: ignore[attr-defined]
+        try:
+            return super().__call__(*args)
+        finally:
+            self._parameters.error = None  # type: ignore[attr-defined]
 
 
 class Model(nn.Module):
@@ -147,9 +159,7 @@ def captured(middle: nn.Module, url: Path, **options: Any) -> Run:
 
 
 def armed() -> NoWeight:
-    made = NoWeight(WIDTH, WIDTH, bias=False)
-    made.is_armed = True
-    return made
+    return NoWeight(RuntimeError("no weight for you"))
 
 
 @pytest.mark.parametrize(
@@ -256,17 +266,8 @@ def test_a_failure_of_the_ring_ends_the_capture_and_the_status_tells_whatever_th
 
 
 def test_an_interrupt_in_a_hook_is_the_trainings(tmp_path: Path) -> None:
-    class Interrupting(NoWeight):
-        @property
-        def weight(self) -> Any:  # type: ignore[override]
-            if self.is_armed:
-                raise KeyboardInterrupt
-            return super().__getattr__("weight")
-
-    middle = Interrupting(WIDTH, WIDTH, bias=False)
-    middle.is_armed = True
     with pytest.raises(KeyboardInterrupt), Capture(tmp_path / "run"):
-        trained(Model(middle))
+        trained(Model(NoWeight(KeyboardInterrupt())))
     assert "KeyboardInterrupt" in open_run(tmp_path / "run").verdict().message()
 
 

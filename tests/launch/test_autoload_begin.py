@@ -32,7 +32,7 @@ def test_a_compiled_model_is_recorded_from_its_first_iteration(compiled: str, tm
     run = open_run(tmp_path / "run")
     assert run.iterations == [0, 1, 2]
     # Two layers; the input of the first needs no gradient.
-    assert len(run.select(iteration=0)) == 6 + 5
+    assert len(run.select(iteration=0)) == 8 + 7
     assert [line for line in ended.stderr.splitlines() if "Warning" in line] == []
 
 

@@ -252,7 +252,9 @@ def test_what_is_saved_before_and_in_a_training_is_of_its_iteration(tmp_path: Pa
     ended = python("-m", "ranktape.launch", "--capture", "run", "saves.py", "train", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     names = open_run(tmp_path / "run").select(iteration=0).column("tensor_name").tolist()
-    assert sorted(names) == ["grad_output", "grad_weight", "input", "input", "output", "weight", "weight", "weight"]
+    assert sorted(names) == [
+        *("bias", "grad_bias", "grad_output", "grad_weight", "input", "input", "output", "weight", "weight", "weight")
+    ]
 
 
 @pytest.mark.distributed

@@ -180,10 +180,12 @@ class ModuleHooks:
         assert call is not None, "only called in a call"
         # Megatron's output layer is given the weight that it shares with the embedding.
         given = kwargs.get(attribute)
-        # Read here and not when we were attached: under FSDP2 this is the weight that is computed with.
-        weight = given if isinstance(given, torch.Tensor) else _own(module, attribute)
+        # Read here and not when we were attached: under FSDP this is the weight that is computed with.
+        weight = given if isinstance(given, torch.Tensor) else _in_call(module, attribute)
         if weight is None:
-            return kwargs  # a layer without a bias
+            if port.name != "bias":
+                self._recorder.refuse(self.source, port.value, f"the module has no tensor {attribute!r}", call=call)
+            return kwargs
         is_returned = port.name in self._returned
         # An embedding with `max_norm` writes to its weight before it computes with it.
         is_written = getattr(module, "max_norm", None) is not None
@@ -307,3 +309,9 @@ def is_hidden(module: nn.Module, attribute: str) -> bool:
 def _own(module: nn.Module, attribute: str) -> torch.Tensor | None:
     """The parameter that a module has; not by `getattr`, which would compute one that is parametrized."""
     return module._parameters.get(attribute)  # noqa: SLF001
+
+
+def _in_call(module: nn.Module, attribute: str) -> torch.Tensor | None:
+    """The parameter, or what takes its place for the time of a call, as under FSDP1."""
+    own, view = _own(module, attribute), vars(module).get(attribute)
+    return view if own is None and isinstance(view, torch.Tensor) and view.numel() else own
