@@ -1,4 +1,4 @@
-"""Which stacks of layers are records of, and what tells a layer of one from that of another with the same number?"""
+"""The stacks of layers that records are of, and what tells apart layers of the same number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do values become tensors of torch, also those that stand among the words about a folder?"""
+"""Values become tensors of torch, those too that stand among the words about a folder."""
 
 from __future__ import annotations
 

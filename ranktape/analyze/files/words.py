@@ -1,4 +1,4 @@
-"""What does a pickle say in words, as JSON has them?"""
+"""What a pickle says, in words that JSON has."""
 
 from __future__ import annotations
 

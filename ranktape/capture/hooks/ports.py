@@ -1,4 +1,4 @@
-"""Which tensors has a role, and where among the arguments of a call, or in the module, is each of them?"""
+"""The tensors of a role, and where among the arguments of a call, or in the module, each of them is."""
 
 from __future__ import annotations
 
