@@ -209,3 +209,12 @@ def test_what_ranks_hold_of_a_bias_is_put_together(tmp_path: Path) -> None:
             given, weight, bias, output = (whole[module, name] for name in ("input", "weight", "bias", "output"))
             torch.testing.assert_close(output, F.linear(given, weight, bias), rtol=1e-14, atol=1e-15)
             assert torch.equal(whole[module, "master_bias"], bias)
+
+
+def test_a_bias_of_another_type_than_its_weight_is_no_obstacle_under_autocast(tmp_path: Path) -> None:
+    # Autocast keeps its cast of the weight, whose gradient is seen on the weight itself, but not of this bias.
+    model = nn.Linear(8, 8)
+    model.bias = nn.Parameter(model.bias.detach().bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run = capture(nn.Sequential(model), tmp_path / "run")
+    assert {"bias", "grad_bias", "grad_weight"} <= set(run.select().column("tensor_name"))

@@ -39,7 +39,7 @@ Placement = Callable[[str, torch.Tensor], str | None]
 """Gives for a tensor name and a tensor where in a whole it lies, as JSON."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Awaited:
     """A parameter of which a product will tell whether its gradient can be seen on an alias."""
 
