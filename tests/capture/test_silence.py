@@ -58,7 +58,7 @@ def train(url: Path, *, silent: str, num_ranks: int = 1) -> Run:
         env={**os.environ, "RANKTAPE_CAPTURE": str(url), "RANKTAPE_MIN_ITERATIONS": "2", "SILENT": silent},
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["trained"] * num_ranks
+    assert ended.stdout.count("trained") == num_ranks  # ranks share one stream: their lines may be woven together
     return open_run(url)
 
 
