@@ -3,7 +3,7 @@
 #   make test   what CI runs: ruff, mypy, every test; those on Ceph's S3 gateway where `make ceph` has been said once
 #   make ceph   fetch Ceph's packages (66 MB of Debian's) into the user's cache; nothing is installed
 #   make lint   ruff and mypy alone
-#   make docs   write docs/commands.md again from the commands' own help, and docs/schemas/ from what they answer
+#   make docs   write to build/docs a page of all commands, from their help, and a JSON schema of what each answers
 #   make support  run the tests that prove what is captured from what, and write docs/support.md from them
 #   make bench  the benchmarks
 #   make clean  remove what the other targets made
@@ -53,9 +53,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 docs: $(STAMP)
-	$(BIN)/python docs/commands.py > docs/commands.md.new
-	mv docs/commands.md.new docs/commands.md
-	PYTHONPATH=. $(BIN)/python docs/schemas.py
+	$(BIN)/python docs/commands.py build/docs
+	PYTHONPATH=. $(BIN)/python docs/schemas.py build/docs/schemas
 
 support: $(STAMP)
 	$(BIN)/python -m pytest -p tests.support --run-slow

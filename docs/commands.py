@@ -1,12 +1,10 @@
-"""Which commands are there, with which options? Writes docs/commands.md, from the commands' own help.
-
-`make docs` runs this; a test fails while the page is not what it prints. So an option that appears, changes or goes
-shows in the page's diff.
-"""
+"""Writes a page of all commands and their options, from their own help: commands.py FOLDER (`make docs`)."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
@@ -18,8 +16,6 @@ COLUMNS = 100
 
 HEAD = """\
 # Commands
-
-Written by `make docs` from the commands' own help: change it there.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a check found something.
 """
@@ -45,4 +41,6 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "commands.md").write_text(page(), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Of which form is what the commands write with --json? Writes docs/schemas/, one JSON Schema for each command.
+"""Writes a JSON Schema for what each command writes with --json: schemas.py FOLDER (`make docs`).
 
-`make docs` runs this; tests fail while a schema is not what it writes. The columns of `ranktape analyze` are those of
-its answers about a small run, with every option that adds columns (`QUESTIONS`); the other documents are the fields
-of the dataclasses that they are made from.
+The columns of `ranktape analyze` are those of its answers about a small run, with every option that adds columns
+(`QUESTIONS`); the other documents are the fields of the dataclasses that they are made from. Tests compare what the
+commands answer about other runs with these schemas.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import inspect
 import itertools
 import json
 import re
+import sys
 import tempfile
 import textwrap
 import types
@@ -43,8 +44,6 @@ from ranktape.storage.upkeep.prune import PruneReport
 from ranktape.storage.upkeep.push import PushReport
 from ranktape.storage.upkeep.runs import RunSummary
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
-
-FOLDER = Path(__file__).parent / "schemas"
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -359,22 +358,14 @@ def schemas(urls: Mapping[str, str]) -> dict[str, Schema]:
     }
 
 
-def text_of(schema: Schema) -> str:
-    """A schema as its file."""
-    return json.dumps(schema, indent=1) + "\n"
-
-
-def main() -> None:
-    """Write every file; those of commands that are gone go."""
-    FOLDER.mkdir(exist_ok=True)
+def main(place: Path) -> None:
+    """Write every file."""
+    place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         made = schemas(make_runs(Path(folder)))
-    for path in FOLDER.glob("*.json"):
-        if path.stem not in made:
-            path.unlink()
     for name, schema in made.items():
-        (FOLDER / f"{name}.json").write_text(text_of(schema), encoding="utf-8")
+        (place / f"{name}.json").write_text(json.dumps(schema, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))
