@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.quantization.quantizer import quantize
+from ranktape.analyze.numerics.quantization.quantizer import quantize
 
 Values = NDArray[np.float32]
 

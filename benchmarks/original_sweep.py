@@ -1,8 +1,9 @@
 """What does the tool that the seeds describe do, and how long does it take?
 
-Written anew from a description of it (`ranktape/analyze/sweeps/legacy.py` tells the ways that it has): torch operations
-in bfloat16 on the whole tensor, again for every level, and metrics in float32. The tests compare the `legacy`
-mode with it, value by value, and `benchmarks/sweeps.py` runs against it. Run alone it prints how long a sweep takes.
+Written anew from a description of it (`ranktape/analyze/numerics/sweeps/legacy.py` tells the ways that it has):
+torch operations in bfloat16 on the whole tensor, again for every level, and metrics in float32. The tests compare
+the `legacy` mode with it, value by value, and `benchmarks/sweeps.py` runs against it.
+Run alone it prints how long a sweep takes.
 
 original_sweep.py [--size N] [--levels N] [--format NAME]
 """

@@ -37,11 +37,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.histograms.block_histogram import count_blocks
-from ranktape.analyze.histograms.histogram import count_values
-from ranktape.analyze.quantization.scales import ScaleRule
-from ranktape.analyze.sweeps.options import SweepMode, SweepOptions
-from ranktape.analyze.sweeps.sweep import sweep_array, sweep_block_histogram
+from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
+from ranktape.analyze.numerics.histograms.histogram import count_values
+from ranktape.analyze.numerics.quantization.scales import ScaleRule
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
+from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_block_histogram
 
 Array = NDArray[Any]
 

@@ -28,7 +28,7 @@ from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli as analyze
 from ranktape.analyze.figures import FIGURES
-from ranktape.analyze.files import export_records
+from ranktape.analyze.legacy import export_records
 from ranktape.analyze.table import Kind
 from ranktape.capture.plans.forecast import Forecast
 from ranktape.capture.plans.planning import RankPlan

@@ -33,7 +33,7 @@ def public_names(
 
 
 if TYPE_CHECKING:
-    from ranktape.analyze.files.open import open_source as open_source
+    from ranktape.analyze.legacy.open import open_source as open_source
     from ranktape.capture import Capture as Capture
     from ranktape.errors import RanktapeError as RanktapeError
     from ranktape.storage import open_run as open_run
@@ -41,7 +41,7 @@ else:
     __all__, __getattr__, __dir__ = public_names(
         __name__,
         homes={
-            "analyze.files.open": ["open_source"],
+            "analyze.legacy.open": ["open_source"],
             "capture": ["Capture"],
             "errors": ["RanktapeError"],
             "storage": ["open_run"],

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from ranktape.analyze import FORMATS, fake_quantize, quantize
-from ranktape.analyze.formats import Rounding
-from ranktape.analyze.histograms.moments import warm_up
+from ranktape.analyze.numerics.formats import Rounding
+from ranktape.analyze.numerics.histograms.moments import warm_up
 from ranktape.errors import UsageError
 
 CHECKOUT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.analyze.histograms.histogram import measure
+from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.storage.attempt import Attempt, Launch
 from ranktape.storage.backends.backend import Backend
 from ranktape.storage.backends.urls import open_backend

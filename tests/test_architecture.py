@@ -28,11 +28,31 @@ MAY_IMPORT = {
 }
 """The whole of the package's top level, and the folders that each may import."""
 
-EXCEPTIONS = {("capture", "ranktape.analyze.histograms")}
+EXCEPTIONS = {("capture", "ranktape.analyze.numerics")}
 """Single folders across a closed border: the writer counts and adds up values with the kernels that analysis uses."""
 
 SHARED = {"ranktape.errors", "ranktape.__version__", "ranktape.__file__", "ranktape.public_names"}
 """What every folder may take from the top of the package; its public names are for users."""
+
+NUMERICS = ("analyze", "numerics")
+NUMERICS_MAY_IMPORT = {
+    "ranktape.errors",
+    "ranktape.analyze.numerics",
+    *(f"ranktape.storage.{leaf}" for leaf in ("block_counts", "dtypes", "parts", "record", "statistics")),
+}
+"""It knows arrays, and of storage the plain types that stored values have; no run, no record, no view."""
+
+LEGACY = ("analyze", "legacy")
+LEGACY_DOORS = {
+    "__init__.py",
+    "analyze/options.py",
+    "analyze/pictures/sweeps.py",
+    "analyze/questions/sweep_command.py",
+    "analyze/questions/sweep_sources.py",
+    "launch/export.py",
+    "launch/import_.py",
+}
+"""Files through which the wing for older tools is entered; without them it could be taken away."""
 
 ALLOWED_AT_TOP = {"__init__.py": {"ranktape"}, "errors.py": {"ranktape.errors"}}
 """What the two files beside the folders may import."""
@@ -121,12 +141,19 @@ def _wrong_import(place: Path, item: Import) -> str | None:
     owner = place.parts[0]
     if _is_within(item.target, "torch"):
         return _wrong_torch(owner, item)
+    if not _is_within(item.target, "ranktape"):
+        return None
+    if place.parts[:2] == NUMERICS and not any(_is_within(item.target, name) for name in NUMERICS_MAY_IMPORT):
+        return f"analyze/numerics may not import {item.target}"
+    is_stranger = place.parts[:2] != LEGACY and str(place) not in LEGACY_DOORS
+    if is_stranger and _is_within(item.target, "ranktape.analyze.legacy"):
+        return f"only {', '.join(sorted(LEGACY_DOORS))} may import {item.target}"
     allowed = ALLOWED_AT_TOP.get(owner) or {
         *SHARED,
         *(f"ranktape.{folder}" for folder in MAY_IMPORT.get(owner, ())),
         *(module for folder, module in EXCEPTIONS if folder == owner),
     }
-    if _is_within(item.target, "ranktape") and not any(_is_within(item.target, name) for name in allowed):
+    if not any(_is_within(item.target, name) for name in allowed):
         return f"{owner} may not import {item.target}"
     return None
 
@@ -157,11 +184,11 @@ def test_beside_the_package_stands_what_torch_calls_and_nothing_else() -> None:
 PLANTED = {
     "storage/run.py": [
         "from ranktape.capture import Capture",
-        "import ranktape.analyze.histograms.histogram",
+        "import ranktape.analyze.numerics.histograms.histogram",
         "from ..launch import cli",
         "from .. import analyze",
         "def f():\n    from ranktape.capture.settings.options import CaptureOptions",
-        "if TYPE_CHECKING:\n    from ranktape.analyze.formats import Format",
+        "if TYPE_CHECKING:\n    from ranktape.analyze.numerics.formats import Format",
         "importlib.import_module('ranktape.launch.cli')",
         "COMMANDS = {'demo': 'ranktape.launch.demo:command'}",
         "import torch",
@@ -178,7 +205,17 @@ PLANTED = {
         "from ranktape.launch import cli",
         "from ranktape import analyze",
     ],
-    "analyze/plot.py": ["from ranktape.capture import Capture", "import ranktape.launch.cli", "import torch"],
+    "analyze/plot.py": [
+        "from ranktape.capture import Capture",
+        "import ranktape.launch.cli",
+        "import torch",
+        "from ranktape.analyze.legacy.folder import Folder",
+    ],
+    "analyze/numerics/formats/table.py": [
+        "from ranktape.storage import Record",
+        "from ranktape.analyze.engine.values import View",
+        "from ranktape.analyze import Table",
+    ],
     "errors.py": ["from ranktape.storage import open_run"],
 }
 """Sources that break a rule, by the file they stand in."""
@@ -195,12 +232,19 @@ ALLOWED = {
         "from ranktape.storage.layout import capture_path",
     ],
     "capture/site.py": [
-        "from ranktape.analyze.histograms.histogram import measure",
-        "from ranktape.analyze import histograms",
+        "from ranktape.analyze.numerics.histograms.histogram import measure",
+        "from ranktape.analyze import numerics",
         "from ranktape.storage import open_run",
         "import torch",
     ],
     "analyze/plot.py": ["def read():\n    import torch", "from ranktape.storage.run import Run"],
+    "analyze/options.py": ["from ranktape.analyze.legacy.open import open_source"],
+    "analyze/legacy/open.py": ["from ranktape.analyze.legacy.folder import Folder"],
+    "analyze/numerics/formats/table.py": [
+        "from ranktape.errors import UsageError",
+        "from ranktape.storage.dtypes import numpy_dtype",
+        "from ranktape.analyze.numerics.kernels import compiled",
+    ],
     "launch/cli.py": ["from ranktape.analyze.overflow import command", "from ranktape.capture import Capture"],
     "__init__.py": ["from ranktape.capture import Capture"],
 }
@@ -254,9 +298,9 @@ LIGHT = {
     "ranktape.launch.autostart": HEAVY,
     "ranktape_autoload": (*HEAVY, "ranktape"),
     "ranktape.storage.run": ("torch",),
-    "ranktape.analyze.histograms.histogram": ("torch", "zarr"),
-    "ranktape.analyze.histograms.block_histogram": ("torch", "zarr"),
-    "ranktape.analyze.histograms.moments": ("torch", "zarr"),
+    "ranktape.analyze.numerics.histograms.histogram": ("torch", "zarr"),
+    "ranktape.analyze.numerics.histograms.block_histogram": ("torch", "zarr"),
+    "ranktape.analyze.numerics.histograms.moments": ("torch", "zarr"),
     "ranktape.capture.writer": ("torch", "zarr"),
 }
 """By module, what importing it may not import: `--help` is quick, the writer process small, a laptop has no torch."""

@@ -10,29 +10,35 @@ if TYPE_CHECKING:
     from ranktape.analyze.comparison.map import DifferenceMap as DifferenceMap
     from ranktape.analyze.comparison.map import difference_map as difference_map
     from ranktape.analyze.comparison.sample_pairs import sample_pairs as sample_pairs
-    from ranktape.analyze.engine.digest import Digest as Digest
     from ranktape.analyze.engine.digests import digests as digests
     from ranktape.analyze.engine.digests import merge_digests as merge_digests
     from ranktape.analyze.engine.engine import Engine as Engine
+    from ranktape.analyze.engine.values import View as View
     from ranktape.analyze.figures import FIGURES as FIGURES
     from ranktape.analyze.findings.find import find as find
     from ranktape.analyze.findings.finding import Finding as Finding
     from ranktape.analyze.findings.finding import Severity as Severity
-    from ranktape.analyze.formats import FORMATS as FORMATS
-    from ranktape.analyze.formats import Format as Format
-    from ranktape.analyze.formats import parse_format as parse_format
-    from ranktape.analyze.histograms.block_histogram import count_blocks as count_blocks
-    from ranktape.analyze.histograms.histogram import count_values as count_values
-    from ranktape.analyze.histograms.torch_histogram import count_tensor as count_tensor
-    from ranktape.analyze.histograms.torch_histogram import count_tensor_blocks as count_tensor_blocks
+    from ranktape.analyze.numerics.digests.digest import Digest as Digest
+    from ranktape.analyze.numerics.formats import FORMATS as FORMATS
+    from ranktape.analyze.numerics.formats import Format as Format
+    from ranktape.analyze.numerics.formats import parse_format as parse_format
+    from ranktape.analyze.numerics.histograms.block_histogram import count_blocks as count_blocks
+    from ranktape.analyze.numerics.histograms.histogram import count_values as count_values
+    from ranktape.analyze.numerics.histograms.torch_histogram import count_tensor as count_tensor
+    from ranktape.analyze.numerics.histograms.torch_histogram import count_tensor_blocks as count_tensor_blocks
+    from ranktape.analyze.numerics.quantization.encoded import Quantized as Quantized
+    from ranktape.analyze.numerics.quantization.fake_quant import FakeQuantization as FakeQuantization
+    from ranktape.analyze.numerics.quantization.fake_quant import fake_quantize as fake_quantize
+    from ranktape.analyze.numerics.quantization.fake_quant import quantized_linear as quantized_linear
+    from ranktape.analyze.numerics.quantization.losses import QuantizationWarning as QuantizationWarning
+    from ranktape.analyze.numerics.quantization.quantizer import quantize as quantize
+    from ranktape.analyze.numerics.quantization.schemes import SCHEMES as SCHEMES
+    from ranktape.analyze.numerics.sweeps.options import SweepMode as SweepMode
+    from ranktape.analyze.numerics.sweeps.options import SweepOptions as SweepOptions
+    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep as ScaleSweep
+    from ranktape.analyze.numerics.sweeps.sweep import sweep_array as sweep_array
+    from ranktape.analyze.numerics.sweeps.sweep import sweep_formats as sweep_formats
     from ranktape.analyze.pictures.overflow_layers import plot_overflow as plot_overflow
-    from ranktape.analyze.quantization.encoded import Quantized as Quantized
-    from ranktape.analyze.quantization.fake_quant import FakeQuantization as FakeQuantization
-    from ranktape.analyze.quantization.fake_quant import fake_quantize as fake_quantize
-    from ranktape.analyze.quantization.fake_quant import quantized_linear as quantized_linear
-    from ranktape.analyze.quantization.losses import QuantizationWarning as QuantizationWarning
-    from ranktape.analyze.quantization.quantizer import quantize as quantize
-    from ranktape.analyze.quantization.schemes import SCHEMES as SCHEMES
     from ranktape.analyze.questions.compare import compare as compare
     from ranktape.analyze.questions.distribution import distribution as distribution
     from ranktape.analyze.questions.gradients import Gradients as Gradients
@@ -52,13 +58,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.rules.gate import gate as gate
     from ranktape.analyze.rules.result import GateResult as GateResult
     from ranktape.analyze.rules.rule import Rule as Rule
-    from ranktape.analyze.sweeps.options import SweepMode as SweepMode
-    from ranktape.analyze.sweeps.options import SweepOptions as SweepOptions
-    from ranktape.analyze.sweeps.sweep import ScaleSweep as ScaleSweep
-    from ranktape.analyze.sweeps.sweep import sweep_array as sweep_array
-    from ranktape.analyze.sweeps.sweep import sweep_formats as sweep_formats
     from ranktape.analyze.table import Table as Table
-    from ranktape.analyze.values import View as View
 else:
     __all__, __getattr__, __dir__ = public_names(
         __name__,
@@ -66,22 +66,25 @@ else:
             "advice.recommendation": ["Recommendation", "recommend"],
             "comparison.map": ["DifferenceMap", "difference_map"],
             "comparison.sample_pairs": ["sample_pairs"],
-            "engine.digest": ["Digest"],
             "engine.digests": ["digests", "merge_digests"],
             "engine.engine": ["Engine"],
+            "engine.values": ["View"],
             "figures": ["FIGURES"],
             "findings.find": ["find"],
             "findings.finding": ["Finding", "Severity"],
-            "formats": ["FORMATS", "Format", "parse_format"],
-            "histograms.block_histogram": ["count_blocks"],
-            "histograms.histogram": ["count_values"],
-            "histograms.torch_histogram": ["count_tensor", "count_tensor_blocks"],
+            "numerics.digests.digest": ["Digest"],
+            "numerics.formats": ["FORMATS", "Format", "parse_format"],
+            "numerics.histograms.block_histogram": ["count_blocks"],
+            "numerics.histograms.histogram": ["count_values"],
+            "numerics.histograms.torch_histogram": ["count_tensor", "count_tensor_blocks"],
+            "numerics.quantization.encoded": ["Quantized"],
+            "numerics.quantization.fake_quant": ["FakeQuantization", "fake_quantize", "quantized_linear"],
+            "numerics.quantization.losses": ["QuantizationWarning"],
+            "numerics.quantization.quantizer": ["quantize"],
+            "numerics.quantization.schemes": ["SCHEMES"],
+            "numerics.sweeps.options": ["SweepMode", "SweepOptions"],
+            "numerics.sweeps.sweep": ["ScaleSweep", "sweep_array", "sweep_formats"],
             "pictures.overflow_layers": ["plot_overflow"],
-            "quantization.encoded": ["Quantized"],
-            "quantization.fake_quant": ["FakeQuantization", "fake_quantize", "quantized_linear"],
-            "quantization.losses": ["QuantizationWarning"],
-            "quantization.quantizer": ["quantize"],
-            "quantization.schemes": ["SCHEMES"],
             "questions.compare": ["compare"],
             "questions.distribution": ["distribution"],
             "questions.gradients": ["Gradients", "gradients"],
@@ -99,9 +102,6 @@ else:
             "rules.gate": ["gate"],
             "rules.result": ["GateResult"],
             "rules.rule": ["Rule"],
-            "sweeps.options": ["SweepMode", "SweepOptions"],
-            "sweeps.sweep": ["ScaleSweep", "sweep_array", "sweep_formats"],
             "table": ["Table"],
-            "values": ["View"],
         },
     )

@@ -20,7 +20,7 @@ from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage.backends.urls import parse_storage_options
 
 if TYPE_CHECKING:
-    from ranktape.analyze.files.open import Source
+    from ranktape.analyze.legacy.open import Source
     from ranktape.storage import Records
 
 Command = Callable[..., Any]
@@ -104,7 +104,7 @@ class Selection:
             RunNotFoundError: there is no run.
             StorageError: the store cannot be read.
         """
-        from ranktape.analyze.files.open import open_source
+        from ranktape.analyze.legacy.open import open_source
 
         return open_source(self.run, self.storage_options, skip_unreadable=self.skip_unreadable, any_name=self.any_name)
 
@@ -350,7 +350,7 @@ def view_option(command: Command) -> Command:
 
     @functools.wraps(command)
     def wrapped(*, view: str | None, **values: Any) -> Any:
-        from ranktape.analyze.values import View
+        from ranktape.analyze.engine.values import View
 
         return command(view=None if view is None else View(view), **values)
 

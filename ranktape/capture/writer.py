@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.histograms.moments import warm_up
+from ranktape.analyze.numerics.histograms.moments import warm_up
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import Policy
 from ranktape.capture.staging.ring import RingConsumer

@@ -29,8 +29,8 @@ def command(*, selection: Selection, folder: Path, form: str, per_sample: bool, 
     run of them. Files that are there and hold the same are left as they are. Filters are those of the analyze
     commands.
     """
-    from ranktape.analyze.files.export import ExportForm, export_records
-    from ranktape.analyze.progress import progress
+    from ranktape.analyze.engine.progress import progress
+    from ranktape.analyze.legacy.export import ExportForm, export_records
     from ranktape.analyze.table import nbytes_text
 
     records = selection.records()

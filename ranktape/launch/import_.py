@@ -23,9 +23,9 @@ def command(folder: Path, run: str, *, skip_unreadable: bool, overwrite: bool, s
     DIR holds files under the names of the tools before us, tagged ones or the outputs of layers; nothing in them is
     ever executed. An import that was interrupted goes on where it was when the command is given again.
     """
-    from ranktape.analyze.files.into_run import import_folder
-    from ranktape.analyze.files.open import open_folder
-    from ranktape.analyze.progress import progress
+    from ranktape.analyze.engine.progress import progress
+    from ranktape.analyze.legacy.into_run import import_folder
+    from ranktape.analyze.legacy.open import open_folder
     from ranktape.analyze.table import nbytes_text
 
     opened = open_folder(folder, skip_unreadable=skip_unreadable)

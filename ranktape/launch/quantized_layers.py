@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ranktape.analyze.quantization.fake_quant import FakeQuantization, quantized_operands, quantized_product
+from ranktape.analyze.numerics.quantization.fake_quant import FakeQuantization, quantized_operands, quantized_product
 from ranktape.capture import ModuleRole, register_role
 
 QUANTIZATIONS = {

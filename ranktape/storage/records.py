@@ -38,6 +38,9 @@ _ROWS_AT_ONCE = 1024
 class Records(Sequence[Record]):
     """A selection of records, in the order of iteration, rank and recording; a lazy, immutable sequence."""
 
+    is_costly = False
+    """Whether looking at a single record reads its values: such records go to other processes as a selection."""
+
     def __init__(self, reader: RecordReader, catalogues: Sequence[RecordTable], rows: np.ndarray[Any, Any]) -> None:
         self._reader = reader
         self._catalogues = catalogues

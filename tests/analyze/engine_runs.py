@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.analyze.engine.digest import Digest
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.measure import Payload
+from ranktape.analyze.numerics.digests.digest import Digest
 from ranktape.errors import DataError
 from ranktape.storage import Record, Run, open_run
 from ranktape.storage.commit import finish_iteration

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.analyze.engine.digest import Digest
 from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.numerics.digests.digest import Digest
 from ranktape.storage import Records
 from ranktape.storage.dtypes import DTYPES
 from tests.analyze.runs import Tensor, describe_tensor, store

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from gfloat import formats as gfloat_formats
 
-from ranktape.analyze.formats import Format, Rounding, decode
+from ranktape.analyze.numerics.formats import Format, Rounding, decode
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 

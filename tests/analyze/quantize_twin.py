@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from ranktape.analyze.formats import FORMATS, Format, Rounding, codes_of, round_to
-from ranktape.analyze.quantization.schemes import Scaling, parse_scheme
+from ranktape.analyze.numerics.formats import FORMATS, Format, Rounding, codes_of, round_to
+from ranktape.analyze.numerics.quantization.schemes import Scaling, parse_scheme
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.formats import FORMATS, Rounding
-from ranktape.analyze.histograms.block_histogram import count_blocks
-from ranktape.analyze.quantization.quantizer import quantize
-from ranktape.analyze.quantization.scales import ScaleRule
-from ranktape.analyze.quantization.schemes import SCHEMES
+from ranktape.analyze.numerics.formats import FORMATS, Rounding
+from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
+from ranktape.analyze.numerics.quantization.quantizer import quantize
+from ranktape.analyze.numerics.quantization.scales import ScaleRule
+from ranktape.analyze.numerics.quantization.schemes import SCHEMES
+from ranktape.analyze.numerics.sweeps import sweep as sweep_module
+from ranktape.analyze.numerics.sweeps.metrics import Level
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array, sweep_block_histogram, sweep_formats
+from ranktape.analyze.numerics.sweeps.ties import SAME_SQNR
 from ranktape.analyze.questions.swept import is_sweepable
-from ranktape.analyze.sweeps import sweep as sweep_module
-from ranktape.analyze.sweeps.metrics import Level
-from ranktape.analyze.sweeps.options import SweepMode, SweepOptions
-from ranktape.analyze.sweeps.sweep import ScaleSweep, sweep_array, sweep_block_histogram, sweep_formats
-from ranktape.analyze.sweeps.ties import SAME_SQNR
 from ranktape.errors import UsageError
 from ranktape.storage.dtypes import DTYPES, numpy_dtype
 from tests.strategies import arrays

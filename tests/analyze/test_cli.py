@@ -17,11 +17,11 @@ from click.testing import CliRunner, Result
 from ranktape.analyze import View
 from ranktape.analyze.advice.recommendation import DEFAULT_TARGET_SQNR
 from ranktape.analyze.cli import cli
-from ranktape.analyze.formats import Rounding
 from ranktape.analyze.identity import IDENTITY
+from ranktape.analyze.numerics.formats import Rounding
+from ranktape.analyze.numerics.quantization.scales import ScaleRule
+from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.analyze.options import FILTERS
-from ranktape.analyze.quantization.scales import ScaleRule
-from ranktape.analyze.sweeps.options import SweepMode
 from tests.analyze.runs import model_tensors, store
 
 SELECTION = {f"--{field.replace('_', '-')}" for field in FILTERS} | {

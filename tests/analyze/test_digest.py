@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.engine.digest import SAMPLE_FIGURES, Digest
 from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.histograms.histogram import KINDS, own_limits, scan
-from ranktape.analyze.histograms.moments import statistics_of
-from ranktape.analyze.values import View
+from ranktape.analyze.engine.values import View
+from ranktape.analyze.numerics.digests.digest import SAMPLE_FIGURES, Digest
+from ranktape.analyze.numerics.histograms.histogram import KINDS, own_limits, scan
+from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import DataError
 from ranktape.storage import Run

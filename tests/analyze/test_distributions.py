@@ -13,15 +13,15 @@ import pytest
 import scipy.spatial.distance  # type: ignore[import-untyped]  # it has no types
 import scipy.stats  # type: ignore[import-untyped]  # it has no types
 
-from ranktape.analyze.distributions.bins import Axis, count_between, linear_bins, log2_bins
-from ranktape.analyze.distributions.distances import distance
-from ranktape.analyze.distributions.normal_fit import fit_normal
-from ranktape.analyze.distributions.occupancy import NARROW_FORMATS, aligned_exponent, held_by, occupancy
-from ranktape.analyze.engine.digest import Digest
 from ranktape.analyze.engine.digests import digests, merge_digests
-from ranktape.analyze.engine.quantile_summary import KEPT_CELLS, MAX_RANK_ERROR
-from ranktape.analyze.formats import FORMATS, round_to
-from ranktape.analyze.histograms.moments import statistics_of
+from ranktape.analyze.numerics.digests.digest import Digest
+from ranktape.analyze.numerics.digests.quantile_summary import KEPT_CELLS, MAX_RANK_ERROR
+from ranktape.analyze.numerics.distributions.bins import Axis, count_between, linear_bins, log2_bins
+from ranktape.analyze.numerics.distributions.distances import distance
+from ranktape.analyze.numerics.distributions.normal_fit import fit_normal
+from ranktape.analyze.numerics.distributions.occupancy import NARROW_FORMATS, aligned_exponent, held_by, occupancy
+from ranktape.analyze.numerics.formats import FORMATS, round_to
+from ranktape.analyze.numerics.histograms.moments import statistics_of
 from tests.analyze.every_tensor import COMPLEX, REAL, Array, digest_of_array, every, filled, numbers_of, stored
 
 EVERY = pytest.mark.parametrize("dtype", REAL + COMPLEX)

@@ -14,8 +14,8 @@ from ranktape.analyze.engine.batch import BATCH_NBYTES, BATCH_RECORDS, shares
 from ranktape.analyze.engine.cache import Cache
 from ranktape.analyze.engine.engine import Engine, _Measuring
 from ranktape.analyze.engine.plan import Plan
-from ranktape.analyze.files.open import open_folder
-from ranktape.analyze.progress import bytes_left
+from ranktape.analyze.engine.progress import bytes_left
+from ranktape.analyze.legacy.open import open_folder
 from ranktape.errors import UsageError
 from ranktape.storage import Run, open_run
 from tests.analyze.engine_runs import FirstValue, square

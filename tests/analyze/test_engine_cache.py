@@ -21,7 +21,7 @@ from ranktape.analyze.engine.cache_object import CacheObject, DamagedObjectError
 from ranktape.analyze.engine.digest_measure import DigestMeasure
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.files.open import open_folder
+from ranktape.analyze.legacy.open import open_folder
 from ranktape.errors import DataError
 from ranktape.storage import Run, open_run
 from ranktape.storage.backends.urls import open_backend

@@ -11,8 +11,8 @@ import torch
 from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
-from ranktape.analyze.files import ExportForm, export_records, import_folder, open_folder
-from ranktape.analyze.files.payload import MAX_LISTED
+from ranktape.analyze.legacy import ExportForm, export_records, import_folder, open_folder
+from ranktape.analyze.legacy.payload import MAX_LISTED
 from ranktape.errors import DataError
 from ranktape.storage import Records, open_run
 from tests.analyze.pt_files import save

@@ -17,8 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.files import ExportForm, export_records, import_folder, open_folder
-from ranktape.analyze.histograms.histogram import measure
+from ranktape.analyze.legacy import ExportForm, export_records, import_folder, open_folder
+from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, NoRecordsError, UsageError
 from ranktape.storage import Run, open_run
 from ranktape.storage.dtypes import dtype_name
@@ -236,7 +236,7 @@ def test_a_link_in_the_folder_is_replaced_not_followed(tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from ranktape.analyze.files import export_records
+from ranktape.analyze.legacy import export_records
 from ranktape.errors import StorageError
 from ranktape.storage import open_run
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ranktape.analyze import overflow, sweep
-from ranktape.analyze.files import Folder, open_folder, open_source
-from ranktape.analyze.histograms.histogram import measure
+from ranktape.analyze.legacy import Folder, open_folder, open_source
+from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError, UnknownFieldError, UsageError
 from ranktape.storage.catalogue import COLUMNS, empty_catalogue
 from ranktape.storage.record import RecordInfo
@@ -382,7 +382,7 @@ def test_a_folder_that_may_not_be_entered_is_named(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o600)
     source = (
-        "import os, sys; from pathlib import Path; from ranktape.analyze.files.open import open_folder\n"
+        "import os, sys; from pathlib import Path; from ranktape.analyze.legacy.open import open_folder\n"
         "from ranktape.errors import AccessDeniedError\n"
         "if os.getuid() == 0:\n    os.setuid(65534)\n"
         "try:\n    open_folder(sys.argv[1])\n"
@@ -437,7 +437,7 @@ def test_a_run_beside_files_is_the_run(tmp_path: Path) -> None:
 def test_a_run_is_opened_without_what_files_need(tmp_path: Path) -> None:
     store(tmp_path / "run", model_tensors())
     source = (
-        "import sys; from ranktape.analyze.files import open_source; "
+        "import sys; from ranktape.analyze.legacy import open_source; "
         f"assert len(open_source({str(tmp_path / 'run')!r}).select()) == 18; "
         "assert not {'numba', 'torch'} & set(sys.modules)"
     )

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ranktape.analyze.files.payload import read_header, read_plain
-from ranktape.analyze.files.pickles import MAX_NBYTES
+from ranktape.analyze.legacy.payload import read_header, read_plain
+from ranktape.analyze.legacy.pickles import MAX_NBYTES
 from ranktape.errors import DataError
 from tests.analyze.pt_files import archive, number, save, tensor_pickle, text
 from tests.analyze.test_files_payload import LEGACY, MEBIBYTE, measured_memory

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ranktape.analyze.files import import_folder, open_folder
+from ranktape.analyze.legacy import import_folder, open_folder
 from ranktape.errors import DataError, RunExistsError, StorageError, UsageError
 from ranktape.storage import open_run
 from tests.analyze.pt_files import TIME, save, seed_file

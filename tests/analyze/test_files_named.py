@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from ranktape.analyze import compare, gate, neighbours, overflow, sample_stats, stats, sweep, trace
 from ranktape.analyze.cli import cli
-from ranktape.analyze.files import import_folder, open_folder
+from ranktape.analyze.legacy import import_folder, open_folder
 from ranktape.analyze.questions.listing import listing
 from ranktape.analyze.questions.overflow_begins import overflow_begins
 from ranktape.analyze.table import Table

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from ranktape.analyze.files.payload import _fill, read_header, read_values
+from ranktape.analyze.legacy.payload import _fill, read_header, read_values
 from ranktape.errors import DataError, StorageError
 from tests.analyze.pt_files import archive, save, tensor_pickle
 

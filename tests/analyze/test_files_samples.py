@@ -15,11 +15,11 @@ import torch
 from ranktape.analyze import overflow, sample_stats, sweep, trace
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.files import export_records, import_folder, open_folder
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.survey import survey
+from ranktape.analyze.legacy import export_records, import_folder, open_folder
 from ranktape.analyze.pictures.sample_figures import SampleFigures
 from ranktape.analyze.table import Table
-from ranktape.analyze.values import View
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records, Run, open_run
 from ranktape.storage.parts import RUN

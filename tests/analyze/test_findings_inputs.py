@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.files.open import open_source
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.findings.survey import role_of
+from ranktape.analyze.legacy.open import open_source
 from ranktape.capture.writing.counting import reduce_to
 from tests.analyze.faulty_runs import Place, Sizes, faulty_run
 from tests.analyze.pt_files import seed_file

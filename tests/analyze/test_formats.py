@@ -14,7 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.analyze.formats import BY_DTYPE, FORMATS, Coding, Format, Rounding, decode, parse_format, round_to
+from ranktape.analyze.numerics.formats import (
+    BY_DTYPE,
+    FORMATS,
+    Coding,
+    Format,
+    Rounding,
+    decode,
+    parse_format,
+    round_to,
+)
 from ranktape.errors import UsageError
 from ranktape.storage.dtypes import DTYPES, numpy_dtype
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.analyze.formats import FORMATS, Coding, Format, Rounding, codes_of, decode, encode, round_to
+from ranktape.analyze.numerics.formats import FORMATS, Coding, Format, Rounding, codes_of, decode, encode, round_to
 from ranktape.errors import UsageError
 from ranktape.storage.dtypes import numpy_dtype
 from tests.analyze.format_oracles import PATTERNS, TYPES, Floats, assert_same, every_16_bit_value, gfloat_info

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze.formats import FORMATS, encode, round_to
+from ranktape.analyze.numerics.formats import FORMATS, encode, round_to
 from ranktape.errors import UsageError
 from tests.analyze.format_oracles import PATTERNS, TYPES, assert_same
 

@@ -11,8 +11,8 @@ import numba
 import numpy as np
 import pytest
 
-from ranktape.analyze.formats import FORMATS, Format, Rounding, round_to, uniforms
-from ranktape.analyze.formats.kernels import (
+from ranktape.analyze.numerics.formats import FORMATS, Format, Rounding, round_to, uniforms
+from ranktape.analyze.numerics.formats.kernels import (
     constants_of,
     mix,
     round_away,
@@ -22,7 +22,7 @@ from ranktape.analyze.formats.kernels import (
     state_of,
     uniform_at,
 )
-from ranktape.analyze.formats.rounding import _rounded
+from ranktape.analyze.numerics.formats.rounding import _rounded
 from ranktape.errors import UsageError
 from ranktape.storage.dtypes import numpy_dtype
 from tests.analyze.format_oracles import (

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.formats import FORMATS
-from ranktape.analyze.histograms.histogram import (
+from ranktape.analyze.numerics.formats import FORMATS
+from ranktape.analyze.numerics.histograms.histogram import (
     KINDS,
     Histogram,
     Limits,
@@ -27,7 +27,7 @@ from ranktape.analyze.histograms.histogram import (
     pattern_values,
     scan,
 )
-from ranktape.analyze.kernels import BLOCK
+from ranktape.analyze.numerics.kernels import BLOCK
 from ranktape.errors import UsageError
 from ranktape.storage.dtypes import DTYPES
 from ranktape.storage.record import TALLY_KINDS, Overflow, Tally
@@ -260,7 +260,7 @@ def test_kernels_work_where_no_cache_can_be_written() -> None:
         "import numba.core.caching as caching\n"
         "caching.CacheImpl._locator_classes = []\n"
         "import numpy as np\n"
-        "from ranktape.analyze.histograms.histogram import count_patterns\n"
+        "from ranktape.analyze.numerics.histograms.histogram import count_patterns\n"
         "print(count_patterns(np.ones(3, dtype=np.uint8))[1])\n"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ranktape.analyze import View, overflow, plot_overflow, sweep
-from ranktape.analyze.histograms.block_histogram import APART, CELLS, count_blocks
-from ranktape.analyze.histograms.histogram import count_values, own_limits, scan, scan_histogram
-from ranktape.analyze.values import read_block_histogram
+from ranktape.analyze.engine.values import read_block_histogram
+from ranktape.analyze.numerics.histograms.block_histogram import APART, CELLS, count_blocks
+from ranktape.analyze.numerics.histograms.histogram import count_values, own_limits, scan, scan_histogram
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import DataError, UsageError
 from ranktape.storage import Run

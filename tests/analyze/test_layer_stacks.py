@@ -27,12 +27,13 @@ from ranktape.analyze import (
 )
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Severity
 from ranktape.analyze.findings.sign import command_of, sign_of
 from ranktape.analyze.findings.survey import survey as take_stock
-from ranktape.analyze.formats import FORMATS
 from ranktape.analyze.layer_stacks import layer_places, number_of, short_names, with_stacks
+from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.pictures.gallery import draw
 from ranktape.analyze.pictures.recipes import grid_of, layer_names
 from ranktape.analyze.pictures.survey import Survey
@@ -40,7 +41,6 @@ from ranktape.analyze.report.columns import unpacked
 from ranktape.analyze.report.model import build_model
 from ranktape.analyze.report.page import write_report
 from ranktape.analyze.table import Table
-from ranktape.analyze.values import View
 from ranktape.storage import Records, Run, open_run
 from tests.analyze.runs import describe_tensor, store
 from tests.analyze.stacked_runs import STACKS, stacked_tensors

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.analyze.sweeps.metrics import DECIBELS_PER_BIT, METRICS, Level, _Figures, best, levels_of, scores
-from ranktape.analyze.sweeps.scaling import SUMS, Sums
+from ranktape.analyze.numerics.sweeps.metrics import DECIBELS_PER_BIT, METRICS, Level, _Figures, best, levels_of, scores
+from ranktape.analyze.numerics.sweeps.scaling import SUMS, Sums
 
 FIGURES = st.builds(
     _Figures,

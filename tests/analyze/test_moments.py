@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from ranktape.analyze.histograms.histogram import Histogram, count_values
-from ranktape.analyze.histograms.moments import statistics_of, statistics_of_histogram
+from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
+from ranktape.analyze.numerics.histograms.moments import statistics_of, statistics_of_histogram
 from ranktape.storage.dtypes import DTYPES
 from ranktape.storage.statistics import STATISTICS, Statistics, merge_statistics
 

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.files.open import open_source
 from ranktape.analyze.findings.find import find
+from ranktape.analyze.legacy.open import open_source
 from ranktape.analyze.questions.outliers import outliers
 from ranktape.analyze.questions.overflow import overflow
 from ranktape.errors import UsageError

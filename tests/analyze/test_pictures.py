@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.container import BarContainer
 
-from ranktape.analyze.formats import FORMATS
+from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.pictures import boxes
 from ranktape.analyze.pictures.distributions import standardised
 from ranktape.analyze.pictures.gallery import RECIPES, draw, missing

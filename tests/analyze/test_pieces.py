@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranktape.analyze import pieces as module
-from ranktape.analyze.pieces import by_memory, in_three, pieces
+from ranktape.analyze.numerics import pieces as module
+from ranktape.analyze.numerics.pieces import by_memory, in_three, pieces
 
 SHAPES = [(1,), (7,), (1000,), (30, 40), (3, 1, 50), (2, 3, 4, 5), (500, 2), (2, 500), (1, 700), (0, 3)]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.analyze.quantization.blocks import BOX_SIZE, RUN, Box, boxes, grouped_shape
+from ranktape.analyze.numerics.quantization.blocks import BOX_SIZE, RUN, Box, boxes, grouped_shape
 
 
 @st.composite

@@ -17,11 +17,11 @@ from ranktape.analyze.advice.recommendation import Recommendation, recommend
 from ranktape.analyze.advice.stability import Variation
 from ranktape.analyze.advice.value_range import Range
 from ranktape.analyze.advice.verdict import Position
-from ranktape.analyze.quantization.losses import Severity
-from ranktape.analyze.quantization.quantizer import quantize
-from ranktape.analyze.sweeps.metrics import METRICS, Level
-from ranktape.analyze.sweeps.options import SweepMode, SweepOptions
-from ranktape.analyze.sweeps.sweep import ScaleSweep, sweep_array
+from ranktape.analyze.numerics.quantization.losses import Severity
+from ranktape.analyze.numerics.quantization.quantizer import quantize
+from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array
 
 GAUSS = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)
 

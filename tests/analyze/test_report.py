@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.finding import Finding, Severity
+from ranktape.analyze.numerics.sweeps.sweep import sweep_array
 from ranktape.analyze.report.columns import packed, unpacked
 from ranktape.analyze.report.details import MAX_SWEPT_NBYTES, OFFSETS, bundles_of
 from ranktape.analyze.report.model import Model, build_model, natural
 from ranktape.analyze.report.page import FORMATS, json_in_html, render, write_report
 from ranktape.analyze.report.samples import Samples
-from ranktape.analyze.sweeps.sweep import sweep_array
-from ranktape.analyze.values import View
 from ranktape.errors import NoRecordsError, NoSpaceError, StorageError, UsageError
 from ranktape.storage import Records, Run
 from tests.analyze.pt_files import seed_file

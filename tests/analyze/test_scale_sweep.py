@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.formats import FORMATS, round_to
-from ranktape.analyze.quantization.scales import ScaleRule
+from ranktape.analyze.numerics.formats import FORMATS, round_to
+from ranktape.analyze.numerics.quantization.scales import ScaleRule
+from ranktape.analyze.numerics.sweeps.metrics import Level
+from ranktape.analyze.numerics.sweeps.options import SweepOptions
+from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_formats
 from ranktape.analyze.questions.swept import is_sweepable
-from ranktape.analyze.sweeps.metrics import Level
-from ranktape.analyze.sweeps.options import SweepOptions
-from ranktape.analyze.sweeps.sweep import sweep_array, sweep_formats
 from ranktape.errors import UsageError
 from ranktape.storage.dtypes import DTYPES, numpy_dtype
 from tests.strategies import arrays

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.formats import FORMATS, Format, Rounding, round_to
-from ranktape.analyze.histograms.histogram import count_values
-from ranktape.analyze.sweeps.metrics import levels_of
-from ranktape.analyze.sweeps.rounding_kernels import kernel_constants, round_block
-from ranktape.analyze.sweeps.scaling import (
+from ranktape.analyze.numerics.formats import FORMATS, Format, Rounding, round_to
+from ranktape.analyze.numerics.histograms.histogram import count_values
+from ranktape.analyze.numerics.sweeps.metrics import levels_of
+from ranktape.analyze.numerics.sweeps.rounding_kernels import kernel_constants, round_block
+from ranktape.analyze.numerics.sweeps.scaling import (
     CHUNK,
     SUMS,
     Sums,
@@ -26,7 +26,7 @@ from ranktape.analyze.sweeps.scaling import (
     sums_of_pairs,
     sums_of_values,
 )
-from ranktape.analyze.sweeps.scaling_kernels import BLOCK, STEP
+from ranktape.analyze.numerics.sweeps.scaling_kernels import BLOCK, STEP
 from ranktape.storage.dtypes import DTYPES
 from tests.strategies import arrays
 

@@ -14,7 +14,7 @@ import pytest
 
 from ranktape.analyze import SCHEMES, ScaleSweep, SweepMode, SweepOptions, sweep_array
 from ranktape.analyze.advice.recommendation import recommend
-from ranktape.analyze.scaling_outputs.files import (
+from ranktape.analyze.legacy.outputs.files import (
     MAX_NAME_NBYTES,
     FolderNames,
     SweepFiles,
@@ -23,12 +23,12 @@ from ranktape.analyze.scaling_outputs.files import (
     write_error,
     write_file,
 )
-from ranktape.analyze.scaling_outputs.log import SweepLog
-from ranktape.analyze.scaling_outputs.plots import draw_panels
-from ranktape.analyze.scaling_outputs.text import Subject, analysis_lines, level_lines, limit_lines, results_text
-from ranktape.analyze.scaling_outputs.words import cosine_text, factor_text, share_text, statistics_lines
-from ranktape.analyze.scaling_outputs.write import OutputOptions, Stopwatch, TensorReport
-from ranktape.analyze.sweeps.metrics import METRICS
+from ranktape.analyze.legacy.outputs.log import SweepLog
+from ranktape.analyze.legacy.outputs.plots import draw_panels
+from ranktape.analyze.legacy.outputs.text import Subject, analysis_lines, level_lines, limit_lines, results_text
+from ranktape.analyze.legacy.outputs.words import cosine_text, factor_text, share_text, statistics_lines
+from ranktape.analyze.legacy.outputs.write import OutputOptions, Stopwatch, TensorReport
+from ranktape.analyze.numerics.sweeps.metrics import METRICS
 from ranktape.errors import AccessDeniedError, DataError, NoSpaceError, StorageError
 
 NORMAL = np.random.default_rng(0).standard_normal((64, 128)).astype(ml_dtypes.bfloat16)

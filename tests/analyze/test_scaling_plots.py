@@ -12,9 +12,9 @@ import pytest
 
 from ranktape.analyze import SweepOptions, sweep_array
 from ranktape.analyze.advice.recommendation import recommend
-from ranktape.analyze.scaling_outputs.plots import PANELS, draw_panels, draw_summary, png_of
-from ranktape.analyze.scaling_outputs.text import results_text
-from ranktape.analyze.scaling_outputs.words import limits_of, statistics_lines
+from ranktape.analyze.legacy.outputs.plots import PANELS, draw_panels, draw_summary, png_of
+from ranktape.analyze.legacy.outputs.text import results_text
+from ranktape.analyze.legacy.outputs.words import limits_of, statistics_lines
 from tests.analyze.test_plot import assert_readable, texts
 from tests.analyze.test_scaling_outputs import NORMAL, SUBJECT, sweep_of
 
@@ -176,6 +176,6 @@ def test_the_box_holds_statistics() -> None:
 
 
 def test_no_global_state_of_matplotlib_is_touched() -> None:
-    source = "import sys, ranktape.analyze.scaling_outputs.plots; print('matplotlib.pyplot' in sys.modules)"
+    source = "import sys, ranktape.analyze.legacy.outputs.plots; print('matplotlib.pyplot' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

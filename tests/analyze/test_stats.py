@@ -16,11 +16,11 @@ import scipy.stats  # type: ignore[import-untyped]  # it has no types
 from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.figures import FIGURES, PERCENTILES, figure, is_percentile
 from ranktape.analyze.questions.neighbours import neighbours
 from ranktape.analyze.questions.samples import SAMPLE_NAMES, sample_stats
 from ranktape.analyze.questions.stats import stats
-from ranktape.analyze.values import View
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
 from ranktape.storage import Records

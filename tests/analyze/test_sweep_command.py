@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from ranktape.analyze import SweepOptions, sweep_array
 from ranktape.analyze.cli import cli
-from ranktape.analyze.sweeps.legacy import LegacyLevel
+from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.capture.writing.counting import reduce_to
 from tests.analyze.pt_files import save, seed_file
 from tests.analyze.runs import describe_tensor, model_tensors, store
@@ -273,8 +273,8 @@ def test_options_reach_the_sweep(here: Path) -> None:
         "num_levels": 3,
     }
     from ranktape.analyze import SweepMode
-    from ranktape.analyze.formats import Rounding
-    from ranktape.analyze.quantization.scales import ScaleRule
+    from ranktape.analyze.numerics.formats import Rounding
+    from ranktape.analyze.numerics.quantization.scales import ScaleRule
 
     expected = sweep_array(
         array,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ranktape.analyze.sweeps.metrics import Level
-from ranktape.analyze.sweeps.options import SweepMode
+from ranktape.analyze.numerics.sweeps.metrics import Level
+from ranktape.analyze.numerics.sweeps.options import SweepMode
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sweep.md").read_text(encoding="utf-8")
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from ranktape.analyze.histograms import torch_histogram
-from ranktape.analyze.histograms.block_histogram import BlockHistogram, count_blocks
-from ranktape.analyze.histograms.histogram import count_values
-from ranktape.analyze.histograms.torch_histogram import count_tensor, count_tensor_blocks
+from ranktape.analyze.numerics.histograms import torch_histogram
+from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, count_blocks
+from ranktape.analyze.numerics.histograms.histogram import count_values
+from ranktape.analyze.numerics.histograms.torch_histogram import count_tensor, count_tensor_blocks
 from ranktape.errors import UsageError
 from ranktape.storage.dtypes import numpy_dtype
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from ranktape.analyze.formats import FORMATS, Coding, uniforms
-from ranktape.analyze.quantization import torch_quantizer
-from ranktape.analyze.quantization.encoded import Quantized
-from ranktape.analyze.quantization.quantizer import quantize
-from ranktape.analyze.quantization.scales import ScaleRule
-from ranktape.analyze.quantization.schemes import SCHEMES
-from ranktape.analyze.quantization.torch_quantizer import quantize_tensor
-from ranktape.analyze.quantization.torch_rounding import round_elements, uniforms_at
+from ranktape.analyze.numerics.formats import FORMATS, Coding, uniforms
+from ranktape.analyze.numerics.quantization import torch_quantizer
+from ranktape.analyze.numerics.quantization.encoded import Quantized
+from ranktape.analyze.numerics.quantization.quantizer import quantize
+from ranktape.analyze.numerics.quantization.scales import ScaleRule
+from ranktape.analyze.numerics.quantization.schemes import SCHEMES
+from ranktape.analyze.numerics.quantization.torch_quantizer import quantize_tensor
+from ranktape.analyze.numerics.quantization.torch_rounding import round_elements, uniforms_at
 from ranktape.errors import UsageError
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze.values import View, read_values, viewed_dtype
+from ranktape.analyze.engine.values import View, read_values, viewed_dtype
 from tests.analyze.runs import describe_tensor, store
 
 

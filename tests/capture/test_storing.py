@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranktape.analyze.histograms.histogram import count_values
-from ranktape.analyze.histograms.moments import statistics_of
+from ranktape.analyze.numerics.histograms.histogram import count_values
+from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.capture.settings.options import Policy
 from ranktape.capture.staging.ring import RingConsumer, RingProducer
 from ranktape.capture.staging.ring_file import Counter, SlotKind

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
-from ranktape.analyze.files import ExportForm, export_records
+from ranktape.analyze.legacy import ExportForm, export_records
 from ranktape.storage import open_run
 from tests.analyze.pt_files import save
 from tests.launch.processes import errors, python, torchrun

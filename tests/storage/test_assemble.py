@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from ranktape.analyze.files.open import open_source
+from ranktape.analyze.legacy.open import open_source
 from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError, UsageError
 from ranktape.storage import Records, open_run
 from ranktape.storage.assemble import GlobalView
@@ -347,7 +347,7 @@ def test_a_placement_without_a_field_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_does_not_know_what_other_ranks_recorded(tmp_path: Path) -> None:
-    from ranktape.analyze.files.export import export_records
+    from ranktape.analyze.legacy.export import export_records
 
     export_records(run_of(tmp_path, *halves()), tmp_path / "files")
     records = open_source(str(tmp_path / "files")).select()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranktape.analyze.files.export import export_records
+from ranktape.analyze.legacy.export import export_records
 from ranktape.errors import DataError, ObjectTooLargeError, RunFormatError
 from ranktape.storage.attempt import read_attempts
 from ranktape.storage.backends.backend import Backend

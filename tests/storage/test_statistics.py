@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from ranktape.analyze.files.export import export_records
-from ranktape.analyze.files.open import open_source
-from ranktape.analyze.histograms.moments import statistics_of
+from ranktape.analyze.legacy.export import export_records
+from ranktape.analyze.legacy.open import open_source
+from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.analyze.questions.listing import listing
 from ranktape.analyze.questions.overflow import overflow
 from ranktape.errors import DataError, RunFormatError, UsageError

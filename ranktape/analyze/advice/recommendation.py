@@ -33,18 +33,18 @@ from ranktape.analyze.advice.verdict import (
     stretches,
     verdict_of,
 )
-from ranktape.analyze.quantization.losses import Severity
-from ranktape.analyze.sweeps.legacy import UNSET_EXPONENTS, LegacyLevel
-from ranktape.analyze.sweeps.metrics import METRICS, Level, best
-from ranktape.analyze.sweeps.options import MAX_SCALE_EXPONENT, SweepMode
-from ranktape.analyze.sweeps.ties import is_as_good
+from ranktape.analyze.numerics.quantization.losses import Severity
+from ranktape.analyze.numerics.sweeps.legacy import UNSET_EXPONENTS, LegacyLevel
+from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level, best
+from ranktape.analyze.numerics.sweeps.options import MAX_SCALE_EXPONENT, SweepMode
+from ranktape.analyze.numerics.sweeps.ties import is_as_good
 from ranktape.analyze.table import json_value
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
-    from ranktape.analyze.quantization.schemes import Scheme
-    from ranktape.analyze.sweeps.options import SweepOptions
-    from ranktape.analyze.sweeps.sweep import ScaleSweep
+    from ranktape.analyze.numerics.quantization.schemes import Scheme
+    from ranktape.analyze.numerics.sweeps.options import SweepOptions
+    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from ranktape.analyze.advice.stability import Stability, Variation
 from ranktape.analyze.advice.value_range import Range
 from ranktape.analyze.advice.verdict import Direction, Position, Stretch, Verdict, is_lossless
-from ranktape.analyze.quantization.losses import Severity
-from ranktape.analyze.sweeps.legacy import LegacyLevel
-from ranktape.analyze.sweeps.options import SweepMode
+from ranktape.analyze.numerics.quantization.losses import Severity
+from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
+from ranktape.analyze.numerics.sweeps.options import SweepMode
 
 if TYPE_CHECKING:
     from ranktape.analyze.advice.recommendation import Recommendation

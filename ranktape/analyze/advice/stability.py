@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ranktape.analyze.sweeps.metrics import Level
+from ranktape.analyze.numerics.sweeps.metrics import Level
 
 
 class Variation(enum.StrEnum):

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.formats import Rounding, round_to
-from ranktape.analyze.quantization.quantizer import quantize
-from ranktape.analyze.quantization.scales import MAX_SCALE_BITS
-from ranktape.analyze.quantization.schemes import SCHEMES, Scaling
-from ranktape.analyze.sweeps.legacy import legacy_result
-from ranktape.analyze.sweeps.options import SweepMode
+from ranktape.analyze.numerics.formats import Rounding, round_to
+from ranktape.analyze.numerics.quantization.quantizer import quantize
+from ranktape.analyze.numerics.quantization.scales import MAX_SCALE_BITS
+from ranktape.analyze.numerics.quantization.schemes import SCHEMES, Scaling
+from ranktape.analyze.numerics.sweeps.legacy import legacy_result
+from ranktape.analyze.numerics.sweeps.options import SweepMode
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.sweeps.metrics import Level
-    from ranktape.analyze.sweeps.sweep import ScaleSweep
+    from ranktape.analyze.numerics.sweeps.metrics import Level
+    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

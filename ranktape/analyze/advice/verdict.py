@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ranktape.analyze.advice.value_range import Range
-from ranktape.analyze.quantization.losses import Severity, severity_of
-from ranktape.analyze.sweeps.legacy import LegacyLevel
-from ranktape.analyze.sweeps.metrics import Level
+from ranktape.analyze.numerics.quantization.losses import Severity, severity_of
+from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
+from ranktape.analyze.numerics.sweeps.metrics import Level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.values import View
+    from ranktape.analyze.engine.values import View
 
 KINDS = ("linear", "normalised", "log2", "exponents", "formats", "normal", "qq")
 """What `--kind` takes: `questions.looks.Look`, whose module is imported when it is used."""

@@ -23,7 +23,7 @@ from ranktape.errors import CheckFoundError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.values import View
+    from ranktape.analyze.engine.values import View
 
 
 def _show_defaults(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:  # noqa: FBT001 - click's

@@ -20,7 +20,7 @@ from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.values import View
+    from ranktape.analyze.engine.values import View
 
 
 @click.command(name="overflow")

@@ -21,9 +21,9 @@ from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.formats import Format
+    from ranktape.analyze.engine.values import View
+    from ranktape.analyze.numerics.formats import Format
     from ranktape.analyze.pictures.kinds import PictureKind
-    from ranktape.analyze.values import View
 
 DEFAULT_FOLDER = Path("draw")
 """Where many pictures go: the place that the seeds name."""
@@ -102,7 +102,7 @@ def _parse_target(name: str | None) -> Format | None:
         UsageError: it is not known, has no limits without a scale, or there are several.
     """
     from ranktape.analyze.limits.target import one_target
-    from ranktape.analyze.quantization.schemes import Scaling, parse_scheme
+    from ranktape.analyze.numerics.quantization.schemes import Scaling, parse_scheme
 
     if name is not None and "," not in name:
         scheme = parse_scheme(name)

@@ -21,7 +21,7 @@ from ranktape.analyze.sweep_arguments import sweep_options
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.values import View
+    from ranktape.analyze.engine.values import View
 
 
 @click.command(name="sweep")

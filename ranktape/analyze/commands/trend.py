@@ -18,7 +18,7 @@ from ranktape.analyze.options import (
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.values import View
+    from ranktape.analyze.engine.values import View
 
 
 @click.command(name="trend")

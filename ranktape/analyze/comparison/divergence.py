@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from ranktape.analyze.comparison.figures import PairFigure, judged_value
 
 if TYPE_CHECKING:
-    from ranktape.analyze.comparison.differences import Differences
     from ranktape.analyze.comparison.layouts import Parts
-    from ranktape.analyze.distributions.distances import Distances
+    from ranktape.analyze.numerics.differences.differences import Differences
+    from ranktape.analyze.numerics.distributions.distances import Distances
     from ranktape.storage import Records
 
 DEFAULT_MARGIN = 3.0

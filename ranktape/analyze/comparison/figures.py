@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ranktape.analyze.comparison.differences import Differences
-from ranktape.analyze.distributions.distances import Distances
+from ranktape.analyze.numerics.differences.differences import Differences
+from ranktape.analyze.numerics.distributions.distances import Distances
 from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.comparison.tensors import Tensor
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.analyze.values import View
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ranktape.analyze.comparison.tensors import Tensor
-from ranktape.analyze.values import View
+from ranktape.analyze.engine.values import View
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:

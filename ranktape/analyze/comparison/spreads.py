@@ -6,17 +6,17 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ranktape.analyze.distributions.distances import Distances, distance
 from ranktape.analyze.engine.digests import digests, merge_digests
-from ranktape.analyze.values import View
+from ranktape.analyze.engine.values import View
+from ranktape.analyze.numerics.distributions.distances import Distances, distance
 from ranktape.storage.placement import Kind, parse_placement
 from ranktape.storage.record import Keep
 
 if TYPE_CHECKING:
     from ranktape.analyze.comparison.layouts import Parts
     from ranktape.analyze.comparison.matching import Matching
-    from ranktape.analyze.engine.digest import Digest
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.storage import Records
 
 

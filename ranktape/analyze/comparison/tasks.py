@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, overload
 
 from ranktape.analyze.comparison.tensors import Pair, Tensor
-from ranktape.analyze.values import View
+from ranktape.analyze.engine.values import View
 
 if TYPE_CHECKING:
     from ranktape.analyze.comparison.layouts import Parts

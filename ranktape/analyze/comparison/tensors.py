@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.comparison.differences import Differences, compare_parts
-from ranktape.analyze.values import View, read_values, viewed_dtype
+from ranktape.analyze.engine.values import View, read_values, viewed_dtype
+from ranktape.analyze.numerics.differences.differences import Differences, compare_parts
 from ranktape.storage.assemble import assemble_records
 from ranktape.storage.dtypes import numpy_dtype
 from ranktape.storage.encode import MIN_SAMPLE_NBYTES

@@ -1,1 +1,1 @@
-"""How is a question put to many records: planned, read once, counted, added up and remembered?"""
+"""Reads records in batches, in several processes or on a cluster, and keeps what was counted."""

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.engine.digest import SAMPLE_FIGURES, Digest
-from ranktape.analyze.engine.digest_kernels import (
+from ranktape.analyze.engine.values import View, read_histogram, viewed_dtype
+from ranktape.analyze.numerics.digests.digest import SAMPLE_FIGURES, Digest
+from ranktape.analyze.numerics.digests.kernels import (
     MAX_COUNT,
     NUM_TABLES,
     Nature,
     count_samples,
 )
-from ranktape.analyze.engine.quantile_summary import Summarizer
-from ranktape.analyze.histograms.histogram import KINDS, Histogram, Tallies, own_limits, pattern_values, scan
-from ranktape.analyze.histograms.moments import statistics_of, statistics_of_pairs
-from ranktape.analyze.pieces import frozen
-from ranktape.analyze.values import View, read_histogram, viewed_dtype
+from ranktape.analyze.numerics.digests.quantile_summary import Summarizer
+from ranktape.analyze.numerics.histograms.histogram import KINDS, Histogram, Tallies, own_limits, pattern_values, scan
+from ranktape.analyze.numerics.histograms.moments import statistics_of, statistics_of_pairs
+from ranktape.analyze.numerics.pieces import frozen
 from ranktape.errors import DataError
 from ranktape.storage.dtypes import numpy_dtype
 from ranktape.storage.record import Keep

@@ -18,8 +18,7 @@ from ranktape.analyze.engine.cache import Cache
 from ranktape.analyze.engine.cache_object import DamagedObjectError
 from ranktape.analyze.engine.executors import ended_on_failure, executor_of
 from ranktape.analyze.engine.plan import Plan, Span
-from ranktape.analyze.files.table import FileRecords
-from ranktape.analyze.progress import BytesLeft, bytes_left
+from ranktape.analyze.engine.progress import BytesLeft, bytes_left
 from ranktape.storage.backends.failures import printable
 
 if TYPE_CHECKING:
@@ -158,8 +157,8 @@ class _Measuring:
         starts = [place for place, before in zip(places, [None, *places], strict=False) if place - 1 != before]
         stops = [place + 1 for place, behind in zip(places, [*places[1:], None], strict=True) if place + 1 != behind]
         runs = [self._records[start:stop] for start, stop in zip(starts, stops, strict=True)]
-        # To look at the records of files is to read them: those are sent as a selection.
-        return tuple(run if isinstance(run, FileRecords) else list(run) for run in runs)
+        # To look at the records of files is to read them.
+        return tuple(run if run.is_costly else list(run) for run in runs)
 
     def _taken(self) -> Iterator[Payload]:
         """The payloads of the span that was given out first."""

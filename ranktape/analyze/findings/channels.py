@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View, read_values
 from ranktape.analyze.findings.finding import Severity
 from ranktape.analyze.findings.peers import octaves, robust_z
 from ranktape.analyze.findings.sign import Judgement, Sign, count_text, factor_text, named_numbers, number_text, sign_of
 from ranktape.analyze.findings.thresholds import CHANNEL_OCTAVES, MIN_CHANNELS, ROBUST_Z, SERIOUS_OCTAVES
-from ranktape.analyze.pieces import pieces
-from ranktape.analyze.values import View, read_values
+from ranktape.analyze.numerics.pieces import pieces
 from ranktape.storage.record import Keep
 
 if TYPE_CHECKING:

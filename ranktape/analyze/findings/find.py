@@ -19,9 +19,9 @@ from ranktape.analyze.findings.underflowing import underflowing
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.engine.values import View
     from ranktape.analyze.findings.finding import Finding
     from ranktape.analyze.findings.sign import Sign
-    from ranktape.analyze.values import View
     from ranktape.storage import Records
 
 

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.figures import figure
 from ranktape.analyze.findings.peers import codes_of, medians_of, octaves, sizes_of
-from ranktape.analyze.formats import FORMATS
 from ranktape.analyze.identity import IDENTITY
 from ranktape.analyze.layer_stacks import stacks_of
 from ranktape.analyze.limits.target import parse_targets
-from ranktape.analyze.quantization.schemes import Scaling
-from ranktape.analyze.values import View, viewed_dtype
+from ranktape.analyze.numerics.formats import FORMATS
+from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.storage.dtypes import dtype_row
 from ranktape.storage.record import is_parameter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.digest import Digest
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.storage import Records
 
 FIELDS = (*IDENTITY, "counter")

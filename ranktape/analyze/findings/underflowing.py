@@ -30,7 +30,7 @@ from ranktape.analyze.findings.thresholds import (
     MIN_FLOOR_ELEMENTS,
     ZERO_EXCESS,
 )
-from ranktape.analyze.formats import FORMATS
+from ranktape.analyze.numerics.formats import FORMATS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

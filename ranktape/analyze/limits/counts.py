@@ -11,14 +11,14 @@ import numpy as np
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.histograms.histogram import KINDS as SCANNED
-from ranktape.analyze.histograms.histogram import Histogram, Tallies, scan, scan_histogram
+from ranktape.analyze.engine.sweep_measure import Job, sweep_records
+from ranktape.analyze.engine.values import View, read_numbers, viewed_dtype
 from ranktape.analyze.limits.kinds import pick
 from ranktape.analyze.limits.target import Target, tells_apart
-from ranktape.analyze.quantization.schemes import Scaling
-from ranktape.analyze.sweeps.options import SweepMode, SweepOptions, resolve
-from ranktape.analyze.sweeps.records import Job, sweep_records
-from ranktape.analyze.values import View, read_numbers, viewed_dtype
+from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
+from ranktape.analyze.numerics.histograms.histogram import Histogram, Tallies, scan, scan_histogram
+from ranktape.analyze.numerics.quantization.schemes import Scaling
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
 from ranktape.errors import RanktapeError
 from ranktape.storage.dtypes import dtype_row, numpy_dtype
 from ranktape.storage.record import Keep
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.measure import Payload
-    from ranktape.analyze.sweeps.sweep import ScaleSweep
+    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
     from ranktape.storage import Record, Records
 
 VERSION = 1

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.limits.counts import EXTREMES, count_records
 from ranktape.analyze.limits.samples import count_samples
-from ranktape.analyze.quantization.schemes import Scaling
+from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.questions.swept import sweepable
 from ranktape.analyze.sample_names import SAMPLE
-from ranktape.analyze.values import View, viewed_dtype
 from ranktape.errors import UsageError
 from ranktape.storage.selection.groups import equal_rows
 

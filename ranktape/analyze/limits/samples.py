@@ -12,15 +12,15 @@ import numpy as np
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.histograms.histogram import KINDS as SCANNED
-from ranktape.analyze.histograms.histogram import scan
+from ranktape.analyze.engine.sweep_measure import sweep_samples
+from ranktape.analyze.engine.values import View, read_values, viewed_dtype
 from ranktape.analyze.limits.counts import NAMES, Counts, Row, block_job, block_row, refuse_statistics, unknown_row
 from ranktape.analyze.limits.kinds import pick
 from ranktape.analyze.limits.target import Target
-from ranktape.analyze.quantization.schemes import Scaling
+from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
+from ranktape.analyze.numerics.histograms.histogram import scan
+from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.sample_names import SampleName, sample_names
-from ranktape.analyze.sweeps.records import sweep_samples
-from ranktape.analyze.values import View, read_values, viewed_dtype
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.record import TALLY_KINDS, Keep
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from ranktape.analyze.formats import Coding
-from ranktape.analyze.histograms.histogram import Limits
-from ranktape.analyze.quantization.schemes import SCHEMES, Scaling, parse_scheme
-from ranktape.analyze.sweeps.options import SweepMode, SweepOptions, resolve
-from ranktape.analyze.sweeps.scaling import largest_alignment
+from ranktape.analyze.numerics.formats import Coding
+from ranktape.analyze.numerics.histograms.histogram import Limits
+from ranktape.analyze.numerics.quantization.schemes import SCHEMES, Scaling, parse_scheme
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
+from ranktape.analyze.numerics.sweeps.scaling import largest_alignment
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
-    from ranktape.analyze.formats import Format
+    from ranktape.analyze.numerics.formats import Format
 
 SCALINGS = (Scaling.NONE, Scaling.TENSOR, Scaling.BLOCK)
 """The choices of `--scaling`."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from ranktape.analyze.formats import FORMATS
 from ranktape.analyze.layer_stacks import number_of, stack_of
+from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.pictures.style import PALE_INK, SMALL_SIZE, TEXT_SIZE, plain
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.patches import Patch
 
-from ranktape.analyze.distributions.occupancy import NARROW_FORMATS
-from ranktape.analyze.formats import FORMATS
+from ranktape.analyze.numerics.distributions.occupancy import NARROW_FORMATS
+from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.palette import BLUE, SKY
 from ranktape.analyze.pictures.axes import name_rows, scale_powers, scale_shares
 from ranktape.analyze.pictures.heat_maps import Grid, Scale, add_colorbar, draw_cells, name_rows_of, special_handles

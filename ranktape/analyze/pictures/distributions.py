@@ -14,8 +14,8 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from ranktape.analyze.distributions.bins import linear_bins
-from ranktape.analyze.distributions.normal_fit import fit_normal
+from ranktape.analyze.numerics.distributions.bins import linear_bins
+from ranktape.analyze.numerics.distributions.normal_fit import fit_normal
 from ranktape.analyze.palette import GREY
 from ranktape.analyze.pictures.axes import mark_limits, scale_numbers, scale_powers, scale_shares
 from ranktape.analyze.pictures.octaves import LOWEST, octave_counts
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.digest import Digest
+    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.analyze.pictures.groups import Group
 
 MAX_DEVIATIONS = 8.0

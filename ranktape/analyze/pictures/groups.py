@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.digest import Digest
+    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.analyze.pictures.survey import Survey
 
 

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.digest import Digest
+    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.analyze.pictures.survey import Survey
 
 LOWEST, HIGHEST = -160, 135

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.lines import Line2D
 
-from ranktape.analyze.formats import BY_DTYPE, FORMATS
 from ranktape.analyze.layer_stacks import layer_places
+from ranktape.analyze.numerics.formats import BY_DTYPE, FORMATS
 from ranktape.analyze.pictures.axes import scale_layers, scale_shares, with_gap
 from ranktape.analyze.pictures.files import form_of, write_picture
 from ranktape.analyze.pictures.kinds import KINDS
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.formats import Format
+    from ranktape.analyze.engine.values import View
+    from ranktape.analyze.numerics.formats import Format
     from ranktape.analyze.pictures.survey import Survey
-    from ranktape.analyze.values import View
     from ranktape.storage import Records
 
 MAX_MARKS = 40

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranktape.analyze.engine.values import read_values
 from ranktape.analyze.palette import BLUE, GREY, VERMILION
 from ranktape.analyze.pictures.axes import scale_numbers
 from ranktape.analyze.pictures.style import PANEL_SIZE, TEXT_SIZE, Heading, empty, finish, page, plain
-from ranktape.analyze.values import read_values
 from ranktape.storage.record import Keep
 
 if TYPE_CHECKING:

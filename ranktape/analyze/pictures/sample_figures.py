@@ -13,7 +13,7 @@ from ranktape.analyze.sample_names import SAMPLE, sample_names
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.digest import Digest
+    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.analyze.sample_names import SampleName
     from ranktape.storage import Records
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.pictures.groups import short_count
 from ranktape.analyze.pictures.style import plain
-from ranktape.analyze.values import View
 
 if TYPE_CHECKING:
     from ranktape.analyze.pictures.survey import Survey

@@ -16,22 +16,22 @@ import numpy as np
 
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.formats import FORMATS
-from ranktape.analyze.histograms.histogram import Limits
+from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.layer_stacks import layer_places
+from ranktape.analyze.numerics.formats import FORMATS
+from ranktape.analyze.numerics.histograms.histogram import Limits
 from ranktape.analyze.pictures.octaves import Octaves
 from ranktape.analyze.pictures.sample_figures import SampleFigures
 from ranktape.analyze.questions.overflow import overflow
 from ranktape.analyze.sample_names import SAMPLE
-from ranktape.analyze.values import View, viewed_dtype
 from ranktape.errors import NoRecordsError
 from ranktape.storage.dtypes import dtype_row
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.digest import Digest
-    from ranktape.analyze.formats import Format
+    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Records
 
 CELL_FIELDS = (

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ranktape.analyze.engine.sweep_measure import sweep_one
+from ranktape.analyze.legacy.outputs.plots import draw_panels, draw_summary
 from ranktape.analyze.questions.swept import jobs_of, parse_request
-from ranktape.analyze.scaling_outputs.plots import draw_panels, draw_summary
-from ranktape.analyze.sweeps.records import sweep_one
 from ranktape.errors import UsageError
 from ranktape.storage.record import Keep
 

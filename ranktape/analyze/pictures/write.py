@@ -18,9 +18,9 @@ from ranktape.storage.backends.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.formats import Format
+    from ranktape.analyze.engine.values import View
+    from ranktape.analyze.numerics.formats import Format
     from ranktape.analyze.pictures.kinds import PictureKind
-    from ranktape.analyze.values import View
     from ranktape.storage import Records
 
 INDEX, README = "index.json", "README.txt"

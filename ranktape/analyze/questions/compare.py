@@ -16,10 +16,10 @@ from ranktape.analyze.comparison.tables import PairTable, is_differing
 from ranktape.analyze.comparison.tasks import PairTasks
 from ranktape.analyze.comparison.tensors import compare_pairs
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_row
 from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.table import Table
-from ranktape.analyze.values import View
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage.backends.failures import printable
 

@@ -11,22 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.distributions.occupancy import NARROW_FORMATS
-from ranktape.analyze.formats import Coding, parse_format
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_columns, group_row
 from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.numerics.distributions.occupancy import NARROW_FORMATS
+from ranktape.analyze.numerics.formats import Coding, parse_format
 from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.questions.looks import ANSWERS, Look, LookOptions
 from ranktape.analyze.questions.stats import how_seen
 from ranktape.analyze.table import Column, Table
-from ranktape.analyze.values import View
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage.record import Keep
 
 if TYPE_CHECKING:
-    from ranktape.analyze.engine.digest import Digest
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.formats import Format
+    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Records
 
 MAX_BINS = 1 << 16

@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests, merge_digests
-from ranktape.analyze.engine.quantile_summary import push
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.figures import Figure, figure
 from ranktape.analyze.identity import group_columns, group_row
 from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.limits.target import SCALINGS, parse_targets
-from ranktape.analyze.quantization.schemes import Scaling
+from ranktape.analyze.numerics.digests.quantile_summary import push
+from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.questions.grouped import group_records
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.analyze.values import View
 from ranktape.errors import NoRecordsError
 
 if TYPE_CHECKING:
-    from ranktape.analyze.engine.digest import Digest
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.limits.target import Target
+    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.storage import Records
 
 FORMATS = ("fp16", "fp8_e5m2", "fp8_e4m3")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.digests import digests, merge_digests
-from ranktape.analyze.engine.quantile_summary import push
+from ranktape.analyze.numerics.digests.quantile_summary import push
 from ranktape.storage.selection.groups import equal_rows
 
 if TYPE_CHECKING:
-    from ranktape.analyze.engine.digest import Digest
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.values import View
+    from ranktape.analyze.engine.values import View
+    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.storage import Records
 
 

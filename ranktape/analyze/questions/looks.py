@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.distributions.bins import Bins, linear_bins, log2_bins
-from ranktape.analyze.distributions.finite import finite
-from ranktape.analyze.distributions.normal_fit import fit_normal
-from ranktape.analyze.distributions.occupancy import Held, Occupancy, aligned_exponent, held_by, occupancy
+from ranktape.analyze.numerics.distributions.bins import Bins, linear_bins, log2_bins
+from ranktape.analyze.numerics.distributions.finite import finite
+from ranktape.analyze.numerics.distributions.normal_fit import fit_normal
+from ranktape.analyze.numerics.distributions.occupancy import Held, Occupancy, aligned_exponent, held_by, occupancy
 from ranktape.analyze.table import Column, Kind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.digest import Digest
-    from ranktape.analyze.formats import Format
+    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.formats import Format
 
 Rows = Iterator[tuple[Any, ...]]
 

@@ -7,18 +7,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.distributions.distances import Distances, distance
 from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
 from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.numerics.distributions.distances import Distances, distance
 from ranktape.analyze.questions.grouped import Groups, group_digests, group_records
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.analyze.values import View
 from ranktape.errors import NoRecordsError
 
 if TYPE_CHECKING:
-    from ranktape.analyze.engine.digest import Digest
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.storage import Records
 
 _SITE = (

@@ -24,9 +24,9 @@ from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.engine.values import View
     from ranktape.analyze.findings.finding import Severity
     from ranktape.analyze.findings.survey import Survey
-    from ranktape.analyze.values import View
     from ranktape.storage import Records
 
 ACROSS = ("rank", "layer", "sample", "channel")

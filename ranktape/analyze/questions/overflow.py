@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import (
     SAMPLE_COLUMN,
     group_columns,
@@ -30,10 +31,9 @@ from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.limits.counts import EXTREMES, KINDS
 from ranktape.analyze.limits.places import find_places
 from ranktape.analyze.limits.target import Target, parse_targets
-from ranktape.analyze.quantization.losses import HIGH_RATIO, MODERATE_RATIO, Severity, severity_of
-from ranktape.analyze.quantization.schemes import Scaling
+from ranktape.analyze.numerics.quantization.losses import HIGH_RATIO, MODERATE_RATIO, Severity, severity_of
+from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.analyze.values import View
 from ranktape.storage.dtypes import dtype_row
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import are_files, group_columns, group_row
 from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.limits.places import find_places
 from ranktape.analyze.limits.target import parse_targets
-from ranktape.analyze.quantization.losses import MODERATE_RATIO
+from ranktape.analyze.numerics.quantization.losses import MODERATE_RATIO
 from ranktape.analyze.questions.overflow import limit_cells, limit_columns
 from ranktape.analyze.sample_names import SAMPLE
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.analyze.values import View
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

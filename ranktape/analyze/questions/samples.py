@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.figures import FIGURES, figure
 from ranktape.analyze.identity import (
     SAMPLE_COLUMN,
@@ -23,7 +24,6 @@ from ranktape.analyze.questions.grouped import group_records
 from ranktape.analyze.questions.stats import figure_columns
 from ranktape.analyze.sample_names import SAMPLE, SampleName, sample_names
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.analyze.values import View
 from ranktape.errors import NoRecordsError, UsageError
 
 if TYPE_CHECKING:

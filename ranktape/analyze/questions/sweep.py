@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ranktape.analyze.advice.recommendation import DEFAULT_TARGET_SQNR
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.questions.sweep_tables import group_table, levels_table, records_table
 from ranktape.analyze.questions.swept import answerable, parse_request, sweep_selection, sweepable
 from ranktape.analyze.questions.swept_groups import grouped
 from ranktape.analyze.sample_names import SAMPLE, sample_names
-from ranktape.analyze.values import View
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.record import Keep
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.numerics.sweeps.options import SweepOptions
     from ranktape.analyze.questions.swept import SweepRequest, Swept
-    from ranktape.analyze.sweeps.options import SweepOptions
     from ranktape.analyze.table import Table
     from ranktape.storage import Records
 

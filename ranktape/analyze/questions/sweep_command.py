@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import say
-from ranktape.analyze.formats import Rounding
+from ranktape.analyze.engine.progress import progress
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.progress import progress
-from ranktape.analyze.quantization.scales import ScaleRule
+from ranktape.analyze.legacy.outputs.files import DEFAULT_OUTPUT_DIR, make_folder
+from ranktape.analyze.legacy.outputs.text import DOUBLE
+from ranktape.analyze.legacy.outputs.write import OutputOptions
+from ranktape.analyze.numerics.formats import Rounding
+from ranktape.analyze.numerics.quantization.scales import ScaleRule
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.questions.sweep import check_shape, table_of
 from ranktape.analyze.questions.sweep_sources import Tensor, is_file, list_tensors, summary_lines, sweep_tensors
 from ranktape.analyze.questions.swept import answerable, num_readings, parse_request
 from ranktape.analyze.sample_names import SAMPLE
-from ranktape.analyze.scaling_outputs.files import DEFAULT_OUTPUT_DIR, make_folder
-from ranktape.analyze.scaling_outputs.text import DOUBLE
-from ranktape.analyze.scaling_outputs.write import OutputOptions
-from ranktape.analyze.sweeps.options import SweepMode, SweepOptions
-from ranktape.analyze.values import View
 from ranktape.errors import DataError, UsageError
 
 if TYPE_CHECKING:

@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ranktape.analyze.console import say
+from ranktape.analyze.engine.values import viewed_dtype
+from ranktape.analyze.legacy.outputs.files import FolderNames, titles_of
+from ranktape.analyze.legacy.outputs.text import DOUBLE, Subject
+from ranktape.analyze.legacy.outputs.write import Stopwatch, TensorReport
+from ranktape.analyze.numerics.sweeps.options import resolve
 from ranktape.analyze.options import say_what_is_left_out
 from ranktape.analyze.questions.sweep import with_samples
 from ranktape.analyze.questions.swept import is_sweepable, sweep_selection, sweepable
 from ranktape.analyze.sample_names import SAMPLE
-from ranktape.analyze.scaling_outputs.files import FolderNames, titles_of
-from ranktape.analyze.scaling_outputs.text import DOUBLE, Subject
-from ranktape.analyze.scaling_outputs.write import Stopwatch, TensorReport
-from ranktape.analyze.sweeps.options import resolve
-from ranktape.analyze.values import viewed_dtype
 from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError, WorkersError
 from ranktape.storage.backends.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.files.open import Source
+    from ranktape.analyze.legacy.open import Source
+    from ranktape.analyze.legacy.outputs.write import OutputOptions
     from ranktape.analyze.options import Selection
     from ranktape.analyze.questions.swept import SweepRequest, Swept
-    from ranktape.analyze.scaling_outputs.write import OutputOptions
     from ranktape.storage import Record, Records
 
 RULE = "-" * 60

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.advice.recommendation import best_by, best_format
 from ranktape.analyze.advice.verdict import direction_of, keeps_nothing
 from ranktape.analyze.identity import are_files, group_columns, group_row, identity_columns
-from ranktape.analyze.sweeps.legacy import LegacyLevel
-from ranktape.analyze.sweeps.metrics import Level
-from ranktape.analyze.sweeps.options import SweepMode
-from ranktape.analyze.sweeps.scaling import scale_of
+from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
+from ranktape.analyze.numerics.sweeps.metrics import Level
+from ranktape.analyze.numerics.sweeps.options import SweepMode
+from ranktape.analyze.numerics.sweeps.scaling import scale_of
 from ranktape.analyze.table import Column, Kind, Table
 
 if TYPE_CHECKING:
     from ranktape.analyze.advice.recommendation import CommonScale, FormatChoice
+    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
     from ranktape.analyze.questions.swept import Swept
     from ranktape.analyze.questions.swept_groups import SweptGroup
-    from ranktape.analyze.sweeps.sweep import ScaleSweep
 
 SOURCE_COLUMN = Column(name="source", kind=Kind.TEXT, is_key=True)
 """Which run, folder or file a record is of, where there are several."""

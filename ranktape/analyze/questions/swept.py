@@ -7,19 +7,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ranktape.analyze.engine.sweep_measure import Job, sweep_records, sweep_samples
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import identity_rows
-from ranktape.analyze.quantization.schemes import MX_BLOCK_SIZE
+from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve, resolve_all
 from ranktape.analyze.sample_names import SAMPLE, sample_names
-from ranktape.analyze.sweeps.options import SweepMode, SweepOptions, resolve, resolve_all
-from ranktape.analyze.sweeps.records import Job, sweep_records, sweep_samples
-from ranktape.analyze.values import View
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.dtypes import dtype_row
 from ranktape.storage.record import Keep
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.sweeps.sweep import ScaleSweep
+    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
     from ranktape.storage import Records
 
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ranktape.analyze.advice.recommendation import common_grid, common_scale
+from ranktape.analyze.engine.sweep_measure import Job, sweep_records, sweep_samples
 from ranktape.analyze.questions.swept import SweepRequest, Swept, jobs_of
-from ranktape.analyze.sweeps.records import Job, sweep_records, sweep_samples
 from ranktape.errors import RanktapeError
 from ranktape.storage.selection.groups import equal_rows
 
 if TYPE_CHECKING:
     from ranktape.analyze.advice.recommendation import CommonScale
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.sweeps.options import SweepOptions
-    from ranktape.analyze.sweeps.sweep import ScaleSweep
-    from ranktape.analyze.values import View
+    from ranktape.analyze.engine.values import View
+    from ranktape.analyze.numerics.sweeps.options import SweepOptions
+    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
     from ranktape.storage import Records
 
 Found = TypeVar("Found")

@@ -12,16 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.figures import figure
 from ranktape.analyze.identity import identity_columns, identity_rows
 from ranktape.analyze.questions.samples import SAMPLE_NAMES, sample_of
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.analyze.values import View
 from ranktape.errors import NoRecordsError, UsageError
 
 if TYPE_CHECKING:
-    from ranktape.analyze.engine.digest import Digest
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.storage import Records
 
 SHOWN = ("mean", "std", "absmax", "norm")

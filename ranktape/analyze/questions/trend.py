@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.figures import Figure, figure
 from ranktape.analyze.findings.changes import kendall_z, sen_slope
 from ranktape.analyze.findings.survey import SITE
@@ -22,7 +23,6 @@ from ranktape.analyze.identity import group_columns, group_row
 from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.analyze.values import View
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:

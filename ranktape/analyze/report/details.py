@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranktape.analyze.engine.sweep_measure import sweep_one
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
+from ranktape.analyze.numerics.sweeps.scaling import largest_alignment, sums_of_pairs
 from ranktape.analyze.questions.swept import SweepRequest, is_sweepable, jobs_of, parse_request, sweepable
 from ranktape.analyze.report.columns import packed
-from ranktape.analyze.sweeps.options import SweepMode, SweepOptions, resolve
-from ranktape.analyze.sweeps.records import sweep_one
-from ranktape.analyze.sweeps.scaling import largest_alignment, sums_of_pairs
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.digest import Digest
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.measure import Payload
-    from ranktape.analyze.values import View
+    from ranktape.analyze.engine.values import View
+    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.storage import Record, Records
 
 MAX_BUNDLES = 10_000

@@ -15,9 +15,9 @@ import numpy as np
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.figures import figure
-from ranktape.analyze.formats import FORMATS
 from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS
 from ranktape.analyze.layer_stacks import layer_places, stacks_of
+from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.report.columns import packed
 from ranktape.analyze.report.details import Details, bundles_of
 from ranktape.analyze.report.samples import Samples
@@ -28,9 +28,9 @@ from ranktape.storage.backends.failures import printable
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ranktape.analyze.engine.values import View
     from ranktape.analyze.findings.finding import Finding
-    from ranktape.analyze.formats import Format
-    from ranktape.analyze.values import View
+    from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Records
 
 FIELDS = (*IDENTITY, "batch_size", "keep")

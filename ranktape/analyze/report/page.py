@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape import __version__
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.questions.swept import parse_request
 from ranktape.analyze.report.model import Model, build_model
-from ranktape.analyze.values import View
 from ranktape.errors import AccessDeniedError, NoRecordsError, NoSpaceError, StorageError, UsageError
 from ranktape.storage.backends.failures import FULL, REFUSED, printable
 

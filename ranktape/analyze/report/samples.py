@@ -12,7 +12,7 @@ from ranktape.analyze.report.columns import packed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.digest import Digest
+    from ranktape.analyze.numerics.digests.digest import Digest
 
 SAMPLE_FIGURES = ("overflow.ratio", "overflow.underflow.ratio", "absmax", "std", "mean", "norm")
 """What the page knows of each sample."""

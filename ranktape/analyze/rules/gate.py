@@ -14,7 +14,7 @@ import numpy as np
 from ranktape.analyze.identity import group_row, identity_fields, identity_rows
 from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.limits.target import one_target
-from ranktape.analyze.quantization.schemes import Scaling
+from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.questions.swept import sweepable
 from ranktape.analyze.rules.condition import Fault, faults, judge
 from ranktape.analyze.rules.defaults import default_rules
@@ -29,7 +29,7 @@ from ranktape.storage.selection.columns import Comparison
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.values import View
+    from ranktape.analyze.engine.values import View
     from ranktape.storage import Records
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from ranktape.analyze.figures import FIGURES, figure
 from ranktape.analyze.limits.counts import EXTREMES, KINDS
+from ranktape.analyze.numerics.sweeps.metrics import METRICS
+from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
 from ranktape.analyze.sample_names import SAMPLE
-from ranktape.analyze.sweeps.metrics import METRICS
-from ranktape.analyze.sweeps.options import SweepOptions, resolve
 from ranktape.errors import UsageError
 from ranktape.storage.backends.failures import printable
 from ranktape.storage.catalogue import COLUMNS

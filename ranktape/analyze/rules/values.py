@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranktape.analyze.engine.sweep_measure import sweep_records
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.figures import figure
 from ranktape.analyze.limits.places import Places, find_places
 from ranktape.analyze.limits.target import Target
@@ -17,8 +19,6 @@ from ranktape.analyze.questions.grouped import Groups, group_digests
 from ranktape.analyze.questions.swept import jobs_of, parse_request
 from ranktape.analyze.rules.operands import Operand, Origin
 from ranktape.analyze.sample_names import SAMPLE
-from ranktape.analyze.sweeps.records import sweep_records
-from ranktape.analyze.values import View
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.placement import Kind, parse_placement
 

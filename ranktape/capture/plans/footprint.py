@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.histograms.histogram import measure
+from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.capture.settings.options import Policy
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.capture.writing.kept_nbytes import kept_nbytes

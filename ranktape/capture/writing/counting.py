@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.histograms.block_histogram import count_blocks, to_counts
-from ranktape.analyze.histograms.histogram import count_values
-from ranktape.analyze.histograms.moments import statistics_of
+from ranktape.analyze.numerics.histograms.block_histogram import count_blocks, to_counts
+from ranktape.analyze.numerics.histograms.histogram import count_values
+from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.capture.writing.kept_nbytes import counted_dtype
 from ranktape.storage.block_counts import BLOCK_AXES, NUM_CODES, BlockCounts, pack_histogram
 from ranktape.storage.dtypes import numpy_dtype

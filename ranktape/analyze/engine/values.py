@@ -1,0 +1,146 @@
+"""Which numbers of a record are judged: those that were seen, or those that the operation computed with?
+
+Of a record whose histogram was kept, the numbers are known and their places are not: every question about single
+values has the same answer.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.numerics.formats import BY_DTYPE
+from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, from_counts
+from ranktape.analyze.numerics.histograms.histogram import Histogram, pattern_values
+from ranktape.errors import DataError, UsageError
+from ranktape.storage.dtypes import dtype_row, numpy_dtype
+from ranktape.storage.record import Keep
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.storage import Record
+
+
+class View(enum.StrEnum):
+    """How the values of a record are looked at: the choices of `--as`."""
+
+    COMPUTE = "compute"
+    """Rounded to `compute_dtype` first, where that cannot hold every value of `dtype`."""
+    SEEN = "seen"
+    """As they were captured."""
+
+
+def viewed_dtype(*, dtype: str, compute_dtype: str, view: View) -> str:
+    """The element type of the values that are judged.
+
+    `dtype` itself, unless the operation rounded to a narrower floating point type and is looked at so: a
+    wider one holds the same values.
+    """
+    seen, computed = BY_DTYPE.get(dtype), BY_DTYPE.get(compute_dtype)
+    if view is View.SEEN or seen is None or computed is None:
+        return dtype
+    is_held = (
+        computed.mantissa_bits >= seen.mantissa_bits
+        and computed.maximum >= seen.maximum
+        and computed.min_subnormal <= seen.min_subnormal
+    )
+    return dtype if is_held else compute_dtype
+
+
+def read_values(record: Record, *, view: View) -> NDArray[Any]:
+    """The values of a record, in the element type that `viewed_dtype` names.
+
+    Rounding is to nearest, ties to even; what is beyond the narrower type becomes infinite, as in the
+    operation itself. NaN stays NaN.
+
+    Raises:
+        StorageError: the store cannot be read.
+        DataError: the record's bytes are missing or damaged.
+    """
+    seen = record.read()
+    dtype = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
+    if dtype == record.dtype:
+        return seen
+    with np.errstate(over="ignore", invalid="ignore"):
+        return seen.astype(numpy_dtype(dtype))
+
+
+def read_numbers(record: Record, *, view: View) -> NDArray[Any] | Histogram:
+    """The values of a record as `read_values` gives them, or how often each occurs where only that was kept.
+
+    Raises:
+        StorageError: the store cannot be read.
+        DataError: the record's bytes are missing or damaged.
+        UsageError: only statistics were kept; or what was kept is rounded already, and is to be looked at as it was
+            seen.
+    """
+    if record.keep == Keep.STATISTICS:
+        raise UsageError(
+            f"of {record!r} the statistics were kept, and no value that a format could be tried on: "
+            f"leave such records out with --where \"keep != 'statistics'\", or read them with statistics()"
+        )
+    return read_histogram(record, view=view) if record.keep == Keep.HISTOGRAM else read_values(record, view=view)
+
+
+def read_histogram(record: Record, *, view: View) -> Histogram:
+    """How often each value of a record occurs, in the element type that `viewed_dtype` names.
+
+    Raises:
+        StorageError: the store cannot be read.
+        DataError: the record's bytes are missing or damaged.
+        UsageError: the values were kept; or what was kept is rounded already, and is to be looked at as it was seen.
+    """
+    counted = _counted_dtype(record)
+    wanted = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
+    counts = record.counts().astype(np.int64)
+    dtype = dtype_row(counted).numpy_dtype
+    if dtype.itemsize != _HALF_NBYTES or int(counts.sum()) != math.prod(record.shape):
+        raise DataError(f"the histogram of {record!r} is damaged: it counts other elements than the tensor had")
+    if wanted == counted:
+        return Histogram(dtype=dtype, counts=counts)
+    if wanted == record.dtype:
+        raise UsageError(
+            f"of {record!r} the histogram of its values in {counted} was kept, and no value as it was seen: "
+            f"leave out --as seen, or leave such records out with --where \"keep == 'values'\""
+        )
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = pattern_values(dtype).astype(dtype).astype(numpy_dtype(wanted))
+    folded = np.zeros(1 << 8 * rounded.itemsize, dtype=np.int64)
+    np.add.at(folded, rounded.view(f"u{rounded.itemsize}"), counts)
+    return Histogram(dtype=numpy_dtype(wanted), counts=folded)
+
+
+def read_block_histogram(record: Record, *, axis: str = "features", view: View) -> BlockHistogram:
+    """How often each magnitude occurs in blocks of each kind, in a record whose histogram was kept.
+
+    Blocks of 32 along the last dimension (`features`), or along all others taken as one (`tokens`).
+
+    Raises:
+        StorageError: the store cannot be read.
+        DataError: the record's bytes are missing or damaged.
+        UsageError: something else was kept; no blocks along that axis were counted; or they were counted in another
+            type than `viewed_dtype` names.
+    """
+    counted = _counted_dtype(record)
+    wanted = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
+    if wanted != counted:
+        raise UsageError(
+            f"of {record!r} blocks of values in {counted} were counted, and nothing is known of them in {wanted}: "
+            f"give --as {View.SEEN if counted == record.dtype else View.COMPUTE}"
+        )
+    dtype = dtype_row(counted).numpy_dtype
+    if dtype.itemsize != _HALF_NBYTES:
+        raise DataError(f"the histogram of {record!r} is damaged: no values of {counted} are counted")
+    return from_counts(record.block_counts(axis=axis), dtype=dtype)
+
+
+def _counted_dtype(record: Record) -> str:
+    return record.dtype if dtype_row(record.dtype).itemsize == _HALF_NBYTES else record.compute_dtype
+
+
+_HALF_NBYTES = 2
+"""Size of the elements whose histograms are kept."""

@@ -1,0 +1,23 @@
+"""Reads and writes the `.pt` files of older tools: as records, into a run, and from a run."""
+
+from typing import TYPE_CHECKING
+
+from ranktape import public_names
+
+if TYPE_CHECKING:
+    from ranktape.analyze.legacy.export import ExportForm as ExportForm
+    from ranktape.analyze.legacy.export import export_records as export_records
+    from ranktape.analyze.legacy.folder import Folder as Folder
+    from ranktape.analyze.legacy.into_run import import_folder as import_folder
+    from ranktape.analyze.legacy.open import open_folder as open_folder
+    from ranktape.analyze.legacy.open import open_source as open_source
+else:
+    __all__, __getattr__, __dir__ = public_names(
+        __name__,
+        homes={
+            "export": ["ExportForm", "export_records"],
+            "folder": ["Folder"],
+            "into_run": ["import_folder"],
+            "open": ["open_folder", "open_source"],
+        },
+    )

@@ -1,0 +1,263 @@
+"""What do the name of a file and the file itself say that its tensor is?
+
+Names come first, as they are what people see and change; what a name does not say is taken from what the tools before
+us embedded, or from the record that our own export embedded under `RECORD_KEY`. A stranger may have written any of
+it: what no record can hold ends the reading of that file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ranktape.errors import DataError, UsageError
+from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.record import MAX_TERM_LENGTH, Mode, Operation, check_term, is_parameter
+from ranktape.storage.seed_names import LayerFile, LayerOutputName, SeedName, recorded_tensor_name, seed_seconds
+
+if TYPE_CHECKING:
+    from ranktape.analyze.legacy.payload import TensorFile
+
+RECORD_KEY = "ranktape"
+"""Under which our export embeds the record among what it says of the tensor."""
+
+TAGS = ("layer_type", "operation", "phase", "component", "quant_type", "tensor_name")
+"""The fields of a record that are words; the seeds' tool embeds them under the same names."""
+
+NUMBERS = ("iteration", "rank", "layer_idx")
+"""The fields of a record that are numbers, and that the seeds' tool embeds."""
+
+_SAID_ELSEWHERE = frozenset({*TAGS, *NUMBERS, "sample_idx", RECORD_KEY})
+"""What is embedded and becomes fields of the record."""
+
+_QUANT_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+"""The tags of plain types, for files that have none."""
+
+LAST_SECOND = 253402300799
+"""The end of the last year that has four digits, in seconds since the epoch."""
+
+_MAX_NUMBER = 2**53
+"""Numbers in files are whole and below this: a catalogue's columns hold them exactly."""
+
+_OF_ALL_OUTPUTS = ("iteration", "rank", "microbatch", "call", "quant_type")
+"""What our export says of the outputs of layers together."""
+
+_HIDDEN_LAYOUT = "BTH"
+"""The dimensions of the output of a layer."""
+
+_UNTAGGED: dict[str, Any] = {
+    "layer_type": "unknown",
+    "operation": Operation.FORWARD.value,
+    "phase": "unknown",
+    "component": "unknown",
+    "iteration": 0,
+    "rank": 0,
+    "layer_idx": -1,
+}
+"""What a file is taken for that says nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a folder says of one of its files."""
+
+    said: Any = None
+    """In its own words, for the record's `metadata`; None where it says nothing."""
+    told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of the record."""
+
+
+def told_fields(words: Any, *, stem: str) -> dict[str, Any]:
+    """The fields of one output of a layer that the `metadata.pt` of its folder says; none that no record can hold.
+
+    Our export writes those of all outputs together, and under `RECORD_KEY` those of each.
+    """
+    known = words if isinstance(words, Mapping) else {}
+    of_each = known.get(RECORD_KEY)
+    own = of_each.get(stem) if isinstance(of_each, Mapping) else None
+    found = {name: known[name] for name in _OF_ALL_OUTPUTS if name in known}
+    found |= own if isinstance(own, Mapping) else {}
+    return {name: value for name, value in found.items() if name in _OWN_FIELDS and _OWN_FIELDS[name](value)}
+
+
+def named_fields(
+    seed: SeedName | None, layer: LayerOutputName | None, told: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The fields of the record that the file's name settles, so that the file need not be opened for them.
+
+    What the name of the output of a layer does not say is what its folder tells of it.
+    """
+    if layer is not None:
+        layer_type = "embedding" if layer.file is LayerFile.EMBEDDING else "hidden"
+        fixed = {"layer_type": layer_type, "layer_idx": layer.layer_idx, "phase": "post", "tensor_name": "output"}
+        return _UNTAGGED | {field: value for field, value in (told or {}).items() if field in _UNTAGGED} | fixed
+    if seed is None:
+        return {}
+    fields: dict[str, Any] = {tag: str(getattr(seed, tag)) for tag in TAGS[:-1]}
+    fields |= {number: getattr(seed, number) for number in ("iteration", "rank") if getattr(seed, number) is not None}
+    fields["layer_idx"] = -1 if seed.layer_idx is None else seed.layer_idx
+    # A name of theirs that is another one of ours may stand in a file of ours, which says so inside.
+    if recorded_tensor_name(seed) == seed.tensor_name:
+        fields["tensor_name"] = seed.tensor_name
+    return fields
+
+
+def described_fields(
+    header: TensorFile, *, seed: SeedName | None, layer: LayerOutputName | None, stem: str, about: About, place: str
+) -> dict[str, Any]:
+    """Every field of the record but those that take its values: `overflow` and `checksum`.
+
+    `metadata` comes as JSON text. With `record_checksum` comes what our export says of the values, "" if nothing.
+
+    Raises:
+        DataError: the file says something that no record can hold.
+    """
+    embedded = header.metadata if isinstance(header.metadata, Mapping) else {}
+    own = embedded.get(RECORD_KEY)
+    fields: dict[str, Any] = {
+        "microbatch": 0,
+        "sample_dim": None,
+        "sample_ids": None,
+        "batch_size": None,
+        "module": "",
+        "layer_stack": "",
+        "layout": "",
+        "compute_dtype": header.dtype,
+        "placement": None,
+        "mode": Mode.TRAIN.value,
+        "metadata": _rest(embedded, seed, header, about.said),
+        "counter": 0 if seed is None else seed.counter,
+        "timestamp": 0.0 if seed is None else seed_seconds(seed),
+        "record_checksum": "",
+        **_UNTAGGED,
+        **_tags_of(embedded),
+        **({} if seed is None else {"tensor_name": recorded_tensor_name(seed)}),
+    }
+    fields.setdefault("tensor_name", _printable(stem))
+    sample_idx = embedded.get("sample_idx") if seed is None or seed.sample_idx is None else seed.sample_idx
+    if _is_number(sample_idx):
+        fields["sample_ids"] = [sample_idx]
+    fields |= _samples_of(embedded, header, layer, is_one=_is_number(sample_idx), tensor_name=fields["tensor_name"])
+    fields.setdefault("quant_type", _QUANT_TYPES.get(header.dtype, header.dtype))
+    if isinstance(own, Mapping):
+        fields |= _own_fields(own, header, place=place)
+    elif about.told:
+        rest = fields["metadata"]
+        fields |= _own_fields(about.told, header, place=place)
+        fields["metadata"] = (about.told.get("metadata") or {}) | (rest or {}) or None
+    fields |= named_fields(seed, layer, about.told) | {
+        "dtype": header.dtype,
+        "shape": header.shape,
+        "nbytes": header.nbytes,
+    }
+    fields["metadata"] = json.dumps(fields["metadata"], separators=(",", ":"))
+    return fields
+
+
+def _rest(embedded: Mapping[str, Any], seed: SeedName | None, header: TensorFile, about: Any) -> dict[str, Any] | None:
+    """What a file of somebody else says beyond the fields; the record's `metadata`."""
+    rest = {key: value for key, value in embedded.items() if key not in _SAID_ELSEWHERE}
+    if header.tensor_info is not None:
+        rest["tensor_info"] = header.tensor_info
+    if seed is not None and seed.group_idx is not None:
+        rest["group_idx"] = seed.group_idx
+    if about is not None:
+        rest["folder"] = about
+    return rest or None
+
+
+def _samples_of(
+    embedded: Mapping[str, Any], header: TensorFile, layer: LayerOutputName | None, *, is_one: bool, tensor_name: str
+) -> dict[str, Any]:
+    """Where the samples of a tensor of somebody else are, and how many its batch has, as far as its shape shows it.
+
+    Outputs of layers count them first. Of others the batch size is what the tool was told, else the smaller one of the
+    two first dimensions of three or more: batches came first or second there, and the other one counts tokens or heads.
+    """
+    shape = header.shape
+    if layer is not None:
+        is_known = len(shape) == len(_HIDDEN_LAYOUT)
+        return {"sample_dim": 0, "batch_size": shape[0], "layout": _HIDDEN_LAYOUT} if is_known else {}
+    if is_parameter(tensor_name):
+        return {}
+    told = embedded.get("batch_size")
+    if not _is_number(told):
+        return {"batch_size": min(shape[:2])} if len(shape) >= len(_HIDDEN_LAYOUT) else {}
+    dim = next((dim for dim in range(min(2, len(shape) - 1)) if shape[dim] == told), None)
+    return {"sample_dim": None if is_one else dim, "batch_size": told}
+
+
+def _tags_of(embedded: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that the seeds' tool embedded; what no record can hold of them is left out."""
+    found: dict[str, Any] = {}
+    for tag in TAGS:
+        try:
+            found[tag] = check_term(embedded[tag], field=tag)
+        except (KeyError, UsageError):
+            continue
+    if found.get("operation") not in set(Operation):
+        found.pop("operation", None)
+    return found | {number: embedded[number] for number in NUMBERS if _is_number(embedded.get(number))}
+
+
+def _printable(stem: str) -> str:
+    shown = "".join(character if character.isprintable() else "?" for character in stem)
+    return shown[:MAX_TERM_LENGTH] or "tensor"
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_NUMBER
+
+
+def _is_term(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_TERM_LENGTH and value.isprintable()
+
+
+def _is_document(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_sample_ids(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(type(entry) in {int, str} for entry in value))
+
+
+_OWN_FIELDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("iteration", "rank", "microbatch", "call", "counter"), _is_number),
+    "layer_idx": lambda value: value == -1 or _is_number(value),
+    **dict.fromkeys(("sample_dim", "batch_size"), lambda value: value is None or _is_number(value)),
+    **dict.fromkeys(("layer_type", "phase", "component", "quant_type", "tensor_name"), _is_term),
+    "operation": lambda value: value in tuple(Operation),
+    "mode": lambda value: value in tuple(Mode),
+    **dict.fromkeys(("module", "layer_stack"), _is_text),
+    # It becomes part of a name in the store.
+    "layout": lambda value: isinstance(value, str) and re.fullmatch("[A-Za-z]{0,32}", value) is not None,
+    "compute_dtype": lambda value: isinstance(value, str) and value in DTYPES,
+    "placement": _is_document,
+    "metadata": _is_document,
+    "sample_ids": _is_sample_ids,
+    "timestamp": lambda value: type(value) in {int, float} and 0 <= value <= LAST_SECOND,
+    "record_checksum": _is_text,
+}
+"""The fields that our export embeds, and what each may hold."""
+
+
+def _own_fields(own: Mapping[str, Any], header: TensorFile, *, place: str) -> dict[str, Any]:
+    found = {field: own[field] for field in _OWN_FIELDS if field in own}
+    for field, value in found.items():
+        if not _OWN_FIELDS[field](value):
+            raise DataError(f"{place} says {field}={str(value)[:60]!r} of its tensor, which no record can hold")
+    dim = found.get("sample_dim")
+    if dim is not None and dim >= len(header.shape):
+        raise DataError(f"{place} says sample_dim={dim} of a tensor of {len(header.shape)} dimensions")
+    ids = found.get("sample_ids")
+    if dim is not None and ids is not None and len(ids) != header.shape[dim]:
+        raise DataError(f"{place} names {len(ids)} samples of a tensor of {header.shape[dim]}")
+    return found

@@ -1,0 +1,373 @@
+"""How do records become `.pt` files that the tools before us read, and that we read back without a loss?
+
+Each file appears under its name complete or not at all; names are escaped so that none leaves the folder. A file that
+is there and holds the same is left as it is, so that an export that was interrupted can be run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import math
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.legacy.described import LAST_SECOND, RECORD_KEY
+from ranktape.analyze.legacy.payload import read_header, read_plain, read_values
+from ranktape.analyze.legacy.tensors import as_tensor, with_tensors
+from ranktape.analyze.numerics.histograms.histogram import measure
+from ranktape.errors import DataError, NoRecordsError, StorageError, UsageError
+from ranktape.storage.dtypes import dtype_row
+from ranktape.storage.encode import checksum
+from ranktape.storage.record import Keep, Operation
+from ranktape.storage.seed_names import (
+    LayerFile,
+    LayerOutputName,
+    SeedName,
+    format_layer_output_name,
+    format_seed_name,
+    seed_timestamp,
+)
+
+if TYPE_CHECKING:
+    from ranktape.storage.record import Overflow
+    from ranktape.storage.records import Records
+    from ranktape.storage.stored_record import Record
+
+_NOT_EMBEDDED = ("overflow", "checksum", "keep", "dtype", "shape", "nbytes", "attempt")
+"""Fields of a record that its file has otherwise."""
+
+_PART = 1 << 20
+"""Values that are widened at once."""
+
+_COUNTER_STEP = 10**9
+"""Added to the counter of a record whose name another one has: a restart counts from 0 again."""
+
+
+class ExportForm(enum.StrEnum):
+    """Which files are written: the choices of `--form`."""
+
+    SEEDS = "seeds"
+    """One file for each tensor, tagged in its name."""
+    LAYERS = "layers"
+    """One file for the output of each layer, with statistics."""
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """What an export did."""
+
+    num_written: int = 0
+    """Files written."""
+    num_kept: int = 0
+    """Files that were there already and hold the same."""
+    nbytes: int = 0
+    """Bytes of the values in the files written."""
+
+
+def export_records(
+    records: Records,
+    folder: Path,
+    *,
+    form: ExportForm = ExportForm.SEEDS,
+    per_sample: bool = False,
+    overwrite: bool = False,
+    on_record: Callable[[], object] = lambda: None,
+) -> ExportReport:
+    """Write the tensors of records into a folder, which is made; `on_record` is called after each.
+
+    With `per_sample` a tensor that has samples becomes one file for each, a batch of one.
+
+    Raises:
+        UsageError: of a record no values were kept; a name is too long for a file; a file is there that holds
+            something else, and `overwrite` was not given; or two records are the output of the same layer.
+        NoRecordsError: no record is the output of a layer, and the form is that of layers.
+        DataError: a record is damaged.
+        StorageError: the folder cannot be written, or the store cannot be read.
+    """
+    for keep in (Keep.HISTOGRAM, Keep.STATISTICS):
+        reduced = records.select(keep=keep.value) if len(records) else []
+        if len(reduced):
+            verb = "was" if keep is Keep.HISTOGRAM else "were"
+            has_values = bool(len(records.select(keep=Keep.VALUES.value)))
+            way_out = (
+                "leave them out with --where \"keep == 'values'\""
+                if has_values
+                else "of no record the values were kept, so that there is nothing to export"
+            )
+            raise UsageError(f"of {len(reduced)} records only the {keep} {verb} kept, as of {reduced[0]!r}: {way_out}")
+    files = _Files(folder, overwrite=overwrite)
+    if form is ExportForm.LAYERS:
+        _export_layers(records, files, on_record=on_record)
+        return files.report
+    names: set[str] = set()
+    for record in records:
+        values = record.read()
+        for sample, part in _parts(record, values, per_sample=per_sample):
+            name = _seed_name(record, sample=sample, names=names)
+            own = _embedded(record, part, sample=sample)
+            files.put(name, part, record=record, own=own)
+        on_record()
+    return files.report
+
+
+def _parts(record: Record, values: Any, *, per_sample: bool) -> Iterator[tuple[int | None, Any]]:
+    if not per_sample or record.sample_dim is None:
+        yield None, values
+        return
+    for sample in range(record.shape[record.sample_dim]):
+        # It stays a batch, of one: that is what the tools before us saved, and how axes keep their numbers.
+        yield sample, values.take([sample], axis=record.sample_dim)
+
+
+def _seed_name(record: Record, *, sample: int | None, names: set[str]) -> str:
+    counter = record.counter
+    if not 0 <= record.timestamp <= LAST_SECOND:
+        raise DataError(f"{record!r} was recorded {record.timestamp} s after 1970, which no name can hold")
+    while True:
+        name = format_seed_name(
+            SeedName(
+                timestamp=seed_timestamp(record.timestamp),
+                counter=counter,
+                iteration=record.iteration,
+                layer_type=record.layer_type,
+                layer_idx=None if record.layer_idx < 0 else record.layer_idx,
+                operation=Operation(record.operation),
+                phase=record.phase,
+                component=record.component,
+                quant_type=record.quant_type,
+                rank=record.rank,
+                sample_idx=_sample_idx(record, sample=sample),
+                tensor_name=record.tensor_name,
+            )
+        )
+        if name not in names:
+            names.add(name)
+            return name
+        counter += _COUNTER_STEP
+
+
+def _sample_idx(record: Record, *, sample: int | None) -> int | None:
+    """The number in the name: of the sample in the tensor, or the user's own where the tensor is one sample."""
+    if sample is not None:
+        return sample
+    only = record.sample_ids[0] if record.sample_ids is not None and len(record.sample_ids) == 1 else None
+    return only if type(only) is int and only >= 0 else None
+
+
+def _embedded(record: Record, values: Any, *, sample: int | None) -> dict[str, Any]:
+    """The record as the file has it under `RECORD_KEY`."""
+    own = {name: value for name, value in record.info.to_json().items() if name not in _NOT_EMBEDDED}
+    own["record_checksum"] = checksum(values)
+    if sample is not None:
+        ids = record.sample_ids or []
+        only = ids[sample] if sample < len(ids) else sample
+        own |= {"sample_ids": [only], "batch_size": 1, "placement": _placement_of_one(record)}
+    return own
+
+
+def _placement_of_one(record: Record) -> dict[str, Any] | None:
+    """The placement of one sample of a shard; None where ranks have different samples, and it is whole for one."""
+    placement, dim = record.placement, record.sample_dim
+    shape = None if placement is None else placement.get("global_shape")
+    if placement is None or dim is None or not isinstance(shape, list) or shape[dim : dim + 1] != [record.shape[dim]]:
+        return None
+    return {**placement, "global_shape": [*shape[:dim], 1, *shape[dim + 1 :]]}
+
+
+def _words(record: Record, values: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands beside the tensor, as the saver before us had it."""
+    overflow = measure(values, sample_dim=None)
+    shared = ("layer_type", "operation", "quant_type", "tensor_name", "layer_idx", "phase", "component", "rank")
+    only = own["sample_ids"][0] if own["sample_ids"] is not None and len(own["sample_ids"]) == 1 else None
+    date, time = seed_timestamp(record.timestamp).split("_")
+    return {
+        "tensor_info": _tensor_info(record.dtype, values, overflow),
+        "metadata": {
+            **(record.metadata or {}),
+            **{name: getattr(record, name) for name in shared},
+            "iteration": record.iteration,
+            "sample_idx": only,
+            "save_time": f"{date[:4]}-{date[4:6]}-{date[6:]} {time[:2]}:{time[2:4]}:{time[4:]}",
+            RECORD_KEY: dict(own),
+        },
+    }
+
+
+def _tensor_info(dtype: str, values: Any, overflow: Overflow) -> dict[str, Any]:
+    row = dtype_row(dtype)
+    reals = np.abs(values) if row.is_complex else values
+    mean, deviation = _mean_and_deviation(reals)
+    return {
+        "shape": list(values.shape),
+        "dtype": f"torch.{dtype}",
+        "device": "cpu",
+        "requires_grad": False,
+        "is_leaf": True,
+        "min": overflow.minimum if overflow.minimum is not None else 0.0,
+        "max": overflow.maximum if overflow.maximum is not None else 0.0,
+        "mean": mean,
+        "std": deviation,
+        "overflow_info": {
+            "upper_overflow_count": overflow.upper.count,
+            "lower_overflow_count": overflow.lower.count,
+            "upper_overflow_ratio": overflow.upper.ratio,
+            "lower_overflow_ratio": overflow.lower.ratio,
+            "total_overflow_ratio": overflow.ratio,
+        },
+    }
+
+
+def _mean_and_deviation(values: Any) -> tuple[float, float]:
+    """Over all values, NaN included, and as of a sample: what the saver before us wrote; 0 where there are too few."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    parts = [flat[start : start + _PART] for start in range(0, flat.size, _PART)]
+    # float64 holds sums of squares of every other type; its own largest values become infinite.
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = sum(float(part.astype(np.float64).sum()) for part in parts) / max(1, flat.size)
+        squares = sum(float(((part.astype(np.float64) - mean) ** 2).sum()) for part in parts)
+    return mean, math.sqrt(squares / (flat.size - 1)) if flat.size > 1 else 0.0
+
+
+def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], object]) -> None:
+    outputs = records.select(
+        layer_type=["embedding", "hidden"], operation="forward", phase="post", tensor_name="output"
+    )
+    if not len(outputs):
+        raise NoRecordsError(
+            f"none of {len(records)} records is the output of an embedding or of a decoder layer "
+            f"(layer_type embedding or hidden, forward, post): use --form seeds"
+        )
+    chosen: dict[str, Record] = {}
+    # What enters the first layer, where it is there; not the parts that a model may add up to it, such as positions.
+    enters = bool(len(outputs.select(layer_type="embedding", component="hidden")))
+    for record in outputs:
+        if enters and record.layer_type == "embedding" and record.component != "hidden":
+            continue
+        is_hidden = record.layer_type == "hidden"
+        file = LayerFile.HIDDEN if is_hidden else LayerFile.EMBEDDING
+        name = format_layer_output_name(LayerOutputName(file=file, layer_idx=record.layer_idx if is_hidden else -1))
+        if name in chosen:
+            raise UsageError(
+                f"{chosen[name]!r} and {record!r} are both {name}: choose one with --iteration, --rank, --microbatch, "
+                f"--module and --call"
+            )
+        chosen[name] = record
+    statistics: dict[str, dict[str, Any]] = {}
+    of_each: dict[str, dict[str, Any]] = {}
+    for name, record in chosen.items():
+        values = record.read()
+        files.put(name, values, record=record, own=None)
+        overflow = measure(values, sample_dim=None)
+        info = _tensor_info(record.dtype, values, overflow)
+        statistics[name.removesuffix(".pt")] = {
+            **{key: info[key] for key in ("shape", "dtype", "min", "max", "mean", "std")},
+            "has_nan": overflow.nan.count > 0,
+            "has_inf": overflow.inf.count > 0,
+        }
+        own = _embedded(record, values, sample=None) | {"metadata": _without_folder(record.metadata)}
+        # Files may be put together from several folders.
+        del own["record_checksum"]
+        of_each[name.removesuffix(".pt")] = own
+        on_record()
+    files.put_plain(LayerFile.STATISTICS.value, statistics)
+    first = next(iter(chosen.values()))
+    files.put_plain(
+        LayerFile.METADATA.value,
+        {
+            **_folder_of(chosen.values()),
+            "num_outputs": len(chosen),
+            **{name: getattr(first, name) for name in ("iteration", "rank", "microbatch", "call", "quant_type")},
+            RECORD_KEY: of_each,
+        },
+    )
+
+
+def _folder_of(records: Iterable[Record]) -> dict[str, Any]:
+    """What the folder that the records come from says of itself, if they come from one."""
+    said = [((record.metadata or {}).get("folder") or {}).get("metadata") for record in records]
+    return said[0] if isinstance(said[0], dict) and all(one == said[0] for one in said) else {}
+
+
+def _without_folder(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    return {key: value for key, value in (metadata or {}).items() if key != "folder"} or None
+
+
+class _Files:
+    """A folder that files are put into, each complete or not at all."""
+
+    def __init__(self, folder: Path, *, overwrite: bool) -> None:
+        self.report = ExportReport()
+        """What was done so far."""
+        self._folder = folder
+        self._overwrite = overwrite
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"the folder {folder} cannot be made: {error.strerror or error}") from error
+
+    def put(self, name: str, values: Any, *, record: Record, own: Mapping[str, Any] | None) -> None:
+        """A file with a tensor; with what the saver before us wrote beside it, `own` among it, unless that is None."""
+        if self._is_there(name, lambda path: _holds(path, values, own)):
+            return
+        tensor = as_tensor(values, record.dtype)
+        self._write(name, tensor if own is None else {"tensor": tensor, **_words(record, values, own)})
+        self.report.nbytes += values.nbytes
+
+    def put_plain(self, name: str, document: Mapping[str, Any]) -> None:
+        """A file of plain data, with tensors where `read_plain` lists some."""
+        same = json.loads(json.dumps(document), parse_constant=lambda text: str(float(text)))
+        if not self._is_there(name, lambda path: read_plain(path) == same):
+            self._write(name, with_tensors(dict(document)))
+
+    def _is_there(self, name: str, is_same: Callable[[Path], bool]) -> bool:
+        path = self._folder / name
+        if not os.path.lexists(path):
+            return False
+        if not path.is_symlink() and _is_same_file(path, is_same):
+            self.report.num_kept += 1
+            return True
+        if self._overwrite:
+            return False
+        raise UsageError(f"{path} is there and holds something else: add --overwrite, or choose another folder")
+
+    def _write(self, name: str, payload: Any) -> None:
+        import torch
+
+        temporary = self._folder / f".ranktape-{secrets.token_hex(8)}.partial"
+        try:
+            with temporary.open("xb") as file:
+                torch.save(payload, file)
+            temporary.replace(self._folder / name)
+        except (OSError, RuntimeError) as error:
+            # torch's own complaint about a disk that is full hides the system's.
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError):
+                raise
+            raise StorageError(f"{self._folder / name} cannot be written: {cause.strerror or cause}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        self.report.num_written += 1
+
+
+def _holds(path: Path, values: Any, own: Mapping[str, Any] | None) -> bool:
+    header = read_header(path)
+    said = (header.metadata or {}).get(RECORD_KEY) if isinstance(header.metadata, dict) else None
+    same_words = said == (None if own is None else json.loads(json.dumps(own)))
+    return same_words and header.shape == values.shape and checksum(read_values(path, header)) == checksum(values)
+
+
+def _is_same_file(path: Path, is_same: Callable[[Path], bool]) -> bool:
+    """Whether a file holds what it is compared with; one that cannot be read does not."""
+    try:
+        return is_same(path)
+    except DataError:
+        return False

@@ -1,0 +1,267 @@
+"""How does a folder of `.pt` files become a run: iterations, ranks, commits, and a verdict that is met?
+
+The run belongs to the folder as it is: importing it again goes on where it was interrupted, and a folder that has
+changed since is another launch, which the run refuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape import __version__
+from ranktape.analyze.legacy.table import for_each
+from ranktape.errors import DataError, RanktapeError, RunExistsError, RunNotFoundError, StorageError, UsageError
+from ranktape.storage.attempt import Launch
+from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.commit import finish_iteration
+from ranktape.storage.names import Site, site_path
+from ranktape.storage.progress import open_iteration, write_verdict
+from ranktape.storage.record import RecordInfo
+from ranktape.storage.run import Run
+from ranktape.storage.seed_names import parse_seed_name
+from ranktape.storage.start import begin_attempt, claim_run
+from ranktape.storage.writer import RankWriter
+
+if TYPE_CHECKING:
+    from ranktape.analyze.legacy.folder import Folder, SourceFile
+    from ranktape.storage.attempt import Attempt
+    from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.status import Verdict
+
+MAX_RANKS = 100_000
+"""More than any cluster has."""
+
+MAX_EMPTY_RANKS = 1024
+"""Ranks without files that an import takes in any case. Every rank up to the highest one commits every iteration, so
+that one name of a high rank makes as many groups: it is a mistake, or hostile."""
+
+_EMPTY_RANKS_PER_RANK = 16
+"""Ranks without files that it takes beyond, for each rank with files."""
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """What an import did."""
+
+    verdict: Verdict
+    """Whether every iteration of the folder is stored complete."""
+    num_records: int = 0
+    """Tensors stored by this call: none of what was stored before."""
+    nbytes: int = 0
+    """Bytes of their values."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """For each file that is not in the run the reason."""
+
+
+def import_folder(
+    folder: Folder,
+    url: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    skip_unreadable: bool = False,
+    on_record: Callable[[], object] = lambda: None,
+) -> ImportReport:
+    """Store the tensors of a folder as a run; `on_record` is called after each.
+
+    Raises:
+        DataError: a file is damaged, or not under a name that we know, and `skip_unreadable` was not given. What was
+            stored before is intact, and importing again goes on from there.
+        RunExistsError: another run is there, and `overwrite` was not given; or somebody records into it.
+        StorageError: the store cannot be read or written.
+        UsageError: a file is of a rank far beyond those that have files, or has a name that is too long for the
+            store, and `skip_unreadable` was not given; or the URL is not usable.
+    """
+    strangers = [name for name in folder.foreign if name.endswith(".pt")]
+    if strangers and not skip_unreadable:
+        raise DataError(
+            f"{len(strangers)} .pt files in {folder.url} are not under a name that we know, such as {strangers[0]!r}: "
+            f"move them away, or add --skip-unreadable"
+        )
+    left_out = dict.fromkeys(folder.foreign, "not under a name that we know") | folder.unreadable
+    if not len(folder):
+        raise DataError(f"{folder.url} holds no tensor that can be read")
+    # What is wrong is said before a run is begun, as far as it can be seen without reading every value.
+    for_each(folder.files, lambda file: file.fields())
+    files = _of_fitting_ranks(folder, left_out, is_skipping=skip_unreadable)
+    iterations = {file.field("iteration") for file in files}
+    num_ranks = 1 + max(file.field("rank") for file in files)
+    backend = open_backend(url, storage_options=storage_options)
+    launch = Launch(launch_id=_launch_id(folder), restart=0, world_size=num_ranks)
+    before = _imported_before(backend, launch=launch, iterations=iterations, source=folder.url, overwrite=overwrite)
+    if before is not None:
+        return ImportReport(verdict=before, left_out=left_out)
+    source = {"imported_from": folder.url, "num_files": len(files), "ranktape": __version__}
+    with claim_run(backend, launch=launch, resume=False, overwrite=overwrite):
+        attempt = begin_attempt(
+            backend,
+            launch=launch,
+            options={"min_iterations": len(iterations)},
+            environment=source,
+            resume=False,
+            overwrite=overwrite,
+        )
+        job = _Import(
+            backend, attempt, source=source, left_out=left_out, is_skipping=skip_unreadable, on_record=on_record
+        )
+        return job.run(files)
+
+
+def _of_fitting_ranks(folder: Folder, left_out: dict[str, str], *, is_skipping: bool) -> Sequence[SourceFile]:
+    """The files without those of ranks far beyond the others, which are added to `left_out`.
+
+    Raises:
+        UsageError: there are such files, and they may not be left out or are all that there is.
+    """
+    ranks = sorted({file.field("rank") for file in folder.files})
+    limits = [
+        min(MAX_RANKS, MAX_EMPTY_RANKS + (1 + _EMPTY_RANKS_PER_RANK) * count) for count in range(1, len(ranks) + 1)
+    ]
+    highest = max((rank for rank, limit in zip(ranks, limits, strict=True) if rank < limit), default=-1)
+    beyond = [file for file in folder.files if file.field("rank") > highest]
+    if not beyond:
+        return folder.files
+    file = beyond[0]
+    reason = (
+        f"{file.path.name} is of rank {file.field('rank')}, and every rank up to it would be committed: with files of "
+        f"{len(ranks)} ranks, {limits[-1]} are imported at most"
+    )
+    if not is_skipping or highest < 0:
+        raise UsageError(
+            f"{reason}; write another rank into the names of such files, which counts for more than what is in them"
+            + (", or add --skip-unreadable to leave them out" if highest >= 0 else "")
+        )
+    left_out |= {file.path.name: f"rank {file.field('rank')} is far beyond those with files" for file in beyond}
+    return [file for file in folder.files if file.field("rank") <= highest]
+
+
+def _launch_id(folder: Folder) -> str:
+    """What makes the folder this one: its names, sizes and times, whether the files can be read or not."""
+    listing = hashlib.sha256()
+    for path in sorted(folder.paths):
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            continue  # a link that leads nowhere
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+        listing.update(json.dumps([path.name, found.st_size, found.st_mtime_ns]).encode())
+    return f"import-{listing.hexdigest()[:32]}"
+
+
+def _imported_before(
+    backend: Backend, *, launch: Launch, iterations: AbstractSet[int], source: str, overwrite: bool
+) -> Verdict | None:
+    """The verdict on a run that holds all of the folder already; None where there is something to do."""
+    try:
+        run = Run(backend)
+    except RunNotFoundError:
+        return None
+    if run.attributes.get("launch_id") == launch.launch_id:
+        return run.verdict() if iterations <= set(run.iterations) else None
+    if not overwrite:
+        raise RunExistsError(
+            f"there is a run at {backend.url} already, and not of {source} as it is now: "
+            f"add --overwrite to delete it, or choose another URL"
+        )
+    return None
+
+
+class _Import:
+    """One import on its way."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        attempt: Attempt,
+        *,
+        source: Mapping[str, Any],
+        left_out: dict[str, str],
+        is_skipping: bool,
+        on_record: Callable[[], object],
+    ) -> None:
+        self._backend = backend
+        self._attempt = attempt
+        self._left_out = left_out
+        self._is_skipping = is_skipping
+        self._on_record = on_record
+        self._num_records = 0
+        self._nbytes = 0
+        ranks = attempt.launch.ranks
+        self._writers = [RankWriter(backend, attempt=attempt, rank=rank, environment=source) for rank in ranks]
+
+    def run(self, files: Iterable[SourceFile]) -> ImportReport:
+        """Store every iteration that is not stored yet."""
+        by_place: dict[tuple[int, int], list[SourceFile]] = {}
+        for file in files:
+            by_place.setdefault((file.field("iteration"), file.field("rank")), []).append(file)
+        problems: dict[str, str] = {}
+        reason = "the import was interrupted"
+        try:
+            for iteration in sorted({iteration for iteration, _ in by_place}):
+                if iteration not in self._attempt.completed:
+                    self._store(iteration, by_place)
+            reason = "the folder is imported"
+        except RanktapeError as error:
+            reason = f"the import failed: {error}"
+            problems["import"] = reason
+            raise
+        finally:
+            for writer in self._writers:
+                writer.close(reason=reason)
+            verdict = write_verdict(self._backend, attempt=self._attempt, problems=problems)
+        return ImportReport(
+            verdict=verdict, num_records=self._num_records, nbytes=self._nbytes, left_out=self._left_out
+        )
+
+    def _store(self, iteration: int, files: Mapping[tuple[int, int], list[SourceFile]]) -> None:
+        open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
+        for rank, writer in enumerate(self._writers):
+            taken: set[str] = set()
+            stored = [self._store_file(file, writer, taken) for file in files.get((iteration, rank), ())]
+            missed = {
+                name: reason
+                for name, reason in self._left_out.items()
+                if (seed := parse_seed_name(name)) is not None and (seed.iteration, seed.rank) == (iteration, rank)
+            }
+            expected = sorted({*missed, *(file.path.name for file in files.get((iteration, rank), ()))})
+            writer.commit(iteration, expected=expected if any(stored) else [], silent_sites=missed)
+        finish_iteration(self._backend, attempt=self._attempt, iteration=iteration)
+
+    def _store_file(self, file: SourceFile, writer: RankWriter, taken: set[str]) -> bool:
+        """Store one tensor; whether it could be read."""
+        try:
+            values, overflow, checksum = file.values_measured()
+            fields = {name: value for name, value in file.fields().items() if name != "record_checksum"}
+            fields |= {**file.named, "metadata": json.loads(fields["metadata"]), "attempt": self._attempt.number}
+            info = _distinct(RecordInfo(**fields, overflow=overflow, checksum=checksum), taken, place=str(file.path))
+        except (DataError, StorageError, UsageError) as error:
+            if not self._is_skipping:
+                raise
+            self._left_out[file.path.name] = str(error)
+            return False
+        writer.write(np.ascontiguousarray(values).reshape(info.shape), info=info)
+        self._num_records += 1
+        self._nbytes += info.nbytes
+        self._on_record()
+        return True
+
+
+def _distinct(info: RecordInfo, taken: set[str], *, place: str) -> RecordInfo:
+    """The identity under a call of its own: files of single samples share one, and so do names that say little."""
+    found = info
+    try:
+        while (path := site_path(Site.of(found))) in taken:
+            found = dataclasses.replace(found, call=found.call + 1)
+    except UsageError as error:
+        raise UsageError(f"{place} cannot be stored: {error}, or leave the file out with --skip-unreadable") from error
+    taken.add(path)
+    return found

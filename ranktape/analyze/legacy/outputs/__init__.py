@@ -1,0 +1,1 @@
+"""Writes the text, log and plots that the older sweep tool wrote."""

@@ -1,0 +1,1 @@
+"""Gives the mathematics of low precision on arrays: formats, histograms, quantisers, sweeps, digests, differences."""

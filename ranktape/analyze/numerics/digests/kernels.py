@@ -1,0 +1,223 @@
+"""The loops over the elements of which a digest is made.
+
+Elements of at most 16 bits are counted by their pattern; what occurred is listed beside the counters, so that a small
+record costs no look at all of them. Wider ones are sorted and thinned.
+"""
+
+# Shapes: S = samples, I = elements of a sample, P = patterns, T = tables of counters, F = figures of a sample,
+# D = distinct patterns.
+# ruff: noqa: N803, N806 - the letters of a shape end the name of the array
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.numerics.kernels import compiled
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+NUM_TABLES = 4
+"""Neighbours are counted in different tables: one that repeats would wait for its counter to be written."""
+
+MAX_COUNT = (1 << 32) - 1
+"""Elements of a sample that a table can count."""
+
+SMALL = 1 << 16
+"""Elements from which on all counters are looked at after a sample, and none is listed while it is counted."""
+
+_GROUP = 64
+"""Counters that are looked at together."""
+
+_PATTERN_BITS = 16
+_PATTERN_MASK = 0xFFFF
+_HALF_NBYTES = 2
+
+
+class Nature(enum.IntEnum):
+    """What a value is against the limits of its own type."""
+
+    ORDINARY = 0
+    ZERO = 1
+    UNDERFLOW = 2
+    UPPER = 3
+    LOWER = 4
+    NAN = 5
+
+
+_ZERO, _UNDERFLOW, _UPPER, _LOWER, _NAN = map(int, list(Nature)[1:])
+"""As plain numbers, which the compiler knows."""
+
+
+@compiled
+def _count_listed(patterns_I: NDArray[Any], table_P: NDArray[np.uint32], found_D: NDArray[np.uint16]) -> int:
+    """Count, and list each pattern when it is met first; how many there are."""
+    num = 0
+    for pattern in patterns_I:
+        before = table_P[pattern]
+        table_P[pattern] = before + np.uint32(1)
+        found_D[num] = pattern
+        num += before == 0
+    return num
+
+
+@compiled
+def _count_apart(patterns_I: NDArray[Any], tables_TP: NDArray[np.uint32]) -> None:
+    """Count, neighbours in different tables."""
+    first, second, third, fourth = tables_TP[0], tables_TP[1], tables_TP[2], tables_TP[3]
+    num_fours = patterns_I.size // 4
+    if patterns_I.itemsize == _HALF_NBYTES:
+        # One load for four elements.
+        for word in patterns_I[: 4 * num_fours].view(np.uint64):
+            first[word & _PATTERN_MASK] += np.uint32(1)
+            second[(word >> _PATTERN_BITS) & _PATTERN_MASK] += np.uint32(1)
+            third[(word >> 2 * _PATTERN_BITS) & _PATTERN_MASK] += np.uint32(1)
+            fourth[word >> 3 * _PATTERN_BITS] += np.uint32(1)
+    else:
+        for number in range(num_fours):
+            first[patterns_I[4 * number]] += np.uint32(1)
+            second[patterns_I[4 * number + 1]] += np.uint32(1)
+            third[patterns_I[4 * number + 2]] += np.uint32(1)
+            fourth[patterns_I[4 * number + 3]] += np.uint32(1)
+    for pattern in patterns_I[4 * num_fours :]:
+        first[pattern] += np.uint32(1)
+
+
+@compiled
+def _collect(tables_TP: NDArray[np.uint32], found_D: NDArray[np.uint16], counts_D: NDArray[np.int64]) -> int:
+    """List the patterns that were counted apart, ascending, and clear the tables; how many there are."""
+    first, second, third, fourth = tables_TP[0], tables_TP[1], tables_TP[2], tables_TP[3]
+    pairs_TP = tables_TP.view(np.uint64)
+    num = 0
+    for start in range(0, tables_TP.shape[1], _GROUP):
+        # Many counters at once: most of them are zero.
+        any_set = np.uint64(0)
+        for table in range(tables_TP.shape[0]):
+            for pair in range(start // 2, (start + _GROUP) // 2):
+                any_set |= pairs_TP[table, pair]
+        if any_set:
+            for pattern in range(start, start + _GROUP):
+                count = np.int64(first[pattern]) + second[pattern] + third[pattern] + fourth[pattern]
+                found_D[num] = pattern
+                counts_D[num] = count
+                num += count > 0
+            tables_TP[:, start : start + _GROUP] = 0
+    return num
+
+
+@compiled
+def _fill_figures(
+    found_D: NDArray[np.uint16],
+    counts_D: NDArray[np.int64],
+    values_P: NDArray[np.float64],
+    natures_P: NDArray[np.uint8],
+    figures_F: NDArray[np.float64],
+) -> None:
+    """The figures of one sample, in the order of `digest.SAMPLE_FIGURES`; NaN where there is none."""
+    upper = lower = underflow = nan = zero = finite = np.int64(0)
+    total, squares, moment = 0.0, 0.0, 0.0
+    smallest, largest = np.inf, -np.inf
+    for place in range(found_D.size):
+        value, nature, count = values_P[found_D[place]], natures_P[found_D[place]], counts_D[place]
+        upper += count if nature == _UPPER else 0
+        lower += count if nature == _LOWER else 0
+        underflow += count if nature == _UNDERFLOW else 0
+        zero += count if nature == _ZERO else 0
+        nan += count if nature == _NAN else 0
+        if nature < _UPPER:
+            finite += count
+            total += value * count
+            squares += value * value * count
+            smallest, largest = min(smallest, value), max(largest, value)
+    mean = total / finite if finite else np.nan
+    if smallest < largest:
+        for place in range(found_D.size):
+            if natures_P[found_D[place]] < _UPPER:
+                difference = values_P[found_D[place]] - mean
+                moment += difference * difference * counts_D[place]
+    figures_F[0] = finite + upper + lower + nan
+    figures_F[1], figures_F[2], figures_F[3], figures_F[4] = finite, upper, lower, underflow
+    figures_F[5], figures_F[6], figures_F[7] = nan, upper + lower, zero
+    figures_F[8] = mean
+    figures_F[9] = math.sqrt(moment / finite) if finite else np.nan
+    figures_F[10] = smallest if finite else np.nan
+    figures_F[11] = largest if finite else np.nan
+    figures_F[12] = max(abs(smallest), abs(largest)) if finite else np.nan
+    figures_F[13] = math.sqrt(squares)
+
+
+@compiled
+def count_samples(  # noqa: PLR0917  # compiled code is not called by keywords
+    patterns_SI: NDArray[Any],
+    tables_TP: NDArray[np.uint32],
+    totals_P: NDArray[np.int64],
+    met_D: NDArray[np.uint16],
+    num_met: int,
+    values_P: NDArray[np.float64],
+    natures_P: NDArray[np.uint8],
+    figures_SF: NDArray[np.float64],
+) -> int:
+    """Add the patterns of each sample to the totals, list those that are met first, and fill in the figures.
+
+    No figures are made where there are no rows for them. The tables are zero before and after.
+    """
+    found_D = np.empty(tables_TP.shape[1] + 1, dtype=np.uint16)
+    counts_D = np.empty(tables_TP.shape[1] + 1, dtype=np.int64)
+    for sample in range(patterns_SI.shape[0]):
+        patterns_I = patterns_SI[sample]
+        if patterns_I.size < SMALL and patterns_I.itemsize == _HALF_NBYTES:
+            num = _count_listed(patterns_I, tables_TP[0], found_D)
+            for place in range(num):
+                counts_D[place] = tables_TP[0, found_D[place]]
+                tables_TP[0, found_D[place]] = np.uint32(0)
+        else:
+            _count_apart(patterns_I, tables_TP)
+            num = _collect(tables_TP, found_D, counts_D)
+        for place in range(num):
+            pattern = found_D[place]
+            met_D[num_met] = pattern
+            num_met += totals_P[pattern] == 0
+            totals_P[pattern] += counts_D[place]
+        if figures_SF.shape[0]:
+            _fill_figures(found_D[:num], counts_D[:num], values_P, natures_P, figures_SF[sample])
+    return num_met
+
+
+@compiled
+def thin(
+    values_N: NDArray[np.float64], counts_N: NDArray[np.int64], groups_N: NDArray[np.int64], num_cells: int
+) -> tuple[int, int]:
+    """Merge ascending values in place: ties, and with `num_cells` those of a group between which little lies.
+
+    Of merged values the last stands for all: less than two parts in `num_cells` of all elements lie between the first
+    and the last of them. The first two are kept: one of them is the smallest finite value.
+
+    Returns how many values are left, and how many different ones were merged.
+    """
+    total = counts_N.sum()
+    kept, num_merged, place = 0, 0, 0
+    # Ranks times `num_cells`; a cell ends at a multiple of `total`.
+    end, end_of_cell, previous = np.int64(0), np.int64(0), np.int64(0)
+    previous_group = np.int64(0)
+    while place < values_N.size:
+        value, group, count = values_N[place], groups_N[place], np.int64(0)
+        while place < values_N.size and values_N[place] == value:
+            count += counts_N[place]
+            place += 1
+        end += count * num_cells
+        is_near = num_cells > 0 and end <= end_of_cell and previous < total
+        if is_near and group == previous_group and kept > 2:  # noqa: PLR2004 - as said above
+            num_merged += 1
+            counts_N[kept - 1] += count
+        else:
+            counts_N[kept] = count
+            kept += 1
+        values_N[kept - 1] = value
+        previous, previous_group = count * num_cells, group
+        if end > end_of_cell:
+            end_of_cell = (end + total - 1) // total * total
+    return kept, num_merged

@@ -1,0 +1,185 @@
+"""How many values are in each bin of a linear or of a logarithmic axis, and how dense they are there."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ranktape.analyze.numerics.distributions.finite import finite
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.numerics.digests.digest import Digest
+
+_LARGEST = float(np.finfo(np.float64).max)
+
+
+class Axis(enum.StrEnum):
+    """What is of equal length everywhere on the axis."""
+
+    LINEAR = "linear"
+    """A difference."""
+    LOG2 = "log2"
+    """A factor: lengths are in octaves, and magnitudes are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bins:
+    """A histogram of finite values: a bin holds its lower edge and not its upper one, but the last linear one both."""
+
+    axis: Axis
+    """Whether differences or factors have equal lengths."""
+    edges: NDArray[np.float64]
+    """One more than there are bins, ascending; empty where there is no bin.
+
+    The last one is infinite where magnitudes of 2**1023 and more are counted in octaves.
+    """
+    widths: NDArray[np.float64]
+    """Length of each bin: a difference, or octaves."""
+    counts: NDArray[np.int64]
+    """Values in each bin; on an axis of octaves, magnitudes."""
+    num_negative: NDArray[np.int64]
+    """How many of them are negative."""
+    num_below: int
+    """Finite values below the first edge."""
+    num_above: int
+    """Finite values above the last edge."""
+    num_zero: int
+    """Zeros: in no bin of octaves; in one of a linear axis, if they are between its ends."""
+    num_nan: int
+    """NaN, which is in no bin."""
+    num_infinite: int
+    """Infinities of either sign, which are in no bin."""
+    is_exact: bool
+    """Whether each value is known, and not only a summary of them: `finite.finite`."""
+
+    @property
+    def num_values(self) -> int:
+        """Values in all bins together."""
+        return int(self.counts.sum())
+
+    def ratio(self) -> NDArray[np.float64]:
+        """Part of the values in the bins that is in each of them; zeros where the bins hold nothing."""
+        ratio: NDArray[np.float64] = self.counts / max(1, self.num_values)
+        return ratio
+
+    def density(self) -> NDArray[np.float64]:
+        """`ratio` for each unit of the axis, so that the sum of density times `widths` is 1."""
+        # Two subnormal edges are nearer than one over the largest number.
+        with np.errstate(over="ignore"):
+            density: NDArray[np.float64] = self.ratio() / self.widths
+        return density
+
+    def relative_density(self) -> NDArray[np.float64]:
+        """The density as a part of the largest one: from 0 to 1; zeros where the bins hold nothing."""
+        # The density itself may be beyond all numbers.
+        relative = self.ratio() * (self.widths.max(initial=0.0) / self.widths)
+        normalised: NDArray[np.float64] = relative / (relative.max(initial=0.0) or 1.0)
+        return normalised
+
+
+def linear_bins(digest: Digest, num_bins: int, *, low: float | None = None, high: float | None = None) -> Bins:
+    """Bins of equal width from the smallest finite value to the largest, or between ends that are given.
+
+    Without finite values there is no bin. Where all values are equal, bins reach half their magnitude to either side,
+    or 0.5 from zero. Where float64 has not so many numbers between the ends, there are fewer bins.
+    """
+    numbers = finite(digest)
+    first = numbers.minimum if low is None else low
+    last = numbers.maximum if high is None else high
+    if math.isnan(first) or math.isnan(last):
+        return count_between(digest, np.zeros(0))
+    if first == last:
+        reach = abs(first) / 2 or 0.5
+        first, last = max(first - reach, -_LARGEST), min(last + reach, _LARGEST)
+    return count_between(digest, linear_edges(first, last, num_bins=num_bins))
+
+
+def linear_edges(first: float, last: float, *, num_bins: int) -> NDArray[np.float64]:
+    """The edges of so many bins of equal width; fewer where float64 has not so many numbers between the ends."""
+    if math.isfinite(last - first):
+        return np.unique(np.linspace(first, last, num_bins + 1))
+    # The difference of two numbers of float64 may be beyond all of them, that of their halves is not.
+    return np.unique(2 * np.linspace(first / 2, last / 2, num_bins + 1))
+
+
+def count_between(digest: Digest, edges: NDArray[np.float64]) -> Bins:
+    """The values between ascending edges: those of another digest, or any others."""
+    numbers = finite(digest)
+    places = np.searchsorted(edges, numbers.values, side="right") - 1
+    if edges.size:
+        places[numbers.values == edges[-1]] = edges.size - 2
+    with np.errstate(over="ignore"):
+        widths = np.diff(edges)
+    return _count(digest, axis=Axis.LINEAR, edges=edges, widths=widths, places=places)
+
+
+def log2_bins(digest: Digest, per_octave: int = 1) -> Bins:
+    """Magnitudes in whole octaves [2**e, 2**(e+1)) from the smallest to the largest, each cut into equal factors.
+
+    Zeros are in no bin. Without nonzero finite values there is no bin.
+    """
+    numbers = finite(digest)
+    magnitudes = np.abs(numbers.values)
+    _, exponents = np.frexp(magnitudes[magnitudes > 0])
+    if not exponents.size:
+        return _count(
+            digest,
+            axis=Axis.LOG2,
+            edges=np.zeros(0),
+            widths=np.zeros(0),
+            places=np.full(magnitudes.size, -1, dtype=np.int64),
+        )
+    # frexp gives [0.5, 1) * 2**exponent.
+    edges = octave_edges(int(exponents.min()) - 1, int(exponents.max()), per_octave=per_octave)
+    places = np.searchsorted(edges, magnitudes, side="right") - 1
+    widths = np.full(edges.size - 1, 1 / per_octave)
+    return _count(digest, axis=Axis.LOG2, edges=edges, widths=widths, places=places)
+
+
+def octave_edges(first: int, last: int, *, per_octave: int) -> NDArray[np.float64]:
+    """The edges from 2**first to 2**last; exact at powers of two, and infinite where there is no such number."""
+    steps = np.exp2(np.arange(per_octave) / per_octave)
+    with np.errstate(over="ignore"):
+        inner = np.ldexp(steps, np.arange(first, last)[:, np.newaxis]).reshape(-1)
+        return np.append(inner, np.ldexp(1.0, last))
+
+
+def _count(
+    digest: Digest,
+    *,
+    axis: Axis,
+    edges: NDArray[np.float64],
+    widths: NDArray[np.float64],
+    places: NDArray[np.int64],
+) -> Bins:
+    """The bins, from the place of each distinct value among them; -1 or one too far are outside."""
+    numbers = finite(digest)
+    is_zero_apart = (numbers.values == 0) & (axis is Axis.LOG2)
+    is_below = (places < 0) & ~is_zero_apart
+    is_above = places >= widths.size
+    is_inside = ~is_below & ~is_above & ~is_zero_apart
+
+    def total(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+        counts = np.zeros(widths.size, dtype=np.int64)
+        np.add.at(counts, places[chosen], numbers.counts[chosen])
+        return counts
+
+    return Bins(
+        axis=axis,
+        edges=edges,
+        widths=widths,
+        counts=total(is_inside),
+        num_negative=total(is_inside & (numbers.values < 0)),
+        num_below=int(numbers.counts[is_below].sum()),
+        num_above=int(numbers.counts[is_above & ~is_below].sum()),
+        num_zero=digest.tallies.zero,
+        num_nan=digest.tallies.nan,
+        num_infinite=digest.tallies.inf,
+        is_exact=digest.is_exact,
+    )

@@ -1,0 +1,1 @@
+"""Gives how often each value occurs in a tensor, alone and beside the largest value of its block."""

@@ -1,0 +1,287 @@
+"""Of blocks that share a scale, how often does each value occur beside each kind of block maximum?
+
+All that a power-of-two scale can depend on, by any of the scale rules, is the exponent of the block's largest
+magnitude and on which side of a few cuts its significand lies. Counts of (exponent, class of the significand,
+magnitude) therefore answer every format, rule and offset at once, exactly, and add up over parts of a tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ranktape.analyze.numerics.histograms.block_classes import CUTS, classes_of, is_above, rows_of, significands_of
+from ranktape.analyze.numerics.histograms.block_tables import NO_CELLS, Counted, count_in_tables
+from ranktape.analyze.numerics.histograms.histogram import pattern_values
+from ranktape.analyze.numerics.quantization.scales import Cut, ScaleRule, cut_of
+from ranktape.errors import UsageError
+from ranktape.storage.block_counts import CUT_UNITS, BlockCounts
+from ranktape.storage.dtypes import dtype_name, dtype_row
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.numerics.formats import Format
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_HALF_NBYTES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockHistogram:
+    """How often each magnitude occurs in blocks of each kind: one cell for each (exponent, class, magnitude) seen.
+
+    Cells are sorted by these three. They hold the elements of blocks that are neither all zero nor hold a NaN or an
+    infinity: those have no scale that a rule could give, and are counted apart.
+    """
+
+    dtype: np.dtype[Any]
+    """The 16-bit type whose patterns `magnitudes` are; bfloat16 for types of 8 bits, of which it holds every value."""
+    axis: str
+    """Along which axis the blocks lie, in words: a number, counted from the end, or `features` and `tokens`."""
+    block_size: int
+    """Elements of a block; at the end of an axis it may have fewer."""
+    exponents: NDArray[np.int16]
+    """Of each cell the exponent of the block's largest magnitude: floor(log2), for subnormal ones too."""
+    classes: NDArray[np.uint8]
+    """Of each cell how many of `cuts` the significand of the block's largest magnitude passed."""
+    magnitudes: NDArray[np.uint16]
+    """Of each cell the pattern of the elements without their sign."""
+    counts: NDArray[np.int64]
+    """Elements of each cell."""
+    num_blocks: int
+    """Blocks of every kind."""
+    zero_blocks: int
+    """Blocks of nothing but zeros."""
+    zero_elements: int
+    """Elements of such blocks."""
+    spoiled_blocks: int
+    """Blocks that hold a NaN or an infinity."""
+    spoiled: int
+    """Finite elements of such blocks."""
+    nan: int
+    """Elements that are NaN."""
+    inf: int
+    """Elements that are infinite."""
+    cuts: tuple[Cut, ...] = CUTS
+    """Where the classes are parted."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of every kind."""
+        return int(self.counts.sum()) + self.zero_elements + self.spoiled + self.nan + self.inf
+
+    @property
+    def num_cells(self) -> int:
+        """Cells that hold an element."""
+        return self.counts.size
+
+    @property
+    def values(self) -> NDArray[np.float64]:
+        """Of each cell the magnitude as a number."""
+        return pattern_values(self.dtype)[self.magnitudes]
+
+    def answers(self, rule: ScaleRule, element: Format) -> bool:
+        """Whether the scales of that rule for elements of that format follow from the classes."""
+        significands = significands_of(self.dtype)
+        is_doubled = is_above(significands, cut_of(rule, element=element))
+        classes = classes_of(significands, cuts=self.cuts)
+        return not set(classes[is_doubled]) & set(classes[~is_doubled])
+
+    def scale_exponents(self, rule: ScaleRule, element: Format) -> NDArray[np.int64]:
+        """Of each cell the exponent of the block's scale, before an offset is added and the sum is clamped.
+
+        Raises:
+            UsageError: the classes do not tell.
+        """
+        if not self.answers(rule, element):
+            raise UsageError(
+                f"blocks counted in classes do not tell the scales of rule {rule} for elements of {element.name}: "
+                f"use another rule, or the values themselves"
+            )
+        significands = significands_of(self.dtype)
+        step_of_class = np.zeros(len(self.cuts) + 1, dtype=np.int64)
+        step_of_class[classes_of(significands, cuts=self.cuts)] = is_above(significands, cut_of(rule, element=element))
+        return self.exponents + step_of_class[self.classes] - element.emax
+
+    def __add__(self, other: BlockHistogram) -> BlockHistogram:
+        """The histogram of both together.
+
+        Raises:
+            UsageError: blocks of another size, axis or element type were counted.
+        """
+        mine, theirs = _kind(self), _kind(other)
+        if mine != theirs:
+            raise UsageError(f"counts of blocks do not add up: {_in_words(mine)} and {_in_words(theirs)}")
+        keys = np.concatenate([_keys(self), _keys(other)])
+        distinct, places = np.unique(keys, return_inverse=True)
+        counts = np.zeros(distinct.size, dtype=np.int64)
+        np.add.at(counts, places, np.concatenate([self.counts, other.counts]))
+        rows = distinct >> _MAGNITUDE_BITS
+        return BlockHistogram(
+            **mine._asdict(),
+            exponents=((rows >> _CLASS_BITS) - _EXPONENT_BIAS).astype(np.int16),
+            classes=(rows & (1 << _CLASS_BITS) - 1).astype(np.uint8),
+            magnitudes=(distinct & (1 << _MAGNITUDE_BITS) - 1).astype(np.uint16),
+            counts=counts,
+            **{name: getattr(self, name) + getattr(other, name) for name in APART},
+        )
+
+
+APART = ("num_blocks", "zero_blocks", "zero_elements", "spoiled_blocks", "spoiled", "nan", "inf")
+"""What a histogram of blocks counts beside its cells."""
+
+
+CELLS = ("exponents", "classes", "magnitudes", "counts")
+"""What it holds of each cell."""
+
+
+class _Kind(NamedTuple):
+    """What two histograms that add up have in common."""
+
+    dtype: np.dtype[Any]
+    axis: str
+    block_size: int
+    cuts: tuple[Cut, ...]
+
+
+def _kind(histogram: BlockHistogram) -> _Kind:
+    return _Kind(histogram.dtype, histogram.axis, histogram.block_size, histogram.cuts)
+
+
+def _in_words(kind: _Kind) -> str:
+    return f"{kind.dtype} in blocks of {kind.block_size} along {kind.axis}, {len(kind.cuts)} cuts"
+
+
+_EXPONENT_BIAS = 1 << 10
+"""Makes the exponents of keys positive."""
+
+_CLASS_BITS, _MAGNITUDE_BITS = 8, 15
+
+
+def to_counts(histogram: BlockHistogram, *, axis: str) -> BlockCounts:
+    """What is stored of a histogram, where the axis along which its blocks lie has that name."""
+    shared = {name: getattr(histogram, name) for name in (*CELLS, *APART, "block_size")}
+    units = (int(cut.at * CUT_UNITS) + (not cut.is_inclusive) for cut in histogram.cuts)
+    return BlockCounts(axis=axis, cuts=tuple(units), **shared)
+
+
+def from_counts(counts: BlockCounts, *, dtype: np.dtype[Any]) -> BlockHistogram:
+    """The histogram of which that is stored; `dtype` is the 16-bit type whose patterns were counted."""
+    shared = {name: getattr(counts, name) for name in (*CELLS, *APART, "block_size", "axis")}
+    # Significands are even numbers of units: an odd cut lies just above one.
+    cuts = (Cut((units - units % 2) / CUT_UNITS, is_inclusive=units % 2 == 0) for units in counts.cuts)
+    return BlockHistogram(dtype=dtype, cuts=tuple(cuts), **shared)
+
+
+def _keys(histogram: BlockHistogram) -> NDArray[np.int64]:
+    exponents = histogram.exponents.astype(np.int64) + _EXPONENT_BIAS
+    rows = exponents << _CLASS_BITS | histogram.classes
+    return rows << _MAGNITUDE_BITS | histogram.magnitudes
+
+
+def count_blocks(
+    array: NDArray[Any],
+    *,
+    axis: int = -1,
+    block_size: int = 32,
+    threads: int | None = None,
+    rounded_to: np.dtype[Any] | None = None,
+) -> BlockHistogram:
+    """The joint counts of an array of a floating type of at most 16 bits, in blocks along one axis.
+
+    Of a wider one, too, where `rounded_to` is a type of at most 16 bits: its values are rounded to that first, to
+    nearest, ties to even.
+
+    A block with a NaN or an infinity is counted apart as a whole, and so is one of nothing but zeros; signs are not
+    told apart. Empty input counts nothing; an array without dimensions is one block of one element.
+
+    Any shape and layout, without a copy of the whole; at the end of the axis a block has what is left. The counts are
+    the same whatever `threads` is; None is one thread on each core.
+
+    Raises:
+        UsageError: the elements are wider or of no floating type, there is no such axis, or a block has no element.
+    """
+    found = count_few_cells(array, axis=axis, block_size=block_size, threads=threads, rounded_to=rounded_to)
+    assert found is not None, "no number of cells is too large"
+    return found
+
+
+def count_few_cells(
+    array: NDArray[Any],
+    *,
+    axis: int,
+    block_size: int,
+    threads: int | None,
+    rounded_to: np.dtype[Any] | None = None,
+    max_cells: int | None = None,
+) -> BlockHistogram | None:
+    """What `count_blocks` counts, or None where that has more than `max_cells` cells: patterns drawn by lot have.
+
+    Raises:
+        UsageError: as `count_blocks`.
+    """
+    dtype = _counted_dtype(array.dtype, rounded_to)
+    shaped = array.reshape(1) if array.ndim == 0 else array
+    if not -shaped.ndim <= axis < shaped.ndim:
+        raise UsageError(f"axis={axis} is not an axis of an array of shape {array.shape}")
+    if block_size < 1:
+        raise UsageError(f"block_size={block_size} is not a number of elements: give 1 or more")
+    from_front = axis % shaped.ndim
+    counted = count_in_tables(
+        shaped, axis=from_front, block_size=block_size, dtype=dtype, threads=threads, max_cells=max_cells
+    )
+    if counted is None:
+        return None
+    kind = _Kind(dtype, str(from_front - shaped.ndim), block_size, CUTS)
+    return _histogram(counted, kind=kind, num_elements=array.size)
+
+
+@functools.cache
+def _counted_dtype(given: np.dtype[Any], rounded_to: np.dtype[Any] | None) -> np.dtype[Any]:
+    dtype = given if rounded_to is None else rounded_to
+    row = dtype_row(dtype_name(dtype))
+    if not row.is_floating or not dtype_row(dtype_name(given)).is_floating or row.itemsize > _HALF_NBYTES:
+        raise UsageError(
+            f"{given} cannot be counted in blocks: use a floating type of at most 16 bits; "
+            f"sweep_array takes wider values as they are"
+        )
+    return dtype if row.itemsize == _HALF_NBYTES else _BFLOAT16
+
+
+def _histogram(counted: Counted, *, kind: _Kind, num_elements: int) -> BlockHistogram:
+    rows = rows_of(kind.dtype)
+    last = rows.ends.size - 1
+    spoiled_magnitudes, spoiled_counts = counted.cells.pop(last, NO_CELLS)
+    found = sorted(counted.cells)
+    sizes = [counted.cells[row][0].size for row in found]
+    magnitudes, counts = np.empty(sum(sizes), dtype=np.uint16), np.empty(sum(sizes), dtype=np.int64)
+    end = 0
+    for row, size in zip(found, sizes, strict=True):
+        # Taken out one after the other: twice all cells could be more memory than all tables.
+        magnitudes[end : end + size], counts[end : end + size] = counted.cells.pop(row)
+        end += size
+    return BlockHistogram(
+        **kind._asdict(),
+        exponents=np.repeat(rows.exponents[found], sizes),
+        classes=np.repeat(rows.classes[found], sizes),
+        magnitudes=magnitudes,
+        counts=counts,
+        num_blocks=int(counted.blocks.sum()),
+        zero_blocks=int(counted.blocks[0]),
+        zero_elements=num_elements - int(counts.sum()) - int(spoiled_counts.sum()),
+        spoiled_blocks=int(counted.blocks[last]),
+        spoiled=int(spoiled_counts[spoiled_magnitudes < rows.infinity].sum()),
+        nan=int(spoiled_counts[spoiled_magnitudes > rows.infinity].sum()),
+        inf=int(spoiled_counts[spoiled_magnitudes == rows.infinity].sum()),
+    )
+
+
+def warm_up() -> None:
+    """Compile, or load from the cache, every kernel that `count_blocks` needs."""
+    for axis in (0, 1):
+        count_blocks(np.ones((2, 2), dtype=_BFLOAT16), axis=axis, threads=1)

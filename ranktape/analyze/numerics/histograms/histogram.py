@@ -1,0 +1,375 @@
+"""What do the elements of a tensor add up to: how often each pattern occurs, how many are beyond a limit?
+
+Every element is read once, by kernels that release the GIL and count in integers: the numbers are the same
+for any memory layout. The writer process loads this module, so it imports neither torch nor zarr.
+
+A complex element is judged by the larger of its two parts in magnitude (the real one on a tie), and is
+NaN if either part is: it counts once, at the limits that its parts have.
+"""
+
+# Shapes: O = everything before the dimension of samples, S = samples, I = everything after it,
+# P = patterns, K = kinds of tallies.
+# ruff: noqa: N803, N806 - the letters of a shape end the name of the array
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ranktape.analyze.numerics.kernels import count, scan_keys
+from ranktape.analyze.numerics.pieces import by_memory, contiguous, frozen, pieces
+from ranktape.analyze.numerics.threads import each, num_threads
+from ranktape.errors import UsageError
+from ranktape.storage.dtypes import dtype_name, dtype_row
+from ranktape.storage.record import TALLY_KINDS, Overflow, Tally
+
+AnyArray = NDArray[Any]
+Extremes = tuple[float | None, float | None, float | None, float | None]
+"""The last four numbers of `Tallies`."""
+
+KINDS = ("upper", "lower", "underflow", "flushed", "nan", "inf", "zero")
+"""What a scan counts, in the order of its counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Where numbers cease to be ordinary, as magnitudes."""
+
+    overflow_start: float
+    """Smallest magnitude that is beyond the largest value."""
+    min_normal: float
+    """Smallest magnitude that is not subnormal; 0 where there are no subnormals."""
+    flush_limit: float
+    """Largest magnitude that becomes zero."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tallies:
+    """What one pass over a tensor counts; the extremes are None where there is no such number."""
+
+    num_elements: int
+    """Elements of any kind."""
+    upper: int
+    """Positive and at or beyond `Limits.overflow_start`, positive infinities included."""
+    lower: int
+    """Negative and at or beyond `Limits.overflow_start`, negative infinities included."""
+    underflow: int
+    """Nonzero and below `Limits.min_normal`."""
+    flushed: int
+    """Nonzero and at or below `Limits.flush_limit`; part of `underflow`."""
+    nan: int
+    """Not a number; in no other count."""
+    inf: int
+    """Infinities of either sign."""
+    zero: int
+    """Zeros of either sign."""
+    minimum: float | None
+    """Smallest number, infinities included."""
+    maximum: float | None
+    """Largest number, infinities included."""
+    largest_finite: float | None
+    """Largest finite magnitude."""
+    smallest_nonzero: float | None
+    """Smallest finite magnitude that is not zero."""
+    per_sample: dict[str, list[int]] | None
+    """For each of `KINDS` the count in every sample; None where no dimension of samples was given."""
+
+    @property
+    def absmax(self) -> float | None:
+        """Largest magnitude, infinities included."""
+        if self.minimum is None or self.maximum is None:
+            return None
+        return max(abs(self.minimum), abs(self.maximum))
+
+    @property
+    def num_finite(self) -> int:
+        """Elements that are neither NaN nor infinite."""
+        return self.num_elements - self.nan - self.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """How often each bit pattern of an 8- or 16-bit type occurs: all that is known of single values."""
+
+    dtype: np.dtype[Any]
+    """The type whose patterns are counted."""
+    counts: NDArray[np.int64]
+    """Elements for each pattern, read as an unsigned integer; shape (256,) or (65536,)."""
+
+    def __add__(self, other: Histogram) -> Histogram:
+        """The histogram of both together; the dtypes must be the same."""
+        assert self.dtype == other.dtype
+        return Histogram(dtype=self.dtype, counts=self.counts + other.counts)
+
+    def pairs(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """The values that occur and how often, in the order of their patterns; NaN patterns included."""
+        (patterns,) = np.nonzero(self.counts)
+        return pattern_values(self.dtype)[patterns], self.counts[patterns]
+
+
+def count_patterns(patterns: AnyArray) -> NDArray[np.int64]:
+    """How often each pattern occurs: 256 counts for uint8, 65,536 for uint16.
+
+    Every shape and layout; empty input counts nothing.
+
+    Raises:
+        UsageError: the patterns are neither uint8 nor uint16.
+    """
+    if patterns.dtype not in (np.uint8, np.uint16):
+        raise UsageError(f"patterns of {patterns.dtype} cannot be counted: view the array as uint8 or uint16")
+    counts = np.zeros(1 << 8 * patterns.itemsize, dtype=np.int64)
+    count(frozen(patterns, shape=(1, 1, patterns.size)), counts.reshape(1, -1))
+    return counts
+
+
+def count_values(array: AnyArray, *, threads: int | None = 1) -> Histogram:
+    """The histogram of an array of a type of at most 16 bits, of any shape and layout, without a copy of the whole.
+
+    The counts are the same whatever `threads` is; None is one thread on each core.
+
+    Raises:
+        UsageError: the elements are wider, or of no type that records hold (one in big-endian order is none), or
+            `threads` is less than 1.
+    """
+    dtype_name(array.dtype)  # refuses what is not in `DTYPES`
+    if array.dtype.itemsize > 2:  # noqa: PLR2004 - bytes of a pattern that can be counted
+        raise UsageError(f"{array.dtype} has too many patterns to count: use a type of at most 16 bits")
+    unsigned = np.uint8 if array.dtype.itemsize == 1 else np.uint16
+    ordered, _ = by_memory(array.reshape(1) if array.ndim == 0 else array, axis=0)
+    parts = pieces(ordered, axis=0, block_size=1)
+    num_workers = max(1, min(num_threads(threads), len(parts)))
+    shares = [parts[number::num_workers] for number in range(num_workers)]
+
+    def count_share(share: list[AnyArray]) -> NDArray[np.int64]:
+        counts: NDArray[np.int64] = np.zeros((1, 1 << 8 * array.dtype.itemsize), dtype=np.int64)
+        for part in share:
+            count(frozen(contiguous(part).view(unsigned), shape=(1, 1, part.size)), counts)
+        return counts.reshape(-1)
+
+    return Histogram(dtype=array.dtype, counts=np.sum(each(count_share, shares, threads=num_workers), axis=0))
+
+
+@functools.cache
+def pattern_values(dtype: np.dtype[Any]) -> NDArray[np.float64]:
+    """The value of every pattern of an 8- or 16-bit type, in the order of the patterns read as unsigned integers."""
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    patterns = np.arange(1 << 8 * dtype.itemsize, dtype=unsigned)
+    with np.errstate(invalid="ignore"):
+        values: NDArray[np.float64] = (patterns != 0 if dtype == np.bool_ else patterns.view(dtype)).astype(np.float64)
+    values.flags.writeable = False
+    return values
+
+
+@functools.cache
+def own_limits(dtype: np.dtype[Any]) -> Limits:
+    """The limits of an element type: only an infinity is beyond them, and integers have no subnormals.
+
+    Raises:
+        UsageError: records do not hold such a type.
+    """
+    row = dtype_row(dtype_name(dtype))
+    if not row.is_floating and not row.is_complex:
+        return Limits(overflow_start=np.inf, min_normal=0.0, flush_limit=0.0)
+    smallest_normal = ml_dtypes.finfo(dtype).smallest_normal  # type: ignore[no-untyped-call]
+    return Limits(overflow_start=np.inf, min_normal=float(smallest_normal), flush_limit=0.0)
+
+
+def measure(array: AnyArray, *, sample_dim: int | None) -> Overflow:
+    """What the elements do at the limits of their own dtype, counted for each sample too.
+
+    NaN counts as NaN alone. An empty array has zero counts and ratios, and no extremes. Extremes of
+    64-bit integers are rounded to float64. Any shape (0-d included) and layout.
+
+    Raises:
+        UsageError: records do not hold such a dtype, or the array has no such dimension.
+    """
+    tallies = scan(array, limits=own_limits(array.dtype), sample_dim=sample_dim)
+    total = max(1, tallies.num_elements)
+    per_sample = tallies.per_sample
+    return Overflow(
+        **{kind: Tally(count=getattr(tallies, kind), ratio=getattr(tallies, kind) / total) for kind in TALLY_KINDS},
+        minimum=tallies.minimum,
+        maximum=tallies.maximum,
+        absmax=tallies.absmax,
+        per_sample=None if per_sample is None else {kind: per_sample[kind] for kind in TALLY_KINDS},
+    )
+
+
+def scan(array: AnyArray, *, limits: Limits, sample_dim: int | None = None) -> Tallies:
+    """Count an array of any record's dtype against any limits, in one pass.
+
+    NaN counts as NaN alone; infinities are beyond every limit. Any shape (0-d included) and layout.
+
+    Raises:
+        UsageError: records do not hold such a dtype, or the array has no such dimension.
+    """
+    row = dtype_row(dtype_name(array.dtype))
+    if sample_dim is not None and not 0 <= sample_dim < array.ndim:
+        raise UsageError(f"sample_dim={sample_dim} is not a dimension of an array of shape {array.shape}")
+    shape_OSI = _samples_apart(array.shape, sample_dim=sample_dim)
+    if row.itemsize == 1:
+        tallies = _scan_bytes(array, shape_OSI=shape_OSI, limits=limits)
+    elif row.is_floating:
+        tallies = _scan_floats(array, shape_OSI=shape_OSI, limits=limits)
+    elif row.is_complex:
+        tallies = _scan_floats(larger_part(array), shape_OSI=shape_OSI, limits=limits)
+    elif limits.min_normal == 0 and limits.overflow_start == np.inf:
+        tallies = _scan_integers(array, shape_OSI=shape_OSI)
+    else:
+        tallies = _scan_floats(array.astype(np.float64), shape_OSI=shape_OSI, limits=limits)
+    return tallies if sample_dim is not None else dataclasses.replace(tallies, per_sample=None)
+
+
+def scan_histogram(histogram: Histogram, *, limits: Limits) -> Tallies:
+    """What `scan` counts in the array that the histogram was counted from; nothing is known of its samples."""
+    tallies = _scan_counts(histogram.counts.reshape(1, -1), dtype=histogram.dtype, limits=limits)
+    return dataclasses.replace(tallies, per_sample=None)
+
+
+def warm_up() -> None:
+    """Compile, or load from the cache, every kernel that `measure` and `count_patterns` need."""
+    for dtype in (np.float16, np.float32, np.float64, np.uint8):
+        measure(np.zeros(1, dtype=dtype), sample_dim=0)
+    count_patterns(np.zeros(1, dtype=np.uint16))
+
+
+def _samples_apart(shape: tuple[int, ...], *, sample_dim: int | None) -> tuple[int, int, int]:
+    """The three-dimensional shape (before, samples, after) of the same elements in C order."""
+    if sample_dim is None:
+        return 1, 1, int(np.prod(shape, dtype=np.int64))
+    before, after = shape[:sample_dim], shape[sample_dim + 1 :]
+    return int(np.prod(before, dtype=np.int64)), shape[sample_dim], int(np.prod(after, dtype=np.int64))
+
+
+def larger_part(array: AnyArray) -> AnyArray:
+    """Of complex elements the larger part in magnitude, the real one on a tie; NaN where either part is."""
+    real, imaginary = array.real, array.imag
+    larger = np.where(np.abs(real) >= np.abs(imaginary), real, imaginary)
+    return np.where(np.isnan(real) | np.isnan(imaginary), real.dtype.type(np.nan), larger)
+
+
+def _tallies(counts_SK: NDArray[np.int64], *, num_elements: int, extremes: Extremes) -> Tallies:
+    minimum, maximum, largest_finite, smallest_nonzero = extremes
+    return Tallies(
+        **dict(zip(KINDS, counts_SK.sum(axis=0).tolist(), strict=True)),
+        num_elements=num_elements,
+        minimum=minimum,
+        maximum=maximum,
+        largest_finite=largest_finite,
+        smallest_nonzero=smallest_nonzero,
+        per_sample=dict(zip(KINDS, counts_SK.T.tolist(), strict=True)),
+    )
+
+
+def _extremes(values: NDArray[np.float64]) -> Extremes:
+    numbers = values[~np.isnan(values)]
+    finite = np.abs(numbers[np.isfinite(numbers)])
+    nonzero = finite[finite > 0]
+    return (
+        float(numbers.min()) if numbers.size else None,
+        float(numbers.max()) if numbers.size else None,
+        float(finite.max()) if finite.size else None,
+        float(nonzero.min()) if nonzero.size else None,
+    )
+
+
+def _scan_bytes(array: AnyArray, *, shape_OSI: tuple[int, int, int], limits: Limits) -> Tallies:
+    counts_SP = np.zeros((shape_OSI[1], pattern_values(array.dtype).size), dtype=np.int64)
+    count(frozen(contiguous(array).view(np.uint8), shape=shape_OSI), counts_SP)
+    return _scan_counts(counts_SP, dtype=array.dtype, limits=limits)
+
+
+def _scan_counts(counts_SP: NDArray[np.int64], *, dtype: np.dtype[Any], limits: Limits) -> Tallies:
+    values_P = pattern_values(dtype)
+    magnitude_P, is_nan_P = np.abs(values_P), np.isnan(values_P)
+    is_over_P = ~is_nan_P & (magnitude_P >= limits.overflow_start)
+    is_nonzero_P = ~is_nan_P & (magnitude_P > 0)
+    kinds_PK = np.column_stack(
+        (
+            is_over_P & (values_P > 0),
+            is_over_P & (values_P < 0),
+            is_nonzero_P & (magnitude_P < limits.min_normal),
+            is_nonzero_P & (magnitude_P <= limits.flush_limit),
+            is_nan_P,
+            np.isinf(values_P),
+            values_P == 0,
+        )
+    ).astype(np.int64)
+    occurs_P = counts_SP.any(axis=0)
+    extremes = _extremes(values_P[occurs_P])
+    return _tallies(counts_SP @ kinds_PK, num_elements=int(counts_SP.sum()), extremes=extremes)
+
+
+def _scan_integers(array: AnyArray, *, shape_OSI: tuple[int, int, int]) -> Tallies:
+    counts_SK = np.zeros((shape_OSI[1], len(KINDS)), dtype=np.int64)
+    array_OSI = contiguous(array).reshape(shape_OSI)
+    counts_SK[:, KINDS.index("zero")] = (array_OSI == 0).sum(axis=(0, 2))
+    ends = array if not array.size else np.array([array.min(), array.max()])
+    nonzero = np.abs(array.astype(np.float64))[array != 0]
+    smallest_nonzero = float(nonzero.min()) if nonzero.size else None
+    minimum, maximum, largest, _ = _extremes(ends.astype(np.float64).ravel())
+    return _tallies(counts_SK, num_elements=array.size, extremes=(minimum, maximum, largest, smallest_nonzero))
+
+
+def _scan_floats(array: AnyArray, *, shape_OSI: tuple[int, int, int], limits: Limits) -> Tallies:
+    signed = np.dtype(f"i{array.dtype.itemsize}")
+    marks = _marks(array.dtype, limits)
+    top = np.iinfo(signed).max
+    counts_SK = np.zeros((shape_OSI[1], len(KINDS)), dtype=np.int64)
+    ends = np.array([top, ~top, -1, top], dtype=signed)
+    scan_keys(frozen(contiguous(array).view(signed), shape=shape_OSI), marks, counts_SK, ends)
+    smallest, largest, largest_finite, smallest_nonzero = ends.tolist()
+    has_numbers = smallest <= largest
+
+    def value(key: int) -> float:
+        magnitude = float(np.array([abs(key)], dtype=signed).view(array.dtype).astype(np.float64)[0])
+        return -magnitude if key < 0 else magnitude
+
+    return _tallies(
+        counts_SK,
+        num_elements=array.size,
+        extremes=(
+            value(smallest) if has_numbers else None,
+            value(largest) if has_numbers else None,
+            value(largest_finite) if largest_finite >= 0 else None,
+            value(smallest_nonzero) if smallest_nonzero < top else None,
+        ),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _marks(dtype: np.dtype[Any], limits: Limits) -> AnyArray:
+    """The patterns where a kind begins: infinity, overflow, normal, first not flushed, and the mask of the magnitude.
+
+    The magnitudes of an IEEE type are in the order of their patterns, so that a limit is a pattern.
+    """
+    signed = np.dtype(f"i{dtype.itemsize}")
+    infinity = int(np.array([np.inf], dtype=dtype).view(signed)[0])
+
+    def first_pattern(is_reached: Callable[[float], bool]) -> int:
+        low, high = 0, infinity
+        while low < high:
+            middle = (low + high) // 2
+            value = float(np.array([middle], dtype=signed).view(dtype).astype(np.float64)[0])
+            low, high = (low, middle) if is_reached(value) else (middle + 1, high)
+        return low
+
+    marks = np.array(
+        [
+            infinity,
+            first_pattern(lambda value: value >= limits.overflow_start),
+            first_pattern(lambda value: value >= limits.min_normal and value > 0),
+            first_pattern(lambda value: value > limits.flush_limit),
+            np.iinfo(signed).max,
+        ],
+        dtype=signed,
+    )
+    marks.flags.writeable = False
+    return marks

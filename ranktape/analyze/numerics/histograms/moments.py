@@ -1,0 +1,142 @@
+"""What do the finite values of an array, or of a histogram, add up to?
+
+Many values of at most 16 bits are counted first, and the patterns that occur are added up. Others are added up in
+blocks, in float64 and twice: the mean, then the differences from it. The writer process loads this module, so it
+imports neither torch nor zarr.
+"""
+
+# Shapes: B = blocks, M = sums.
+# ruff: noqa: N806 - the letters of a shape end the name of the array
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.numerics.histograms import block_histogram, histogram
+from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
+from ranktape.analyze.numerics.kernels import BLOCK, sum_powers
+from ranktape.analyze.numerics.pieces import frozen
+from ranktape.storage.dtypes import dtype_name, dtype_row
+from ranktape.storage.statistics import Statistics, merge_moments, merge_statistics
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_COUNTED_NBYTES = 2
+"""Size of the widest values that are counted."""
+
+_COUNTED_FROM = 1 << 16
+"""Elements from which on counting is worth its 65,536 counts."""
+
+_PART = 1 << 18
+"""Elements that are widened at once, so that the copy stays small."""
+
+_NUM_SUMS = 6
+
+
+def statistics_of(array: NDArray[Any]) -> Statistics:
+    """What the finite values of an array add up to; of complex ones, their magnitudes.
+
+    NaN and infinities count as elements and nowhere else. An empty array has counts and sums of 0, and no extremes.
+    Any shape (0-d included) and layout; 64-bit integers are rounded to float64.
+
+    Raises:
+        UsageError: records do not hold such a dtype.
+    """
+    row = dtype_row(dtype_name(array.dtype))
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if row.itemsize <= _COUNTED_NBYTES and flat.size >= _COUNTED_FROM:
+        return statistics_of_histogram(count_values(flat))
+    return merge_statistics([_of_floats(part) for part in _as_floats(flat, is_complex=row.is_complex)])
+
+
+def statistics_of_histogram(counted: Histogram) -> Statistics:
+    """What the finite values add up to in the array that a histogram was counted from."""
+    values, counts = counted.pairs()
+    return statistics_of_pairs(values, counts, num_elements=int(counts.sum()))
+
+
+def statistics_of_pairs(values: NDArray[np.float64], counts: NDArray[np.int64], *, num_elements: int) -> Statistics:
+    """What values add up to of which each occurs so often; those that are not finite are left out.
+
+    The order of the values matters to the last bit of sums.
+    """
+    is_finite = np.isfinite(values)
+    occurring, weights = values[is_finite], counts[is_finite].astype(np.float64)
+    none = np.zeros(occurring.size)
+    total, moments = merge_moments(weights, occurring * weights, [none, none, none])
+    return _statistics(
+        num_elements=num_elements,
+        num_finite=int(weights.sum()),
+        total=total,
+        moments=moments,
+        sum_magnitudes=float((np.abs(occurring) * weights).sum()),
+        finite=occurring,
+    )
+
+
+def warm_up() -> None:
+    """Compile, or load from the cache, every kernel that the writer needs, of whatever module."""
+    histogram.warm_up()
+    block_histogram.warm_up()
+    for dtype in (np.float32, np.float64):
+        _of_floats(np.zeros(1, dtype=dtype))
+
+
+def _as_floats(flat: NDArray[Any], *, is_complex: bool) -> Iterator[NDArray[Any]]:
+    """The values as float32 or float64; in parts, where they are others."""
+    if flat.dtype in (np.float32, np.float64):
+        yield flat
+        return
+    for start in range(0, flat.size, _PART):
+        part = flat[start : start + _PART]
+        with np.errstate(over="ignore", invalid="ignore"):
+            # In float64: the magnitude of two large float32 need not be one.
+            wide = part.astype(np.complex128 if is_complex else np.float64)
+            yield np.abs(wide) if is_complex else wide
+
+
+def _of_floats(values: NDArray[Any]) -> Statistics:
+    sums_BM = np.zeros((-(-values.size // BLOCK), _NUM_SUMS))
+    sum_powers(frozen(values, shape=(values.size,)), sums_BM)
+    counts, sums, second, third, fourth, magnitudes = sums_BM.T
+    total, moments = merge_moments(counts, sums, [second, third, fourth])
+    num_finite = int(counts.sum())
+    return _statistics(
+        num_elements=values.size,
+        num_finite=num_finite,
+        total=total,
+        moments=moments,
+        sum_magnitudes=float(magnitudes.sum()),
+        finite=values if num_finite == values.size else values[np.isfinite(values)],
+    )
+
+
+def _statistics(
+    *,
+    num_elements: int,
+    num_finite: int,
+    total: float,
+    moments: list[float],
+    sum_magnitudes: float,
+    finite: NDArray[Any],
+) -> Statistics:
+    ends = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
+    if ends[0] == ends[1]:
+        moments = [0.0, 0.0, 0.0]
+    second, third, fourth = moments
+    return Statistics(
+        num_elements=num_elements,
+        num_finite=num_finite,
+        sum=total,
+        moment_2=second,
+        moment_3=third,
+        moment_4=fourth,
+        sum_magnitudes=sum_magnitudes,
+        minimum=ends[0],
+        maximum=ends[1],
+        absmax=None if ends[0] is None or ends[1] is None else max(abs(ends[0]), abs(ends[1])),
+    )

@@ -1,0 +1,153 @@
+"""How often does each pattern of a torch tensor occur, counted on the device where it is?
+
+The twin of `histogram` and `block_histogram` in torch operations: for tensors that are not in the memory of the CPU.
+Counts are integers, equal to those that the compiled code gives, and only they leave the device.
+"""
+
+# Shapes: R = kinds of blocks (rows).
+# ruff: noqa: N806 - the letters of a shape end the name of the tensor
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ranktape.analyze.numerics.histograms.block_classes import CUTS, rows_of
+from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
+from ranktape.analyze.numerics.histograms.block_kernels import NUM_MAGNITUDES
+from ranktape.analyze.numerics.histograms.histogram import Histogram
+from ranktape.analyze.numerics.quantization.blocks import boxes, grouped_shape
+from ranktape.errors import UsageError
+from ranktape.storage.dtypes import numpy_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+BOX_SIZE = 1 << 20
+"""Elements that are counted at once, with some 30 MB of memory for their keys."""
+
+_HALF_NBYTES = 2
+_MAGNITUDE_BITS = 15
+
+
+def count_tensor(tensor: torch.Tensor) -> Histogram:
+    """The histogram of a tensor of a type of at most 16 bits: `count_values` of the same elements.
+
+    Every shape and layout; an empty tensor counts nothing.
+
+    Raises:
+        UsageError: the elements are wider, or complex.
+    """
+    import torch
+
+    if tensor.dtype.itemsize > _HALF_NBYTES:
+        raise UsageError(f"{tensor.dtype} has too many patterns to count: use a type of at most 16 bits")
+    num_patterns = 1 << 8 * tensor.dtype.itemsize
+    unsigned = torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16
+    rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
+    counts = torch.zeros(num_patterns, dtype=torch.int64, device=tensor.device)
+    for box in boxes(tuple(rows.shape), axis=-1 % rows.ndim, block_size=1, box_size=BOX_SIZE):
+        patterns = rows[box.place].contiguous().view(unsigned).to(torch.int64) & (num_patterns - 1)
+        counts += torch.bincount(patterns.reshape(-1), minlength=num_patterns)
+    return Histogram(dtype=_numpy_dtype(tensor.dtype), counts=counts.cpu().numpy())
+
+
+def count_tensor_blocks(tensor: torch.Tensor, *, axis: int = -1, block_size: int = 32) -> BlockHistogram:
+    """The joint counts of a tensor of a floating type of at most 16 bits: `count_blocks` of the same elements.
+
+    Raises:
+        UsageError: the elements are wider or of no floating type, there is no such axis, or a block has no element.
+    """
+    import torch
+
+    if not tensor.is_floating_point() or tensor.dtype.itemsize > _HALF_NBYTES:
+        raise UsageError(f"{tensor.dtype} cannot be counted in blocks: use a floating type of at most 16 bits")
+    rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
+    if not -rows.ndim <= axis < rows.ndim:
+        raise UsageError(f"axis={axis} is not an axis of a tensor of shape {tuple(tensor.shape)}")
+    if block_size < 1:
+        raise UsageError(f"block_size={block_size} is not a number of elements: give 1 or more")
+    # bfloat16 holds every value of the types of 8 bits.
+    halves = rows if rows.dtype.itemsize == _HALF_NBYTES else rows.to(torch.bfloat16)
+    from_front = axis % rows.ndim
+    counted = _count(halves, axis=from_front, block_size=block_size)
+    dtype = _numpy_dtype(halves.dtype)
+    return _histogram(counted, dtype=dtype, axis=from_front - rows.ndim, block_size=block_size)
+
+
+class _Counted(NamedTuple):
+    cells: torch.Tensor
+    """The keys that occur, ascending: row << 15 | magnitude."""
+    counts: torch.Tensor
+    """Elements of each of them."""
+    blocks: torch.Tensor
+    """Blocks of each row."""
+
+
+def _count(halves: torch.Tensor, *, axis: int, block_size: int) -> _Counted:
+    import torch
+
+    shape, device = tuple(halves.shape), halves.device
+    rows = rows_of(_numpy_dtype(halves.dtype))
+    row_of_magnitude = torch.from_numpy(rows.of_magnitude.astype(np.int64)).to(device)
+    largest = torch.zeros(grouped_shape(shape, axis=axis, block_size=block_size), dtype=torch.int16, device=device)
+    covering = list(boxes(shape, axis=axis, block_size=block_size, box_size=BOX_SIZE))
+
+    def magnitudes(place: tuple[slice, ...], shape_obei: tuple[int, ...]) -> torch.Tensor:
+        patterns = halves[place].contiguous().view(torch.int16) & (NUM_MAGNITUDES - 1)
+        return patterns.reshape(shape_obei)
+
+    for box in covering:
+        # Magnitudes of a floating type are in the order of their patterns.
+        found = magnitudes(box.place, box.shape_OBEI).amax(dim=2)
+        place = largest[box.groups]
+        place.copy_(torch.maximum(place, found.reshape(place.shape)))
+    cells = counts = torch.zeros(0, dtype=torch.int64, device=device)
+    for box in covering:
+        before, blocks, _, after = box.shape_OBEI
+        row = row_of_magnitude[largest[box.groups].to(torch.int64)].reshape(before, blocks, 1, after)
+        keys = (row << _MAGNITUDE_BITS) | magnitudes(box.place, box.shape_OBEI)
+        cells, counts = _together(cells, counts, *torch.unique(keys, return_counts=True))
+    blocks_R = torch.bincount(row_of_magnitude[largest.reshape(-1).to(torch.int64)], minlength=rows.ends.size)
+    return _Counted(cells, counts, blocks_R)
+
+
+def _together(
+    cells: torch.Tensor, counts: torch.Tensor, more_cells: torch.Tensor, more_counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    distinct, places = torch.unique(torch.cat([cells, more_cells]), return_inverse=True)
+    added = torch.zeros(distinct.shape, dtype=torch.int64, device=cells.device)
+    return distinct, added.index_add_(0, places, torch.cat([counts, more_counts]))
+
+
+def _histogram(counted: _Counted, *, dtype: np.dtype[Any], axis: int, block_size: int) -> BlockHistogram:
+    kinds = rows_of(dtype)
+    last = kinds.ends.size - 1
+    cells, counts, blocks_R = (tensor.cpu().numpy() for tensor in counted)
+    row, magnitudes = cells >> _MAGNITUDE_BITS, cells & (NUM_MAGNITUDES - 1)
+    is_cell, is_spoiled = (row > 0) & (row < last), row == last
+    spoiled_magnitudes, spoiled_counts = magnitudes[is_spoiled], counts[is_spoiled]
+    return BlockHistogram(
+        dtype=dtype,
+        axis=str(axis),
+        block_size=block_size,
+        exponents=kinds.exponents[row[is_cell]],
+        classes=kinds.classes[row[is_cell]],
+        magnitudes=magnitudes[is_cell].astype(np.uint16),
+        counts=counts[is_cell],
+        num_blocks=int(blocks_R.sum()),
+        zero_blocks=int(blocks_R[0]),
+        zero_elements=int(counts[row == 0].sum()),
+        spoiled_blocks=int(blocks_R[last]),
+        spoiled=int(spoiled_counts[spoiled_magnitudes < kinds.infinity].sum()),
+        nan=int(spoiled_counts[spoiled_magnitudes > kinds.infinity].sum()),
+        inf=int(spoiled_counts[spoiled_magnitudes == kinds.infinity].sum()),
+        cuts=CUTS,
+    )
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return numpy_dtype(str(dtype).removeprefix("torch."))

@@ -1,0 +1,1 @@
+"""Gives what a tensor loses at every scale that is tried."""

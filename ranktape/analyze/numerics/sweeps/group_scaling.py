@@ -1,0 +1,214 @@
+"""The sums of what a tensor loses with a scale for each block or channel, for many offsets at once, from its values.
+
+For what counts of a block histogram do not answer: values of more than 16 bits, NVFP4, whose scales look at all bits
+of a block's maximum and at the tensor's, and channels. Memory is read once for all levels, and once before where a
+scale depends on more than what is at hand. Memory is needed for one box of values for each thread.
+"""
+
+# Shapes: O = everything before the axis, B = blocks, E = elements of a block, I = everything after the axis,
+# G = groups that share a scale, L = levels.
+# ruff: noqa: N803, N806 - the letters of a shape end the name of the array
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.numerics.quantization.blocks import RUN, Box, boxes, grouped_shape
+from ranktape.analyze.numerics.quantization.nvfp4 import level_of
+from ranktape.analyze.numerics.quantization.plan import HIF8_TARGET
+from ranktape.analyze.numerics.quantization.scales import unbounded_exponents
+from ranktape.analyze.numerics.quantization.schemes import Scaling, Scheme
+from ranktape.analyze.numerics.sweeps.group_scaling_kernels import CODES, FLOATS, POWERS, Scales, sum_grouped
+from ranktape.analyze.numerics.sweeps.population import Population, population_of_parts
+from ranktape.analyze.numerics.sweeps.rounding_kernels import kernel_constants
+from ranktape.analyze.numerics.sweeps.scaling import (
+    MAX_SHIFTED_EXPONENT,
+    Part,
+    Sums,
+    in_batches,
+    new_part,
+    shift_factors,
+    shift_of,
+    total_of,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.numerics.histograms.histogram import AnyArray
+    from ranktape.analyze.numerics.sweeps.options import SweepOptions
+
+BOX = 1 << 16
+"""Values that a thread works on at a time."""
+
+
+def sums_of_groups(
+    array: AnyArray, *, largest: float, scheme: Scheme, options: SweepOptions, axis: int, threads: int | None
+) -> tuple[Sums, Population]:
+    """The sums over the elements of groups, for each offset of the options, and what the array holds.
+
+    Of blocks with a NaN or an infinity all elements are left out, of channels those alone. The sums mean nothing
+    where no other element differs from zero. `largest` is the largest finite magnitude of all elements, `axis` is not
+    negative, and the array has at least one dimension.
+    """
+    work = _Work(array, largest_finite=largest, scheme=scheme, options=options, axis=axis, threads=threads)
+    rows: list[NDArray[Any]] = []
+
+    def parts() -> Iterator[Part]:
+        for found in in_batches(work.part, work.boxes(), threads=threads):
+            rows.append(found.kinds)
+            yield found.part
+
+    sums = total_of(parts(), num_levels=work.offsets_L.size, shift=work.how.shift, largest=0.0)
+    found = population_of_parts(rows)
+    return dataclasses.replace(sums, largest=math.ldexp(found.largest, -work.how.shift)), found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What one box holds."""
+
+    part: Part
+    kinds: NDArray[np.float64]
+
+
+class _Work:
+    """What is common to all boxes of one sweep."""
+
+    def __init__(
+        self,
+        array: AnyArray,
+        *,
+        largest_finite: float,
+        scheme: Scheme,
+        options: SweepOptions,
+        axis: int,
+        threads: int | None,
+    ) -> None:
+        self._array, self._axis, self._scheme, self._options = array, axis, scheme, options
+        self._is_channel = scheme.scaling is Scaling.CHANNEL
+        self._block_size = 1 if self._is_channel else scheme.block_size
+        length = min(self._block_size, array.shape[axis])
+        # Blocks may be cut into boxes: then their largest magnitudes must be known before.
+        is_cut = length > BOX // RUN
+        self._largest: NDArray[np.float64] | None = None
+        largest = 0.0
+        if self._is_channel or is_cut or array.dtype == np.float64:  # whose squares may overflow
+            largest = self._look(keep=self._is_channel or is_cut, threads=threads)
+        rounding = options.rounding or scheme.element.rounding
+        self._constants = kernel_constants(scheme.element, rounding=rounding)
+        offsets = options.offsets()
+        self.offsets_L: NDArray[np.float64] = offsets.astype(np.float64)
+        if self._is_channel:
+            self.offsets_L = np.ldexp(1.0, offsets)
+        elif scheme.has_tensor_scale:
+            self.offsets_L = self._tensor_levels(largest_finite, offsets)
+        self.how = self._scales(shift=shift_of(largest) if largest else 0)
+
+    def boxes(self) -> Iterator[Box]:
+        """What the array is cut into."""
+        return boxes(self._array.shape, axis=self._axis, block_size=self._block_size, box_size=BOX)
+
+    def part(self, box: Box) -> _Found:
+        """The sums of one box, and what it holds."""
+        values_GE = self._rows(box)
+        if self._is_channel:
+            known_G = self._channel_scales(box)
+            kinds = _left_out(values_GE, ~(values_GE < np.inf))
+        else:
+            largest_G = values_GE.max(axis=1) if self._largest is None else self._largest_of(box)
+            is_spoiled_G = ~(largest_G < np.inf)
+            known_G = self._known(np.where(is_spoiled_G, 0.0, largest_G))
+            kinds = _left_out(values_GE, is_spoiled_G)
+        part = new_part(self.offsets_L.size)._replace(num_finite=values_GE.size - int(kinds[1] + kinds[2] + kinds[4]))
+        sums = part.sums_LK, part.counts_LC, part.own_K
+        sum_grouped(values_GE, known_G, self.offsets_L, self.how, self._constants, *sums)
+        return _Found(part=part, kinds=kinds)
+
+    def _rows(self, box: Box) -> NDArray[np.float64]:
+        """The magnitudes of a box, one row for each group."""
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            magnitudes = np.abs(self._array[box.place].astype(np.float64, order="C"))
+        order = (1, 0, 2, 3) if self._is_channel else (0, 1, 3, 2)
+        ordered = magnitudes.reshape(box.shape_OBEI).transpose(order)
+        num_groups = box.shape_OBEI[1] if self._is_channel else box.size // box.shape_OBEI[2]
+        return np.ascontiguousarray(ordered).reshape(num_groups, -1)
+
+    def _look(self, *, keep: bool, threads: int | None) -> float:
+        """The largest magnitude that is in any figure; with `keep`, that of each group is remembered too."""
+        shape = grouped_shape(self._array.shape, axis=self._axis, block_size=self._block_size)
+        largest = np.zeros(shape[self._axis] if self._is_channel else shape) if keep else np.zeros(0)
+
+        def look(box: Box) -> tuple[Box, NDArray[np.float64]]:
+            values_GE = self._rows(box)
+            if self._is_channel:
+                values_GE[~(values_GE < np.inf)] = 0.0
+            return box, values_GE.max(axis=1)
+
+        largest_of_all = 0.0
+        for box, of_groups in in_batches(look, self.boxes(), threads=threads):
+            if keep:
+                kept = largest[box.place[self._axis] if self._is_channel else box.groups]
+                np.maximum(kept, of_groups.reshape(kept.shape), out=kept)
+            else:
+                largest_of_all = max(largest_of_all, float(of_groups[of_groups < np.inf].max(initial=0.0)))
+        if not keep:
+            return largest_of_all
+        self._largest = largest
+        return float(largest[largest < np.inf].max(initial=0.0))
+
+    def _largest_of(self, box: Box) -> NDArray[np.float64]:
+        assert self._largest is not None, "it was kept"
+        return self._largest[box.groups].reshape(-1)
+
+    def _known(self, largest_G: NDArray[np.float64]) -> NDArray[np.float64]:
+        if self._scheme.has_tensor_scale:
+            return largest_G
+        rule = self._options.rule
+        return unbounded_exponents(largest_G, rule=rule, element=self._scheme.element).astype(np.float64)
+
+    def _channel_scales(self, box: Box) -> NDArray[np.float64]:
+        assert self._largest is not None, "it was kept"
+        element = self._scheme.element
+        target = HIF8_TARGET if element.name == "hif8" else element.maximum
+        largest = self._largest[box.place[self._axis]]
+        with np.errstate(over="ignore", under="ignore"):
+            return np.where(largest == 0, 1.0, (largest / target).astype(np.float32))
+
+    def _tensor_levels(self, largest: float, offsets: NDArray[np.int64]) -> NDArray[np.float64]:
+        recipe = self._scheme.recipe
+        assert recipe is not None, "scales of scales have a recipe"
+        return np.array([level_of(largest, recipe=recipe, offset=offset) for offset in offsets.tolist()])
+
+    def _scales(self, *, shift: int) -> Scales:
+        kind = FLOATS if self._is_channel else CODES if self._scheme.has_tensor_scale else POWERS
+        end = (1 << (self._options.bits - 1)) - 1
+        recipe = int(self._scheme.recipe or 0)
+        return Scales(kind, end, shift, shift_factors(shift), MAX_SHIFTED_EXPONENT, recipe)
+
+
+def _left_out(values_GE: NDArray[np.float64], is_left_out: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Put zeros in place of what is left out; how much there is of each kind, for `population_of_parts`."""
+    nan = inf = num_left_out = 0
+    if is_left_out.any():
+        left_out = values_GE[is_left_out]
+        nan, inf = int(np.isnan(left_out).sum()), int(np.isinf(left_out).sum())
+        num_left_out = left_out.size
+        values_GE[is_left_out] = 0.0
+    zero = values_GE.size - np.count_nonzero(values_GE) - num_left_out
+    spoiled = num_left_out - nan - inf
+    return np.array([values_GE.size, nan, inf, zero, spoiled, values_GE.max(), _smallest(values_GE)])
+
+
+def _smallest(magnitudes: NDArray[np.float64]) -> float:
+    """The smallest that is not zero, or infinity."""
+    # One less, the bits of a zero are the largest number there is.
+    bits = magnitudes.view(np.uint64) - np.uint64(1)
+    smallest = bits.min()
+    return float((smallest + np.uint64(1)).view(np.float64)) if smallest < np.iinfo(np.uint64).max else math.inf

@@ -1,0 +1,317 @@
+"""What the tool that the seeds describe computed, number by number.
+
+One power-of-two scale for the tensor, with a fractional exponent, in bfloat16 arithmetic: every operation works on
+bfloat16 numbers, in float32, and its result is rounded to bfloat16. A value x is divided by the scale, rounded to the
+format, ties away from zero, and multiplied by the scale: three results, each of them rounded. Sums over these values
+are float64 here, where the tool's were float32 and depended on its number of threads.
+
+Its ways, where they differ from those of the other modes:
+
+* The tensor is cast to bfloat16 first.
+* The exponent of the format's largest value is taken as 2**(exponent bits - 1) - 1: 7 instead of 8 for fp8_e4m3, 3
+  instead of 4 for fp6_e3m2, 1 instead of 2 for fp6_e2m3 and fp4_e2m1. The first level is thus twice as coarse as
+  needed. The last aligns the smallest value with the smallest normal one. Where the first is below the last, the
+  two change places; 10 as the first and -10 as the last given exponent mean that none was given.
+* "Underflow" is what is nonzero and below the smallest subnormal value, "flush to zero" what is nonzero and below the
+  smallest normal value, "overflow" what is above the largest value; parts are of all elements, NaN and infinities
+  among them. What is said to be flushed is not: subnormal values are kept.
+* The logarithm that exponents are taken from is a bfloat16 number too: above 2.87e38 it rounds to 128, and the
+  result is NaN. A value just below half of the smallest subnormal one becomes that, because a half is added to it in
+  bfloat16.
+* Its squares were float32 numbers: of errors beyond 1.8e19 infinite, and below 1e-19 with few bits, or 0. What it
+  recommended for such tensors is not known; `legacy_note` says so.
+* The composite score compares raw errors, with 1e-10 added to what they are divided by: of small tensors, such as
+  gradients, it sees the cosine and PSNR alone. Where one level loses nothing, the scores are NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.numerics.formats import FORMATS, Rounding
+from ranktape.analyze.numerics.histograms.histogram import Histogram, count_patterns, count_values
+from ranktape.analyze.numerics.pieces import pieces
+from ranktape.analyze.numerics.sweeps.metrics import Level, levels_of
+from ranktape.analyze.numerics.sweeps.options import NUM_LEVELS
+from ranktape.analyze.numerics.sweeps.scaling import CHUNK, SUMS, Sums, scale_of
+from ranktape.errors import UsageError
+from ranktape.storage.dtypes import dtype_row
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from ranktape.analyze.numerics.formats import Format
+    from ranktape.analyze.numerics.sweeps.options import SweepOptions
+
+LEGACY_FORMATS = tuple(FORMATS[name] for name in ("fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1"))
+"""What the tool knew."""
+
+UNSET_EXPONENTS = (10, -10)
+"""What its `--max-scale-exp` and `--min-scale-exp` were by default, and so meant."""
+
+SWAMP = 1e-10
+"""What its score adds to every difference that it divides by."""
+
+BEYOND_EXPONENT = 128
+"""Of a power of two that float32 does not hold."""
+
+_BFLOAT16 = dtype_row("bfloat16").numpy_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegacyLevel(Level):
+    """A level with the tool's own figures beside those that all modes have."""
+
+    original_overflow_count: int
+    """Elements above the format's largest value after division by the scale, infinities included."""
+    original_overflow_ratio: float
+    """`original_overflow_count` over all elements."""
+    original_underflow_count: int
+    """Nonzero elements below the format's smallest subnormal value."""
+    original_underflow_ratio: float
+    """`original_underflow_count` over all elements."""
+    original_flush_count: int
+    """Nonzero elements below the format's smallest normal value; the tool says that they become zero."""
+    original_flush_ratio: float
+    """`original_flush_count` over all elements."""
+    relative_error_percent: float
+    """`relative_error` in percent."""
+    original_score: float
+    """The tool's composite score; NaN where it was."""
+
+
+def to_bfloat16(values: ArrayLike) -> NDArray[np.float32]:
+    """The nearest bfloat16 numbers, ties to even, as float32; wider numbers are rounded to float32 first.
+
+    NaN stays NaN, infinities stay what they are, and what rounds to beyond the largest bfloat16 becomes infinite.
+    The shape is that of the values.
+    """
+    return _halves(values).astype(np.float32)
+
+
+def legacy_histogram(numbers: NDArray[Any] | Histogram) -> Histogram:
+    """The histogram of a tensor as the tool saw it: cast to bfloat16.
+
+    Raises:
+        UsageError: records do not hold such a dtype.
+    """
+    if not isinstance(numbers, Histogram):
+        if numbers.dtype.itemsize <= _BFLOAT16.itemsize:
+            return legacy_histogram(count_values(numbers))
+        merged = np.zeros(1 << 16, dtype=np.int64)
+        for piece in pieces(np.atleast_1d(numbers), axis=0, block_size=1):
+            flat = np.ravel(piece)
+            for start in range(0, flat.size, CHUNK):
+                merged += count_patterns(_patterns(flat[start : start + CHUNK]))
+        return Histogram(dtype=_BFLOAT16, counts=merged)
+    if numbers.dtype == _BFLOAT16:
+        return numbers
+    values, counts = numbers.pairs()
+    merged = np.zeros(1 << 16, dtype=np.int64)
+    np.add.at(merged, _patterns(values), counts)
+    return Histogram(dtype=_BFLOAT16, counts=merged)
+
+
+def legacy_result(values: ArrayLike, *, target: Format, exponent: float) -> NDArray[np.float64]:
+    """What the tool made of each value, cast to bfloat16, at one level.
+
+    NaN stays NaN, infinities stay infinite, and zeros lose their sign. What is above 2.87e38 after division becomes
+    NaN. The shape is that of the values.
+    """
+    return _table(to_bfloat16(values), target=target, exponent=exponent).result
+
+
+def legacy_exponents(*, largest: float, smallest: float, target: Format, options: SweepOptions) -> NDArray[np.float64]:
+    """The exponents of the tool's levels for a tensor whose magnitudes are, zeros aside, between these two.
+
+    Logarithms are exact: what the tool's were near a power of two is not known.
+    """
+    emax = 2 ** (target.exponent_bits - 1) - 1
+    first = float(math.frexp(largest)[1] - 1 - emax)
+    last = float(math.frexp(smallest)[1] - 1 - target.emin)
+    unset_first, unset_last = UNSET_EXPONENTS
+    if options.max_scale_exp is not None and options.max_scale_exp != unset_first:
+        first = float(options.max_scale_exp)
+    if options.min_scale_exp is not None and options.min_scale_exp != unset_last:
+        last = float(options.min_scale_exp)
+    return np.linspace(max(first, last), min(first, last), options.num_levels or NUM_LEVELS)
+
+
+def legacy_levels(histogram: Histogram, *, target: Format, options: SweepOptions) -> tuple[LegacyLevel, ...]:
+    """One level for each of the tool's exponents; none where no finite number differs from zero.
+
+    `histogram` is that of `legacy_histogram`. Levels at which a finite number becomes infinite or NaN have infinite
+    errors and a cosine of 0.
+
+    Raises:
+        UsageError: the tool knew no such format, or no such rounding.
+    """
+    check_legacy(target, options=options)
+    values, counts = histogram.pairs()
+    magnitudes = np.abs(values)
+    ordinary = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
+    if not ordinary.size:
+        return ()
+    exponents = legacy_exponents(
+        largest=float(ordinary.max()), smallest=float(ordinary.min()), target=target, options=options
+    )
+    tables = [_table(magnitudes.astype(np.float32), target=target, exponent=float(one)) for one in exponents]
+    sums = _sums(magnitudes, counts=counts, tables=tables, target=target)
+    levels = levels_of(sums, exponents=exponents.tolist())
+    original_scores = _original_scores(levels)
+    return tuple(
+        _with_originals(level, table=table, counts=counts, target=target, score=score)
+        for level, table, score in zip(levels, tables, original_scores, strict=True)
+    )
+
+
+def legacy_note(levels: Sequence[Level], *, largest: float) -> str:
+    """That the tool may have chosen another level, where its float32 squares overflow or vanish; else nothing."""
+    limits = np.finfo(np.float32)
+    smallest = float(limits.smallest_normal)
+    if largest**2 <= float(limits.max) and not any(0 < level.mse < smallest for level in levels):
+        return ""
+    what = "overflow" if largest > 1 else "vanish"
+    return f"the original's squares in float32 {what}: it may have chosen another level"
+
+
+def check_legacy(target: Format, *, options: SweepOptions) -> None:
+    """Refuse what the tool did not know.
+
+    Raises:
+        UsageError: the format or the rounding is another one.
+    """
+    if target not in LEGACY_FORMATS:
+        known = ", ".join(known.name for known in LEGACY_FORMATS)
+        raise UsageError(f"format {target.name!r} is not allowed with --sweep-mode legacy: give one of {known}")
+    if options.rounding not in {None, Rounding.AWAY}:
+        raise UsageError(
+            f"--rounding {options.rounding} is not allowed with --sweep-mode legacy, "
+            "which rounds ties away: leave it out"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """What numbers are at one level, in their order."""
+
+    scaled: NDArray[np.float32]
+    """After division by the scale."""
+    result: NDArray[np.float64]
+    """After rounding and multiplication by the scale."""
+
+
+def _table(values: NDArray[np.float32], *, target: Format, exponent: float) -> _Table:
+    # The scale is a float64 in the tool, and a float32 where it meets a bfloat16: 0 or infinite far from 1.
+    with np.errstate(all="ignore"):
+        scale = np.float32(scale_of(exponent))
+        scaled = to_bfloat16(values / scale)
+        result = to_bfloat16(_rounded(scaled, target=target) * scale)
+    return _Table(scaled=scaled, result=result.astype(np.float64))
+
+
+def _rounded(scaled: NDArray[np.float32], *, target: Format) -> NDArray[np.float32]:
+    """The values of the format, each step in bfloat16."""
+    magnitudes = np.abs(scaled)
+    logarithms = to_bfloat16(np.log2(np.where(magnitudes == 0, np.float32(1), magnitudes)))
+    # 2**128 is infinite in bfloat16 as in float32.
+    exponents = np.clip(np.floor(logarithms), target.emin, BEYOND_EXPONENT)
+    powers = np.ldexp(np.float32(1), np.where(np.isnan(exponents), 0, exponents).astype(np.int32))
+    units = np.float32(1 << target.mantissa_bits)
+    in_units = to_bfloat16(to_bfloat16(magnitudes / powers) * units)
+    whole = np.sign(scaled) * np.floor(to_bfloat16(in_units + np.float32(0.5)))
+    rounded = to_bfloat16(to_bfloat16(whole / units) * powers)
+    clamped = np.clip(rounded, -np.float32(target.maximum), np.float32(target.maximum))
+    return np.where(np.isinf(scaled), scaled, clamped)
+
+
+def _halves(values: ArrayLike) -> NDArray[Any]:
+    with np.errstate(over="ignore", invalid="ignore"):  # wider numbers beyond float32; signalling NaN
+        return np.asarray(values).astype(np.float32).astype(_BFLOAT16)
+
+
+def _patterns(values: NDArray[Any]) -> NDArray[np.uint16]:
+    return _halves(values).view(np.uint16)
+
+
+def _sums(
+    magnitudes: NDArray[np.float64], *, counts: NDArray[np.int64], tables: Sequence[_Table], target: Format
+) -> Sums:
+    is_finite = np.isfinite(magnitudes)
+    values, weights = magnitudes[is_finite], counts[is_finite].astype(np.float64)
+    is_nonzero = values > 0
+    rows = []
+    for table in tables:
+        scaled, result = table.scaled[is_finite], np.abs(table.result[is_finite])
+        is_number = np.isfinite(result)
+        error = np.where(is_number, np.abs(values - np.where(is_number, result, 0.0)), np.inf)
+        kept = np.where(is_number, result, 0.0)
+        rows.append(
+            {
+                "squared_error": (weights * error * error).sum(),
+                "absolute_error": (weights * error).sum(),
+                "squared_result": (weights * kept * kept).sum() if is_number.all() else np.inf,
+                "product": (weights * kept * values).sum(),
+                "largest_error": error.max(),
+                "overflow": weights[scaled >= target.overflow_start_of(Rounding.AWAY)].sum(),
+                "underflow": weights[is_nonzero & (scaled < target.min_normal)].sum(),
+                "flushed": weights[is_nonzero & (result == 0)].sum(),
+            }
+        )
+    return Sums(
+        shift=0,
+        num_finite=int(counts[is_finite].sum()),
+        largest=float(values.max()),
+        absolute=float((weights * values).sum()),
+        squared=float((weights * values * values).sum()),
+        **{f"{name}_L": np.array([row[name] for row in rows]) for name in SUMS},
+    )
+
+
+def _original_scores(levels: Sequence[Level]) -> list[float]:
+    def placed(name: str, *, unit: float = 1.0) -> NDArray[np.float64]:
+        figures = unit * np.array([getattr(level, name) for level in levels])
+        return np.asarray((figures - figures.min()) / (figures.max() - figures.min() + SWAMP))
+
+    cosines = np.array([level.cosine for level in levels])
+    with np.errstate(invalid="ignore"):  # an infinite PSNR less another one
+        found = (
+            0.3 * (1 - placed("mse"))
+            + 0.3 * cosines
+            + 0.2 * placed("psnr")
+            + 0.1 * (1 - placed("mae"))
+            + 0.1 * (1 - placed("relative_error", unit=100.0))
+        )
+    scores: list[float] = found.tolist()
+    return scores
+
+
+def _with_originals(
+    level: Level, *, table: _Table, counts: NDArray[np.int64], target: Format, score: float
+) -> LegacyLevel:
+    num_elements = int(counts.sum())
+    overflow, underflow, flush = (
+        int(counts[chosen].sum())
+        for chosen in (
+            table.scaled > target.maximum,
+            (table.scaled > 0) & (table.scaled < target.min_subnormal),
+            (table.scaled > 0) & (table.scaled < target.min_normal),
+        )
+    )
+    return LegacyLevel(
+        **dataclasses.asdict(level),
+        original_overflow_count=overflow,
+        original_overflow_ratio=overflow / num_elements,
+        original_underflow_count=underflow,
+        original_underflow_ratio=underflow / num_elements,
+        original_flush_count=flush,
+        original_flush_ratio=flush / num_elements,
+        relative_error_percent=100 * level.relative_error,
+        original_score=score,
+    )

@@ -1,0 +1,222 @@
+"""How good is a scale: which figures judge a rounding, and which scale is recommended by them?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from ranktape.analyze.numerics.sweeps.scaling import scale_of
+
+if TYPE_CHECKING:
+    from ranktape.analyze.numerics.sweeps.scaling import Sums
+
+Row = TypeVar("Row")
+
+DECIBELS_PER_BIT = 20 * math.log10(2)
+"""How much PSNR one more bit of precision gains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One scale and what rounding to the format at that scale does to the finite values x of a tensor.
+
+    y is x divided by the scale, rounded to the format, and multiplied by the scale.
+    """
+
+    exponent: float
+    """Of the scale; not a whole number in general."""
+    scale: float
+    """2**`exponent`: what values are divided by before they are rounded."""
+    mse: float
+    """Mean of (x - y) squared."""
+    rmse: float
+    """Root of `mse`."""
+    mae: float
+    """Mean of |x - y|."""
+    max_abs_error: float
+    """Largest |x - y|."""
+    relative_error: float
+    """`mae` over the mean of |x|."""
+    cosine: float
+    """Cosine of the angle between x and y; 0 where all values became zero."""
+    psnr: float
+    """Largest |x| over `rmse`, in dB; infinite where nothing is lost, minus infinity where `mse` is infinite."""
+    sqnr: float
+    """Mean of x squared over `mse`, in dB; infinite where nothing is lost, minus infinity where the errors are."""
+    overflow_count: int
+    """Values that round to beyond the format's largest value, and are saturated."""
+    overflow_ratio: float
+    """`overflow_count` over the finite values."""
+    underflow_count: int
+    """Nonzero values below the format's smallest normal value at this scale."""
+    underflow_ratio: float
+    """`underflow_count` over the finite values."""
+    flushed_count: int
+    """Nonzero values that become zero; part of `underflow_count`. Where chance decides, as many as are to be expected,
+    rounded."""
+    flushed_ratio: float
+    """`flushed_count`, not rounded, over the finite values."""
+    score: float
+    """Weighted sum of the figures, from 0 to 1: see `scores`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One of the figures of a level that levels are compared by."""
+
+    name: str
+    """The field of `Level`."""
+    label: str
+    """What people read."""
+    unit: str
+    """Empty for a pure number, and for what is in the tensor's own unit or its square."""
+    is_error: bool
+    """Whether less is better."""
+
+    def of(self, level: Level) -> float:
+        """The figure of that level."""
+        return float(getattr(level, self.name))
+
+    def goodness(self, level: Level) -> float:
+        """The same, negative for an error: more is better."""
+        return -self.of(level) if self.is_error else self.of(level)
+
+
+METRICS: dict[str, Metric] = {
+    name: Metric(name=name, label=label, unit=unit, is_error=is_error)
+    for name, label, unit, is_error in (
+        ("mse", "MSE", "", True),
+        ("rmse", "RMSE", "", True),
+        ("cosine", "Cosine Similarity", "", False),
+        ("psnr", "PSNR", "dB", False),
+        ("sqnr", "SQNR", "dB", False),
+        ("mae", "MAE", "", True),
+        ("max_abs_error", "Max Absolute Error", "", True),
+        ("relative_error", "Relative Error", "", True),
+    )
+}
+"""Every metric, by the name of its field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figures:
+    """What a score is made of; independent of the unit that the values are in."""
+
+    squared: float
+    """Sum of (x - y) squared over the sum of x squared."""
+    cosine: float
+    """As in `Level`."""
+    psnr: float
+    """As in `Level`."""
+    absolute: float
+    """Sum of |x - y| over the sum of |x|: MAE and the relative error are both this number."""
+
+
+def levels_of(sums: Sums, *, exponents: Sequence[float]) -> tuple[Level, ...]:
+    """One level for each exponent, in their order."""
+    figures = [_figures(sums, index=index) for index in range(len(exponents))]
+    return tuple(
+        _level(sums, index=index, exponent=exponent, figure=figure, score=score)
+        for index, (exponent, figure, score) in enumerate(zip(exponents, figures, scores(figures), strict=True))
+    )
+
+
+def scores(figures: Sequence[_Figures]) -> list[float]:
+    """The composite score of each level: 30 % MSE, 30 % cosine, 20 % PSNR, 10 % MAE, 10 % relative error.
+
+    The weights are those of the tool that the seeds describe. MSE, PSNR, MAE and relative error are placed
+    between the worst (0) and the best (1) of the levels; where all levels are equal, all are best. Errors
+    are taken relative to the tensor, so that the scores of a tensor and of a multiple of it are the same.
+    A level without any error counts as one bit better in PSNR than the best of the others, and one with an infinite
+    error as the worst. Never NaN.
+    """
+    finite = [figure.psnr for figure in figures if math.isfinite(figure.psnr)]
+    lossless = max(finite, default=0.0) + DECIBELS_PER_BIT
+    squared = _placed([-figure.squared for figure in figures])
+    psnr = _placed([min(figure.psnr, lossless) for figure in figures])
+    absolute = _placed([-figure.absolute for figure in figures])
+    return [
+        0.3 * squared[index] + 0.3 * figure.cosine + 0.2 * psnr[index] + (0.1 + 0.1) * absolute[index]
+        for index, figure in enumerate(figures)
+    ]
+
+
+def best(levels: Sequence[Row], *, figure: Callable[[Row], float]) -> Row:
+    """The level, or what else there is one of for each level, with the largest `figure`; the first of them on a tie."""
+    return max(levels, key=figure)
+
+
+def _placed(values: Sequence[float]) -> list[float]:
+    """From 0 for the worst to 1 for the best of the finite ones; 0 for those that are infinitely bad."""
+    finite = [value for value in values if math.isfinite(value)]
+    lowest, highest = min(finite, default=0.0), max(finite, default=0.0)
+    width = highest - lowest if highest > lowest else 1.0
+    return [
+        (1.0 if lowest == highest else (value - lowest) / width) if math.isfinite(value) else 0.0 for value in values
+    ]
+
+
+def _logarithm(ratio: float) -> float:
+    """The decimal logarithm; infinite, of either sign, of 0 and of infinity."""
+    return math.log10(ratio) if ratio > 0 else -math.inf
+
+
+def _error(total: float) -> float:
+    """What errors add up to; infinite where that is not a number, because nothing worse can be said of a level."""
+    return math.inf if math.isnan(total) else total
+
+
+def _cosine(product: float, lengths: float) -> float:
+    """0 where one of the two has no length, or neither product nor lengths are within float64."""
+    if not (lengths > 0 and math.isfinite(product) and math.isfinite(lengths)):
+        return 0.0
+    # Rounding may leave a hair more than 1.
+    return min(1.0, product / lengths)
+
+
+def _figures(sums: Sums, *, index: int) -> _Figures:
+    squared_error = _error(float(sums.squared_error_L[index]))
+    squared_result = float(sums.squared_result_L[index])
+    lengths = math.sqrt(sums.squared) * math.sqrt(squared_result)
+    rmse = math.sqrt(squared_error / sums.num_finite)
+    return _Figures(
+        squared=_error(squared_error / sums.squared),
+        cosine=_cosine(float(sums.product_L[index]), lengths),
+        psnr=-20 * _logarithm(rmse / sums.largest),
+        absolute=_error(float(sums.absolute_error_L[index])) / sums.absolute,
+    )
+
+
+def _level(sums: Sums, *, index: int, exponent: float, figure: _Figures, score: float) -> Level:
+    count = sums.num_finite
+    mean_square = _error(float(sums.squared_error_L[index])) / count
+    overflow, underflow = int(sums.overflow_L[index]), int(sums.underflow_L[index])
+    flushed = float(sums.flushed_L[index])
+    return Level(
+        exponent=float(exponent),
+        scale=scale_of(exponent),
+        mse=_unshifted(mean_square, 2 * sums.shift),
+        rmse=_unshifted(math.sqrt(mean_square), sums.shift),
+        mae=_unshifted(_error(float(sums.absolute_error_L[index])) / count, sums.shift),
+        max_abs_error=_unshifted(_error(float(sums.largest_error_L[index])), sums.shift),
+        relative_error=figure.absolute,
+        cosine=figure.cosine,
+        psnr=figure.psnr,
+        sqnr=-10 * _logarithm(figure.squared),
+        overflow_count=overflow,
+        overflow_ratio=overflow / count,
+        underflow_count=underflow,
+        underflow_ratio=underflow / count,
+        flushed_count=round(flushed),
+        flushed_ratio=flushed / count,
+        score=score,
+    )
+
+
+def _unshifted(value: float, shift: int) -> float:
+    try:
+        return math.ldexp(value, shift)
+    except OverflowError:  # squares of float64 values beyond 1e154
+        return math.inf

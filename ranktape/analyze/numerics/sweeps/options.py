@@ -1,0 +1,242 @@
+"""Which scales does a sweep try, and how does it round?"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ranktape.analyze.numerics.formats import FORMATS, Coding, Rounding
+from ranktape.analyze.numerics.formats.rounding import parse_rounding
+from ranktape.analyze.numerics.quantization.plan import MIN_SCALE_BITS
+from ranktape.analyze.numerics.quantization.scales import MAX_SCALE_BITS, ScaleRule
+from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE, SCHEMES, Scaling, Scheme, parse_scheme
+from ranktape.analyze.numerics.sweeps.scaling import largest_alignment, smallest_alignment
+from ranktape.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.numerics.formats import Format
+
+MAX_SCALE_EXPONENT = 1000
+"""Largest magnitude of an exponent that may be asked for."""
+
+MAX_NUM_LEVELS = 10_000
+"""Most levels that may be asked for."""
+
+MAX_BLOCK_SIZE = 1 << 20
+"""Most elements that may share a scale."""
+
+NUM_LEVELS = 21
+"""Levels where no number is given."""
+
+MAX_OFFSET = 10
+"""First offset where none is given; the last is its negative."""
+
+
+class SweepMode(enum.StrEnum):
+    """What the levels of a sweep are: the choices of `--sweep-mode`."""
+
+    MX = "mx"
+    """Scales of blocks, by a rule; a level is a whole offset that is added to the exponent of each."""
+    TENSOR = "tensor"
+    """One scale for the tensor, a power of two; a level is its exponent, whole or not."""
+    CHANNEL = "channel"
+    """One scale for each index along an axis, its largest value just fitting; a level is an offset to the exponents."""
+    LEGACY = "legacy"
+    """One scale for the tensor, in bfloat16 arithmetic: what the tool of the seeds computed."""
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether levels are offsets to scales that follow from a rule, of which 0 is the rule itself."""
+        return self in {SweepMode.MX, SweepMode.CHANNEL}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """Which scales are tried, and how values are rounded.
+
+    Raises:
+        UsageError: a value is not allowed.
+    """
+
+    mode: SweepMode | None = None
+    """What levels are; None: `mx` for a scheme with blocks (mxfp8_e4m3, nvfp4), `tensor` for a format of elements."""
+    scale_rule: ScaleRule | None = None
+    """How the scale of a block follows from its largest magnitude; `floor` if None. NVFP4 and the other modes have no
+    such rule."""
+    rounding: Rounding | None = None
+    """How values are rounded; the format's own way if None. Of `stochastic` the figures are those to be expected."""
+    block_size: int | None = None
+    """Elements that share a scale in `mx` mode; those of the scheme if None."""
+    axis: int = -1
+    """Along which blocks lie, or channels are told apart."""
+    scale_bits: int | None = None
+    """Width of the exponent of a block's scale; 8, which is e8m0, if None. NVFP4 and the other modes have none."""
+    num_levels: int | None = None
+    """How many; if None 21, or in `mx` mode every offset between the first and the last."""
+    max_scale_exp: float | None = None
+    """First exponent, or offset. If None: where the largest value is aligned, or +10."""
+    min_scale_exp: float | None = None
+    """Last exponent, or offset. If None: where the smallest value is aligned, or -10."""
+
+    def __post_init__(self) -> None:
+        """Check every value; words become the members of their enumerations."""
+        self._check_kinds()
+        if self.num_levels is not None and not 1 <= self.num_levels <= MAX_NUM_LEVELS:
+            raise UsageError(f"--num-levels {self.num_levels} is not allowed: give 1 to {MAX_NUM_LEVELS}")
+        for option, exponent in (("max", self.max_scale_exp), ("min", self.min_scale_exp)):
+            if exponent is not None and not abs(exponent) <= MAX_SCALE_EXPONENT:
+                raise UsageError(
+                    f"--{option}-scale-exp {exponent} is not allowed: "
+                    f"give an exponent from -{MAX_SCALE_EXPONENT} to {MAX_SCALE_EXPONENT}"
+                )
+        if self.block_size is not None and not 1 <= self.block_size <= MAX_BLOCK_SIZE:
+            raise UsageError(f"--block-size {self.block_size} is not allowed: give 1 to {MAX_BLOCK_SIZE}")
+        if not MIN_SCALE_BITS <= self.bits <= MAX_SCALE_BITS:
+            raise UsageError(
+                f"--scale-bits {self.scale_bits} is not allowed: give {MIN_SCALE_BITS} to {MAX_SCALE_BITS}"
+            )
+
+    def _check_kinds(self) -> None:
+        for name, kind in (("mode", SweepMode), ("scale_rule", ScaleRule), ("rounding", Rounding)):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, kind):
+                if given not in set(kind):
+                    raise UsageError(f"{name}={given!r} is not allowed: give one of {', '.join(kind)}")
+                object.__setattr__(self, name, kind(given))
+        for name in ("block_size", "axis", "scale_bits", "num_levels"):
+            given = getattr(self, name)
+            if given is not None and (isinstance(given, bool) or not isinstance(given, int | np.integer)):
+                raise UsageError(f"{name}={given!r} is not a whole number: give one")
+
+    @property
+    def rule(self) -> ScaleRule:
+        """The scale rule, whether it was given or not."""
+        return self.scale_rule or ScaleRule.FLOOR
+
+    @property
+    def bits(self) -> int:
+        """The width of the exponents of scales, whether it was given or not."""
+        return MAX_SCALE_BITS if self.scale_bits is None else self.scale_bits
+
+    def spread(self, first: float, last: float) -> NDArray[np.float64]:
+        """Exponents evenly from one end to the other; an end that was given takes the place of its own."""
+        start = first if self.max_scale_exp is None else self.max_scale_exp
+        stop = last if self.min_scale_exp is None else self.min_scale_exp
+        return np.linspace(start, stop, self.num_levels or NUM_LEVELS)
+
+    def exponents(self, *, largest: float, smallest: float, target: Format) -> NDArray[np.float64]:
+        """The exponents for a tensor whose magnitudes are, zeros aside, between these two.
+
+        A tapered format has most significand bits in the middle of its range: the exponents go on until the largest
+        value is at the lower end of that. Where one exponent aligns both ends, and no end was given, those from 10
+        above it to 10 below.
+        """
+        first, last = largest_alignment(largest, target=target), smallest_alignment(smallest, target=target)
+        if target.taper:
+            last = max(last, math.frexp(largest)[1] - 1 + target.taper[0])
+        if first == last and self.max_scale_exp is None and self.min_scale_exp is None and self.num_levels != 1:
+            first, last = first + MAX_OFFSET, last - MAX_OFFSET
+        return self.spread(first, last)
+
+    def offsets(self) -> NDArray[np.int64]:
+        """The offsets to the exponents that a scale rule gives: distinct integers, evenly placed.
+
+        Raises:
+            UsageError: an end is not a whole number, or there are fewer integers between the ends than levels.
+        """
+        for option, end in (("max", self.max_scale_exp), ("min", self.min_scale_exp)):
+            if end is not None and end != np.rint(end):
+                raise UsageError(
+                    f"--{option}-scale-exp {end} is not allowed with blocks: their scales are powers of two, "
+                    "give a whole number"
+                )
+        own_first, own_last = (MAX_OFFSET, -MAX_OFFSET) if self.num_levels != 1 else (self.min_scale_exp or 0, 0)
+        first = int(own_first if self.max_scale_exp is None else self.max_scale_exp)
+        last = first if self.num_levels == 1 else int(own_last if self.min_scale_exp is None else self.min_scale_exp)
+        available = abs(first - last) + 1
+        wanted = available if self.num_levels is None else self.num_levels
+        if wanted > available:
+            raise UsageError(
+                f"--num-levels {wanted} is not allowed with offsets from {first} to {last}: "
+                f"there are {available} whole numbers, give that many or fewer"
+            )
+        return np.rint(np.linspace(first, last, wanted)).astype(np.int64)
+
+
+def resolve(name: str, *, options: SweepOptions) -> tuple[Scheme, SweepMode]:
+    """The scheme and the mode that a sweep of a format of that name has with these options.
+
+    Raises:
+        UsageError: the format is not known, has no room for a scale, or does not go with the mode.
+    """
+    named = parse_scheme(name)
+    mode = options.mode or (SweepMode.MX if named.scaling is Scaling.BLOCK else SweepMode.TENSOR)
+    if named.element.dtype == "float64":
+        raise UsageError("format 'fp64' holds every captured value: give a narrower one, such as fp8_e4m3")
+    if named.element.coding is Coding.EXPONENT:
+        raise UsageError(
+            f"format {named.name!r} is one of scales, and has no zero: give one of values, such as fp8_e4m3"
+        )
+    rounding = parse_rounding(options.rounding, target=named.element, seed=None)
+    if rounding is Rounding.HYBRID and mode is not SweepMode.TENSOR:
+        raise UsageError(
+            f"--rounding hybrid is not allowed with --sweep-mode {mode}: give --sweep-mode tensor, or away"
+        )
+    if mode is SweepMode.MX:
+        return _in_blocks(named, block_size=options.block_size), mode
+    if named.scaling is Scaling.BLOCK:
+        raise UsageError(
+            f"format {named.name!r} has blocks: give --sweep-mode mx, or a format without, such as fp4_e2m1"
+        )
+    scaling = Scaling.CHANNEL if mode is SweepMode.CHANNEL else Scaling.TENSOR
+    return dataclasses.replace(named, scaling=scaling), mode
+
+
+def resolve_all(names: Sequence[str], *, options: SweepOptions) -> list[tuple[Scheme, SweepMode]]:
+    """What `resolve` says of each of several names.
+
+    Raises:
+        UsageError: as `resolve`; or an option is given that none of the formats uses.
+    """
+    found = [resolve(name, options=options) for name in names]
+    with_blocks = [scheme for scheme, mode in found if mode is SweepMode.MX]
+    with_rule = [scheme for scheme in with_blocks if not scheme.has_tensor_scale]
+    for field, users, example in (
+        ("block_size", with_blocks, "mxfp8_e4m3 or nvfp4"),
+        ("scale_rule", with_rule, "mxfp8_e4m3"),
+        ("scale_bits", with_rule, "mxfp8_e4m3"),
+    ):
+        value = getattr(options, field)
+        # 8 bits are what there is where no bits are: the older tool's default.
+        is_given = value is not None and (field, value) != ("scale_bits", MAX_SCALE_BITS)
+        if found and is_given and not users:
+            whose = ", ".join(f"{scheme.name} in {mode} mode" for scheme, mode in found)
+            raise UsageError(
+                f"--{field.replace('_', '-')} {value} has no effect on {whose}: "
+                f"leave it out, or give a format with such scales of blocks, as {example}"
+            )
+    return found
+
+
+def _in_blocks(scheme: Scheme, *, block_size: int | None) -> Scheme:
+    element = scheme.element
+    if scheme.scaling is Scaling.BLOCK:
+        blocks = scheme
+    elif element.coding is Coding.TAPERED:
+        known = ", ".join(SCHEMES)
+        raise UsageError(f"format {element.name!r} is not one of blocks: give one of {known}, or --sweep-mode tensor")
+    else:
+        name = f"mx{element.name}"
+        blocks = SCHEMES.get(name) or dataclasses.replace(
+            scheme, name=name, scaling=Scaling.BLOCK, block_size=MX_BLOCK_SIZE, scale=FORMATS["e8m0"]
+        )
+    return blocks if block_size is None else dataclasses.replace(blocks, block_size=block_size)

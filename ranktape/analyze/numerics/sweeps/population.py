@@ -1,0 +1,138 @@
+"""Which kinds of numbers does a tensor hold that a sweep is asked about?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ranktape.analyze.numerics.histograms.histogram import own_limits, pattern_values, scan
+from ranktape.analyze.numerics.pieces import by_memory, pieces
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
+    from ranktape.analyze.numerics.histograms.histogram import AnyArray, Histogram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Population:
+    """How many numbers of each kind there are, and the ends of those that figures are made of."""
+
+    num_elements: int
+    """Elements of any kind."""
+    nan: int
+    """Not a number."""
+    inf: int
+    """Infinities."""
+    zero: int
+    """Zeros of either sign, but for those that are spoiled."""
+    spoiled: int = 0
+    """Finite elements of blocks that hold NaN or an infinity."""
+    minimum: float | None = None
+    """Smallest finite value; None where there is none, or signs were not counted."""
+    maximum: float | None = None
+    """Largest finite value; None where `minimum` is."""
+    largest: float
+    """Largest magnitude that is neither spoiled nor infinite; 0 where no such number differs from zero."""
+    smallest: float
+    """The smallest of them that is not zero; 0 where there is none."""
+
+    @property
+    def note(self) -> str:
+        """What is unusual; empty for an ordinary tensor."""
+        num_finite = self.num_elements - self.nan - self.inf
+        if self.num_elements == 0:
+            return "empty"
+        if num_finite == 0:
+            return "no finite number"
+        if num_finite == self.spoiled:
+            return "NaN or Inf in every block"
+        if self.largest:
+            left_out = "blocks with NaN or Inf left out" if self.spoiled else "NaN or Inf left out"
+            return left_out if num_finite < self.num_elements else ""
+        if num_finite == self.num_elements:
+            return "all zero: exact at any scale"
+        return "no finite number other than zero"
+
+
+def population_of_values(array: AnyArray) -> Population:
+    """What an array of any record's real type with at least one dimension holds; no copy of the whole is made."""
+    limits = own_limits(array.dtype)
+    in_order, _ = by_memory(array, axis=0)
+    kinds: list[tuple[float, ...]] = []
+    ends: list[tuple[float, float]] = []
+    for piece in pieces(in_order, axis=0, block_size=1):
+        found = scan(piece, limits=limits)
+        smallest = math.inf if found.smallest_nonzero is None else found.smallest_nonzero
+        counts = found.num_elements, found.nan, found.inf, found.zero, 0
+        kinds.append((*counts, found.largest_finite or 0.0, smallest))
+        finite = piece[np.isfinite(piece)] if found.inf else None
+        if finite is not None and finite.size:
+            ends.append((float(finite.min()), float(finite.max())))
+        elif finite is None and found.minimum is not None and found.maximum is not None:
+            ends.append((found.minimum, found.maximum))
+    return dataclasses.replace(
+        population_of_parts(kinds),
+        minimum=min((low for low, _ in ends), default=None),
+        maximum=max((high for _, high in ends), default=None),
+    )
+
+
+def population_of_histogram(histogram: Histogram) -> Population:
+    """What the array holds that was counted."""
+    values, counts = histogram.pairs()
+    is_finite = np.isfinite(values)
+    finite = values[is_finite]
+    magnitudes = np.abs(finite)
+    ordinary = magnitudes[magnitudes > 0]
+    num_elements = int(counts.sum())
+    nan = int(counts[np.isnan(values)].sum())
+    return Population(
+        num_elements=num_elements,
+        nan=nan,
+        inf=num_elements - nan - int(counts[is_finite].sum()),
+        zero=int(counts[values == 0].sum()),
+        minimum=float(finite.min()) if finite.size else None,
+        maximum=float(finite.max()) if finite.size else None,
+        largest=float(ordinary.max(initial=0.0)),
+        smallest=float(ordinary.min()) if ordinary.size else 0.0,
+    )
+
+
+def population_of_blocks(histogram: BlockHistogram) -> Population:
+    """What the array holds whose blocks were counted; of signs nothing is known."""
+    patterns = histogram.magnitudes
+    values = pattern_values(histogram.dtype)
+    ordinary = patterns[patterns > 0]
+    return Population(
+        num_elements=histogram.num_elements,
+        nan=histogram.nan,
+        inf=histogram.inf,
+        spoiled=histogram.spoiled,
+        zero=histogram.zero_elements + int(histogram.counts[patterns == 0].sum()),
+        # Magnitudes are in the order of their patterns.
+        largest=float(values[ordinary.max()]) if ordinary.size else 0.0,
+        smallest=float(values[ordinary.min()]) if ordinary.size else 0.0,
+    )
+
+
+def population_of_parts(parts: Sequence[Sequence[float] | NDArray[np.float64]]) -> Population:
+    """All parts together, each a row of `num_elements`, nan, inf, zero, spoiled, largest, smallest."""
+    rows = np.array(parts, dtype=np.float64).reshape(-1, 7)
+    num_elements, nan, inf, zero, spoiled = (int(column.sum()) for column in rows.T[:5])
+    smallest = float(rows[:, 6].min(initial=math.inf))
+    return Population(
+        num_elements=num_elements,
+        nan=nan,
+        inf=inf,
+        zero=zero,
+        spoiled=spoiled,
+        largest=float(rows[:, 5].max(initial=0.0)),
+        smallest=smallest if math.isfinite(smallest) else 0.0,
+    )

@@ -1,1 +1,0 @@
-"""What does a tensor become in a low-precision format, with which scales?"""

@@ -1,1 +1,0 @@
-"""What does a tensor lose at every scale that is tried?"""
