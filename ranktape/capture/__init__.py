@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ranktape.capture.roles.table import FunctionRole as FunctionRole
     from ranktape.capture.roles.table import ModuleRole as ModuleRole
     from ranktape.capture.session import Capture as Capture
-    from ranktape.capture.settings.arguments import add_arguments as add_arguments
+    from ranktape.capture.settings.config import add_arguments as add_arguments
     from ranktape.capture.settings.options import CaptureOptions as CaptureOptions
     from ranktape.capture.tensor_saver import TensorSaver as TensorSaver
     from ranktape.capture.tensor_saver import get_tensor_saver as get_tensor_saver
@@ -22,7 +22,7 @@ else:
     __all__, __getattr__, __dir__ = public_names(
         __name__,
         homes={
-            "settings.arguments": ["add_arguments"],
+            "settings.config": ["add_arguments"],
             "hooks.layers": ["get_layer_hidden_states"],
             "settings.options": ["CaptureOptions"],
             "roles.known": ["register_role", "unregister_role"],

@@ -6,17 +6,26 @@ of several ranks and of the training run together there.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.settings.cadence import cadence_of
-from ranktape.capture.terminal import write_line
-
 if TYPE_CHECKING:
     from ranktape.capture.hooks.coverage import Coverage
     from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.capture.tally import Tally
+    from ranktape.capture.sites import Tally
+
+
+def write_line(text: str) -> None:
+    """One line; a progress bar of the training stands below it then, and not before it."""
+    tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    if tqdm is None:
+        sys.stderr.write(f"ranktape: {text}\n")
+    else:
+        tqdm.write(f"ranktape: {text}", file=sys.stderr)
+    sys.stderr.flush()
+
 
 _MAX_NAMED = 5
 _MAX_SITES = 8
@@ -76,10 +85,8 @@ class Console:
                 f"--max-iterations"
             )
 
-    def tell_of_past(self, options: CaptureOptions, *, completed: Sequence[int], planned: Sequence[int]) -> None:
+    def tell_of_past(self, options: CaptureOptions, *, past: Sequence[int], planned: Sequence[int]) -> None:
         """Of iterations that were asked for, are not complete and come before the training's first step."""
-        count = options.target_iterations - len(completed)
-        past = cadence_of(options).past(count=count, without=completed)
         if past and (options.start or not planned):
             self.warn(
                 f"iterations {_shown(past)} come before --first-iteration {options.first_iteration} and cannot be "

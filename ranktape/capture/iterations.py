@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.capture.guard import StrictCaptureError
 from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled
 from ranktape.capture.passes.tracker import Tracker
-from ranktape.capture.process_groups import keep_process_groups
+from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.settings.options import CaptureOptions, Policy
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.errors import CaptureError, RanktapeError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ranktape.capture.passes.forwards import Arguments
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.rendezvous import Rendezvous
-    from ranktape.capture.schedule import Schedule
+    from ranktape.capture.settings.cadence import Schedule
     from ranktape.capture.staging.process import WriterProcess
     from ranktape.capture.tensors.master import MasterWeights
     from ranktape.storage.backends.retry import RetryingBackend

@@ -15,14 +15,11 @@ from ranktape.capture.guard import Guard, Naming, StrictCaptureError, failure_te
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.passes.circumstances import TRANSFORMED, is_transformed
 from ranktape.capture.passes.tracker import Call, Tracker, dtype_name
-from ranktape.capture.settings.sampling import ids_at, keep_samples, narrow
-from ranktape.capture.settings.unmatched import find_unmatched
-from ranktape.capture.sites import Form, Site, form_of
+from ranktape.capture.settings.selecting import find_unmatched
+from ranktape.capture.sites import Form, Site, Tally, find_sample_dim, form_of, ids_at, keep_samples, narrow
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole, site_name, source_name
 from ranktape.capture.staging.device import DeviceStage
 from ranktape.capture.staging.ring_file import SlotKind
-from ranktape.capture.tally import Tally
-from ranktape.capture.tensors.layout import find_sample_dim
 from ranktape.capture.tensors.parts import Part, UnrecordableError, take_apart
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.record import Mode, Operation

@@ -1,19 +1,21 @@
-"""Which rank is this, and how do the ranks of one launch know that they belong together?
+"""Tells which rank this is, and brings the ranks of one launch together.
 
 Rank, world size and restart count come from torch.distributed where it is initialised, else from torchrun's
 environment. The launch's identity is agreed through the key-value store that torch.distributed has anyway;
 torchrun's store outlives a restart of the workers, so a restarted launch finds its own run. Nothing here
-is a collective.
+is a collective. Gloo's process groups are kept until the process ends: their end could stop it for ever.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import os
 import socket
 import time
 import uuid
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +28,7 @@ from ranktape.errors import CaptureError, FailedElsewhereError, LateElsewhereErr
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 _PREFIX = "ranktape"
 _serials = itertools.count()
@@ -272,3 +275,29 @@ def _find_store(place: Place, *, seconds: float) -> Store:
         f"this is one of {place.world_size} ranks, and there is no way to reach the others yet: start by torchrun, "
         f"or call torch.distributed.init_process_group before the capture begins"
     )
+
+
+_kept: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def keep_process_groups() -> None:
+    """Keep what gloo has of every process group of this process until the process ends; its threads stay, and wait.
+
+    Where DDP is the last to hold a group, torch 2.13 destroys it with the interpreter's lock held, and waits there for
+    gloo's threads, one of which may wait for that lock: for ever (docs/limits.md).
+    """
+    if not (dist.is_available() and dist.is_gloo_available()):
+        return
+    c10d = dist.distributed_c10d
+    # NCCL's work holds no state of a thread, for which gloo's threads need the lock, and `destroy_process_group` itself
+    # ends NCCL's threads, without the lock. TORCH_DISTRIBUTED_DEBUG=DETAIL wraps any backend, with one of gloo.
+    kinds = (c10d.ProcessGroupGloo, c10d._ProcessGroupWrapper)  # type: ignore[attr-defined]  # noqa: SLF001  (private)
+    for group in list(c10d._world.pg_map):  # noqa: SLF001  (nor a public way to all groups)
+        if group in _kept:
+            continue
+        _kept.add(group)
+        for device in group._device_types:  # noqa: SLF001  (nor to their backends)
+            backend = group._get_backend(device)  # noqa: SLF001  (as above)
+            if isinstance(backend, kinds):
+                # Never given back: what a module holds is destroyed in the interpreter's end, which is too early.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))

@@ -14,26 +14,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ranktape.capture.console import Console
-from ranktape.capture.ending import judge_end
 from ranktape.capture.guard import StrictCaptureError
 from ranktape.capture.hooks.model import ModelHooks
 from ranktape.capture.iterations import Iterations
-from ranktape.capture.no_capture import NoCapture
 from ranktape.capture.passes.clock import Clock
 from ranktape.capture.passes.passes import checked_sample_ids
 from ranktape.capture.recorder import Recorder
 from ranktape.capture.rendezvous import Rendezvous, find_place
 from ranktape.capture.roles.known import known_layer_types
-from ranktape.capture.schedule import Schedule
-from ranktape.capture.settings.arguments import given_arguments
-from ranktape.capture.settings.config import checked, merge, stray_variables, with_config
+from ranktape.capture.settings.cadence import Schedule, cadence_of
+from ranktape.capture.settings.config import checked, given_arguments, merge, stray_variables, with_config
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import check_layer_types
 from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.source import Source, Tags, TensorRole, site_of
-from ranktape.capture.staging.budget import default_host_budget_nbytes
-from ranktape.capture.staging.process import WriterProcess
-from ranktape.capture.starting import open_place, ring_path, start_writer
+from ranktape.capture.staging.process import WriterProcess, default_host_budget_nbytes
+from ranktape.capture.starting import judge_end, open_place, ring_path, start_writer
 from ranktape.capture.tensors.master import MasterWeights
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage.layout import rank_iteration_path
@@ -45,6 +41,28 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+
+
+class NoCapture:
+    """Stands for a capture where none was asked for: nothing is attached, nothing is recorded."""
+
+    is_recording = False
+    """Always: nothing is stored."""
+
+    def __enter__(self) -> Self:
+        """Nothing."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Nothing."""
+
+    def step(self, iteration: int | None = None) -> None:
+        """Nothing."""
+
+    def set_sample_ids(self, sample_ids: Any) -> None:
+        """Nothing."""
 
 
 ABORT_TIMEOUT_SECONDS = 10.0
@@ -125,7 +143,9 @@ class Capture(Iterations):
         words, self._rendezvous = self._start()
         self._attempt = str(words["attempt"])
         self._schedule = self._new_schedule(words)
-        self._console.tell_of_past(self.options, completed=words["completed"], planned=words["iterations"])
+        count = self.options.target_iterations - len(words["completed"])
+        past = cadence_of(self.options).past(count=count, without=words["completed"])
+        self._console.tell_of_past(self.options, past=past, planned=words["iterations"])
         self._follow()
         Capture.current = self
         try:

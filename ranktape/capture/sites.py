@@ -1,29 +1,141 @@
-"""What is known of one tensor of one source: what is the same each time, and what has this iteration brought?
+"""What is known of one tensor of one source: what is the same each time, and what this iteration has brought.
 
 All that a hook needs on the training thread hangs on the site, found once: what became of it, where its failures
 end, and the headers under which it was written before.
+
+    B batch   T tokens   H hidden (of attention: heads)   D of one head   I, O into and out of a layer   V vocabulary
+    E experts
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ranktape.capture.passes.tracker import dtype_name
-from ranktape.capture.tensors.layout import layout_of
 from ranktape.capture.writing.kept_nbytes import kept_nbytes
 from ranktape.storage.record import Mode
 
 if TYPE_CHECKING:
-    import torch
-
     from ranktape.capture.guard import Guard
     from ranktape.capture.passes.tracker import Call
-    from ranktape.capture.settings.sampling import Kept
+    from ranktape.capture.settings.selecting import Decision
     from ranktape.capture.source import Source, TensorRole
+    from ranktape.capture.tensors.parts import Part
+
+
+_LAYOUTS = {
+    # By kind of layer, dimension of samples and number of dimensions.
+    ("linear", 0, 2): "BH",
+    ("linear", 0, 3): "BTH",
+    ("linear", 1, 3): "TBH",
+    ("linear", None, 2): "OI",
+    ("attention", 0, 4): "BHTD",
+    ("hidden", 0, 3): "BTH",
+    ("hidden", 1, 3): "TBH",
+    ("embedding", 0, 3): "BTH",
+    ("embedding", 1, 3): "TBH",
+}
+
+
+def layout_of(layer_type: str, *, sample_dim: int | None, num_dims: int, layouts: Sequence[str] = ()) -> str:
+    """One letter for each dimension, as one of the role's `layouts` has it; empty where they are not known."""
+    own = _of_length(layouts, num_dims)
+    return own or _LAYOUTS.get((layer_type, sample_dim, num_dims), "")
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def find_sample_dim(
+    shape: tuple[int, ...], *, batch_size: int | None, given: int | None, layouts: Sequence[str] = ()
+) -> int | None:
+    """The dimension of samples of an activation: the one given, the role's, or the first as long as the batch."""
+    if given is not None:
+        return given if given < len(shape) else None
+    if own := _of_length(layouts, len(shape)):
+        dim = own.find("B")
+        # Positions, say, are the same for all samples, and come once.
+        return dim if dim >= 0 and batch_size in {None, shape[dim]} else None
+    return next((dim for dim in range(min(2, len(shape) - 1)) if shape[dim] == batch_size), None)
+
+
+def _of_length(layouts: Sequence[str], num_dims: int) -> str:
+    return next((layout for layout in layouts if len(layout) == num_dims), "")
+
+
+@dataclass(slots=True, kw_only=True)
+class Kept:
+    """A part of a tensor as it is recorded."""
+
+    part: Part
+    """With the samples that are kept."""
+    keep: str
+    """What the writer keeps of it: `values`, `histogram` or `statistics`."""
+    sample_dim: int | None
+    """The dimension of samples; None where it has none."""
+    places: Sequence[int] | None = None
+    """The places in the batch of the samples that are kept; None for all of them."""
+
+
+def keep_samples(part: Part, *, decision: Decision, sample_dim: int | None) -> Kept | None:
+    """The part with the samples that the decision names; None where it has none of these.
+
+    A part without a dimension of samples is kept whole, and so is a shard of the samples: which of them it holds is
+    known to no other rank.
+    """
+    whole = Kept(part=part, keep=decision.keep, sample_dim=sample_dim)
+    if decision.samples is None or sample_dim is None:
+        return whole
+    count = part.tensor.shape[sample_dim]
+    places = decision.places(count)
+    if len(places) == count:
+        return whole
+    if not places:
+        return None
+    placement = part.placement
+    if placement is not None:
+        placement = _narrowed(placement, sample_dim, count, len(places))
+        if placement is None:
+            return whole
+    tensor = narrow(part.tensor, places, sample_dim=sample_dim)
+    narrowed = dataclasses.replace(part, tensor=tensor, placement=placement)
+    return Kept(part=narrowed, keep=decision.keep, sample_dim=sample_dim, places=places)
+
+
+def ids_at(places: Sequence[int] | None, ids: Sequence[int | str] | None) -> Sequence[int | str] | None:
+    """The identifiers of the samples at those places, of those given for the whole batch, else the places."""
+    if places is None:
+        return ids
+    if ids is None or len(ids) <= places[-1]:
+        return places
+    return [ids[place] for place in places]
+
+
+def narrow(tensor: torch.Tensor, places: Sequence[int], *, sample_dim: int) -> torch.Tensor:
+    """The samples at those places; a view where they are evenly apart."""
+    first, last = places[0], places[-1]
+    step = places[1] - first if len(places) > 1 else 1
+    if places == list(range(first, last + 1, step)):
+        return tensor[(slice(None),) * sample_dim + (slice(first, last + 1, step),)]
+    # An index made of a list would have to be copied to the device, and waited for.
+    return torch.cat([tensor.narrow(sample_dim, place, 1) for place in places], dim=sample_dim)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _narrowed(placement: str, dim: int, extent: int, kept: int) -> str | None:
+    """The placement of a shard of which so many samples are kept; None where it has only some of the samples."""
+    document = json.loads(placement)
+    shape = document.get("global_shape")
+    if not isinstance(shape, list) or dim >= len(shape) or shape[dim] != extent:
+        return None
+    return json.dumps({**document, "global_shape": [*shape[:dim], kept, *shape[dim + 1 :]]})
+
 
 MAX_FORMS = 256
 """Forms of one site that are kept: shapes without end must not fill the memory."""
@@ -150,3 +262,32 @@ def form_of(site: Site, kept: Kept, *, call: Call, quant_type: str) -> Form:
         sample_dim=sample_dim,
         places=kept.places,
     )
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one iteration has come to."""
+
+    iteration: int
+    """Training step."""
+    is_staged: bool
+    """Whether tensors are recorded, or only counted."""
+    num_tensors: int = 0
+    """Tensors seen."""
+    nbytes: int = 0
+    """Bytes of their values."""
+    stored_nbytes: int = 0
+    """Bytes of what is kept of them, before it is packed."""
+    kept: Counter[str] = field(default_factory=Counter)
+    """How many of them are kept as `values`, `histogram` and `statistics`."""
+    is_by_hand: bool = False
+    """Whether the program has saved some of them by itself."""
+    sources: set[Source] = field(default_factory=set)
+    """What they came from."""
+
+    def count(self, form: Form) -> None:
+        """One more tensor, of that form."""
+        self.num_tensors += 1
+        self.nbytes += form.nbytes
+        self.stored_nbytes += form.kept_nbytes
+        self.kept[form.keep] += 1

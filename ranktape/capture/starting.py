@@ -1,31 +1,75 @@
-"""Begins a capture on all ranks together, each with a writer that is ready."""
+"""Begins a capture on all ranks together, each with a writer that is ready, and judges how it ended."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import platform
 import secrets
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.environment import describe_environment
+import numpy as np
+import torch
+
+import ranktape
 from ranktape.capture.rendezvous import Rendezvous, collective_seconds
 from ranktape.capture.settings.cadence import cadence_of
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.ring_file import boot_id, new_ring_path
 from ranktape.capture.writing.writer_config import WriterConfig
-from ranktape.errors import LateError, UsageError
+from ranktape.errors import LateError, RanktapeError, UsageError
 from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.progress import read_verdict
 from ranktape.storage.start import check_place
+from ranktape.storage.status import Verdict
 
 if TYPE_CHECKING:
+    from ranktape.capture.console import Console
     from ranktape.capture.rendezvous import Place
     from ranktape.capture.staging.process import WriterProcess
     from ranktape.storage.backends.backend import Backend
     from ranktape.storage.backends.retry import RetryingBackend
+
+
+_GIT_TIMEOUT_SECONDS = 5
+
+
+@cache
+def describe_environment() -> dict[str, Any]:
+    """Host, versions, program and git revision, for the documents of the run."""
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "ranktape": ranktape.__version__,
+        "program": Path(sys.argv[0]).name,
+        "git_revision": _git_revision(),
+    }
+
+
+def _git_revision() -> str | None:
+    """The commit of the working directory; None outside of a repository, or without git."""
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "HEAD"],  # noqa: S607  (whichever git the user has)
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_GIT_TIMEOUT_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):  # no git, or a repository on a file system that hangs
+        return None
+    return result.stdout.strip() or None
+
 
 START_TIMEOUT_SECONDS = 120.0
 """Longest wait for the writer to be ready, which loads and compiles its kernels; and for rank 0 where it is not known
@@ -197,3 +241,73 @@ def _about(config: WriterConfig, *, url: str, attempt: str) -> dict[str, Any]:
 def _absolute(directory: str) -> Path:
     # The program may change its working directory before it is used.
     return Path(directory).expanduser().absolute()
+
+
+def judge_end(
+    words: Mapping[str, Any],
+    *,
+    waited_seconds: float,
+    ending: str,
+    backend: Backend,
+    console: Console,
+    required: int,
+    ring: Path | None,
+) -> Verdict:
+    """The writer's verdict on rank 0; elsewhere, and where there is none, what this rank knows.
+
+    Args:
+        words: The writer's last.
+        waited_seconds: How long it was waited for.
+        ending: How the process ended, should it have crashed.
+        backend: Where the run is.
+        console: Where trouble is told.
+        required: The guaranteed minimum.
+        ring: Where the ring lies; None for in memory.
+    """
+    console.pass_on(words)
+    if "verdict" in words:
+        return Verdict(**words["verdict"])
+    problem = find_problem(words, waited_seconds=waited_seconds, ending=ending)
+    if problem is not None:
+        console.warn_once(problem)
+    if ring is not None and words.get("state") not in {"late", "closed"}:
+        console.warn_once(f"what was staged and not stored is in {ring}: 'ranktape recover {ring.parent}' stores it")
+    stored = _stored_verdict(backend, console) if console.rank == 0 else None
+    return judge_from_outside(stored, problem=problem, rank=console.rank, required=required)
+
+
+def find_problem(words: Mapping[str, Any], *, waited_seconds: float, ending: str) -> str | None:
+    """What went wrong on this rank; None where everything was stored.
+
+    Args:
+        words: The writer's last.
+        waited_seconds: How long it was waited for.
+        ending: How the process ended, should it have crashed.
+    """
+    if words.get("state") == "late":
+        return f"not everything was stored within {waited_seconds:g} s; the writer goes on"
+    if words.get("state") not in {"closed", "failed"}:
+        return f"the writer process ended: {ending}"
+    problem = words.get("error") or words.get("problem")
+    return None if problem is None else str(problem)
+
+
+def judge_from_outside(stored: Verdict | None, *, problem: str | None, rank: int, required: int) -> Verdict:
+    """The verdict where the coordinator gave none: what the store says, and what this rank knows.
+
+    Only rank 0 has a coordinator; the others answer for what they stored themselves.
+    """
+    named = [] if problem is None else [f"rank {rank}: {problem}"]
+    if stored is not None:
+        return stored if stored.met else dataclasses.replace(stored, missing=[*stored.missing, *named])
+    return Verdict(met=rank != 0 and problem is None, required=required, complete=[], missing=named, final=False)
+
+
+def _stored_verdict(backend: Backend, console: Console) -> Verdict | None:
+    """What the store says, where the writer could not; None where it cannot be read either."""
+    try:
+        judged = read_verdict(backend)
+    except RanktapeError as error:
+        console.warn(str(error))
+        return None
+    return None if judged is None else judged[0]

@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any
 from ranktape.capture import awaited
 from ranktape.capture.console import Console
 from ranktape.capture.roles.table import UNSAMPLED
-from ranktape.capture.schedule import Schedule, ScheduleOfOne
 from ranktape.capture.session import Capture
-from ranktape.capture.settings.cadence import cadence_of
-from ranktape.capture.settings.config import checked, merge
-from ranktape.capture.settings.seed_environment import DEFAULT_SAVE_DIR, read_seed_environment, seed_values
+from ranktape.capture.settings.cadence import Schedule, ScheduleOfOne, cadence_of
+from ranktape.capture.settings.config import DEFAULT_SAVE_DIR, checked, merge, read_seed_environment, seed_values
 from ranktape.capture.source import Source, TensorRole
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.record import Operation, check_term

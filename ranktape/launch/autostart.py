@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ranktape.capture.settings.setting import SWITCH_WORDS
 from ranktape.errors import CaptureError, FailedElsewhereError, LateError, RanktapeError, UsageError
-from ranktape.launch.owner import LAUNCHED, OWNER, stand_aside
-from ranktape.launch.worker import HEAD_START_SECONDS, Worker, one_line
+from ranktape.launch.worker import HEAD_START_SECONDS, LAUNCHED, OWNER, Worker, one_line, stand_aside
 
 if TYPE_CHECKING:
     from types import TracebackType

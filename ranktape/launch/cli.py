@@ -9,7 +9,7 @@ import click
 
 from ranktape import __version__
 from ranktape.analyze.group import RanktapeGroup
-from ranktape.launch.owner import stand_aside
+from ranktape.launch.worker import stand_aside
 
 COMMANDS = {
     "demo": "ranktape.launch.demo:command",

@@ -1,4 +1,4 @@
-"""What does the whole way look like: train with capture on every rank, store, commit, analyse?
+"""Trains a small model with capture on every rank, and analyses what was captured: `ranktape demo`.
 
 The training is a process group under torchrun, started as a user would start it; the answers are given by
 the commands that a user would type, which are printed first.
@@ -20,9 +20,36 @@ import click
 from ranktape.analyze.console import say
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.errors import CaptureError, RunExistsError, RunNotFoundError, UsageError
-from ranktape.launch.demo_text import read_text
 from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.place import read_options
+
+MIN_TEXT_NBYTES = 10_000
+"""Less than this is learned by heart before the demo's last step."""
+
+
+def read_text(path: str | None) -> bytes:
+    """The corpus: the file at `path`, or Python's own reference documentation, which every machine has.
+
+    Bytes are tokens, so any encoding will do.
+
+    Raises:
+        UsageError: the file is missing, unreadable, empty or too short.
+    """
+    if path is None:
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"--text {path} cannot be read ({error.strerror}): give a readable file, or drop --text"
+        ) from error
+    if len(text) < MIN_TEXT_NBYTES:
+        state = "is empty" if not text else f"has {len(text)} bytes"
+        raise UsageError(f"--text {path} {state}: give at least {MIN_TEXT_NBYTES} bytes, or drop --text")
+    return text
+
 
 NUM_ITERATIONS = 3
 """Iterations that are captured."""

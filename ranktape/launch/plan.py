@@ -78,7 +78,7 @@ def command(
 
 def main(arguments: Sequence[str]) -> int:
     """Plan with these command line arguments, on one of several ranks; returns the exit code of the process."""
-    from ranktape.launch.owner import stand_aside
+    from ranktape.launch.worker import stand_aside
 
     stand_aside()
     worker = Worker.from_environment(os.environ)

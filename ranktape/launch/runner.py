@@ -19,9 +19,8 @@ import click
 
 from ranktape.errors import MinimumNotMetError, RanktapeError
 from ranktape.launch.options import capture_options, capture_request
-from ranktape.launch.owner import stand_aside
 from ranktape.launch.script import Script
-from ranktape.launch.worker import Worker
+from ranktape.launch.worker import Worker, stand_aside
 
 if TYPE_CHECKING:
     from ranktape.capture.settings.options import CaptureOptions

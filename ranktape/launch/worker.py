@@ -1,16 +1,28 @@
-"""Knows one process of a launch, and how it says that it failed."""
+"""Knows one process of a launch, whose training is recorded, and how it says that it failed."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranktape.capture.terminal import write_line
-from ranktape.storage.backends.failures import printable
+from ranktape.capture.console import write_line
+
+OWNER = "RANKTAPE_OWNER_PID"
+"""Variable that names it; the processes that it starts find it in their environment and stand aside."""
+
+LAUNCHED = "RANKTAPE_LAUNCHED"
+"""Variable in which the launcher says what it records, to ranks that its script starts: JSON."""
+
+
+def stand_aside() -> None:
+    """From now on neither this process nor one that it starts begins a capture by itself."""
+    os.environ[OWNER] = str(os.getpid())
+
 
 HEAD_START_SECONDS = 3.0
 """How long the other ranks leave the word to rank 0.
@@ -84,4 +96,7 @@ class Worker:
 
 def one_line(text: str) -> str:
     """The text without its line breaks, and without what a terminal would take as commands."""
+    # Not at the top: a help page does without what it needs.
+    from ranktape.storage.backends.failures import printable
+
     return printable(" ".join(text.split()))

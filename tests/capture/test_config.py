@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from ranktape.capture import Capture, add_arguments
-from ranktape.capture.settings.arguments import given_arguments
-from ranktape.capture.settings.config import merge, read_config, resolve, stray_variables
+from ranktape.capture.settings.config import given_arguments, merge, read_config, resolve, stray_variables
 from ranktape.capture.settings.options import SETTINGS, CaptureOptions
 from ranktape.errors import UsageError
 

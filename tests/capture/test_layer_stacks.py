@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ranktape.capture import Capture
-from ranktape.capture.hooks.survey import Surveys
+from ranktape.capture.hooks.stacks import Surveys
 from ranktape.storage import Run, open_run
 from tests.capture.two_stacks import STACKS, capture_two_stacks
 

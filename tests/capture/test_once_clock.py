@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ranktape.capture.passes.optimizers import OptimizerClock
+from ranktape.capture.passes.clock import OptimizerClock
 
 
 class Counter:

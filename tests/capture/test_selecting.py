@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ranktape.capture.passes.tracker import Call
 from ranktape.capture.settings.cadence import Beat, Cadence, cadence_of
 from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.settings.sampling import ids_at, keep_samples
 from ranktape.capture.settings.selecting import Decision, Selecting
+from ranktape.capture.sites import ids_at, keep_samples
 from ranktape.capture.source import Source, TensorRole
 from ranktape.capture.tensors.parts import Part
 from ranktape.errors import UsageError

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ranktape.capture import Capture
-from ranktape.capture.hooks.stacks import stated_idx
-from ranktape.capture.hooks.survey import Survey, Surveys
+from ranktape.capture.hooks.stacks import Survey, Surveys, stated_idx
 from ranktape.storage import open_run
 
 WIDTH = 4

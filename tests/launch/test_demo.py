@@ -10,9 +10,8 @@ from click.testing import CliRunner
 
 from ranktape.errors import UsageError
 from ranktape.launch.cli import cli
-from ranktape.launch.demo import plan_capture
-from ranktape.launch.demo_model import GPT, VOCABULARY, GPTConfig
-from ranktape.launch.demo_text import MIN_TEXT_NBYTES, read_text
+from ranktape.launch.demo import MIN_TEXT_NBYTES, plan_capture, read_text
+from ranktape.launch.demo_train import GPT, VOCABULARY, GPTConfig
 from ranktape.storage import open_run
 from tests.launch.processes import python
 

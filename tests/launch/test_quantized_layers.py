@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ranktape.analyze import quantize
 from ranktape.capture import Capture, unregister_role
 from ranktape.launch import demo
-from ranktape.launch.demo_model import GPT, VOCABULARY, GPTConfig
+from ranktape.launch.demo_train import GPT, VOCABULARY, GPTConfig
 from ranktape.launch.quantized_layers import QUANTIZATIONS, ROLE, QuantizedLinear, quantize_linears
 from ranktape.storage import open_run
 

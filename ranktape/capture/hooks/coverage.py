@@ -1,7 +1,8 @@
-"""The share of a model's weights that hooks see, and the parts of the model that they do not see."""
+"""Tells the share of a model's weights that hooks see, the parts that they do not see, and why nothing was recorded."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections import Counter
@@ -9,11 +10,17 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ranktape.capture.roles.table import FunctionRole, ModuleRole
+from ranktape.capture.settings.rules import listed
+
 if TYPE_CHECKING:
     from torch import nn
 
     from ranktape.capture.passes.tracker import Frame
+    from ranktape.capture.recorder import Recorder
+    from ranktape.capture.settings.options import CaptureOptions
     from ranktape.capture.source import Source
+
 
 MIN_SHARE = 0.01
 """Parts of the model that hold less of its weights are not named."""
@@ -117,3 +124,40 @@ def _label(path: str, module: nn.Module) -> str:
 def _percent(share: float) -> str:
     """Rounded down: what is not whole is never 100 %."""
     return f"{math.floor(share * 100)} %" if share >= MIN_SHARE or not share else "less than 1 %"
+
+
+_MAX_NAMED = 5
+
+
+def explain_silence(options: CaptureOptions, recorder: Recorder, *, paths: Collection[str], has_stack: bool) -> str:
+    """Why nothing was recorded of models with modules at these paths, and the way out."""
+    globs = listed(options.modules)
+    if globs and not any(map(options.wants_module, paths)):
+        close = {name for glob in globs for name in difflib.get_close_matches(glob, paths, _MAX_NAMED, 0)}
+        return (
+            f"no module matches --module {' or '.join(globs)}; "
+            f"nearest: {', '.join(sorted(close)[:_MAX_NAMED]) or 'none'}"
+        )
+    if options.wants_layers and not has_stack:
+        return "no stack of layers was found in the model (--layers): record layers by --module and --layer-type"
+    if reason := recorder.expected.main_refusal():
+        return f"nothing was recorded of the layers that ran: {reason}"
+    if left_out := recorder.num_left_out:
+        flags = ", ".join(options.selection_flags)
+        return f"none of {left_out} tensors fits the selection: widen {flags}"
+    kinds = " or ".join(options.wanted_layer_types)
+    return (
+        f"the training ran no {kinds} layer in a module that is in training mode: check --layer-type and --module, "
+        f"add --mode=eval for inference, or record tensors by save_tensor"
+    )
+
+
+def explain_unmatched(role: ModuleRole | FunctionRole, kinds: Collection[type]) -> str:
+    """What a person is told of a registered role that has matched nothing, where the models have these classes."""
+    if isinstance(role, FunctionRole):
+        hint = "check its name, and whether it is loaded"
+        return f"the role for {role.name} matches no function that is loaded: {hint}"
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+    close = difflib.get_close_matches(role.name, names, 1, 0.3)
+    hint = f"the nearest class is {close[0]}" if close else "check its name, and whether it is loaded"
+    return f"the role for {role.name} matches no module of the model: {hint}"

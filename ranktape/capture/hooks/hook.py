@@ -1,4 +1,4 @@
-"""What of our hooks does a copy of the model take along that is made while they are on it? Nothing that does anything.
+"""What a capture puts on a model: hooks whose copies do nothing, and functions in the place of a framework's own.
 
 Between two optimizer steps a training copies, pickles or averages its model as it likes, and the hooks of the iteration
 that is captured are on it then. A closure would be shared with the copy, and record it under the original's names; what
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
 
@@ -44,3 +45,39 @@ class Hook:
 def as_itself(value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """For `__reduce__` of what stands for something else: a copy of it is a copy of that, without our name in it."""
     return operator.getitem, ((value,), 0)
+
+
+class Replacement:
+    """A function, or a method of a class, under whose name another one stands."""
+
+    def __init__(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
+        self._owner = owner
+        self._name = name
+        self._original = original
+        self._replacement = replacement
+        setattr(owner, name, replacement)
+
+    @classmethod
+    def put(cls, module: str, path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Self | None:
+        """Replace what a loaded module has under a dotted path; None where it has nothing there.
+
+        Args:
+            module: Name of the module.
+            path: A function, or a class and its method.
+            make: Makes the replacement from the original.
+        """
+        owner: Any = sys.modules[module]
+        *owners, name = path.split(".")
+        for part in owners:
+            owner = getattr(owner, part, None)
+        original = getattr(owner, "__dict__", {}).get(name)
+        if original is None:
+            return None
+        if isinstance(original, staticmethod):
+            return cls(owner, name, original, staticmethod(make(original.__func__)))
+        return cls(owner, name, original, make(original))
+
+    def remove(self) -> None:
+        """Put the original back, unless somebody has replaced the replacement."""
+        if self._owner.__dict__.get(self._name) is self._replacement:
+            setattr(self._owner, self._name, self._original)

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ranktape.capture.hooks.calls import Placement, Running
 from ranktape.capture.hooks.compiled import EagerMode, IgnoredWarning, is_left_compiled
-from ranktape.capture.hooks.coverage import Coverage, find_coverage
+from ranktape.capture.hooks.coverage import Coverage, explain_silence, explain_unmatched, find_coverage
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
@@ -21,16 +21,14 @@ from ranktape.capture.hooks.module_hooks import EnterHook, ModuleHooks, is_hidde
 from ranktape.capture.hooks.multihead import MultiheadHooks
 from ranktape.capture.hooks.owners import Owners
 from ranktape.capture.hooks.ports import Ports
-from ranktape.capture.hooks.silence import explain_silence, explain_unmatched
-from ranktape.capture.hooks.survey import Surveys
+from ranktape.capture.hooks.stacks import Surveys
 from ranktape.capture.hooks.weights import Weights
 from ranktape.capture.passes.checkpointing import CheckpointHooks
-from ranktape.capture.passes.circumstances import in_backward, is_traced
+from ranktape.capture.passes.circumstances import in_backward, is_traced, keyword_arguments
 from ranktape.capture.passes.forwards import Arguments
-from ranktape.capture.passes.frames import keyword_arguments
 from ranktape.capture.passes.pipeline import PipelineHooks, stage_prefix
 from ranktape.capture.passes.tracker import Frame
-from ranktape.capture.process_groups import keep_process_groups
+from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.roles.table import FunctionRole, ModuleRole, forward_role
 from ranktape.capture.source import Source

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.hooks.hook import as_itself
-from ranktape.capture.hooks.replacing import Replacement
+from ranktape.capture.hooks.hook import Replacement, as_itself
 
 if TYPE_CHECKING:
     from ranktape.capture.guard import Guard

@@ -1,24 +1,177 @@
-"""When does an iteration of the training end?
+"""Calls back when an iteration of the training has ended.
 
-When its optimizer has stepped, unless `advance_on` names another event. Where there is no training at all, with each
-outermost forward: an iteration ends when the next one begins, or with the capture.
+That is when its optimizer has stepped, unless `advance_on` names another event. Where there is no training at all, with
+each outermost forward: an iteration ends when the next one begins, or with the capture.
+
+Two optimizers step once each in an iteration: the first one that stepped leads, and the others follow. One that steps
+twice while the leader does not has taken its place. A step inside of another one's (an optimizer that wraps another) is
+part of it; optimizers that step in the backward pass, one for each parameter, step together when it has ended; a step
+that a gradient scaler skips ends an iteration too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import functools
+import os
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ranktape.capture.hooks.hook import Replacement
+from ranktape.capture.passes.circumstances import in_backward, in_nested_backward, in_nested_step, untraced
 from ranktape.capture.passes.forwards import Arguments, ForwardClock
-from ranktape.capture.passes.optimizers import OptimizerClock
 from ranktape.capture.passes.tracker import mode_of
 from ranktape.capture.settings.setting import is_given
 from ranktape.storage.record import Mode
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from ranktape.capture.settings.options import CaptureOptions
+
+
+class _InBackward:
+    """Stands for all optimizers that step in the backward pass."""
+
+
+class OptimizerClock:
+    """Calls back when an iteration has ended, as far as optimizers end it."""
+
+    def __init__(
+        self, on_tick: Callable[[], None], *, advance_on: Any = "optimizer", on_skip: Callable[[], None] = lambda: None
+    ) -> None:
+        """Listen to every optimizer of the process from now on.
+
+        Args:
+            on_tick: Called at the end of an iteration.
+            advance_on: `optimizer` for the first that steps, `optimizer:N` for the N-th, an optimizer, or the
+                name of another event: then no step ends an iteration.
+            on_skip: Called when a gradient scaler has skipped a step, before the iteration ends.
+        """
+        self._on_tick = on_tick
+        self._on_skip = on_skip
+        self._advance_on = advance_on
+        self._owner = os.getpid()
+        self._order: list[weakref.ref[Any]] = []
+        self._names: list[str] = []
+        self._leader: weakref.ref[Any] | None = None
+        self._followers: set[int] = set()
+        self._num_steps = 0
+        self._in_backward = _InBackward()
+        self._waiting: set[int] = set()
+        self._task = -1
+        self.has_ticked = False
+        """Whether the step of an optimizer has ended an iteration."""
+        self._handle = register_optimizer_step_post_hook(self._on_step)
+        self._scaler = Replacement.put("torch.amp.grad_scaler", "GradScaler.step", self._around_scaler)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether some optimizer has stepped, whether that ended an iteration or not."""
+        return bool(self._order)
+
+    def stop(self) -> None:
+        """Listen no more."""
+        self._handle.remove()
+        if self._scaler is not None:
+            self._scaler.remove()
+
+    def explain(self) -> str:
+        """Why no iteration ends, and the way out."""
+        way_out = "call capture.step() after each iteration"
+        if self._advance_on in ("step", "forward"):
+            return way_out
+        if self._advance_on == "optimizer" or not self._order or self.has_ticked:
+            return f"no optimizer stepped: {way_out}"
+        named = ", ".join(f"optimizer:{number} is {name}" for number, name in enumerate(self._names[:_MAX_NAMED]))
+        wanted = self._advance_on if isinstance(self._advance_on, str) else f"the {type(self._advance_on).__name__}"
+        return (
+            f"{wanted}, which --advance-on names, never stepped; in the order of their first steps {named}: "
+            f"name one of them, or {way_out}"
+        )
+
+    def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self._num_steps
+            result = original(scaler, optimizer, *args, **kwargs)
+            # Gradients that are not finite: the optimizer was not called, and the iteration is over all the same.
+            if self._num_steps == before and os.getpid() == self._owner:
+                self._on_skip()
+                self._stepped(optimizer)
+            return result
+
+        return step
+
+    @untraced
+    def _on_step(self, optimizer: Optimizer, _args: Any, _kwargs: Mapping[str, Any]) -> None:
+        if os.getpid() != self._owner:
+            return
+        self._num_steps += 1
+        if in_backward():
+            self._step_in_backward(optimizer)
+        elif not in_nested_step():
+            self._stepped(optimizer)
+
+    def _stepped(self, optimizer: Any, *, meant: Collection[int] = ()) -> None:
+        if self._waiting:
+            self._finish_backward()
+        number = self._number(optimizer)
+        event = self._advance_on
+        if event == "optimizer":
+            is_over = self._leads(optimizer)
+        elif isinstance(event, str):
+            is_over = event == f"optimizer:{number}"
+        else:
+            is_over = optimizer in (event, getattr(event, "optimizer", None)) or id(event) in meant
+        if is_over:
+            self.has_ticked = True
+            self._on_tick()
+
+    def _leads(self, optimizer: Any) -> bool:
+        leader = None if self._leader is None else self._leader()
+        if leader is not None and leader is not optimizer and id(optimizer) not in self._followers:
+            self._followers.add(id(optimizer))
+            return False
+        self._leader = weakref.ref(optimizer)
+        self._followers.clear()
+        return True
+
+    def _number(self, optimizer: Any) -> int:
+        """The place of an optimizer in the order of the first steps."""
+        for number, known in enumerate(self._order):
+            if known() is optimizer:
+                return number
+        self._order.append(weakref.ref(optimizer))
+        is_several = optimizer is self._in_backward
+        self._names.append("those that step in the backward pass" if is_several else type(optimizer).__name__)
+        return len(self._order) - 1
+
+    def _step_in_backward(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._waiting:
+            self._finish_backward()  # its last step was in another backward pass, whose end nobody told
+        self._waiting.add(id(optimizer))
+        task = torch._C._current_graph_task_id()  # noqa: SLF001  (what tells backward passes apart)
+        if task != self._task:
+            self._task = task
+            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  (as torch's own DDP does)
+            engine.queue_callback(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        # A backward pass inside of another one is a recomputed segment: the outer one goes on.
+        if self._waiting and not in_nested_backward():
+            self._finish_backward()
+
+    def _finish_backward(self) -> None:
+        meant, self._waiting = self._waiting, set()
+        self._stepped(self._in_backward, meant=meant)
+
+
+_MAX_NAMED = 5
 
 
 class Clock:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.passes.circumstances import in_backward, is_traced
-from ranktape.capture.passes.frames import calls_itself
+from ranktape.capture.passes.circumstances import calls_itself, in_backward, is_traced
 
 if TYPE_CHECKING:
     from torch import nn

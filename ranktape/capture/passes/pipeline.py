@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.hooks.replacing import Replacement
-from ranktape.capture.passes.frames import is_running
+from ranktape.capture.hooks.hook import Replacement
+from ranktape.capture.passes.circumstances import is_running
 from ranktape.capture.passes.passes import StagePass
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.passes.circumstances import in_backward, is_transformed
-from ranktape.capture.passes.frames import calls_itself
+from ranktape.capture.passes.circumstances import calls_itself, in_backward, is_transformed
 from ranktape.capture.passes.passes import Microbatch, Moment, Pass, StagePass, ids_of, scheduled_microbatch
 from ranktape.storage.record import Mode
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from ranktape.capture.console import Console
-from ranktape.capture.plans.footprint import Footprint, footprint_of
+from ranktape.capture.plans.forecast import Footprint, footprint_of
 from ranktape.capture.rendezvous import Rendezvous
 from ranktape.capture.session import Capture
 from ranktape.capture.settings.cadence import cadence_of

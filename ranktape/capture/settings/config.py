@@ -1,4 +1,4 @@
-"""What are a capture's settings, when a command line, the environment and a file each say some of them?
+"""Gathers a capture's settings from a command line, the environment, a file and the older tools' variables.
 
 The command line has the first word, then the environment (`RANKTAPE_EVERY=10`), then the file that `--capture-config`
 or `RANKTAPE_CAPTURE_CONFIG` names, then the defaults of `CaptureOptions`.
@@ -6,17 +6,65 @@ or `RANKTAPE_CAPTURE_CONFIG` names, then the defaults of `CaptureOptions`.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ranktape.capture.settings.options import SETTINGS, CaptureOptions, given_settings
-from ranktape.capture.settings.seed_environment import read_seed_environment, seed_values
 from ranktape.capture.settings.setting import SWITCH_WORDS, Setting, shown, split_texts
 from ranktape.errors import UsageError
 from ranktape.storage.backends.urls import parse_storage_options
+
+DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
+"""Where the older tools saved when they were told nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedEnvironment:
+    """The variables, read and checked."""
+
+    enabled: bool
+    """Whether to record."""
+    save_dir: str
+    """Where to."""
+    iteration: int
+    """The number of the first iteration."""
+
+
+def read_seed_environment(environment: Mapping[str, str] = os.environ) -> SeedEnvironment:
+    """What the variables ask for; nothing, where they are not set.
+
+    Raises:
+        UsageError: a variable has a value that it cannot have.
+    """
+    enabled = environment.get("TENSOR_SAVE_ENABLED", "").strip().lower()
+    if enabled and enabled not in SWITCH_WORDS:
+        raise UsageError(f"TENSOR_SAVE_ENABLED={enabled!r} is not allowed: set it to true or false")
+    iteration = environment.get("TENSOR_SAVER_ITERATION", "").strip() or "0"
+    if not iteration.isdecimal():
+        raise UsageError(f"TENSOR_SAVER_ITERATION={iteration!r} is not allowed: set it to a number from 0 on")
+    return SeedEnvironment(
+        enabled=SWITCH_WORDS.get(enabled, False),
+        save_dir=environment.get("TENSOR_SAVE_DIR") or DEFAULT_SAVE_DIR,
+        iteration=int(iteration),
+    )
+
+
+def seed_values(values: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
+    """The settings of a capture in the older tools' place: it begins at once, and adds to what is there.
+
+    Args:
+        values: What was set otherwise, which counts for more.
+        iteration: The number of the first iteration.
+    """
+    first = values.get("first_iteration", iteration)
+    adds = not (values.get("resume") or values.get("overwrite"))
+    return {"start": first, "add": adds, **values, "first_iteration": first}
+
 
 PREFIX = "RANKTAPE_"
 """What our variables begin with."""
@@ -211,3 +259,41 @@ def _rule_of_file(rule: Any) -> Any:
 def _nearest(name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"use one of {', '.join(sorted(known))}"
+
+
+_DEST = "capture_"
+"""Beginning of the names in a script's namespace: the script may have a `--dtype` of its own."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--capture URL` and the options of a capture to a script's own parser, after the script's own.
+
+    Each option has two names, `--every` and `--capture-every`; where the parser has the first one already it stays
+    the script's, and ours is the second. An option that was not given stays None in the namespace, so that defaults
+    live in one place.
+    """
+    taken = parser._option_string_actions  # noqa: SLF001  (argparse tells it in no other way)
+    group = parser.add_argument_group("capture (ranktape)")
+    group.add_argument("--capture", metavar="URL", default=None, help="Record tensors into the run at this URL.")
+    for setting in SETTINGS:
+        names = (setting.flag, "--capture-" + setting.flag.removeprefix("--").removeprefix("capture-"))
+        flags = [name for name in dict.fromkeys(names) if name not in taken]
+        # A percent sign in a help text is argparse's own.
+        about: dict[str, Any] = {"dest": _DEST + setting.name, "default": None, "help": setting.help.replace("%", "%%")}
+        if setting.kind is bool:
+            group.add_argument(*flags, action="store_true", **about)
+            continue
+        group.add_argument(
+            *flags,
+            type=setting.kind,
+            action="append" if setting.multiple else "store",
+            choices=setting.choices or None,
+            metavar=None if setting.choices else setting.metavar,
+            **about,
+        )
+
+
+def given_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The values of `add_arguments`' options, by the settings' names, and by `capture` the URL."""
+    given = {setting.name: getattr(args, _DEST + setting.name, None) for setting in SETTINGS}
+    return {"capture": getattr(args, "capture", None), **given}

@@ -21,10 +21,26 @@ from ranktape import errors
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import Counter, unnamed_file
 from ranktape.errors import CaptureError
+from ranktape.storage.memory import available_nbytes
 
 if TYPE_CHECKING:
     from ranktape.capture.staging.ring_file import SlotKind
     from ranktape.capture.writing.writer_config import WriterConfig
+
+
+MAX_DEFAULT_NBYTES = 512 << 20
+"""The default takes no more than this: a ring is touched as a whole at the start."""
+
+MIN_DEFAULT_NBYTES = 64 << 20
+"""The default takes no less than this, where memory is scarce."""
+
+_SHARE = 0.25
+
+
+def default_host_budget_nbytes(*, num_local_ranks: int) -> int:
+    """A quarter of the memory that the container and the machine leave, divided among the ranks of the host."""
+    return int(min(MAX_DEFAULT_NBYTES, max(MIN_DEFAULT_NBYTES, available_nbytes() * _SHARE / num_local_ranks)))
+
 
 MODULE = "ranktape.capture.writer"
 """What the process runs."""
