@@ -1,6 +1,7 @@
 # Every target makes .venv from nothing when it is missing, and brings it up to date when it is stale.
 #   make demo   train a small GPT on 2 ranks, capture it into runs/demo, analyse it
-#   make test   what CI runs: ruff, mypy, every test; those on Ceph's S3 gateway where `make ceph` has been said once
+#   make test   ruff, mypy, and each test but the exhaustive ones; those on Ceph's S3 gateway where `make ceph` has been said
+#   make test-all  the exhaustive tests alone: full sweeps, hundreds of kills, long outages. CI runs both
 #   make ceph   fetch Ceph's packages (66 MB of Debian's) into the user's cache; nothing is installed
 #   make lint   ruff and mypy alone
 #   make docs   write to build/docs a page of all commands, from their help, and a JSON schema of what each answers
@@ -11,7 +12,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test kernels ceph lint docs support bench clean
+.PHONY: demo test test-all kernels ceph lint docs support bench clean
 
 # The first interpreter that works, is new enough and can make a virtual environment (a name on the PATH may be an empty shim).
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
@@ -21,6 +22,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ranktape-installed
 # More than cores: many tests wait, for a server that hangs or for a deadline.
 WORKERS ?= 4
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11+ with venv on the PATH: install one, or say make PYTHON=/path/to/python" >&2; exit 1; }
@@ -32,13 +34,17 @@ demo: $(STAMP)
 	$(BIN)/ranktape demo --output runs/demo --overwrite
 
 # One thread for each process of a test; modules keep to one worker, for what they make once.
-test: export OMP_NUM_THREADS := 1
+test test-all: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	@# mypy takes one core: on another one the kernels are compiled meanwhile, once for all processes of the tests.
 	$(MAKE) --no-print-directory --jobs=2 lint kernels
-	$(BIN)/python -m pytest --run-slow -m 'not alone' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_OPTIONS)
+	$(BIN)/python -m pytest -m 'not alone and not exhaustive' $(PARALLEL) $(TEST_OPTIONS)
 	@# Only the files that have such tests: to look through all of them takes a quarter of a minute.
-	$(BIN)/python -m pytest --run-slow -m alone $(TEST_OPTIONS) $$(grep -rlE --include='*.py' 'mark\.alone' tests)
+	$(BIN)/python -m pytest -m 'alone' $(TEST_OPTIONS) $$(grep -rlE --include='*.py' 'mark\.alone' tests)
+
+test-all: $(STAMP) kernels
+	$(BIN)/python -m pytest --run-exhaustive -m exhaustive $(PARALLEL) $(TEST_OPTIONS) \
+		$$(grep -rlw --include='test_*.py' exhaustive tests)
 
 # Where this fails, the tests compile what is missing.
 kernels: $(STAMP)
@@ -57,7 +63,7 @@ docs: $(STAMP)
 	PYTHONPATH=. $(BIN)/python docs/schemas.py build/docs/schemas
 
 support: $(STAMP)
-	$(BIN)/python -m pytest -p tests.support --run-slow
+	$(BIN)/python -m pytest -p tests.support --run-exhaustive
 
 bench: $(STAMP)
 	for script in benchmarks/*.py; do echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script"; done

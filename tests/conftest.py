@@ -1,4 +1,4 @@
-"""Which tests run, in which order, and what does every test find around it?
+"""Says which tests run, in which order, and what every test finds around it.
 
 Opt-in flags name themselves in the reason of a skip; no test sees the settings of the shell that started it. Each
 of several worker processes (`make test`) has servers of its own.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 OPT_IN = {
-    "slow": "takes more than ten seconds",
+    "exhaustive": "is part of make test-all",
     "gpu": "needs a CUDA device",
 }
 """Markers whose tests run only when `--run-<marker>` is given."""
@@ -40,12 +40,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add one flag for each marker that is opt-in."""
     for marker, meaning in OPT_IN.items():
         parser.addoption(f"--run-{marker}", action="store_true", help=f"run the tests marked {marker}: {meaning}")
+    parser.addoption("--run-slow", action="store_true", help="nothing: each test runs that is not exhaustive")
     parser.addoption("--require-s3", action="store_true", help="fail, do not skip, where Ceph's packages are missing")
     parser.addoption("--require-browser", action="store_true", help="fail, do not skip, where Chromium is missing")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what was not asked for, with a reason that says how to ask; let the rest begin with what is long."""
+    for item in items:
+        for mark in item.iter_markers("exhaustive"):
+            if not mark.args or "alone" in item.keywords or "exhaustive" not in item.path.read_text(encoding="utf-8"):
+                raise pytest.UsageError(
+                    f"{item.nodeid}: an exhaustive test says why it is, is not alone, and its file has the word"
+                )
     for marker, meaning in OPT_IN.items():
         if config.getoption(f"--run-{marker}"):
             continue

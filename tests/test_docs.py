@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.exhaustive import exhaustive
 from tests.kernels import load
 
 CHECKOUT = Path(__file__).parents[1]
@@ -75,7 +76,7 @@ optimizer = torch.optim.SGD(model.parameters())
 """What the second quick start takes for granted."""
 
 
-@pytest.mark.slow
+@exhaustive("tests/launch runs each of these commands")
 @pytest.mark.distributed
 def test_the_quick_starts_run_as_they_stand(tmp_path: Path) -> None:
     section = README.partition("## Quick starts")[2].partition("\n## ")[0]

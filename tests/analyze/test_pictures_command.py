@@ -21,6 +21,7 @@ from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import StorageError, UsageError
 from ranktape.storage import open_run
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
+from tests.exhaustive import exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def test_several_kinds_go_into_folders_with_an_index(run: str, tmp_path: Path) -
     assert "there is one rank: 0" in readme
 
 
-@pytest.mark.slow
+@exhaustive("test_pictures.py draws each kind, this command some of them")
 def test_all_pictures_fill_the_folders_of_the_seeds(tmp_path: Path) -> None:
     tensors = model_tensors(num_ranks=2, iterations=(3, 5))
     tensors += model_tensors_of("mxfp8")

@@ -10,6 +10,14 @@ from typing import Any
 
 import pytest
 
+from tests.exhaustive import exhaustive
+
+FEW = {
+    *("ddp", "fsdp", "fsdp_kept", "fsdp_all", "hsdp", "tp", "tp_sequence", "fsdp_tp", "fsdp_tp_all"),
+    *("llama-ddp_all", "llama-tp_auto", "gpt2-fsdp", "moe-fsdp", "moe-tp_twice"),
+}
+"""What `make test` trains: each way of being parallel, and each model, once at least; the others are pairs of these."""
+
 MODEL = ("linear", "attention", "layer outputs", "unchanged", "assembly")
 ALL = (*MODEL, "accumulation", "checkpointing", "autocast")
 
@@ -112,11 +120,16 @@ def proving(variants: list[Any], *features: str) -> list[Any]:
     for param in variants:
         [mark] = param.marks
         own = tuple(feature for feature in mark.kwargs["features"] if feature in features)
-        found.append(pytest.param(*param.values, marks=support.with_args(**{**mark.kwargs, "features": own})))
+        marks = [support.with_args(**{**mark.kwargs, "features": own})]
+        if param.values[0] not in FEW:
+            marks.append(exhaustive("its model and its way of being parallel are in make test, each with another"))
+        found.append(pytest.param(*param.values, marks=marks))
     return found
 
 
-_NAMES = [param.values[0] for param in (*VARIANTS, *NOT_COMPARED)]
-TWO_RANKS = tuple(name for name in _NAMES if num_ranks_of(name) == 2)
-FOUR_RANKS = tuple(name for name in _NAMES if num_ranks_of(name) == 4)
-"""What the program trains in one start."""
+def started_with(variant: str) -> tuple[str, ...]:
+    """What the program trains in one start: all variants of as many ranks that run in the same target of make."""
+    names = [param.values[0] for param in (*VARIANTS, *NOT_COMPARED)]
+    return tuple(
+        name for name in names if num_ranks_of(name) == num_ranks_of(variant) and (name in FEW) == (variant in FEW)
+    )

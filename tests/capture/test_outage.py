@@ -19,6 +19,7 @@ from ranktape.launch.push import command
 from ranktape.storage import IterationState, open_run
 from tests.capture.gate import Gate
 from tests.capture.light import LightTrainer, tensors
+from tests.exhaustive import exhaustive
 from tests.s3 import S3Server
 
 pytestmark = pytest.mark.s3
@@ -91,7 +92,7 @@ def test_what_lasts_some_seconds_loses_nothing(
         check(trainer, s3_server, iteration)
 
 
-@pytest.mark.slow
+@exhaustive("half a minute of outage; the others are short")
 def test_thirty_seconds_lose_nothing_though_the_ring_is_small(
     begin: Callable[..., LightTrainer], gate: Gate, s3_server: S3Server
 ) -> None:

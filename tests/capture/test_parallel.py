@@ -1,7 +1,8 @@
 """Is a training that is spread over ranks captured whole, and left as it was?
 
 Real processes under torchrun, over gloo. Each start trains several variants, each without a capture and with one. What
-the ranks recorded is put together and compared with a training of one process from the same seed.
+the ranks recorded is put together and compared with a training of one process from the same seed. Some variants are
+exhaustive: `FEW` in parallel_variants.py are not.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ from ranktape.capture import Capture
 from ranktape.storage import Record, Run, open_run
 from tests.capture.parallel_models import BATCH, EXPERTS, HEADS, LENGTH, OPTIONS, STEPS, Recipe, train
 from tests.capture.parallel_variants import (
-    FOUR_RANKS,
     NOT_COMPARED,
-    TWO_RANKS,
     VARIANTS,
     data_rank_of,
     is_autocast,
@@ -31,6 +30,7 @@ from tests.capture.parallel_variants import (
     num_microbatches_of,
     num_ranks_of,
     proving,
+    started_with,
 )
 from tests.capture.verify import verify_run
 
@@ -68,16 +68,15 @@ def torchrun(out: Path, variants: tuple[str, ...], *, num_ranks: int, program: P
 @pytest.fixture(scope="module")
 def parallel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Gives for a variant the folder of its start; each start happens once, when it is asked for."""
-    starts: dict[int, Path | None] = {}
+    starts: dict[tuple[str, ...], Path | None] = {}
 
     def folder(variant: str) -> Path:
-        num_ranks = num_ranks_of(variant)
-        if num_ranks not in starts:
-            variants = FOUR_RANKS if variant in FOUR_RANKS else TWO_RANKS
+        variants = started_with(variant)
+        if variants not in starts:
             out = tmp_path_factory.mktemp("parallel") / "out"
-            starts[num_ranks] = None
-            starts[num_ranks] = torchrun(out, variants, num_ranks=num_ranks)
-        started = starts[num_ranks]
+            starts[variants] = None
+            starts[variants] = torchrun(out, variants, num_ranks=num_ranks_of(variant))
+        started = starts[variants]
         assert started is not None, "the start failed in the first test that asked for it"
         return started
 

@@ -17,6 +17,7 @@ from ranktape.storage import IterationState, open_run
 from ranktape.storage.backends.urls import open_backend
 from ranktape.storage.upkeep.check import check_run
 from tests.capture.light import LightTrainer, tensors
+from tests.exhaustive import sampled
 
 PATIENCE_SECONDS = 60.0
 
@@ -47,9 +48,7 @@ def check_whole(url: Path, expected: dict[int, dict[str, np.ndarray[Any, Any]]])
     assert not [finding.text() for finding in report.findings if finding.is_error]
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("seed", sampled(range(4), keep=1))
 def test_killed_at_any_moment_nothing_is_lost(tmp_path: Path, seed: int) -> None:
     moments = np.random.default_rng(seed)
     trainer = LightTrainer(tmp_path / "run", max_iterations=9, budget_nbytes=12 << 20)

@@ -1,8 +1,8 @@
-"""Is a run right about itself, and whole in what it calls complete, whenever its processes are killed?
+"""A run is right about itself, and whole in what it calls complete, whenever its processes are killed.
 
-200 random moments and more, drawn alike in each run of the tests. After each of them: a check names exactly what is
-there, every value that is called complete is the one recorded, what a process was promised is kept, and a repair
-leaves nothing but what is whole.
+200 random moments and more (make test has some of them), drawn alike in each run of the tests. After each: a check
+names exactly what is there, every value that is called complete is the one recorded, what a process was promised is
+kept, and a repair leaves nothing but what is whole.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.ceph import CephServer
+from tests.exhaustive import exhaustive
 from tests.launch.processes import CHECKOUT
 
 PROGRAM = Path(__file__).parent / "programs" / "kill.py"
@@ -24,6 +25,8 @@ SECONDS = 560
 """After which one half hangs; on a machine with other work it takes minutes."""
 
 pytestmark = pytest.mark.timeout(SECONDS + 40)
+
+MANY = exhaustive("make test has some moments of each level")
 
 
 def start(level: str, url: str | Path, *, trials: int, seed: int, options: dict[str, Any]) -> subprocess.Popen[str]:
@@ -65,12 +68,22 @@ def check(outcomes: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("level", "trials"), [("storage", 90), ("ring", 60), ("ring-dir", 40)])
+@pytest.mark.parametrize(
+    ("level", "trials"),
+    [
+        ("storage", 8),
+        ("ring", 6),
+        ("ring-dir", 6),
+        pytest.param("storage", 90, marks=MANY),
+        pytest.param("ring", 60, marks=MANY),
+        pytest.param("ring-dir", 40, marks=MANY),
+    ],
+)
 def test_processes_are_killed(level: str, trials: int, tmp_path: Path) -> None:
     check(killed(level, tmp_path, trials=trials))
 
 
 @pytest.mark.ceph
-@pytest.mark.slow
+@exhaustive("make test kills such ranks over a local folder; stores differ in what tests/storage/conformance.py tests")
 def test_ranks_that_write_into_an_s3_server_are_killed(ceph_server: CephServer) -> None:
     check(killed("storage", ceph_server.new_url(), trials=10, options=ceph_server.storage_options))

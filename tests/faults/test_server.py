@@ -14,6 +14,7 @@ import pytest
 from ranktape.storage.status import IterationState
 from tests.capture.light import LightTrainer
 from tests.ceph import CephServer
+from tests.exhaustive import exhaustive
 from tests.faults.recording import check_whole, stage, status_of, wait_for_commit, wait_for_problem
 from tests.s3 import BUCKET
 
@@ -62,6 +63,7 @@ def server(new_ceph_server: Callable[[], CephServer]) -> CephServer:
     return new_ceph_server()
 
 
+@exhaustive("half a minute of outage; shorter ones are in tests/capture/test_outage.py")
 def test_an_outage_in_the_middle_of_writing_costs_nothing(new_ceph_server: Callable[[], CephServer]) -> None:
     servers = {fault: new_ceph_server() for fault in FAULTS}
     recordings = {fault: record(server) for fault, server in servers.items()}

@@ -13,6 +13,7 @@ from ranktape.launch.cli import cli
 from ranktape.launch.demo import MIN_TEXT_NBYTES, plan_capture, read_text
 from ranktape.launch.demo_train import GPT, VOCABULARY, GPTConfig
 from ranktape.storage import open_run
+from tests.exhaustive import exhaustive
 from tests.launch.processes import python
 
 
@@ -115,7 +116,7 @@ def test_the_demo_learns_records_and_answers(tmp_path: Path) -> None:
     assert "torchrun" not in refused.stdout
 
 
-@pytest.mark.slow
+@exhaustive("the demo without a format is in make test")
 @pytest.mark.distributed
 def test_the_demo_learns_in_low_precision_and_the_run_says_which(tmp_path: Path) -> None:
     words = ["-m", "ranktape.launch.cli", "demo", "--output", "run", "--steps", "20", "--quant", "mxfp4"]
