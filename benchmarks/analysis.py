@@ -31,10 +31,10 @@ from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.executors import end_executors
 from ranktape.storage import Run, open_run
-from ranktape.storage.commit import finish_iteration
-from ranktape.storage.layout import ANALYSIS
-from ranktape.storage.progress import open_iteration
-from ranktape.storage.record import RecordInfo
+from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.layout import ANALYSIS
+from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.format.record_info import RecordInfo
 from tests.runs import describe, start
 
 MIB = 1 << 20

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import zarr
 
-from ranktape.storage.attempt import Launch
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.record import RecordInfo
-from ranktape.storage.start import begin_attempt
-from ranktape.storage.writer import RankWriter
+from ranktape.storage.format.attempt import Launch
+from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.recording.start import begin_attempt
+from ranktape.storage.recording.writer import RankWriter
 from tests.ceph import CephServer, CephUnavailableError
 from tests.runs import describe
 

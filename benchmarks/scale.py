@@ -29,28 +29,28 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from ranktape.storage import layout
-from ranktape.storage.attempt import Attempt, Launch, read_attempts
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.blob import write_blob
-from ranktape.storage.catalogue import merge_catalogues
-from ranktape.storage.commit import finish_iteration
-from ranktape.storage.documents import document_checksum
-from ranktape.storage.groups import write_group
-from ranktape.storage.progress import open_iteration, write_verdict
-from ranktape.storage.reader import RunReader
-from ranktape.storage.record import TALLY_KINDS
-from ranktape.storage.run import open_run
-from ranktape.storage.selection.columns import StringColumn
-from ranktape.storage.start import begin_attempt
-from ranktape.storage.stored_record import Record
-from ranktape.storage.upkeep.check import check_run
-from ranktape.storage.writer import RankWriter
+from ranktape.storage.format import layout
+from ranktape.storage.format.attempt import Attempt, Launch, read_attempts
+from ranktape.storage.format.blob import write_blob
+from ranktape.storage.format.catalogue import merge_catalogues
+from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.documents import document_checksum
+from ranktape.storage.format.group_documents import write_group
+from ranktape.storage.format.progress import open_iteration, write_verdict
+from ranktape.storage.format.record_info import TALLY_KINDS
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.query.columns import StringColumn
+from ranktape.storage.recording.start import begin_attempt
+from ranktape.storage.recording.writer import RankWriter
+from ranktape.storage.records.reader import RunReader
+from ranktape.storage.records.record import Record
+from ranktape.storage.records.run import open_run
 from tests.runs import describe, write_run
 
 if TYPE_CHECKING:
-    from ranktape.storage.backends.backend import Backend
-    from ranktape.storage.selection.columns import Column
+    from ranktape.storage.places.backend import Backend
+    from ranktape.storage.query.columns import Column
 
 RECORDS_PER_LAYER = 10
 SHAPES = ("[4,1024,4096]", "[4,1024,16384]", "[4096,4096]", "[4096]", "[4,32,1024,128]")

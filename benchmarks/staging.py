@@ -20,7 +20,7 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.source import Source, TensorRole
 from ranktape.capture.staging.ring import RingConsumer, RingProducer
-from ranktape.storage.record import Operation
+from ranktape.storage.format.record_info import Operation
 
 NUM_TENSORS = 300
 RING_NBYTES = 512 << 20

@@ -25,11 +25,11 @@ import numpy as np
 import torch
 import zarr
 
-from ranktape.storage.attempt import Launch
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.record import RecordInfo
-from ranktape.storage.start import begin_attempt
-from ranktape.storage.writer import RankWriter
+from ranktape.storage.format.attempt import Launch
+from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.recording.start import begin_attempt
+from ranktape.storage.recording.writer import RankWriter
 from tests.runs import describe
 
 ROUNDS = 7

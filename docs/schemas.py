@@ -34,15 +34,15 @@ from ranktape.capture.plans.forecast import Forecast
 from ranktape.capture.plans.planning import RankPlan
 from ranktape.capture.writing.recover import RingReport
 from ranktape.storage import open_run
-from ranktape.storage.catalogue import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
-from ranktape.storage.record import EXTREMES, TALLY_KINDS
-from ranktape.storage.status import IterationStatus, Verdict
-from ranktape.storage.upkeep.copy import CopyReport
-from ranktape.storage.upkeep.copy_selection import SelectionReport
-from ranktape.storage.upkeep.finding import Finding
-from ranktape.storage.upkeep.prune import PruneReport
-from ranktape.storage.upkeep.push import PushReport
-from ranktape.storage.upkeep.runs import RunSummary
+from ranktape.storage.format.catalogue import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
+from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS
+from ranktape.storage.format.status import IterationStatus, Verdict
+from ranktape.storage.maintenance.copy import CopyReport
+from ranktape.storage.maintenance.copy_selection import SelectionReport
+from ranktape.storage.maintenance.finding import Finding
+from ranktape.storage.maintenance.prune import PruneReport
+from ranktape.storage.maintenance.push import PushReport
+from ranktape.storage.maintenance.runs import RunSummary
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from ranktape.analyze.numerics.histograms.histogram import measure
-from ranktape.storage.attempt import Attempt, Launch
-from ranktape.storage.backends.backend import Backend
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.commit import finish_iteration
-from ranktape.storage.dtypes import dtype_name
-from ranktape.storage.progress import open_iteration
-from ranktape.storage.record import RecordInfo
-from ranktape.storage.start import begin_attempt
-from ranktape.storage.writer import RankWriter
+from ranktape.storage.format.attempt import Attempt, Launch
+from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.dtypes import dtype_name
+from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.recording.start import begin_attempt
+from ranktape.storage.recording.writer import RankWriter
 
 Tensors = Iterable[tuple[np.ndarray[Any, Any], RecordInfo]]
 

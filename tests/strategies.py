@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ranktape.storage.dtypes import DTYPES, DtypeRow, numpy_dtype
-from ranktape.storage.record import (
+from ranktape.storage.format.dtypes import DTYPES, DtypeRow, numpy_dtype
+from ranktape.storage.format.record_info import (
     EXTREMES,
     MAX_TERM_LENGTH,
     TALLY_KINDS,

@@ -38,7 +38,7 @@ NUMERICS = ("analyze", "numerics")
 NUMERICS_MAY_IMPORT = {
     "ranktape.errors",
     "ranktape.analyze.numerics",
-    *(f"ranktape.storage.{leaf}" for leaf in ("block_counts", "dtypes", "parts", "record", "statistics")),
+    *(f"ranktape.storage.format.{leaf}" for leaf in ("block_counts", "dtypes", "parts", "record_info", "statistics")),
 }
 """It knows arrays, and of storage the plain types that stored values have; no run, no record, no view."""
 
@@ -69,7 +69,7 @@ class Import:
     """One import statement's reach for one module or name."""
 
     target: str
-    """Dotted, absolute: `ranktape.storage.run.open_run`."""
+    """Dotted, absolute: `ranktape.storage.records.run.open_run`."""
     line: int
     """Where it stands."""
     scope: str
@@ -197,7 +197,7 @@ PLANTED = {
         "class Record:\n    def read(self):\n        import torch.nn",
         "from ranktape import open_run",
         "import ranktape\n\nranktape.open_run('x')",
-        "import ranktape.storage.layout\n\nranktape.capture",
+        "import ranktape.storage.format.layout\n\nranktape.capture",
     ],
     "capture/site.py": [
         "from ranktape.analyze import overflow",
@@ -229,7 +229,7 @@ ALLOWED = {
         "class Record:\n    def tensor(self):\n        import torch",
         "if TYPE_CHECKING:\n    import torch",
         "import torchvision_is_not_torch",
-        "from ranktape.storage.layout import capture_path",
+        "from ranktape.storage.format.layout import capture_path",
     ],
     "capture/site.py": [
         "from ranktape.analyze.numerics.histograms.histogram import measure",
@@ -237,12 +237,12 @@ ALLOWED = {
         "from ranktape.storage import open_run",
         "import torch",
     ],
-    "analyze/plot.py": ["def read():\n    import torch", "from ranktape.storage.run import Run"],
+    "analyze/plot.py": ["def read():\n    import torch", "from ranktape.storage.records.run import Run"],
     "analyze/options.py": ["from ranktape.analyze.legacy.open import open_source"],
     "analyze/legacy/open.py": ["from ranktape.analyze.legacy.folder import Folder"],
     "analyze/numerics/formats/table.py": [
         "from ranktape.errors import UsageError",
-        "from ranktape.storage.dtypes import numpy_dtype",
+        "from ranktape.storage.format.dtypes import numpy_dtype",
         "from ranktape.analyze.numerics.kernels import compiled",
     ],
     "launch/cli.py": ["from ranktape.analyze.overflow import command", "from ranktape.capture import Capture"],
@@ -297,7 +297,7 @@ LIGHT = {
     "ranktape.launch.cli": HEAVY,
     "ranktape.launch.autostart": HEAVY,
     "ranktape_autoload": (*HEAVY, "ranktape"),
-    "ranktape.storage.run": ("torch",),
+    "ranktape.storage.records.run": ("torch",),
     "ranktape.analyze.numerics.histograms.histogram": ("torch", "zarr"),
     "ranktape.analyze.numerics.histograms.block_histogram": ("torch", "zarr"),
     "ranktape.analyze.numerics.histograms.moments": ("torch", "zarr"),

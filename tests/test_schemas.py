@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator  # type: ignore[import-untyped]  # i
 
 from ranktape.analyze.cli import COMMANDS
 from ranktape.launch.cli import cli
-from ranktape.storage.catalogue import COLUMNS as COLUMNS_OF_RECORDS
+from ranktape.storage.format.catalogue import COLUMNS as COLUMNS_OF_RECORDS
 from tests.analyze.runs import describe_tensor, store
 from tests.kernels import load
 

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import click
 
-from ranktape.storage.backends.failures import printable
+from ranktape.storage.places.failures import printable
 
 
 def say(text: str, *, err: bool = False) -> None:

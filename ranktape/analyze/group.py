@@ -25,7 +25,7 @@ class Failure(click.ClickException):
 
     def __init__(self, error: RanktapeError) -> None:
         """Keep the text and the exit code of `error`."""
-        from ranktape.storage.backends.failures import printable
+        from ranktape.storage.places.failures import printable
 
         # Names in it may be a stranger's.
         super().__init__("\n".join(printable(line) for line in str(error).splitlines()))

@@ -17,7 +17,7 @@ from ranktape.analyze.console import say
 from ranktape.analyze.sweep_arguments import SWEEP_MODES
 from ranktape.analyze.table import Form, Table, write_table
 from ranktape.errors import NoRecordsError, UsageError
-from ranktape.storage.backends.urls import parse_storage_options
+from ranktape.storage.places.urls import parse_storage_options
 
 if TYPE_CHECKING:
     from ranktape.analyze.legacy.open import Source
@@ -118,7 +118,7 @@ class Selection:
             UsageError: a filter has a value that its field cannot have.
             StorageError: the store cannot be read.
         """
-        from ranktape.storage.run import Run
+        from ranktape.storage.records.run import Run
 
         if not run.iterations:
             what = "complete iteration" if isinstance(run, Run) else "file that can be read"

@@ -6,7 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-from ranktape.storage.record import is_one_sample
+from ranktape.storage.format.record_info import is_one_sample
 
 if TYPE_CHECKING:
     from ranktape.storage import Records

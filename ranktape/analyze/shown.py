@@ -41,7 +41,7 @@ class Shown:
 
     def clipped(self) -> Shown:
         """The same with each field cut off where it is long, and without the notes where there are many."""
-        from ranktape.storage.notebook import clipped
+        from ranktape.storage.records.notebook import clipped
 
         return Shown(
             heading=[clipped(line, MAX_CLIPPED_LINE) for line in self.heading],
@@ -77,7 +77,7 @@ class Shown:
 
     def html(self) -> str:
         """A table for a notebook; every text is escaped."""
-        from ranktape.storage.notebook import html_table
+        from ranktape.storage.records.notebook import html_table
 
         return html_table(self.heads, self.cells, is_left=self.is_left, heading=self.heading, notes=self.notes)
 

@@ -172,7 +172,7 @@ class Table:
         Raises:
             UsageError: pandas is not installed.
         """
-        from ranktape.storage.frames import Dtype, data_frame
+        from ranktape.storage.records.frames import Dtype, data_frame
 
         attributes = {
             "title": self.title,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.capture.guard import Guard, OnFailure
 from ranktape.capture.sites import MAX_ALL_FORMS, Form, Site
 from ranktape.capture.source import source_name
-from ranktape.storage.record import Operation
+from ranktape.storage.format.record_info import Operation
 
 if TYPE_CHECKING:
     from ranktape.capture.passes.tracker import Call

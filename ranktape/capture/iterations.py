@@ -17,7 +17,7 @@ from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.settings.options import CaptureOptions, Policy
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.errors import CaptureError, RanktapeError
-from ranktape.storage.status import DISABLED
+from ranktape.storage.format.status import DISABLED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ranktape.capture.settings.cadence import Schedule
     from ranktape.capture.staging.process import WriterProcess
     from ranktape.capture.tensors.master import MasterWeights
-    from ranktape.storage.backends.retry import RetryingBackend
+    from ranktape.storage.places.retry import RetryingBackend
 
 _MAX_NOTES = 8
 """Names that match nothing and are warned of one by one."""

@@ -22,7 +22,7 @@ from ranktape.capture.staging.device import DeviceStage
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.capture.tensors.parts import Part, UnrecordableError, take_apart
 from ranktape.errors import CaptureError, RanktapeError
-from ranktape.storage.record import Mode, Operation
+from ranktape.storage.format.record_info import Mode, Operation
 
 if TYPE_CHECKING:
     from ranktape.capture.settings.options import CaptureOptions

@@ -21,7 +21,7 @@ import torch
 
 from ranktape.capture.passes.tracker import dtype_name
 from ranktape.capture.writing.kept_nbytes import kept_nbytes
-from ranktape.storage.record import Mode
+from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
     from ranktape.capture.guard import Guard

@@ -26,17 +26,17 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.ring_file import boot_id, new_ring_path
 from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import LateError, RanktapeError, UsageError
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.progress import read_verdict
-from ranktape.storage.start import check_place
-from ranktape.storage.status import Verdict
+from ranktape.storage.format.progress import read_verdict
+from ranktape.storage.format.status import Verdict
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.recording.start import check_place
 
 if TYPE_CHECKING:
     from ranktape.capture.console import Console
     from ranktape.capture.rendezvous import Place
     from ranktape.capture.staging.process import WriterProcess
-    from ranktape.storage.backends.backend import Backend
-    from ranktape.storage.backends.retry import RetryingBackend
+    from ranktape.storage.places.backend import Backend
+    from ranktape.storage.places.retry import RetryingBackend
 
 
 _GIT_TIMEOUT_SECONDS = 5

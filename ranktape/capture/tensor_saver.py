@@ -23,13 +23,13 @@ from ranktape.capture.settings.cadence import Schedule, ScheduleOfOne, cadence_o
 from ranktape.capture.settings.config import DEFAULT_SAVE_DIR, checked, merge, read_seed_environment, seed_values
 from ranktape.capture.source import Source, TensorRole
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.storage.record import Operation, check_term
-from ranktape.storage.seed_names import recorded_name
+from ranktape.storage.format.legacy_names import recorded_name
+from ranktape.storage.format.record_info import Operation, check_term
 
 if TYPE_CHECKING:
     import torch
 
-    from ranktape.storage.status import Verdict
+    from ranktape.storage.format.status import Verdict
 
 
 class _OwnCapture(Capture):

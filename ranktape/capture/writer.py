@@ -32,20 +32,20 @@ from ranktape.capture.writing.recover import Recovery, read_slots, site_of
 from ranktape.capture.writing.storing import COUNT_FROM_NBYTES, HOLD_SECONDS, Staged, Storer, StoringOptions
 from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import RanktapeError, StorageError
-from ranktape.storage.attempt import Launch, lost_message, read_attempt
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.layout import Mark
-from ranktape.storage.plan import Plan, read_plan
-from ranktape.storage.progress import open_iteration
-from ranktape.storage.stack import STACK_BELOW_NBYTES
-from ranktape.storage.start import begin_attempt, claim_run, join_attempt
-from ranktape.storage.upkeep.spill import SpillingBackend
-from ranktape.storage.writer import RankWriter
+from ranktape.storage.format.attempt import Launch, lost_message, read_attempt
+from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.maintenance.spill import SpillingBackend
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.recording.plan import Plan, read_plan
+from ranktape.storage.recording.stack import STACK_BELOW_NBYTES
+from ranktape.storage.recording.start import begin_attempt, claim_run, join_attempt
+from ranktape.storage.recording.writer import RankWriter
 
 if TYPE_CHECKING:
-    from ranktape.storage.attempt import Attempt
-    from ranktape.storage.backends.retry import RetryingBackend
-    from ranktape.storage.lease import Lease
+    from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.places.retry import RetryingBackend
+    from ranktape.storage.recording.lease import Lease
 
 NICENESS = 19
 """Added to the process's niceness: the training comes first."""

@@ -12,7 +12,7 @@ from ranktape.errors import CheckFoundError
 from ranktape.launch.place import count_text, open_backend_of, read_options, storage_options_option, work_bar
 
 if TYPE_CHECKING:
-    from ranktape.storage.upkeep.finding import CheckReport
+    from ranktape.storage.maintenance.finding import CheckReport
 
 
 @click.command(name="check")
@@ -26,7 +26,7 @@ def command(run: str, *, deep: bool, as_json: bool, storage_options: str | None)
     Errors are what was committed and is lost or wrong; they make it exit with 3. Notes are the rest: debris, what
     is not finished, what is not ours. Nothing is changed: 'ranktape repair' does that.
     """
-    from ranktape.storage.upkeep.check import check_run
+    from ranktape.storage.maintenance.check import check_run
 
     with open_backend_of(run, read_options(storage_options)) as backend, work_bar("checking") as on_progress:
         report = check_run(backend, deep=deep, on_progress=on_progress)

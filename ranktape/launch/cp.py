@@ -15,7 +15,7 @@ from ranktape.errors import UsageError
 from ranktape.launch.place import count_text, read_options, shown, work_bar
 
 if TYPE_CHECKING:
-    from ranktape.storage.backends.retry import RetryingBackend
+    from ranktape.storage.places.retry import RetryingBackend
 
 
 @click.command(name="cp")
@@ -41,9 +41,9 @@ def command(
     With filters only the records that match are copied, into a run of their own: its iterations are complete when
     those records are there, and say how many others were left out. Such a copy does not go on where it stopped.
     """
-    from ranktape.storage.backends.urls import open_backend
-    from ranktape.storage.upkeep.copy import copy_run
-    from ranktape.storage.upkeep.runs import suggest_nearest
+    from ranktape.storage.maintenance.copy import copy_run
+    from ranktape.storage.maintenance.runs import suggest_nearest
+    from ranktape.storage.places.urls import open_backend
 
     run, options = selection.run, selection.storage_options
     target_options = read_options(target_storage_options) if target_storage_options else options
@@ -71,8 +71,8 @@ def _copy_selection(
     as_json: bool,
     on_progress: Callable[[int, int], object],
 ) -> None:
-    from ranktape.storage.run import Run
-    from ranktape.storage.upkeep.copy_selection import copy_records
+    from ranktape.storage.maintenance.copy_selection import copy_records
+    from ranktape.storage.records.run import Run
 
     run = selection.source()
     if not isinstance(run, Run):

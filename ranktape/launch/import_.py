@@ -8,7 +8,7 @@ import click
 
 from ranktape.analyze.console import say
 from ranktape.analyze.options import MAX_NAMED_FILES
-from ranktape.storage.backends.urls import parse_storage_options
+from ranktape.storage.places.urls import parse_storage_options
 
 
 @click.command(name="import")

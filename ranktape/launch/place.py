@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ranktape.errors import UsageError
-from ranktape.storage.backends.backend import without_credentials
-from ranktape.storage.backends.failures import printable
-from ranktape.storage.backends.urls import parse_storage_options
+from ranktape.storage.places.backend import without_credentials
+from ranktape.storage.places.failures import printable
+from ranktape.storage.places.urls import parse_storage_options
 
 if TYPE_CHECKING:
-    from ranktape.storage.backends.retry import RetryingBackend
+    from ranktape.storage.places.retry import RetryingBackend
 
 storage_options_option = click.option("--storage-options", metavar="JSON", help="JSON object for fsspec.")
 """The option of every command that opens a store; `read_options` reads its value."""
@@ -37,8 +37,8 @@ def open_backend_of(run: str, options: dict[str, Any] | None) -> Iterator[Retryi
     Raises:
         RanktapeError: the place cannot be opened, or the block raised it.
     """
-    from ranktape.storage.backends.urls import open_backend
-    from ranktape.storage.upkeep.runs import suggest_nearest
+    from ranktape.storage.maintenance.runs import suggest_nearest
+    from ranktape.storage.places.urls import open_backend
 
     with suggest_nearest(run, storage_options=options):
         yield open_backend(run, storage_options=options)

@@ -34,7 +34,7 @@ def command(
     was interrupted goes on when the command is said again, or with 'ranktape repair'. Iterations that were removed
     still count for the guaranteed minimum. A run that is being recorded is refused.
     """
-    from ranktape.storage.upkeep.prune import prune_run
+    from ranktape.storage.maintenance.prune import prune_run
 
     with open_backend_of(run, read_options(storage_options)) as backend:
         report = prune_run(backend, keep_last=keep_last, iteration=iteration, dry_run=True)
@@ -53,6 +53,6 @@ def command(
 
 
 def _named(iterations: tuple[int, ...]) -> str:
-    from ranktape.storage.notebook import spans
+    from ranktape.storage.records.notebook import spans
 
     return spans(iterations)

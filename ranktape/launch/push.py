@@ -14,7 +14,7 @@ from ranktape.errors import CheckFoundError, RanktapeError, UsageError
 from ranktape.launch.place import read_options, storage_options_option
 
 if TYPE_CHECKING:
-    from ranktape.storage.upkeep.push import PushReport, Spill
+    from ranktape.storage.maintenance.push import PushReport, Spill
 
 
 @click.command(name="push")
@@ -29,8 +29,8 @@ def command(directory: Path, *, url: str | None, keep: bool, as_json: bool, stor
     Everything that a commit names is read back from the run and compared before the commit is made. What was brought
     is removed from DIR. A push that was interrupted can be repeated. Exits with 3 when something has to stay.
     """
-    from ranktape.storage.backends.urls import open_backend
-    from ranktape.storage.upkeep.push import find_spills, push_spill
+    from ranktape.storage.maintenance.push import find_spills, push_spill
+    from ranktape.storage.places.urls import open_backend
 
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory: give the --spill-dir of a capture")

@@ -34,8 +34,8 @@ def command(directory: Path, *, trust_other_boots: bool, as_json: bool, storage_
     with 3 when a ring remains or an iteration is lost.
     """
     from ranktape.capture.writing.recover import RingReport, find_rings, recover_ring
-    from ranktape.storage.backends.retry import RetryingBackend
-    from ranktape.storage.backends.urls import open_backend
+    from ranktape.storage.places.retry import RetryingBackend
+    from ranktape.storage.places.urls import open_backend
 
     options = read_options(storage_options)
 

@@ -11,7 +11,7 @@ from ranktape.errors import CheckFoundError
 from ranktape.launch.place import count_text, open_backend_of, read_options, storage_options_option, work_bar
 
 if TYPE_CHECKING:
-    from ranktape.storage.upkeep.finding import Finding
+    from ranktape.storage.maintenance.finding import Finding
 
 
 @click.command(name="repair")
@@ -33,7 +33,7 @@ def command(run: str, *, dry_run: bool, min_age: float, as_json: bool, storage_o
     of iterations that all ranks have committed. Exits with 3 if errors are left that it cannot mend. Where a ring
     or a spill directory is left, run 'ranktape recover' or 'ranktape push' first: they need what is removed here.
     """
-    from ranktape.storage.upkeep.repair import repair_run
+    from ranktape.storage.maintenance.repair import repair_run
 
     def tell(finding: Finding) -> None:
         if not as_json:

@@ -11,7 +11,7 @@ from ranktape.errors import RanktapeError
 from ranktape.launch.place import confirm, count_text, open_backend_of, read_options, storage_options_option
 
 if TYPE_CHECKING:
-    from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.places.backend import Backend
 
 
 @click.command(name="rm")
@@ -25,7 +25,7 @@ def command(run: str, *, yes: bool, dry_run: bool, storage_options: str | None) 
     A damaged run is deleted as well; one that is being recorded is refused. What was interrupted goes on when the
     command is said again.
     """
-    from ranktape.storage.upkeep.prune import delete_run, expect_run
+    from ranktape.storage.maintenance.prune import delete_run, expect_run
 
     with open_backend_of(run, read_options(storage_options)) as backend:
         expect_run(backend)
@@ -39,7 +39,7 @@ def command(run: str, *, yes: bool, dry_run: bool, storage_options: str | None) 
 def _described(backend: Backend) -> str:
     """The run, and how much is in it, as far as it can be read."""
     from ranktape.analyze.table import nbytes_text
-    from ranktape.storage.upkeep.runs import summarize
+    from ranktape.storage.maintenance.runs import summarize
 
     try:
         run = summarize(backend)

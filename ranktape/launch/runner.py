@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.launch.autostart import AutoStart
     from ranktape.storage import Verdict
-    from ranktape.storage.attempt import Attempt
-    from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.places.backend import Backend
 
 PROGRAM = "torchrun [its options] -m ranktape.launch"
 """What the help page calls us."""
@@ -104,7 +104,7 @@ def _run(request: Request, *, worker: Worker) -> int:
     from ranktape.capture.settings.rules import check_layer_types
     from ranktape.capture.starting import open_place, try_place
     from ranktape.launch.autostart import AutoStart, Order, hand_down
-    from ranktape.storage.attempt import read_attempts
+    from ranktape.storage.format.attempt import read_attempts
 
     url, settings = capture_request(request.url, request.values)
     order = Order.from_settings(url, settings, folder=os.getcwd(), launcher_pid=os.getpid())  # noqa: PTH109  (a text)
@@ -174,8 +174,8 @@ def _reason(stop: BaseException) -> str:
 
 def _verdict_on_others(backend: Backend, earlier: Sequence[Attempt]) -> Verdict | None:
     """The verdict on what ranks have stored that the script started; None where they have not begun a capture."""
-    from ranktape.storage.attempt import read_attempts
-    from ranktape.storage.progress import read_verdict
+    from ranktape.storage.format.attempt import read_attempts
+    from ranktape.storage.format.progress import read_verdict
 
     judged = read_verdict(backend)
     return None if judged is None or read_attempts(backend) == earlier else judged[0]

@@ -14,7 +14,7 @@ from ranktape.analyze.table import Column, Kind, Table, write_table
 from ranktape.launch.place import read_options, shown, storage_options_option
 
 if TYPE_CHECKING:
-    from ranktape.storage.upkeep.runs import RunSummary
+    from ranktape.storage.maintenance.runs import RunSummary
 
 COLUMNS = (
     Column(name="run", kind=Kind.TEXT),
@@ -40,7 +40,7 @@ def command(url: str, *, depth: int | None, as_json: bool, storage_options: str 
     A run is met or unmet (it is closed, and its guaranteed minimum is there or not), open (it is being recorded,
     or its processes were lost), empty or unreadable. The size is that of the values of its complete iterations.
     """
-    from ranktape.storage.upkeep.runs import MAX_DEPTH, find_runs, suggest_nearest
+    from ranktape.storage.maintenance.runs import MAX_DEPTH, find_runs, suggest_nearest
 
     options = read_options(storage_options)
     with suggest_nearest(url, storage_options=options):

@@ -13,11 +13,11 @@ from ranktape.analyze.console import say_json
 from ranktape.analyze.table import Column, Kind, Table, write_table
 from ranktape.errors import CheckFoundError
 from ranktape.launch.place import count_text, read_options, shown, storage_options_option
-from ranktape.storage.backends.failures import printable
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.storage import IterationStatus, Run, Verdict
-    from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.places.backend import Backend
 
 COLUMNS = (
     Column(name="iteration", kind=Kind.INTEGER),
@@ -55,7 +55,7 @@ def command(run: str, *, as_json: bool, require_minimum: bool, storage_options: 
     open. Sizes are before compression, which leaves little of kept histograms.
     """
     from ranktape.storage import open_run
-    from ranktape.storage.upkeep.runs import suggest_nearest
+    from ranktape.storage.maintenance.runs import suggest_nearest
 
     options = read_options(storage_options)
     with suggest_nearest(run, storage_options=options):
@@ -139,7 +139,7 @@ def verdict_line(verdict: Verdict | None) -> str:
 def holdings_line(backend: Backend, *, url: str) -> str:
     """What a run holds, and the commands to ask it, in one line."""
     from ranktape.capture.console import size_text
-    from ranktape.storage.progress import read_verdict
+    from ranktape.storage.format.progress import read_verdict
 
     judged = read_verdict(backend)
     statuses = [] if judged is None else judged[1]

@@ -20,8 +20,8 @@ from ranktape.launch.place import count_text, open_backend_of, read_options, sho
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ranktape.storage.backends.backend import Backend
-    from ranktape.storage.upkeep.watch import RankWatch, Snapshot, Watcher
+    from ranktape.storage.maintenance.watch import RankWatch, Snapshot, Watcher
+    from ranktape.storage.places.backend import Backend
 
 RESTART_SECONDS = 30.0
 """A run that is closed without its minimum may be taken up again by a restarted worker group for so long."""
@@ -116,7 +116,7 @@ def watch(
         RunNotFoundError: there is no run, and no time was given in which it may appear.
         RanktapeError: the store cannot be read.
     """
-    from ranktape.storage.upkeep.watch import Watcher
+    from ranktape.storage.maintenance.watch import Watcher
 
     watcher = Watcher(backend)
     started = time.monotonic()

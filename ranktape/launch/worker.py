@@ -97,6 +97,6 @@ class Worker:
 def one_line(text: str) -> str:
     """The text without its line breaks, and without what a terminal would take as commands."""
     # Not at the top: a help page does without what it needs.
-    from ranktape.storage.backends.failures import printable
+    from ranktape.storage.places.failures import printable
 
     return printable(" ".join(text.split()))

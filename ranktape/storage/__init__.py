@@ -1,32 +1,32 @@
-"""Keep a run at rest: names, layout, data types, the writer, the catalogue and the commit protocol."""
+"""Writes runs, reads their records, and keeps them whole."""
 
 from typing import TYPE_CHECKING
 
 from ranktape import public_names
-from ranktape.storage.zarr_types import register_on_import
+from ranktape.storage.format.zarr_types import register_on_import
 
 if TYPE_CHECKING:
-    from ranktape.storage.assemble import GlobalView as GlobalView
-    from ranktape.storage.records import Records as Records
-    from ranktape.storage.run import Run as Run
-    from ranktape.storage.run import open_run as open_run
-    from ranktape.storage.statistics import Statistics as Statistics
-    from ranktape.storage.status import IterationState as IterationState
-    from ranktape.storage.status import IterationStatus as IterationStatus
-    from ranktape.storage.status import Verdict as Verdict
-    from ranktape.storage.stored_record import Record as Record
-    from ranktape.storage.zarr_types import register as register
+    from ranktape.storage.format.statistics import Statistics as Statistics
+    from ranktape.storage.format.status import IterationState as IterationState
+    from ranktape.storage.format.status import IterationStatus as IterationStatus
+    from ranktape.storage.format.status import Verdict as Verdict
+    from ranktape.storage.format.zarr_types import register as register
+    from ranktape.storage.records.assemble import GlobalView as GlobalView
+    from ranktape.storage.records.record import Record as Record
+    from ranktape.storage.records.records import Records as Records
+    from ranktape.storage.records.run import Run as Run
+    from ranktape.storage.records.run import open_run as open_run
 else:
     __all__, __getattr__, __dir__ = public_names(
         __name__,
         homes={
-            "assemble": ["GlobalView"],
-            "records": ["Records"],
-            "run": ["Run", "open_run"],
-            "statistics": ["Statistics"],
-            "status": ["IterationState", "IterationStatus", "Verdict"],
-            "stored_record": ["Record"],
-            "zarr_types": ["register"],
+            "format.statistics": ["Statistics"],
+            "format.status": ["IterationState", "IterationStatus", "Verdict"],
+            "format.zarr_types": ["register"],
+            "records.assemble": ["GlobalView"],
+            "records.record": ["Record"],
+            "records.records": ["Records"],
+            "records.run": ["Run", "open_run"],
         },
     )
 

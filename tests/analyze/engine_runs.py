@@ -18,10 +18,10 @@ from ranktape.analyze.engine.measure import Payload
 from ranktape.analyze.numerics.digests.digest import Digest
 from ranktape.errors import DataError
 from ranktape.storage import Record, Run, open_run
-from ranktape.storage.commit import finish_iteration
-from ranktape.storage.documents import Compression
-from ranktape.storage.progress import open_iteration
-from ranktape.storage.writer import RankWriter
+from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.documents import Compression
+from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.recording.writer import RankWriter
 from tests.analyze.runs import Tensor
 from tests.runs import start
 

@@ -13,7 +13,7 @@ import numpy as np
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.numerics.digests.digest import Digest
 from ranktape.storage import Records
-from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.format.dtypes import DTYPES
 from tests.analyze.runs import Tensor, describe_tensor, store
 
 Array = np.ndarray[Any, Any]

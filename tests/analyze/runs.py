@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from ranktape.storage import Run, open_run
-from ranktape.storage.record import RecordInfo
+from ranktape.storage.format.record_info import RecordInfo
 from tests.runs import describe, write_run
 
 Tensor = tuple[np.ndarray[Any, Any], RecordInfo]

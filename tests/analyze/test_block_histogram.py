@@ -17,7 +17,7 @@ from ranktape.analyze.numerics.histograms.block_histogram import APART, BlockHis
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.quantization.scales import ScaleRule, scale_exponents
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import DTYPES, numpy_dtype
+from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
 
 SMALL_TYPES = [row.name for row in DTYPES.values() if row.is_floating and row.itemsize <= 2]
 ELEMENTS = ("fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1", "int8", "nvfp4", "hif8")

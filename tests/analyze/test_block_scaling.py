@@ -24,7 +24,7 @@ from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array, swee
 from ranktape.analyze.numerics.sweeps.ties import SAME_SQNR
 from ranktape.analyze.questions.swept import is_sweepable
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import DTYPES, numpy_dtype
+from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
 from tests.strategies import arrays
 
 Array = np.ndarray[Any, Any]

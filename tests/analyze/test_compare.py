@@ -27,7 +27,7 @@ from ranktape.analyze.table import Table
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
 from ranktape.storage import Records, Run
-from ranktape.storage.record import RecordInfo
+from ranktape.storage.format.record_info import RecordInfo
 from tests.analyze.compared import Array, changed, normal, relative, rows
 from tests.analyze.pt_files import seed_file
 from tests.analyze.runs import describe_tensor, model_tensors, store

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.analyze.numerics.differences.differences import Differences, compare_arrays, compare_parts
-from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.format.dtypes import DTYPES
 
 Array = np.ndarray[Any, Any]
 

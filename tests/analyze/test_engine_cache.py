@@ -24,11 +24,11 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.legacy.open import open_folder
 from ranktape.errors import DataError
 from ranktape.storage import Run, open_run
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.upkeep.check import check_run
-from ranktape.storage.upkeep.copy import copy_run
-from ranktape.storage.upkeep.repair import repair_run
-from ranktape.storage.upkeep.runs import find_runs
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.maintenance.copy import copy_run
+from ranktape.storage.maintenance.repair import repair_run
+from ranktape.storage.maintenance.runs import find_runs
+from ranktape.storage.places.urls import open_backend
 from tests.analyze.engine_runs import FirstValue, assert_same_digests
 from tests.analyze.pt_files import seed_file
 from tests.analyze.runs import describe_tensor, model_tensors, store

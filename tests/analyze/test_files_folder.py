@@ -19,9 +19,9 @@ from ranktape.analyze import overflow, sweep
 from ranktape.analyze.legacy import Folder, open_folder, open_source
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError, UnknownFieldError, UsageError
-from ranktape.storage.catalogue import COLUMNS, empty_catalogue
-from ranktape.storage.record import RecordInfo
-from ranktape.storage.selection.columns import StringColumn
+from ranktape.storage.format.catalogue import COLUMNS, empty_catalogue
+from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.query.columns import StringColumn
 from tests.analyze.pt_files import TIME, save, seed_file
 from tests.analyze.runs import model_tensors, store
 

@@ -22,7 +22,7 @@ from ranktape.analyze.pictures.sample_figures import SampleFigures
 from ranktape.analyze.table import Table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records, Run, open_run
-from ranktape.storage.parts import RUN
+from ranktape.storage.format.parts import RUN
 from tests.analyze.pt_files import save, seed_file
 from tests.analyze.runs import Tensor, describe_tensor, store
 

@@ -25,7 +25,7 @@ from ranktape.analyze.numerics.formats import (
     round_to,
 )
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import DTYPES, numpy_dtype
+from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
 
 SMALL = [row for row in FORMATS.values() if row.num_bits <= 16]
 """Formats whose codes can all be listed."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ranktape.analyze.numerics.formats import FORMATS, Coding, Format, Rounding, codes_of, decode, encode, round_to
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import numpy_dtype
+from ranktape.storage.format.dtypes import numpy_dtype
 from tests.analyze.format_oracles import PATTERNS, TYPES, Floats, assert_same, every_16_bit_value, gfloat_info
 
 SMALL = [row for row in FORMATS.values() if row.num_bits <= 16]

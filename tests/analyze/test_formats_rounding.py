@@ -24,7 +24,7 @@ from ranktape.analyze.numerics.formats.kernels import (
 )
 from ranktape.analyze.numerics.formats.rounding import _rounded
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import numpy_dtype
+from ranktape.storage.format.dtypes import numpy_dtype
 from tests.analyze.format_oracles import (
     Floats,
     assert_same,

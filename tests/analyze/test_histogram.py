@@ -29,8 +29,8 @@ from ranktape.analyze.numerics.histograms.histogram import (
 )
 from ranktape.analyze.numerics.kernels import BLOCK
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import DTYPES
-from ranktape.storage.record import TALLY_KINDS, Overflow, Tally
+from ranktape.storage.format.dtypes import DTYPES
+from ranktape.storage.format.record_info import TALLY_KINDS, Overflow, Tally
 from tests.strategies import arrays
 
 Array = np.ndarray[Any, Any]

@@ -17,7 +17,7 @@ from ranktape.analyze.numerics.histograms.histogram import count_values, own_lim
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import DataError, UsageError
 from ranktape.storage import Run
-from ranktape.storage.dtypes import numpy_dtype
+from ranktape.storage.format.dtypes import numpy_dtype
 from tests.analyze.runs import Tensor, describe_tensor, store
 
 FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp4_e2m1", "bf16", "fp16")

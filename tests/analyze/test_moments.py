@@ -14,8 +14,8 @@ from hypothesis.extra import numpy as npst
 
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.histograms.moments import statistics_of, statistics_of_histogram
-from ranktape.storage.dtypes import DTYPES
-from ranktape.storage.statistics import STATISTICS, Statistics, merge_statistics
+from ranktape.storage.format.dtypes import DTYPES
+from ranktape.storage.format.statistics import STATISTICS, Statistics, merge_statistics
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

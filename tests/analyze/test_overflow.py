@@ -15,7 +15,7 @@ from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.questions.overflow import largest_value
 from ranktape.errors import DataError, UnknownFieldError, UsageError
 from ranktape.storage import Run
-from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.format.dtypes import DTYPES
 from tests.analyze.runs import describe_tensor, model_tensors, store
 
 Array = np.ndarray[Any, Any]

@@ -19,7 +19,7 @@ from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_formats
 from ranktape.analyze.questions.swept import is_sweepable
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import DTYPES, numpy_dtype
+from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
 from tests.strategies import arrays
 
 E4M3 = FORMATS["fp8_e4m3"]

@@ -27,7 +27,7 @@ from ranktape.analyze.numerics.sweeps.scaling import (
     sums_of_values,
 )
 from ranktape.analyze.numerics.sweeps.scaling_kernels import BLOCK, STEP
-from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.format.dtypes import DTYPES
 from tests.strategies import arrays
 
 Array = np.ndarray[Any, Any]

@@ -24,7 +24,7 @@ from ranktape.analyze.questions.stats import stats
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
 from ranktape.storage import Records
-from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.format.dtypes import DTYPES
 from tests.analyze.every_tensor import COMPLEX, FILLINGS, REAL, SHAPES, Array, filled, numbers_of, records_of, stored
 from tests.analyze.runs import Tensor, describe_tensor
 

@@ -13,7 +13,7 @@ from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram,
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.histograms.torch_histogram import count_tensor, count_tensor_blocks
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import numpy_dtype
+from ranktape.storage.format.dtypes import numpy_dtype
 
 HALVES = (torch.bfloat16, torch.float16)
 NARROW = (*HALVES, torch.float8_e4m3fn, torch.float8_e5m2)

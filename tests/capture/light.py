@@ -14,7 +14,7 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.process import WriterProcess
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.capture.starting import ring_path, start_writer
-from ranktape.storage.dtypes import dtype_name
+from ranktape.storage.format.dtypes import dtype_name
 
 SMALL = (8, 16)
 LARGE = (512, 1024)

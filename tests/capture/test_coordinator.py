@@ -14,10 +14,10 @@ from ranktape.capture.settings.cadence import Cadence, cadence_of
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.writing.coordinator import Coordinator, Goal
 from ranktape.storage import IterationState, open_run
-from ranktape.storage.layout import Mark
-from ranktape.storage.plan import Plan, read_plan
-from ranktape.storage.progress import open_iteration
-from ranktape.storage.upkeep.retention import drop_iteration
+from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.maintenance.retention import drop_iteration
+from ranktape.storage.recording.plan import Plan, read_plan
 from tests.runs import describe, start
 
 

@@ -19,10 +19,10 @@ from ranktape.capture.passes.tracker import Call
 from ranktape.capture.sites import MAX_ALL_FORMS, Form
 from ranktape.capture.source import Source, TensorRole
 from ranktape.storage import IterationStatus, open_run
-from ranktape.storage.attempt import read_attempts
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.commit import read_commit, read_whole_commit
-from ranktape.storage.record import Mode, Operation
+from ranktape.storage.format.attempt import read_attempts
+from ranktape.storage.format.commit import read_commit, read_whole_commit
+from ranktape.storage.format.record_info import Mode, Operation
+from ranktape.storage.places.urls import open_backend
 
 WIDTH = 8
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ranktape.capture.passes.passes import StagePass
 from ranktape.capture.passes.tracker import Call, Frame, Tracker
-from ranktape.storage.record import Mode
+from ranktape.storage.format.record_info import Mode
 
 
 class Layer(nn.Module):

@@ -24,7 +24,7 @@ from ranktape.capture.tensors.mesh import Axes, describe_even
 from ranktape.capture.tensors.parts import UnrecordableError, take_apart
 from ranktape.capture.tensors.placement import scale_placement
 from ranktape.storage import open_run
-from ranktape.storage.record import Operation
+from ranktape.storage.format.record_info import Operation
 
 
 class Quantised(torch.Tensor):

@@ -18,7 +18,7 @@ from ranktape.capture.writing.recover import find_rings, recover_ring
 from ranktape.errors import CaptureError
 from ranktape.launch.recover import command
 from ranktape.storage import IterationState, open_run
-from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.places.urls import open_backend
 from tests.capture.light import LightTrainer, tensors
 
 

@@ -14,8 +14,8 @@ import pytest
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.errors import CaptureError
 from ranktape.storage import IterationState, open_run
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.places.urls import open_backend
 from tests.capture.light import LightTrainer, tensors
 from tests.exhaustive import sampled
 

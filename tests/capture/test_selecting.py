@@ -21,10 +21,10 @@ from ranktape.capture.sites import ids_at, keep_samples
 from ranktape.capture.source import Source, TensorRole
 from ranktape.capture.tensors.parts import Part
 from ranktape.errors import UsageError
-from ranktape.storage.catalogue import Catalogue, Entry, encode_catalogue
-from ranktape.storage.dtypes import DTYPES
-from ranktape.storage.record import Mode, Operation, RecordInfo
-from ranktape.storage.records import Records
+from ranktape.storage.format.catalogue import Catalogue, Entry, encode_catalogue
+from ranktape.storage.format.dtypes import DTYPES
+from ranktape.storage.format.record_info import Mode, Operation, RecordInfo
+from ranktape.storage.records.records import Records
 from tests.runs import describe
 from tests.strategies import AWKWARD_TERMS
 

@@ -16,7 +16,7 @@ from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.source import Source, TensorRole
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage import Record, Run, open_run
-from ranktape.storage.record import Mode, Operation
+from ranktape.storage.format.record_info import Mode, Operation
 from tests.capture.models import BATCH, WIDTH, Net, Training, train
 
 STEPS = Training(steps=5, microbatches=2, autocast=True)

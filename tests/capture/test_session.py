@@ -19,7 +19,7 @@ from ranktape.capture import Capture, CaptureOptions, add_arguments
 from ranktape.capture.writing.recover import find_rings, recover_ring
 from ranktape.errors import CaptureError, RunExistsError, StorageError, UsageError
 from ranktape.storage import IterationState, open_run
-from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.places.urls import open_backend
 from tests.capture.models import NUM_TENSORS, Net, Training, train
 
 

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
 from ranktape.launch.push import command
 from ranktape.storage import IterationState, open_run
-from ranktape.storage.backends.local import LocalBackend
-from ranktape.storage.progress import write_verdict
-from ranktape.storage.upkeep.check import check_run
-from ranktape.storage.upkeep.finding import Mend
-from ranktape.storage.upkeep.push import find_spills, push_spill
-from ranktape.storage.upkeep.repair import repair_run
+from ranktape.storage.format.progress import write_verdict
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.maintenance.finding import Mend
+from ranktape.storage.maintenance.push import find_spills, push_spill
+from ranktape.storage.maintenance.repair import repair_run
+from ranktape.storage.places.local import LocalBackend
 from tests.capture.light import tensors
 from tests.capture.test_storing import Bench
 

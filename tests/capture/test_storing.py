@@ -28,14 +28,14 @@ from ranktape.capture.writing.patience import Patience
 from ranktape.capture.writing.storing import Staged, Storer, StoringOptions
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
 from ranktape.storage import IterationState, Records, open_run
-from ranktape.storage.attempt import Attempt, Launch
-from ranktape.storage.backends.backend import Buffer
-from ranktape.storage.backends.local import LocalBackend
-from ranktape.storage.backends.retry import RetryingBackend
-from ranktape.storage.dtypes import numpy_dtype
-from ranktape.storage.start import begin_attempt
-from ranktape.storage.upkeep.spill import SpillingBackend
-from ranktape.storage.writer import RankWriter
+from ranktape.storage.format.attempt import Attempt, Launch
+from ranktape.storage.format.dtypes import numpy_dtype
+from ranktape.storage.maintenance.spill import SpillingBackend
+from ranktape.storage.places.backend import Buffer
+from ranktape.storage.places.local import LocalBackend
+from ranktape.storage.places.retry import RetryingBackend
+from ranktape.storage.recording.start import begin_attempt
+from ranktape.storage.recording.writer import RankWriter
 from tests.capture.light import header_of, tensors
 
 
@@ -170,7 +170,7 @@ class Bench:
 
     def records(self, iteration: int) -> Records:
         """What is committed of an iteration; its commit is made first."""
-        from ranktape.storage.commit import finish_iteration
+        from ranktape.storage.format.commit import finish_iteration
 
         finish_iteration(self.store, attempt=self.attempt, iteration=iteration)
         return open_run(self.url).select(iteration=iteration)

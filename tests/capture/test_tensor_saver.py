@@ -21,8 +21,8 @@ from ranktape.capture import (
 )
 from ranktape.errors import UsageError
 from ranktape.storage import open_run
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.places.urls import open_backend
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 from ranktape.errors import RanktapeError, RunNotFoundError
 from ranktape.storage import open_run
-from ranktape.storage.backends.backend import Backend
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.upkeep.check import check_run
-from ranktape.storage.upkeep.finding import FindingKind, Mend
-from ranktape.storage.upkeep.repair import repair_run
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.maintenance.finding import FindingKind, Mend
+from ranktape.storage.maintenance.repair import repair_run
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.urls import open_backend
 from tests.faults.truth import NUM_RANKS, tensors
 from tests.strategies import raw_bytes
 

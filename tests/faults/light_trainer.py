@@ -22,7 +22,7 @@ from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import SlotKind, boot_id, new_ring_path
 from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import CaptureError
-from ranktape.storage.record import RecordInfo
+from ranktape.storage.format.record_info import RecordInfo
 from tests.faults.truth import ITERATIONS, NUM_RANKS, tensors
 
 RING_NBYTES = 8 << 20

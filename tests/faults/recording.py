@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ranktape.storage import IterationStatus, open_run
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.places.urls import open_backend
 from tests.capture.light import LARGE, SMALL, LightTrainer
 from tests.faults.truth import values
 from tests.strategies import raw_bytes

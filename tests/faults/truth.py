@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ranktape.storage.record import RecordInfo
+from ranktape.storage.format.record_info import RecordInfo
 from tests.runs import describe
 
 NUM_RANKS = 2

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape.launch.cli import cli
-from ranktape.storage.layout import Mark
+from ranktape.storage.format.layout import Mark
 from tests.storage.whole_run import whole_run
 
 EVIL = "\x1b]0;owned\x07"

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from ranktape.launch.cli import cli
 from ranktape.launch.status import COUNTED, status_document, status_table, verdict_line
 from ranktape.storage import IterationState, IterationStatus, Verdict
-from ranktape.storage.status import judge
+from ranktape.storage.format.status import judge
 
 STATUSES = [
     IterationStatus(

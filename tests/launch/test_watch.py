@@ -16,9 +16,9 @@ from rich.console import Console
 from ranktape.errors import CheckFoundError, RunNotFoundError
 from ranktape.launch.cli import cli
 from ranktape.launch.watch import Goal, View, _moving_table, _ranks_text, lines, watch
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.progress import write_verdict
-from ranktape.storage.upkeep.watch import RankWatch, Snapshot
+from ranktape.storage.format.progress import write_verdict
+from ranktape.storage.maintenance.watch import RankWatch, Snapshot
+from ranktape.storage.places.urls import open_backend
 from tests.storage.whole_run import record, whole_run
 
 FAST = 0.05

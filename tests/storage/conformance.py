@@ -21,7 +21,7 @@ import pytest
 import zarr
 
 from ranktape.errors import ObjectTooLargeError, StorageError
-from ranktape.storage.backends.backend import Backend
+from ranktape.storage.places.backend import Backend
 
 
 class BackendTests:

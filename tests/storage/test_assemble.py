@@ -18,13 +18,13 @@ import torch
 from ranktape.analyze.legacy.open import open_source
 from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError, UsageError
 from ranktape.storage import Records, open_run
-from ranktape.storage.assemble import GlobalView
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.dtypes import DTYPES
-from ranktape.storage.record import RecordInfo
-from ranktape.storage.rounding import round_once
-from ranktape.storage.upkeep.check import check_run
-from ranktape.storage.upkeep.finding import FindingKind
+from ranktape.storage.format.dtypes import DTYPES
+from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.format.rounding import round_once
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.maintenance.finding import FindingKind
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.records.assemble import GlobalView
 from tests.runs import describe, write_run
 
 PROGRAM = Path(__file__).parent / "programs" / "dtensors.py"

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from ranktape.errors import NoBucketError, StorageError, UsageError
-from ranktape.storage.backends.backend import Backend, without_credentials
-from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.places.backend import Backend, without_credentials
+from ranktape.storage.places.urls import open_backend
 from tests.s3 import S3Server
 from tests.storage.conformance import BackendTests
 

@@ -13,14 +13,14 @@ import pytest
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.capture.writing.kept_nbytes import kept_nbytes
 from ranktape.errors import DataError, RanktapeError, UsageError
-from ranktape.storage.block_counts import (
+from ranktape.storage.format.block_counts import (
     BLOCK_AXES,
     NUM_CODES,
     BlockCounts,
     pack_histogram,
     unpack_blocks,
 )
-from ranktape.storage.record import RecordInfo
+from ranktape.storage.format.record_info import RecordInfo
 from tests.analyze.runs import store
 from tests.runs import describe
 

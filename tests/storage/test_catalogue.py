@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranktape.errors import RunFormatError
-from ranktape.storage.catalogue import (
+from ranktape.storage.format.catalogue import (
     COLUMNS,
     Catalogue,
     Entry,
@@ -16,9 +16,9 @@ from ranktape.storage.catalogue import (
     encode_catalogue,
     merge_catalogues,
 )
-from ranktape.storage.record import FIELDS, RecordInfo
-from ranktape.storage.rows import Row, read_rows
-from ranktape.storage.selection.columns import StringColumn
+from ranktape.storage.format.record_info import FIELDS, RecordInfo
+from ranktape.storage.query.columns import StringColumn
+from ranktape.storage.records.rows import Row, read_rows
 from tests.strategies import record_infos
 
 

@@ -15,14 +15,14 @@ import pytest
 
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError
 from ranktape.storage import open_run
-from ranktape.storage.backends.backend import Backend
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.documents import encode_document, group_document
-from ranktape.storage.layout import Mark
-from ranktape.storage.plan import Plan, write_plan
-from ranktape.storage.progress import open_iteration, write_verdict
-from ranktape.storage.upkeep.check import check_run
-from ranktape.storage.upkeep.finding import Finding, FindingKind, Severity
+from ranktape.storage.format.documents import encode_document, group_document
+from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.progress import open_iteration, write_verdict
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.maintenance.finding import Finding, FindingKind, Severity
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.recording.plan import Plan, write_plan
 from tests.runs import start
 from tests.storage.whole_run import LONG_NAME, record, tensors, whole_run
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from ranktape.errors import ObjectTooLargeError
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.documents import encode_document
-from ranktape.storage.run import open_run
-from ranktape.storage.upkeep.check import check_run
-from ranktape.storage.upkeep.copy import copy_run
-from ranktape.storage.upkeep.finding import FindingKind, Mend
-from ranktape.storage.upkeep.repair import repair_run
-from ranktape.storage.upkeep.runs import RunState, find_runs
-from ranktape.storage.validation import MAX_WORLD_SIZE
+from ranktape.storage.format.documents import encode_document
+from ranktape.storage.format.validation import MAX_WORLD_SIZE
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.maintenance.copy import copy_run
+from ranktape.storage.maintenance.finding import FindingKind, Mend
+from ranktape.storage.maintenance.repair import repair_run
+from ranktape.storage.maintenance.runs import RunState, find_runs
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.records.run import open_run
 from tests.s3 import S3Server
 from tests.storage.flaky import flaky_proxy
 from tests.storage.whole_run import tensors, whole_run

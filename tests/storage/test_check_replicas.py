@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranktape.storage.commit import finish_iteration
-from ranktape.storage.progress import open_iteration
-from ranktape.storage.upkeep.check import check_run
-from ranktape.storage.upkeep.check_columns import replica_key
-from ranktape.storage.upkeep.finding import FindingKind, Severity
+from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.maintenance.check_columns import replica_key
+from ranktape.storage.maintenance.finding import FindingKind, Severity
 from tests.runs import describe, start
 
 

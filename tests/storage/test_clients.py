@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ranktape.errors import StorageError, UsageError
-from ranktape.storage.backends.obstore_backend import ObstoreBackend
-from ranktape.storage.backends.s3 import S3Backend
-from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.places.obstore_backend import ObstoreBackend
+from ranktape.storage.places.s3 import S3Backend
+from ranktape.storage.places.urls import open_backend
 from tests.s3 import S3Server
 from tests.storage.conformance import in_fork
 
@@ -198,7 +198,7 @@ def test_what_is_sent_is_not_copied(s3_server: S3Server, client: str) -> None:
     # Above 128 MiB an object goes in parts; the first object is there so that the client is.
     program = f"""
 import json, resource
-from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.places.urls import open_backend
 backend = open_backend({s3_server.new_url()!r}, storage_options=json.loads({options!r}))
 value = b"." * (140 << 20)
 backend.put("a", [value[: 2 << 20]])

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.storage.catalogue import Catalogue, Entry, encode_catalogue, merge_catalogues
-from ranktape.storage.record import Tally
-from ranktape.storage.run import open_run
-from ranktape.storage.selection.columns import StringColumn, narrowed, widened
+from ranktape.storage.format.catalogue import Catalogue, Entry, encode_catalogue, merge_catalogues
+from ranktape.storage.format.record_info import Tally
+from ranktape.storage.query.columns import StringColumn, narrowed, widened
+from ranktape.storage.records.run import open_run
 from tests.runs import describe, write_run
 
 FLOAT32 = st.floats(width=32)

@@ -14,12 +14,12 @@ from click.testing import CliRunner
 from ranktape.errors import DataError, RunExistsError, RunNotFoundError, StorageError, UsageError
 from ranktape.launch.cli import cli
 from ranktape.storage import open_run
-from ranktape.storage.backends.backend import Backend
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.progress import open_iteration
-from ranktape.storage.upkeep.check import check_run
-from ranktape.storage.upkeep.copy import Budget, Stage, copy_run, list_run
-from ranktape.storage.upkeep.retention import drop_iteration
+from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.maintenance.copy import Budget, Stage, copy_run, list_run
+from ranktape.storage.maintenance.retention import drop_iteration
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.urls import open_backend
 from tests.s3 import S3Server
 from tests.storage.whole_run import record, tensors, whole_run
 

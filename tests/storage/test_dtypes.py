@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import DTYPES, DtypeRow, dtype_name, dtype_row, numpy_dtype
+from ranktape.storage.format.dtypes import DTYPES, DtypeRow, dtype_name, dtype_row, numpy_dtype
 from tests.strategies import WITHOUT_TORCH, arrays, dtype_names, element_bits, raw_bytes, special_patterns
 
 ROWS = [pytest.param(row, id=row.name) for row in DTYPES.values()]

@@ -20,12 +20,11 @@ from numcodecs import blosc
 
 import ranktape.storage  # registers our data types with zarr
 from ranktape.errors import DataError
-from ranktape.storage import decode
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.crc import combine
-from ranktape.storage.documents import Compression, chunk_key, encode_document
-from ranktape.storage.dtypes import DTYPES
-from ranktape.storage.encode import (
+from ranktape.storage.format import decode
+from ranktape.storage.format.crc import combine
+from ranktape.storage.format.documents import Compression, chunk_key, encode_document
+from ranktape.storage.format.dtypes import DTYPES
+from ranktape.storage.format.encode import (
     MIN_SAMPLE_NBYTES,
     checksum,
     checksums,
@@ -33,9 +32,10 @@ from ranktape.storage.encode import (
     encode_array,
     encode_stack,
 )
-from ranktape.storage.reader import RunReader
-from ranktape.storage.record import RecordInfo
-from ranktape.storage.stored_record import Location, Record
+from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.records.reader import RunReader
+from ranktape.storage.records.record import Location, Record
 from tests import strategies
 from tests.runs import describe
 

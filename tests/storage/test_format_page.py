@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from numcodecs import zstd  # for the one thing that Python's standard library cannot do before 3.14
 
-from ranktape.storage.catalogue import COLUMNS
-from ranktape.storage.names import Site
-from ranktape.storage.run import open_run
+from ranktape.storage.format.catalogue import COLUMNS
+from ranktape.storage.format.site_paths import Site
+from ranktape.storage.records.run import open_run
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 STATISTICS = (

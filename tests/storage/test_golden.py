@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from ranktape.errors import UsageError
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.block_counts import BLOCK_AXES
-from ranktape.storage.commit import finish_iteration
-from ranktape.storage.progress import open_iteration
-from ranktape.storage.record import Keep
-from ranktape.storage.run import Run, open_run
-from ranktape.storage.stored_record import Record
-from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.format.block_counts import BLOCK_AXES
+from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.records.record import Record
+from ranktape.storage.records.run import Run, open_run
 from tests.runs import describe, start
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from ranktape.errors import RunFormatError
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.catalogue import COLUMNS, Catalogue, Entry, encode_catalogue
-from ranktape.storage.reader import RunReader
-from ranktape.storage.records import Records
-from ranktape.storage.selection.columns import Column
+from ranktape.storage.format.catalogue import COLUMNS, Catalogue, Entry, encode_catalogue
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.query.columns import Column
+from ranktape.storage.records.reader import RunReader
+from ranktape.storage.records.records import Records
 from tests.runs import describe
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import zarr
 
-from ranktape.storage.record import Keep
-from ranktape.storage.run import open_run
-from ranktape.storage.stored_record import Record
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.records.record import Record
+from ranktape.storage.records.run import open_run
 from tests.runs import describe, write_run
 from tests.storage.test_zarr_types import NOT_IN_TENSORSTORE
 

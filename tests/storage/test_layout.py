@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ranktape.storage import layout
-from ranktape.storage.layout import Mark, Marker
+from ranktape.storage.format import layout
+from ranktape.storage.format.layout import Mark, Marker
 
 ATTEMPT = layout.attempt_path(1000, token="1f3a9c2e")
 

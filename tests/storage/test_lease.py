@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 
 from ranktape.errors import AccessDeniedError, NoSpaceError, RunExistsError, StorageError, UnreachableError
-from ranktape.storage import lease, open_run
-from ranktape.storage.attempt import Launch
-from ranktape.storage.backends import local
-from ranktape.storage.backends.retry import RetryingBackend
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.lease import Lease
-from ranktape.storage.start import claim_run
-from ranktape.storage.upkeep.check import check_run
-from ranktape.storage.upkeep.copy import copy_run
+from ranktape.storage import open_run
+from ranktape.storage.format.attempt import Launch
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.maintenance.copy import copy_run
+from ranktape.storage.places import local
+from ranktape.storage.places.retry import RetryingBackend
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.recording import lease
+from ranktape.storage.recording.lease import Lease
+from ranktape.storage.recording.start import claim_run
 from tests.runs import start
 from tests.s3 import S3Server
 from tests.storage.flaky import HANG, flaky_proxy

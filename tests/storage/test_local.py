@@ -14,10 +14,10 @@ import pytest
 import zarr
 
 from ranktape.errors import ObjectTooLargeError, StorageError, UsageError
-from ranktape.storage.backends import local
-from ranktape.storage.backends.local import LocalBackend
-from ranktape.storage.backends.retry import RetryingBackend
-from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.places import local
+from ranktape.storage.places.local import LocalBackend
+from ranktape.storage.places.retry import RetryingBackend
+from ranktape.storage.places.urls import open_backend
 from tests.storage.test_retry import names_in, spoil
 
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from ranktape.errors import UsageError
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.catalogue import COLUMNS
-from ranktape.storage.notebook import MAX_SHOWN_LETTERS, MAX_SHOWN_ROWS
-from ranktape.storage.reader import RunReader
-from ranktape.storage.records import Records
-from ranktape.storage.run import Run, open_run
-from ranktape.storage.stored_record import Record
+from ranktape.storage.format.catalogue import COLUMNS
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.records.notebook import MAX_SHOWN_LETTERS, MAX_SHOWN_ROWS
+from ranktape.storage.records.reader import RunReader
+from ranktape.storage.records.record import Record
+from ranktape.storage.records.records import Records
+from ranktape.storage.records.run import Run, open_run
 from tests.runs import describe, write_run
 
 pandas = pytest.importorskip("pandas")
@@ -120,7 +120,7 @@ def test_the_catalogue_is_a_frame(run: Run) -> None:
 
 def test_without_pandas_and_xarray_it_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     record = run.select()[0]
-    monkeypatch.delitem(sys.modules, "ranktape.storage.xarray_record", raising=False)
+    monkeypatch.delitem(sys.modules, "ranktape.storage.records.labelled_record", raising=False)
     for name in ("pandas", "xarray"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=r"to_pandas\(\) needs pandas .*pip install 'ranktape\[notebook\]'"):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.storage.selection.partial import can_hold
-from ranktape.storage.selection.where import parse_where
+from ranktape.storage.query.partial import can_hold
+from ranktape.storage.query.where import parse_where
 
 NAMES = ("a", "b")
 

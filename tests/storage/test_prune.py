@@ -12,15 +12,15 @@ from click.testing import CliRunner
 
 from ranktape.errors import RunExistsError, RunNotFoundError, StorageError, UsageError
 from ranktape.launch.cli import cli
-from ranktape.storage import lease
-from ranktape.storage.attempt import Launch
-from ranktape.storage.backends.local import LocalBackend
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.lease import Lease
-from ranktape.storage.run import open_run
-from ranktape.storage.upkeep.check import check_run
-from ranktape.storage.upkeep.prune import delete_run, prune_run
-from ranktape.storage.upkeep.repair import repair_run
+from ranktape.storage.format.attempt import Launch
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.maintenance.prune import delete_run, prune_run
+from ranktape.storage.maintenance.repair import repair_run
+from ranktape.storage.places.local import LocalBackend
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.recording import lease
+from ranktape.storage.recording.lease import Lease
+from ranktape.storage.records.run import open_run
 from tests.s3 import BUCKET, S3Server
 from tests.storage.whole_run import whole_run
 

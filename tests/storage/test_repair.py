@@ -12,16 +12,16 @@ import pytest
 
 from ranktape.errors import RunNotFoundError
 from ranktape.storage import open_run
-from ranktape.storage.attempt import Attempt
-from ranktape.storage.backends.backend import Backend
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.groups import write_group
-from ranktape.storage.progress import open_iteration, write_verdict
-from ranktape.storage.upkeep.check import check_run
-from ranktape.storage.upkeep.finding import Mend
-from ranktape.storage.upkeep.repair import MIN_AGE_SECONDS, RepairReport, repair_run
-from ranktape.storage.upkeep.retention import drop_iteration
-from ranktape.storage.writer import RankWriter
+from ranktape.storage.format.attempt import Attempt
+from ranktape.storage.format.group_documents import write_group
+from ranktape.storage.format.progress import open_iteration, write_verdict
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.maintenance.finding import Mend
+from ranktape.storage.maintenance.repair import MIN_AGE_SECONDS, RepairReport, repair_run
+from ranktape.storage.maintenance.retention import drop_iteration
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.recording.writer import RankWriter
 from tests.storage.whole_run import LONG_NAME, record, tensors, whole_run
 
 

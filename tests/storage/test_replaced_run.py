@@ -13,14 +13,14 @@ import pytest
 
 from ranktape.errors import CaptureError, DataError, RunNotFoundError, StorageError
 from ranktape.storage import open_run
-from ranktape.storage.attempt import Attempt
-from ranktape.storage.backends.backend import Backend
-from ranktape.storage.commit import finish_iteration
-from ranktape.storage.layout import Mark
-from ranktape.storage.plan import Plan, read_plan, write_plan
-from ranktape.storage.progress import open_iteration, read_progress, write_verdict
-from ranktape.storage.stack import STACK_BELOW_NBYTES
-from ranktape.storage.writer import RankWriter
+from ranktape.storage.format.attempt import Attempt
+from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.progress import open_iteration, read_progress, write_verdict
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.recording.plan import Plan, read_plan, write_plan
+from ranktape.storage.recording.stack import STACK_BELOW_NBYTES
+from ranktape.storage.recording.writer import RankWriter
 from tests.runs import describe, start, write_run
 
 OLD = np.full((4, 4), 7.0, np.float32)

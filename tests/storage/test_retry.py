@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
-from ranktape.storage.backends import obstore_backend, s3
-from ranktape.storage.backends.retry import RetryingBackend
-from ranktape.storage.backends.urls import open_backend
+from ranktape.storage.places import obstore_backend, s3
+from ranktape.storage.places.retry import RetryingBackend
+from ranktape.storage.places.urls import open_backend
 from tests.s3 import S3Server
 from tests.storage.flaky import CUT, DROP, HANG, LOSE, SLOW, TRICKLE, FlakyProxy, flaky_proxy
 

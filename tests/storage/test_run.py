@@ -23,17 +23,18 @@ from ranktape.errors import (
     UnknownFieldError,
     UsageError,
 )
-from ranktape.storage import IterationState, blob, open_run
-from ranktape.storage.attempt import Launch
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.catalogue import COLUMNS, concatenate
-from ranktape.storage.commit import finish_iteration, read_commit, read_whole_commit
-from ranktape.storage.documents import encode_document
-from ranktape.storage.layout import Mark
-from ranktape.storage.progress import open_iteration, read_progress, write_verdict
-from ranktape.storage.reader import RunReader
-from ranktape.storage.selection.columns import StringColumn
-from ranktape.storage.start import join_attempt
+from ranktape.storage import IterationState, open_run
+from ranktape.storage.format import blob
+from ranktape.storage.format.attempt import Launch
+from ranktape.storage.format.catalogue import COLUMNS, concatenate
+from ranktape.storage.format.commit import finish_iteration, read_commit, read_whole_commit
+from ranktape.storage.format.documents import encode_document
+from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.progress import open_iteration, read_progress, write_verdict
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.query.columns import StringColumn
+from ranktape.storage.recording.start import join_attempt
+from ranktape.storage.records.reader import RunReader
 from tests.runs import describe, start, write_run
 
 

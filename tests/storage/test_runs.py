@@ -10,10 +10,10 @@ import pytest
 
 from ranktape.errors import RunNotFoundError, StorageError, UsageError
 from ranktape.storage import open_run
-from ranktape.storage.backends.local import LocalBackend
-from ranktape.storage.documents import encode_document, group_document
-from ranktape.storage.upkeep import runs
-from ranktape.storage.upkeep.runs import RunState, find_runs, suggest_nearest
+from ranktape.storage.format.documents import encode_document, group_document
+from ranktape.storage.maintenance import runs
+from ranktape.storage.maintenance.runs import RunState, find_runs, suggest_nearest
+from ranktape.storage.places.local import LocalBackend
 from tests.s3 import S3Server
 from tests.storage.whole_run import whole_run
 

@@ -13,8 +13,8 @@ import pytest
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import AccessDeniedError, RanktapeError, StorageError, UsageError
-from ranktape.storage.backends.failures import Redactor, StoreFailures, chain
-from ranktape.storage.backends.urls import open_backend, parse_storage_options
+from ranktape.storage.places.failures import Redactor, StoreFailures, chain
+from ranktape.storage.places.urls import open_backend, parse_storage_options
 from tests.s3 import S3Server
 from tests.storage.flaky import ECHO, flaky_proxy
 

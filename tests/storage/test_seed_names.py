@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ranktape.errors import UsageError
-from ranktape.storage.record import Operation
-from ranktape.storage.seed_names import (
+from ranktape.storage.format.legacy_names import (
     MAX_NAME_NBYTES,
     RECORDED_NAMES,
     TENSOR_NAMES,
@@ -28,6 +27,7 @@ from ranktape.storage.seed_names import (
     seed_seconds,
     seed_timestamp,
 )
+from ranktape.storage.format.record_info import Operation
 from tests.strategies import terms
 
 TIME = "20250908_095220"

@@ -17,10 +17,10 @@ from ranktape.analyze.questions.listing import listing
 from ranktape.analyze.questions.overflow import overflow
 from ranktape.errors import DataError, RunFormatError, UsageError
 from ranktape.storage import Records, open_run
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.record import RecordInfo
-from ranktape.storage.statistics import STATISTICS, Statistics
-from ranktape.storage.upkeep.check import check_run
+from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.format.statistics import STATISTICS, Statistics
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.places.urls import open_backend
 from tests.runs import describe, start, write_run
 
 Array: TypeAlias = np.ndarray[Any, Any]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from ranktape.errors import RunNotFoundError
-from ranktape.storage.backends.backend import Backend
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.layout import Mark
-from ranktape.storage.progress import open_iteration, write_verdict
-from ranktape.storage.upkeep.watch import Snapshot, Watcher
+from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.progress import open_iteration, write_verdict
+from ranktape.storage.maintenance.watch import Snapshot, Watcher
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.urls import open_backend
 from tests.runs import start
 from tests.storage.whole_run import record, tensors, whole_run
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.errors import UsageError
-from ranktape.storage.selection.columns import Column, StringColumn
-from ranktape.storage.selection.filters import parse_where
+from ranktape.storage.query.columns import Column, StringColumn
+from ranktape.storage.query.filters import parse_where
 from tests.strategies import terms
 
 Row = dict[str, Any]

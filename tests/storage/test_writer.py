@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 
 from ranktape.errors import CaptureError, DataError, StorageError, UsageError
-from ranktape.storage import open_run, stack
-from ranktape.storage.backends.backend import Buffer
-from ranktape.storage.backends.local import LocalBackend
-from ranktape.storage.commit import finish_iteration, read_whole_commit
-from ranktape.storage.names import Site, site_path
-from ranktape.storage.progress import open_iteration
-from ranktape.storage.record import Keep
-from ranktape.storage.selection.columns import StringColumn
-from ranktape.storage.upkeep.check import check_run
-from ranktape.storage.upkeep.retention import drop_iteration
-from ranktape.storage.writer import RankWriter
+from ranktape.storage import open_run
+from ranktape.storage.format.commit import finish_iteration, read_whole_commit
+from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.site_paths import Site, site_path
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.maintenance.retention import drop_iteration
+from ranktape.storage.places.backend import Buffer
+from ranktape.storage.places.local import LocalBackend
+from ranktape.storage.query.columns import StringColumn
+from ranktape.storage.recording import stack
+from ranktape.storage.recording.writer import RankWriter
 from tests.runs import describe, start
 
 

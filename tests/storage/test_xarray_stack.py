@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from ranktape.errors import DataError, UsageError
-from ranktape.storage.backends.backend import Backend
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.reader import RunReader
-from ranktape.storage.records import Records
-from ranktape.storage.run import open_run
-from ranktape.storage.xarray_stack import Grid
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.records.labelled import Grid
+from ranktape.storage.records.reader import RunReader
+from ranktape.storage.records.records import Records
+from ranktape.storage.records.run import open_run
 from tests.runs import Tensors, describe, write_run
 
 pytest.importorskip("dask.array")

@@ -67,7 +67,7 @@ def test_waiting_leaves_no_trace(tmp_path: Path) -> None:
         import sys, importlib.resources, inspect
         before = list(sys.meta_path)
         import ranktape.storage
-        from ranktape.storage.zarr_types import register_on_import
+        from ranktape.storage.format.zarr_types import register_on_import
         register_on_import()
         assert len(sys.meta_path) == len(before) + 1, sys.meta_path
         import zarr
@@ -90,7 +90,7 @@ def test_many_threads_may_import_at_once(stored: Path) -> None:
         def ours():
             gate.wait()
             import ranktape.storage
-            from ranktape.storage.zarr_types import register_on_import
+            from ranktape.storage.format.zarr_types import register_on_import
             register_on_import()
         def theirs():
             gate.wait()
@@ -145,7 +145,7 @@ def test_without_zarr_the_import_error_is_the_usual_one(tmp_path: Path) -> None:
     done = run(
         """
         import sys
-        from ranktape.storage.zarr_types import register_on_import
+        from ranktape.storage.format.zarr_types import register_on_import
         register_on_import()
         sys.path[:] = [entry for entry in sys.path if "site-packages" not in entry]
         sys.path_importer_cache.clear()
@@ -162,7 +162,7 @@ def test_without_zarr_the_import_error_is_the_usual_one(tmp_path: Path) -> None:
 def test_waiting_is_light(tmp_path: Path) -> None:
     code = """
         import sys
-        from ranktape.storage.zarr_types import register_on_import
+        from ranktape.storage.format.zarr_types import register_on_import
         register_on_import()
         print(sorted({"numpy", "ml_dtypes", "zarr", "torch", "asyncio"} & set(sys.modules)))
         """

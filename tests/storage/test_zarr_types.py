@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from zarr.dtype import data_type_registry
 
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import DTYPES, numpy_dtype
-from ranktape.storage.zarr_floats import DATA_TYPES, data_type
-from ranktape.storage.zarr_types import register, register_on_import
+from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
+from ranktape.storage.format.zarr_floats import DATA_TYPES, data_type
+from ranktape.storage.format.zarr_types import register, register_on_import
 from tests.strategies import arrays, dtype_names, element_bits, from_patterns, raw_bytes, shapes, special_patterns
 
 SMALL_FLOATS = [row.name for row in DTYPES.values() if row.is_ml_dtype]

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.storage.attempt import Attempt
-from ranktape.storage.backends.backend import Backend
-from ranktape.storage.commit import finish_iteration
-from ranktape.storage.progress import open_iteration, write_verdict
-from ranktape.storage.record import RecordInfo
-from ranktape.storage.writer import RankWriter
+from ranktape.storage.format.attempt import Attempt
+from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.progress import open_iteration, write_verdict
+from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.recording.writer import RankWriter
 from tests.runs import describe, start
 
 LONG_NAME = "module." * 40

@@ -49,7 +49,7 @@ def command(*, selection: Selection, formats: tuple[str, ...], view: View | None
     disk, loads nothing, and can be sent to a colleague or printed.
     """
     from ranktape.analyze.report.page import FORMATS, write_report
-    from ranktape.storage.run import Run
+    from ranktape.storage.records.run import Run
 
     source = selection.source()
     say_what_is_left_out(source)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ranktape.storage.assemble import assemble_records
-from ranktape.storage.placement import Kind, parse_placement
+from ranktape.storage.records.assemble import assemble_records
+from ranktape.storage.records.placement import Kind, parse_placement
 
 if TYPE_CHECKING:
     from ranktape.storage import Record, Records

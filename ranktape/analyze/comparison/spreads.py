@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.distributions.distances import Distances, distance
-from ranktape.storage.placement import Kind, parse_placement
-from ranktape.storage.record import Keep
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.records.placement import Kind, parse_placement
 
 if TYPE_CHECKING:
     from ranktape.analyze.comparison.layouts import Parts

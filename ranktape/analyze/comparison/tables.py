@@ -11,7 +11,7 @@ from ranktape.analyze.comparison.figures import PAIR_FIGURES, PairFigure, figure
 from ranktape.analyze.comparison.matching import site_name
 from ranktape.analyze.identity import IDENTITY, group_columns, identity_columns, identity_fields, identity_rows
 from ranktape.analyze.table import Column, Kind
-from ranktape.storage.backends.failures import printable
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.comparison.matching import Matching

@@ -10,10 +10,10 @@ import numpy as np
 
 from ranktape.analyze.engine.values import View, read_values, viewed_dtype
 from ranktape.analyze.numerics.differences.differences import Differences, compare_parts
-from ranktape.storage.assemble import assemble_records
-from ranktape.storage.dtypes import numpy_dtype
-from ranktape.storage.encode import MIN_SAMPLE_NBYTES
-from ranktape.storage.record import Keep
+from ranktape.storage.format.dtypes import numpy_dtype
+from ranktape.storage.format.encode import MIN_SAMPLE_NBYTES
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.records.assemble import assemble_records
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -21,14 +21,14 @@ from urllib.parse import quote
 
 from ranktape.analyze.engine.cache_object import MAX_OBJECT_NBYTES, CacheObject, DamagedObjectError, pack
 from ranktape.errors import ObjectTooLargeError, StorageError
-from ranktape.storage import layout
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.blob import blob_document
+from ranktape.storage.format import layout
+from ranktape.storage.format.blob import blob_document
+from ranktape.storage.places.urls import open_backend
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.measure import Measure, Payload
-    from ranktape.storage.backends.backend import Backend
-    from ranktape.storage.stored_record import RecordReader
+    from ranktape.storage.places.backend import Backend
+    from ranktape.storage.records.record import RecordReader
 
 BESIDE = ".analysis"
 """Behind the path of a run that cannot be written: the directory beside it."""

@@ -28,9 +28,9 @@ from ranktape.analyze.numerics.histograms.histogram import KINDS, Histogram, Tal
 from ranktape.analyze.numerics.histograms.moments import statistics_of, statistics_of_pairs
 from ranktape.analyze.numerics.pieces import frozen
 from ranktape.errors import DataError
-from ranktape.storage.dtypes import numpy_dtype
-from ranktape.storage.record import Keep
-from ranktape.storage.statistics import STATISTICS, Statistics, merge_statistics
+from ranktape.storage.format.dtypes import numpy_dtype
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.statistics import STATISTICS, Statistics, merge_statistics
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

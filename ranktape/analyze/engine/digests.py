@@ -10,7 +10,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.numerics.digests.digest import Digest
 from ranktape.analyze.numerics.digests.quantile_summary import Summary, merge_summaries
-from ranktape.storage.statistics import merge_statistics
+from ranktape.storage.format.statistics import merge_statistics
 
 if TYPE_CHECKING:
     from ranktape.storage import Records

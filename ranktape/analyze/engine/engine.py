@@ -19,7 +19,7 @@ from ranktape.analyze.engine.cache_object import DamagedObjectError
 from ranktape.analyze.engine.executors import ended_on_failure, executor_of
 from ranktape.analyze.engine.plan import Plan, Span
 from ranktape.analyze.engine.progress import BytesLeft, bytes_left
-from ranktape.storage.backends.failures import printable
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.executors import Executor, Promise

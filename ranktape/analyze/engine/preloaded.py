@@ -3,7 +3,7 @@
 To be imported there: compiled code takes as long to load as a gigabyte to count.
 """
 
-import ranktape.storage.reader  # noqa: F401  # for the workers
+import ranktape.storage.records.reader  # noqa: F401  # for the workers
 from ranktape.analyze.engine.digest_measure import load_kernels
 
 load_kernels()

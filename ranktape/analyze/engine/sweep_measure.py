@@ -26,9 +26,9 @@ from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.population import population_of_histogram
 from ranktape.analyze.numerics.sweeps.sweep import MAX_CELLS, sweep_schemes
 from ranktape.errors import RanktapeError, UsageError, WorkersError
-from ranktape.storage.block_counts import NUM_MAGNITUDES
-from ranktape.storage.dtypes import dtype_row, numpy_dtype
-from ranktape.storage.record import Keep
+from ranktape.storage.format.block_counts import NUM_MAGNITUDES
+from ranktape.storage.format.dtypes import dtype_row, numpy_dtype
+from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

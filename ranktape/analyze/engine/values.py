@@ -16,8 +16,8 @@ from ranktape.analyze.numerics.formats import BY_DTYPE
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, from_counts
 from ranktape.analyze.numerics.histograms.histogram import Histogram, pattern_values
 from ranktape.errors import DataError, UsageError
-from ranktape.storage.dtypes import dtype_row, numpy_dtype
-from ranktape.storage.record import Keep
+from ranktape.storage.format.dtypes import dtype_row, numpy_dtype
+from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -19,7 +19,7 @@ from ranktape.analyze.findings.peers import octaves, robust_z
 from ranktape.analyze.findings.sign import Judgement, Sign, count_text, factor_text, named_numbers, number_text, sign_of
 from ranktape.analyze.findings.thresholds import CHANNEL_OCTAVES, MIN_CHANNELS, ROBUST_Z, SERIOUS_OCTAVES
 from ranktape.analyze.numerics.pieces import pieces
-from ranktape.storage.record import Keep
+from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -18,7 +18,7 @@ from ranktape.analyze.findings.peers import codes_of
 from ranktape.analyze.findings.sign import Sign, count_text, named_numbers, sign_of
 from ranktape.analyze.findings.thresholds import MAX_ODD_RATIO, MIN_ALIKE_RATIO
 from ranktape.errors import DataError
-from ranktape.storage.placement import Kind, Placement, parse_placement
+from ranktape.storage.records.placement import Kind, Placement, parse_placement
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -22,8 +22,8 @@ from ranktape.analyze.layer_stacks import stacks_of
 from ranktape.analyze.limits.target import parse_targets
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.quantization.schemes import Scaling
-from ranktape.storage.dtypes import dtype_row
-from ranktape.storage.record import is_parameter
+from ranktape.storage.format.dtypes import dtype_row
+from ranktape.storage.format.record_info import is_parameter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

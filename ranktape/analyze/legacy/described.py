@@ -15,9 +15,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import DataError, UsageError
-from ranktape.storage.dtypes import DTYPES
-from ranktape.storage.record import MAX_TERM_LENGTH, Mode, Operation, check_term, is_parameter
-from ranktape.storage.seed_names import LayerFile, LayerOutputName, SeedName, recorded_tensor_name, seed_seconds
+from ranktape.storage.format.dtypes import DTYPES
+from ranktape.storage.format.legacy_names import (
+    LayerFile,
+    LayerOutputName,
+    SeedName,
+    recorded_tensor_name,
+    seed_seconds,
+)
+from ranktape.storage.format.record_info import MAX_TERM_LENGTH, Mode, Operation, check_term, is_parameter
 
 if TYPE_CHECKING:
     from ranktape.analyze.legacy.payload import TensorFile

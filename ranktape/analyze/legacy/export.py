@@ -24,10 +24,9 @@ from ranktape.analyze.legacy.payload import read_header, read_plain, read_values
 from ranktape.analyze.legacy.tensors import as_tensor, with_tensors
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, NoRecordsError, StorageError, UsageError
-from ranktape.storage.dtypes import dtype_row
-from ranktape.storage.encode import checksum
-from ranktape.storage.record import Keep, Operation
-from ranktape.storage.seed_names import (
+from ranktape.storage.format.dtypes import dtype_row
+from ranktape.storage.format.encode import checksum
+from ranktape.storage.format.legacy_names import (
     LayerFile,
     LayerOutputName,
     SeedName,
@@ -35,11 +34,12 @@ from ranktape.storage.seed_names import (
     format_seed_name,
     seed_timestamp,
 )
+from ranktape.storage.format.record_info import Keep, Operation
 
 if TYPE_CHECKING:
-    from ranktape.storage.record import Overflow
-    from ranktape.storage.records import Records
-    from ranktape.storage.stored_record import Record
+    from ranktape.storage.format.record_info import Overflow
+    from ranktape.storage.records.record import Record
+    from ranktape.storage.records.records import Records
 
 _NOT_EMBEDDED = ("overflow", "checksum", "keep", "dtype", "shape", "nbytes", "attempt")
 """Fields of a record that its file has otherwise."""

@@ -20,12 +20,18 @@ from ranktape.analyze.legacy.payload import TensorFile, read_header, read_plain,
 from ranktape.analyze.legacy.table import FileRecords, FileTable, for_each
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, StorageError, UsageError
-from ranktape.storage.encode import checksum
-from ranktape.storage.parts import split
-from ranktape.storage.record import Overflow
-from ranktape.storage.records import Records
-from ranktape.storage.seed_names import LayerFile, LayerOutputName, SeedName, parse_layer_output_name, parse_seed_name
-from ranktape.storage.stored_record import Record
+from ranktape.storage.format.encode import checksum
+from ranktape.storage.format.legacy_names import (
+    LayerFile,
+    LayerOutputName,
+    SeedName,
+    parse_layer_output_name,
+    parse_seed_name,
+)
+from ranktape.storage.format.parts import split
+from ranktape.storage.format.record_info import Overflow
+from ranktape.storage.records.record import Record
+from ranktape.storage.records.records import Records
 
 _LARGE_NBYTES = 1 << 26
 """Values of which only one tensor at a time is in memory to be counted: the threads would hold one each."""

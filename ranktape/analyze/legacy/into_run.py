@@ -19,22 +19,22 @@ import numpy as np
 from ranktape import __version__
 from ranktape.analyze.legacy.table import for_each
 from ranktape.errors import DataError, RanktapeError, RunExistsError, RunNotFoundError, StorageError, UsageError
-from ranktape.storage.attempt import Launch
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.commit import finish_iteration
-from ranktape.storage.names import Site, site_path
-from ranktape.storage.progress import open_iteration, write_verdict
-from ranktape.storage.record import RecordInfo
-from ranktape.storage.run import Run
-from ranktape.storage.seed_names import parse_seed_name
-from ranktape.storage.start import begin_attempt, claim_run
-from ranktape.storage.writer import RankWriter
+from ranktape.storage.format.attempt import Launch
+from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.legacy_names import parse_seed_name
+from ranktape.storage.format.progress import open_iteration, write_verdict
+from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.format.site_paths import Site, site_path
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.recording.start import begin_attempt, claim_run
+from ranktape.storage.recording.writer import RankWriter
+from ranktape.storage.records.run import Run
 
 if TYPE_CHECKING:
     from ranktape.analyze.legacy.folder import Folder, SourceFile
-    from ranktape.storage.attempt import Attempt
-    from ranktape.storage.backends.backend import Backend
-    from ranktape.storage.status import Verdict
+    from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.format.status import Verdict
+    from ranktape.storage.places.backend import Backend
 
 MAX_RANKS = 100_000
 """More than any cluster has."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
 from ranktape.errors import AccessDeniedError, RunNotFoundError, StorageError, UsageError
-from ranktape.storage import layout
-from ranktape.storage.records import Records
-from ranktape.storage.run import open_run
+from ranktape.storage.format import layout
+from ranktape.storage.records.records import Records
+from ranktape.storage.records.run import open_run
 
 if TYPE_CHECKING:
     from ranktape.analyze.legacy.folder import Folder

@@ -28,7 +28,7 @@ import numpy as np
 from ranktape.analyze.legacy.pickles import MAX_NBYTES, Pairs, Storage, TensorData, read_pickle
 from ranktape.analyze.legacy.words import plain
 from ranktape.errors import DataError, StorageError
-from ranktape.storage.dtypes import dtype_row
+from ranktape.storage.format.dtypes import dtype_row
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

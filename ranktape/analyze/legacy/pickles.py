@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, NoReturn
 
 from ranktape.errors import DataError
-from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.format.dtypes import DTYPES
 
 MAX_NBYTES = 1 << 22
 """Length of a pickle; those that describe one tensor take hundreds of bytes."""

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from ranktape.storage.catalogue import JSON_FIELDS, OPTIONAL_INT_FIELDS, Catalogue, empty_catalogue
-from ranktape.storage.record import EXTREMES, Keep
-from ranktape.storage.records import Records
-from ranktape.storage.selection.columns import StringColumn
-from ranktape.storage.stored_record import Record
+from ranktape.storage.format.catalogue import JSON_FIELDS, OPTIONAL_INT_FIELDS, Catalogue, empty_catalogue
+from ranktape.storage.format.record_info import EXTREMES, Keep
+from ranktape.storage.query.columns import StringColumn
+from ranktape.storage.records.record import Record
+from ranktape.storage.records.records import Records
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
 
     from ranktape.analyze.legacy.folder import FolderReader, SourceFile
-    from ranktape.storage.selection.columns import Column
+    from ranktape.storage.query.columns import Column
 
 NUM_THREADS = min(8, os.cpu_count() or 1)
 """Files that are read at once: the kernels and the system calls leave Python's lock."""

@@ -20,8 +20,8 @@ from ranktape.analyze.numerics.histograms.histogram import Histogram, Tallies, s
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
 from ranktape.errors import RanktapeError
-from ranktape.storage.dtypes import dtype_row, numpy_dtype
-from ranktape.storage.record import Keep
+from ranktape.storage.format.dtypes import dtype_row, numpy_dtype
+from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -22,7 +22,7 @@ from ranktape.analyze.numerics.histograms.histogram import scan
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.sample_names import SampleName, sample_names
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.storage.record import TALLY_KINDS, Keep
+from ranktape.storage.format.record_info import TALLY_KINDS, Keep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

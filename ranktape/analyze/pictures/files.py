@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ranktape.analyze.pictures.style import FORMS, picture_bytes
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UsageError
-from ranktape.storage.backends.failures import FULL, REFUSED, printable
+from ranktape.storage.places.failures import FULL, REFUSED, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

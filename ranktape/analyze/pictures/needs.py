@@ -9,7 +9,7 @@ from ranktape.analyze.layer_stacks import stack_of
 from ranktape.analyze.pictures.pairs import matched, two_quant_types
 from ranktape.analyze.pictures.style import plain
 from ranktape.analyze.sample_names import sample_names
-from ranktape.storage.record import Keep
+from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from ranktape.analyze.pictures.survey import Survey

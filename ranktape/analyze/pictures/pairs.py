@@ -14,7 +14,7 @@ from ranktape.analyze.engine.values import read_values
 from ranktape.analyze.palette import BLUE, GREY, VERMILION
 from ranktape.analyze.pictures.axes import scale_numbers
 from ranktape.analyze.pictures.style import PANEL_SIZE, TEXT_SIZE, Heading, empty, finish, page, plain
-from ranktape.storage.record import Keep
+from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -25,7 +25,7 @@ from ranktape.analyze.pictures.sample_figures import SampleFigures
 from ranktape.analyze.questions.overflow import overflow
 from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import NoRecordsError
-from ranktape.storage.dtypes import dtype_row
+from ranktape.storage.format.dtypes import dtype_row
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,7 +10,7 @@ from ranktape.analyze.engine.sweep_measure import sweep_one
 from ranktape.analyze.legacy.outputs.plots import draw_panels, draw_summary
 from ranktape.analyze.questions.swept import jobs_of, parse_request
 from ranktape.errors import UsageError
-from ranktape.storage.record import Keep
+from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ from ranktape.analyze.pictures.gallery import content, draw, missing
 from ranktape.analyze.pictures.kinds import FOLDERS, KINDS
 from ranktape.analyze.pictures.subject import subject_line
 from ranktape.analyze.pictures.survey import Survey, default_target
-from ranktape.storage.backends.failures import printable
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine

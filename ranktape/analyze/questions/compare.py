@@ -21,7 +21,7 @@ from ranktape.analyze.identity import group_row
 from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.table import Table
 from ranktape.errors import NoRecordsError, UsageError
-from ranktape.storage.backends.failures import printable
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.comparison.matching import Matching

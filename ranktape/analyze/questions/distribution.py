@@ -21,7 +21,7 @@ from ranktape.analyze.questions.looks import ANSWERS, Look, LookOptions
 from ranktape.analyze.questions.stats import how_seen
 from ranktape.analyze.table import Column, Table
 from ranktape.errors import NoRecordsError, UsageError
-from ranktape.storage.record import Keep
+from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine

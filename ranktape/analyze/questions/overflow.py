@@ -34,7 +34,7 @@ from ranktape.analyze.limits.target import Target, parse_targets
 from ranktape.analyze.numerics.quantization.losses import HIGH_RATIO, MODERATE_RATIO, Severity, severity_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.storage.dtypes import dtype_row
+from ranktape.storage.format.dtypes import dtype_row
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine

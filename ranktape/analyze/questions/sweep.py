@@ -15,7 +15,7 @@ from ranktape.analyze.questions.swept import answerable, parse_request, sweep_se
 from ranktape.analyze.questions.swept_groups import grouped
 from ranktape.analyze.sample_names import SAMPLE, sample_names
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.storage.record import Keep
+from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine

@@ -25,7 +25,7 @@ from ranktape.analyze.questions.sweep import with_samples
 from ranktape.analyze.questions.swept import is_sweepable, sweep_selection, sweepable
 from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError, WorkersError
-from ranktape.storage.backends.failures import printable
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine

@@ -14,8 +14,8 @@ from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve, resolve_all
 from ranktape.analyze.sample_names import SAMPLE, sample_names
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.storage.dtypes import dtype_row
-from ranktape.storage.record import Keep
+from ranktape.storage.format.dtypes import dtype_row
+from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine

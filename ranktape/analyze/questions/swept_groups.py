@@ -13,7 +13,7 @@ from ranktape.analyze.advice.recommendation import common_grid, common_scale
 from ranktape.analyze.engine.sweep_measure import Job, sweep_records, sweep_samples
 from ranktape.analyze.questions.swept import SweepRequest, Swept, jobs_of
 from ranktape.errors import RanktapeError
-from ranktape.storage.selection.groups import equal_rows
+from ranktape.storage.query.groups import equal_rows
 
 if TYPE_CHECKING:
     from ranktape.analyze.advice.recommendation import CommonScale

@@ -23,7 +23,7 @@ from ranktape.analyze.report.details import Details, bundles_of
 from ranktape.analyze.report.samples import Samples
 from ranktape.analyze.report.shown import SHOWN, sqnr_of
 from ranktape.analyze.table import nbytes_text
-from ranktape.storage.backends.failures import printable
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

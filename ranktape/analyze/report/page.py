@@ -22,7 +22,7 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.questions.swept import parse_request
 from ranktape.analyze.report.model import Model, build_model
 from ranktape.errors import AccessDeniedError, NoRecordsError, NoSpaceError, StorageError, UsageError
-from ranktape.storage.backends.failures import FULL, REFUSED, printable
+from ranktape.storage.places.failures import FULL, REFUSED, printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.findings.finding import Finding

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ranktape.storage.selection import columns
-from ranktape.storage.selection.columns import Comparison, Mask
-from ranktape.storage.selection.where import Compare, Condition, Either, Every, Field, Like, Not, OneOf
+from ranktape.storage.query import columns
+from ranktape.storage.query.columns import Comparison, Mask
+from ranktape.storage.query.where import Compare, Condition, Either, Every, Field, Like, Not, OneOf
 
 Columns: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
 """A column for each name in the condition: numbers, NaN where there is none, or text as objects."""

@@ -25,7 +25,7 @@ from ranktape.analyze.rules.rule_file import read_rule_file
 from ranktape.analyze.rules.values import Judged, values_of
 from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import NoRecordsError, UsageError
-from ranktape.storage.selection.columns import Comparison
+from ranktape.storage.query.columns import Comparison
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine

@@ -13,8 +13,8 @@ from ranktape.analyze.numerics.sweeps.metrics import METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
 from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import UsageError
-from ranktape.storage.backends.failures import printable
-from ranktape.storage.catalogue import COLUMNS
+from ranktape.storage.format.catalogue import COLUMNS
+from ranktape.storage.places.failures import printable
 
 REPLICAS = "replicas.differing"
 """How many copies of a record hold other bits than it does; 0 where most hold the same."""

@@ -2,7 +2,7 @@
 
     CONDITION [ where SELECTION ]        overflow.ratio < 1e-4 where layer_type == 'attention'
 
-Both are expressions in the grammar of `ranktape.storage.selection.where`. The condition is about figures, the
+Both are expressions in the grammar of `ranktape.storage.query.where`. The condition is about figures, the
 selection about what the catalogue knows of records.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from ranktape.analyze.findings.finding import Severity
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.storage.backends.failures import printable
-from ranktape.storage.selection.filters import Where, parse_where
+from ranktape.storage.places.failures import printable
+from ranktape.storage.query.filters import Where, parse_where
 
 
 class Missing(enum.StrEnum):

@@ -16,7 +16,7 @@ import yaml
 from ranktape.analyze.findings.finding import Severity
 from ranktape.analyze.rules.rule import Missing, Rule, checked
 from ranktape.errors import UsageError
-from ranktape.storage.backends.failures import printable
+from ranktape.storage.places.failures import printable
 
 MAX_NBYTES = 1 << 16
 """Bytes of a file."""

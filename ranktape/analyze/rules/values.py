@@ -20,7 +20,7 @@ from ranktape.analyze.questions.swept import jobs_of, parse_request
 from ranktape.analyze.rules.operands import Operand, Origin
 from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.storage.placement import Kind, parse_placement
+from ranktape.storage.records.placement import Kind, parse_placement
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

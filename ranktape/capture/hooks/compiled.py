@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ranktape.storage.record import Mode
+from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
     from ranktape.capture.settings.options import CaptureOptions

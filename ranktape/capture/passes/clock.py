@@ -25,7 +25,7 @@ from ranktape.capture.passes.circumstances import in_backward, in_nested_backwar
 from ranktape.capture.passes.forwards import Arguments, ForwardClock
 from ranktape.capture.passes.tracker import mode_of
 from ranktape.capture.settings.setting import is_given
-from ranktape.storage.record import Mode
+from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ranktape.errors import UsageError
-from ranktape.storage.record import Mode
+from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.passes.circumstances import calls_itself, in_backward, is_transformed
 from ranktape.capture.passes.passes import Microbatch, Moment, Pass, StagePass, ids_of, scheduled_microbatch
-from ranktape.storage.record import Mode
+from ranktape.storage.format.record_info import Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

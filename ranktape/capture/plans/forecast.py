@@ -20,9 +20,9 @@ from ranktape.capture.writing.counting import reduce_to
 from ranktape.capture.writing.kept_nbytes import kept_nbytes
 from ranktape.capture.writing.storing import COUNT_FROM_NBYTES
 from ranktape.errors import CaptureError, UsageError
-from ranktape.storage import stack
-from ranktape.storage.dtypes import numpy_dtype
-from ranktape.storage.record import Keep, RecordInfo
+from ranktape.storage.format.dtypes import numpy_dtype
+from ranktape.storage.format.record_info import Keep, RecordInfo
+from ranktape.storage.recording import stack
 
 if TYPE_CHECKING:
     from ranktape.capture.plans.planning import RankPlan

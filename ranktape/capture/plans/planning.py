@@ -29,16 +29,16 @@ from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import PREFIX_NBYTES, Counter, Slot, SlotKind, aligned, unnamed_file
 from ranktape.capture.starting import missing_folders, remove_folders
 from ranktape.errors import CaptureError
-from ranktape.storage.backends.retry import TIMEOUT_SECONDS
-from ranktape.storage.memory import available_nbytes
-from ranktape.storage.start import check_place
+from ranktape.storage.format.memory import available_nbytes
+from ranktape.storage.places.retry import TIMEOUT_SECONDS
+from ranktape.storage.recording.start import check_place
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from torch import nn
 
-    from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.places.backend import Backend
 
 CAPTURED_STEPS = (0, 3, 5)
 """Steps of the training that are captured, counted from its first one."""

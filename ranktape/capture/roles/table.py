@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.source import TensorRole
 from ranktape.errors import UsageError
-from ranktape.storage.record import Operation, check_term
+from ranktape.storage.format.record_info import Operation, check_term
 
 if TYPE_CHECKING:
     import torch

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.storage.selection.columns import Span
-from ranktape.storage.selection.filters import Filter
-from ranktape.storage.selection.partial import can_hold
-from ranktape.storage.selection.where import parse_where
+from ranktape.storage.query.columns import Span
+from ranktape.storage.query.filters import Filter
+from ranktape.storage.query.partial import can_hold
+from ranktape.storage.query.where import parse_where
 
 if TYPE_CHECKING:
     from ranktape.capture.settings.options import CaptureOptions

@@ -17,7 +17,7 @@ from typing import Any
 from ranktape.capture.settings.options import SETTINGS, CaptureOptions, given_settings
 from ranktape.capture.settings.setting import SWITCH_WORDS, Setting, shown, split_texts
 from ranktape.errors import UsageError
-from ranktape.storage.backends.urls import parse_storage_options
+from ranktape.storage.places.urls import parse_storage_options
 
 DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
 """Where the older tools saved when they were told nothing."""

@@ -16,10 +16,10 @@ from typing import Any
 
 from ranktape.capture.settings.setting import Setting, is_given, option, setting_of
 from ranktape.errors import UsageError
-from ranktape.storage.backends.urls import parse_storage_options
-from ranktape.storage.documents import Compression
-from ranktape.storage.record import Keep, Mode, check_term
-from ranktape.storage.stack import STORE_CONCURRENCY
+from ranktape.storage.format.documents import Compression
+from ranktape.storage.format.record_info import Keep, Mode, check_term
+from ranktape.storage.places.urls import parse_storage_options
+from ranktape.storage.recording.stack import STORE_CONCURRENCY
 
 
 class Policy(enum.StrEnum):

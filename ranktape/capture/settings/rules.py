@@ -1,6 +1,6 @@
 """Which tensors does a capture choose, by which rules, and are these rules that can be followed?
 
-The filters are those of queries (`ranktape.storage.selection`), on the fields that are known when a tensor is
+The filters are those of queries (`ranktape.storage.query`), on the fields that are known when a tensor is
 captured. What a rule says is checked here, once, before the training begins.
 """
 
@@ -18,15 +18,15 @@ import numpy as np
 from ranktape.capture.settings.rule_text import parse_rules
 from ranktape.capture.settings.setting import MAX_NUMBER, is_given, shown, split_texts
 from ranktape.errors import UnknownFieldError, UsageError
-from ranktape.storage.record import Keep, Mode, Operation
-from ranktape.storage.selection.columns import Span, StringColumn, glob
-from ranktape.storage.selection.filters import Filter, parse_filter
-from ranktape.storage.selection.partial import can_hold
-from ranktape.storage.selection.where import Where, parse_where
+from ranktape.storage.format.record_info import Keep, Mode, Operation
+from ranktape.storage.query.columns import Span, StringColumn, glob
+from ranktape.storage.query.filters import Filter, parse_filter
+from ranktape.storage.query.partial import can_hold
+from ranktape.storage.query.where import Where, parse_where
 
 if TYPE_CHECKING:
     from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.storage.selection.columns import Column, ColumnSource, Mask
+    from ranktape.storage.query.columns import Column, ColumnSource, Mask
 
 TEXT_FIELDS = (
     "module", "layer_type", "layer_stack", "operation", "phase", "component", "tensor_name", "quant_type", "dtype",
@@ -346,7 +346,7 @@ def _check_names(names: Sequence[str], *, others: Sequence[str]) -> None:
     for name in names:
         if name in FIELDS:
             continue
-        from ranktape.storage.catalogue import COLUMNS
+        from ranktape.storage.format.catalogue import COLUMNS
 
         if name in COLUMNS:
             raise UnknownFieldError(

@@ -19,15 +19,15 @@ import numpy as np
 
 from ranktape.capture.settings.cadence import cadence_of
 from ranktape.capture.settings.rules import LAYER_OUTPUTS, TEXT_FIELDS, read_selection
-from ranktape.storage.selection.columns import StringColumn
-from ranktape.storage.selection.filters import Filter
+from ranktape.storage.query.columns import StringColumn
+from ranktape.storage.query.filters import Filter
 
 if TYPE_CHECKING:
     from ranktape.capture.passes.tracker import Call
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.capture.settings.rules import Numbers, Rule
     from ranktape.capture.source import Source, TensorRole
-    from ranktape.storage.selection.columns import Column
+    from ranktape.storage.query.columns import Column
 
 
 OF_SITES = ("module", "layer_type", "layer_stack", "layer_idx", "component", "operation", "phase", "tensor_name")

@@ -45,7 +45,7 @@ class Setting:
     help: str
     """One sentence for the help page."""
     filters: str | None
-    """The field of a record that it filters, in the forms of `ranktape.storage.selection.filters`; None for others."""
+    """The field of a record that it filters, in the forms of `ranktape.storage.query.filters`; None for others."""
     is_free: bool
     """Whether Python may give it a value of another kind, which is checked where it is read."""
     metavar: str | None

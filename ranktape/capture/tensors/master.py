@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ranktape.capture.passes.circumstances import untraced
 from ranktape.capture.source import TensorRole
-from ranktape.storage.record import Operation
+from ranktape.storage.format.record_info import Operation
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -17,7 +17,7 @@ from torch import nn
 
 from ranktape.capture.passes.tracker import dtype_name
 from ranktape.capture.tensors.placement import is_dtensor, scale_placement, shard_of
-from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.format.dtypes import DTYPES
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 

@@ -15,23 +15,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import RanktapeError
-from ranktape.storage import layout
-from ranktape.storage.attempt import check_attempt
-from ranktape.storage.groups import MAX_COMMIT_NBYTES, read_document, write_group
-from ranktape.storage.layout import Mark
-from ranktape.storage.progress import open_iteration
-from ranktape.storage.upkeep.push import commit_summary
-from ranktape.storage.upkeep.spill import SPILLED_KEY
+from ranktape.storage.format import layout
+from ranktape.storage.format.attempt import check_attempt
+from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_document, write_group
+from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.maintenance.push import commit_summary
+from ranktape.storage.maintenance.spill import SPILLED_KEY
 
 if TYPE_CHECKING:
     from ranktape.capture.staging.ring import RingConsumer
     from ranktape.capture.staging.ring_file import Slot
     from ranktape.capture.writing.recover import Left, Recovery
     from ranktape.capture.writing.storing import Staged, Storer
-    from ranktape.storage.attempt import Attempt
-    from ranktape.storage.backends.backend import Backend
-    from ranktape.storage.upkeep.spill import SpillingBackend
-    from ranktape.storage.writer import RankWriter
+    from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.maintenance.spill import SpillingBackend
+    from ranktape.storage.places.backend import Backend
+    from ranktape.storage.recording.writer import RankWriter
 
 
 def expectations(header: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING
 
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.errors import RanktapeError, StorageError
-from ranktape.storage.attempt import complete_iterations, is_attempt_there, read_attempts
-from ranktape.storage.commit import finish_iteration
-from ranktape.storage.layout import Mark
-from ranktape.storage.plan import Plan, write_plan
-from ranktape.storage.progress import Progress, read_progress, write_verdict
-from ranktape.storage.upkeep.retention import drop_iteration, finish_drops
+from ranktape.storage.format.attempt import complete_iterations, is_attempt_there, read_attempts
+from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.progress import Progress, read_progress, write_verdict
+from ranktape.storage.maintenance.retention import drop_iteration, finish_drops
+from ranktape.storage.recording.plan import Plan, write_plan
 
 if TYPE_CHECKING:
-    from ranktape.storage.attempt import Attempt
-    from ranktape.storage.backends.backend import Backend
-    from ranktape.storage.status import Verdict
+    from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.format.status import Verdict
+    from ranktape.storage.places.backend import Backend
 
 NOTICE_SECONDS = 4.0
 """How long before it begins a further iteration is named, at the pace of the training: a writer that has just had its

@@ -18,14 +18,14 @@ from ranktape.analyze.numerics.histograms.block_histogram import count_blocks, t
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.capture.writing.kept_nbytes import counted_dtype
-from ranktape.storage.block_counts import BLOCK_AXES, NUM_CODES, BlockCounts, pack_histogram
-from ranktape.storage.dtypes import numpy_dtype
-from ranktape.storage.record import Keep
+from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, BlockCounts, pack_histogram
+from ranktape.storage.format.dtypes import numpy_dtype
+from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.storage.record import RecordInfo
+    from ranktape.storage.format.record_info import RecordInfo
 
 BLOCK_SIZE = 32
 """Elements of a block, as in the OCP microscaling formats."""

@@ -5,9 +5,9 @@ Known without the values, and without what counts them, so that the trainer can 
 
 from __future__ import annotations
 
-from ranktape.storage.block_counts import BLOCK_AXES, NUM_CODES, padded
-from ranktape.storage.record import Keep
-from ranktape.storage.statistics import STATISTICS
+from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, padded
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.statistics import STATISTICS
 
 STATISTICS_NBYTES = 8 * len(STATISTICS)
 

@@ -19,21 +19,21 @@ from ranktape.capture.writing.committing import expectations
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.capture.writing.storing import staged_record
 from ranktape.errors import CaptureError, DataError, RanktapeError, StorageError
-from ranktape.storage import layout
-from ranktape.storage.attempt import read_attempt
-from ranktape.storage.commit import entries_of, finish_iteration
-from ranktape.storage.decode import parse_array, read_stored
-from ranktape.storage.documents import decode_document
-from ranktape.storage.groups import MAX_COMMIT_NBYTES, read_attributes, read_document, write_group
-from ranktape.storage.layout import Mark
-from ranktape.storage.names import Site, site_path
-from ranktape.storage.progress import open_iteration, read_progress, write_verdict
-from ranktape.storage.upkeep.push import commit_summary
-from ranktape.storage.writer import RankWriter
+from ranktape.storage.format import layout
+from ranktape.storage.format.attempt import read_attempt
+from ranktape.storage.format.commit import entries_of, finish_iteration
+from ranktape.storage.format.decode import parse_array, read_stored
+from ranktape.storage.format.documents import decode_document
+from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_attributes, read_document, write_group
+from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.progress import open_iteration, read_progress, write_verdict
+from ranktape.storage.format.site_paths import Site, site_path
+from ranktape.storage.maintenance.push import commit_summary
+from ranktape.storage.recording.writer import RankWriter
 
 if TYPE_CHECKING:
-    from ranktape.storage.attempt import Attempt
-    from ranktape.storage.backends.backend import Backend
+    from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.places.backend import Backend
 
 
 @dataclass(slots=True)

@@ -29,13 +29,13 @@ from ranktape.capture.settings.options import Policy
 from ranktape.capture.writing.counting import is_countable, reduce_to
 from ranktape.capture.writing.patience import Budget, Patience
 from ranktape.errors import CaptureError, NoSpaceError, RanktapeError, UnreachableError
-from ranktape.storage.dtypes import numpy_dtype
-from ranktape.storage.record import Keep, RecordInfo
+from ranktape.storage.format.dtypes import numpy_dtype
+from ranktape.storage.format.record_info import Keep, RecordInfo
 
 if TYPE_CHECKING:
     from ranktape.capture.staging.ring import RingConsumer
     from ranktape.capture.staging.ring_file import Slot
-    from ranktape.storage.writer import RankWriter
+    from ranktape.storage.recording.writer import RankWriter
 
 COUNT_FROM_NBYTES = 1 << 20
 """Under the policy `histogram` tensors from this size on are not held: their counts take far less than they do."""

@@ -27,12 +27,12 @@ from typing import Any
 from ranktape.analyze.numerics.histograms.histogram import warm_up
 from ranktape.capture.writing.recover import RingReport, find_rings, recover_ring
 from ranktape.errors import RanktapeError
-from ranktape.storage.attempt import Launch
-from ranktape.storage.backends.urls import open_backend
-from ranktape.storage.commit import finish_iteration
-from ranktape.storage.progress import open_iteration, read_progress, write_verdict
-from ranktape.storage.start import begin_attempt, join_attempt
-from ranktape.storage.writer import RankWriter
+from ranktape.storage.format.attempt import Launch
+from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.progress import open_iteration, read_progress, write_verdict
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.recording.start import begin_attempt, join_attempt
+from ranktape.storage.recording.writer import RankWriter
 from tests.faults import light_trainer
 from tests.faults.judge import problems
 from tests.faults.truth import ITERATIONS, NUM_RANKS, tensors

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError
-from ranktape.storage.backends.failures import FULL, REFUSED, printable
+from ranktape.storage.places.failures import FULL, REFUSED, printable
 
 DEFAULT_OUTPUT_DIR = Path("draw/scaling_analysis")
 """Where the directories of tensors go if nobody says where: the place that the seeds name."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from ranktape.storage.dtypes import dtype_name, dtype_row
+from ranktape.storage.format.dtypes import dtype_name, dtype_row
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

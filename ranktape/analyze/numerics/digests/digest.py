@@ -20,7 +20,7 @@ from ranktape.analyze.numerics.histograms.histogram import Limits, Tallies
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.storage.statistics import Statistics
+    from ranktape.storage.format.statistics import Statistics
 
 SAMPLE_FIGURES = (
     "num_elements",

@@ -14,7 +14,7 @@ import numpy as np
 
 from ranktape.analyze.numerics.digests.kernels import thin
 from ranktape.analyze.numerics.histograms.histogram import larger_part
-from ranktape.storage.parts import RUN
+from ranktape.storage.format.parts import RUN
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -19,8 +19,8 @@ from ranktape.analyze.numerics.histograms.block_tables import NO_CELLS, Counted,
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
 from ranktape.analyze.numerics.quantization.scales import Cut, ScaleRule, cut_of
 from ranktape.errors import UsageError
-from ranktape.storage.block_counts import CUT_UNITS, BlockCounts
-from ranktape.storage.dtypes import dtype_name, dtype_row
+from ranktape.storage.format.block_counts import CUT_UNITS, BlockCounts
+from ranktape.storage.format.dtypes import dtype_name, dtype_row
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -27,8 +27,8 @@ from ranktape.analyze.numerics.kernels import count, scan_keys
 from ranktape.analyze.numerics.pieces import by_memory, contiguous, frozen, pieces
 from ranktape.analyze.numerics.threads import each, num_threads
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import dtype_name, dtype_row
-from ranktape.storage.record import TALLY_KINDS, Overflow, Tally
+from ranktape.storage.format.dtypes import dtype_name, dtype_row
+from ranktape.storage.format.record_info import TALLY_KINDS, Overflow, Tally
 
 AnyArray = NDArray[Any]
 Extremes = tuple[float | None, float | None, float | None, float | None]

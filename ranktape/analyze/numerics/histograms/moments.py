@@ -19,8 +19,8 @@ from ranktape.analyze.numerics.histograms import block_histogram, histogram
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.kernels import BLOCK, sum_powers
 from ranktape.analyze.numerics.pieces import frozen
-from ranktape.storage.dtypes import dtype_name, dtype_row
-from ranktape.storage.statistics import Statistics, merge_moments, merge_statistics
+from ranktape.storage.format.dtypes import dtype_name, dtype_row
+from ranktape.storage.format.statistics import Statistics, merge_moments, merge_statistics
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

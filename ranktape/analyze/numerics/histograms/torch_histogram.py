@@ -19,7 +19,7 @@ from ranktape.analyze.numerics.histograms.block_kernels import NUM_MAGNITUDES
 from ranktape.analyze.numerics.histograms.histogram import Histogram
 from ranktape.analyze.numerics.quantization.blocks import boxes, grouped_shape
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import numpy_dtype
+from ranktape.storage.format.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     import torch

@@ -33,7 +33,7 @@ from ranktape.analyze.numerics.quantization.group_scales import GroupScales, gro
 from ranktape.analyze.numerics.quantization.losses import Losses
 from ranktape.analyze.numerics.quantization.plan import Plan
 from ranktape.analyze.numerics.quantization.schemes import Recipe, Scaling
-from ranktape.storage.dtypes import numpy_dtype
+from ranktape.storage.format.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

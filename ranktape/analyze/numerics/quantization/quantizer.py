@@ -18,7 +18,7 @@ from ranktape.analyze.numerics.quantization.losses import QuantizationWarning, S
 from ranktape.analyze.numerics.quantization.plan import Plan, plan_of
 from ranktape.analyze.numerics.quantization.scales import MAX_SCALE_BITS
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import DTYPES
+from ranktape.storage.format.dtypes import DTYPES
 
 if TYPE_CHECKING:
     import torch

@@ -41,7 +41,7 @@ from ranktape.analyze.numerics.sweeps.metrics import Level, levels_of
 from ranktape.analyze.numerics.sweeps.options import NUM_LEVELS
 from ranktape.analyze.numerics.sweeps.scaling import CHUNK, SUMS, Sums, scale_of
 from ranktape.errors import UsageError
-from ranktape.storage.dtypes import dtype_row
+from ranktape.storage.format.dtypes import dtype_row
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

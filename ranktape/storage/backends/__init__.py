@@ -1,1 +1,0 @@
-"""Where can a run lie, and what is asked of such a place?"""

@@ -1,0 +1,214 @@
+"""What do the documents of a run and of its attempts say?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ranktape.errors import RunFormatError, RunNotFoundError, StorageError
+from ranktape.storage.format import layout
+from ranktape.storage.format.documents import FIRST_SCHEMA_KEY, SCHEMA_KEY, SCHEMA_VERSION, decode_document
+from ranktape.storage.format.group_documents import MAX_DOCUMENT_NBYTES, read_document, read_fields
+from ranktape.storage.format.validation import MAX_WORLD_SIZE, Fields
+
+if TYPE_CHECKING:
+    from ranktape.storage.places.backend import Backend
+
+_NUM_THREADS = 16
+"""Requests in flight when many small documents are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What all ranks of one start of the worker group know in common."""
+
+    launch_id: str
+    """Tells one launch from all others; the same over its restarts."""
+    restart: int
+    """Restart count of the worker group."""
+    world_size: int
+    """Number of ranks."""
+    first_rank: int = 0
+    """The lowest of their numbers."""
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that belong together: each of them must commit an iteration for it to be complete."""
+        return range(self.first_rank, self.first_rank + self.world_size)
+
+    def overlaps(self, other: Launch) -> bool:
+        """Whether both have one of the ranks."""
+        return max(self.ranks.start, other.ranks.start) < min(self.ranks.stop, other.ranks.stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the worker group in a run, as its document says."""
+
+    number: int
+    """Counts the attempts of a run, from 0."""
+    path: str
+    """Its group below the run; no other attempt, here or in a later run at the same place, has the same."""
+    launch: Launch
+    """The start it belongs to."""
+    min_iterations: int
+    """Iterations that the run guarantees, over all attempts."""
+    completed: tuple[int, ...]
+    """The iterations that earlier attempts had stored complete."""
+    adds: bool = False
+    """Whether what it records stands beside what the run held, instead of in its place."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary for the attempt's document."""
+        return {
+            "launch": {
+                "launch_id": self.launch.launch_id,
+                "restart": self.launch.restart,
+                "world_size": self.launch.world_size,
+                "first_rank": self.launch.first_rank,
+            },
+            "min_iterations": self.min_iterations,
+            "completed": list(self.completed),
+            "adds": self.adds,
+        }
+
+
+def read_attempts(backend: Backend) -> list[Attempt]:
+    """The attempts of a run by their numbers, ascending; what has no document is passed over."""
+    names = backend.list_names("")
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        attempts = list(pool.map(lambda name: read_attempt(backend, name), names))
+    found = [attempt for attempt in attempts if attempt is not None]
+    return sorted(found, key=lambda attempt: (attempt.number, attempt.launch.first_rank, attempt.path))
+
+
+def read_attempt(backend: Backend, path: str) -> Attempt | None:
+    """An attempt as its document says; None where there is no document, and for names that are not of attempts.
+
+    Raises:
+        DataError: the document is not what was written.
+        RunFormatError: it says what no attempt does.
+        StorageError: the store cannot be read.
+    """
+    number = layout.parse_attempt(path)
+    if number is None:
+        return None
+    fields = read_fields(backend, path)
+    if fields is None:
+        return None
+    launch = fields.inner("launch")
+    return Attempt(
+        number=number,
+        path=path,
+        launch=Launch(
+            launch_id=launch.text("launch_id"),
+            restart=launch.integer("restart"),
+            world_size=launch.integer("world_size", low=1, high=MAX_WORLD_SIZE),
+            first_rank=launch.integer("first_rank", default=0, high=MAX_WORLD_SIZE),
+        ),
+        min_iterations=fields.integer("min_iterations"),
+        completed=fields.integers("completed"),
+        adds=fields.flag("adds", default=False),
+    )
+
+
+def shown_attempts(attempts: Iterable[Attempt]) -> list[Attempt]:
+    """Those of the attempts that hold an iteration, ascending, whose records are shown unless others are asked for.
+
+    They are the latest one, or where that one adds to the run, those that it adds to as well. A restart stands in the
+    place of the launch that it continues.
+    """
+    shown: dict[tuple[str, int], Attempt] = {}
+    for attempt in attempts:
+        if not attempt.adds:
+            shown.clear()
+        shown[attempt.launch.launch_id, attempt.launch.first_rank] = attempt
+    return list(shown.values())
+
+
+def is_attempt_there(backend: Backend, attempt: Attempt) -> bool:
+    """Whether the run still is the one in which the attempt began; it may have been deleted or replaced since."""
+    # Not `exists`, which some file systems answer from a listing they remember.
+    return backend.get(layout.document_key(attempt.path), max_nbytes=MAX_DOCUMENT_NBYTES) is not None
+
+
+def check_attempt(backend: Backend, attempt: Attempt) -> None:
+    """Make sure, before something is written that counts, that the run still is the attempt's.
+
+    Raises:
+        StorageError: the run was deleted, or another one is in its place.
+    """
+    if not is_attempt_there(backend, attempt):
+        raise StorageError(lost_message(backend))
+
+
+def lost_message(backend: Backend) -> str:
+    """What is said of a run that is no longer there."""
+    return (
+        f"the run at {backend.url} was replaced or deleted while it was recorded: nothing more of it can be stored; "
+        f"give each launch a URL of its own"
+    )
+
+
+def read_run(backend: Backend) -> bytes | None:
+    """The document of a run; None where there is none.
+
+    Raises:
+        RunFormatError: it is larger than it can be.
+        StorageError: the store cannot be read.
+    """
+    return read_document(backend, "")
+
+
+def run_attributes(data: bytes | None, *, place: str) -> dict[str, Any]:
+    """What the document of a run says.
+
+    Raises:
+        RunNotFoundError: there is no document.
+        RunFormatError: it is not one of a run, or of a schema that this version does not read.
+    """
+    if data is None:
+        raise RunNotFoundError(f"there is no run at {place}: check the URL")
+    attributes = decode_document(data, place=place, key=layout.document_key("")).get("attributes", {})
+    version = attributes.get(SCHEMA_KEY)
+    if version is None:
+        raise RunFormatError(f"{place} holds a Zarr group, but no run: check the URL")
+    if Fields(attributes, place=place).integer(SCHEMA_KEY, low=1) > SCHEMA_VERSION:
+        raise RunFormatError(
+            f"the run at {place} has schema {version}, this version reads up to {SCHEMA_VERSION}: update ranktape"
+        )
+    return dict(attributes)
+
+
+def oldest_schema(attributes: Mapping[str, Any], *, place: str) -> int:
+    """The schema of the oldest attempt in a run, from its attributes.
+
+    Raises:
+        RunFormatError: they name none.
+    """
+    fields = Fields(attributes, place=place)
+    return fields.integer(FIRST_SCHEMA_KEY, low=1, default=fields.integer(SCHEMA_KEY, low=1))
+
+
+def complete_iterations(backend: Backend, attempt: Attempt) -> list[int]:
+    """The iterations that an attempt has stored complete and not removed since, ascending; two LISTs."""
+    # In this order: what is removed in between is in the second list.
+    committed = committed_iterations(backend, attempt)
+    return sorted(committed - dropped_iterations(backend, attempt)) if committed else []
+
+
+def committed_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:
+    """The iterations of which there is a commit, be it a late one of an iteration that was removed. One LIST."""
+    return _iterations_below(backend, layout.iterations_path(attempt.path))
+
+
+def dropped_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:
+    """The iterations that were complete and have been removed; a late commit of one does not count. One LIST."""
+    return _iterations_below(backend, f"{attempt.path}/dropped")
+
+
+def _iterations_below(backend: Backend, path: str) -> frozenset[int]:
+    found = (layout.parse_iteration(key) for key in backend.list_keys(path))
+    return frozenset(iteration for iteration in found if iteration is not None)

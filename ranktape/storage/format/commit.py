@@ -1,0 +1,207 @@
+"""What each rank committed of an iteration, and how that becomes the iteration's own commit."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ranktape.errors import DataError
+from ranktape.storage.format import layout
+from ranktape.storage.format.attempt import check_attempt
+from ranktape.storage.format.blob import blob_document, blob_key, blob_parts, open_blob
+from ranktape.storage.format.catalogue import Catalogue, Entry, merge_catalogues
+from ranktape.storage.format.commit_columns import commit_columns
+from ranktape.storage.format.documents import CHECKSUM_KEY, decode_document, encode_document
+from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_attributes, read_document
+from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.format.site_paths import Site, site_path
+from ranktape.storage.format.validation import Fields, check_documents, check_records
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.places.backend import Backend
+
+_NUM_THREADS = 16
+"""Requests in flight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCommit:
+    """What one rank committed of one iteration."""
+
+    catalogue: Catalogue
+    """Its records."""
+    nbytes: int
+    """Bytes of what is kept of them."""
+    silent_sites: dict[str, str]
+    """The tensors that were expected and not recorded, each with the reason."""
+    checksum: str | None
+    """Of the commit's document; None in runs of schema 1."""
+    num_expected: int | None = None
+    """Tensors that were expected; None where the commit does not say."""
+    num_missing: int | None = None
+    """Those of them that were not recorded."""
+
+    def counts(self) -> dict[str, int]:
+        """What it says of expected tensors; empty where it says nothing."""
+        if self.num_expected is None or self.num_missing is None:
+            return {}
+        return {"num_expected": self.num_expected, "num_missing": self.num_missing}
+
+
+def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
+    """Write the iteration commit: the merged catalogue of all ranks, then the document that makes it count.
+
+    Two writers of one commit write the same bytes, and the second leaves the first one's document. An iteration that
+    was removed stays removed.
+
+    Raises:
+        DataError: a rank left its marker, but its commit is not there or does not say what it should.
+        StorageError: the run was deleted or replaced, or cannot be read or written.
+    """
+    check_attempt(backend, attempt)
+    if _is_dropped(backend, attempt, iteration):
+        return
+    ranks = attempt.launch.ranks
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        commits = list(pool.map(lambda rank: read_commit(backend, attempt.path, rank, iteration), ranks))
+    data = merge_catalogues([commit.catalogue.load for commit in commits])
+    attributes = {
+        "complete": True,
+        "iteration": iteration,
+        "attempt": attempt.number,
+        "expected_ranks": list(ranks),
+        "num_records": sum(commit.catalogue.num_rows for commit in commits),
+        "nbytes": sum(commit.nbytes for commit in commits),
+        "silent_sites": {
+            str(rank): commit.silent_sites for rank, commit in zip(ranks, commits, strict=True) if commit.silent_sites
+        },
+        **_total_counts(commits),
+        "commits": [commit.checksum for commit in commits],
+        "committed": time.time(),
+    }
+    path = layout.iteration_path(attempt.path, iteration)
+    backend.put(blob_key(path), blob_parts(data))
+    backend.flush()
+    check_attempt(backend, attempt)
+    key = layout.document_key(path)
+    backend.create(key, encode_document(blob_document(data, attributes=attributes), key=key))
+    # Who removes it says so first and deletes the commit then: it was made before that, or is known for removed now.
+    if _is_dropped(backend, attempt, iteration):
+        backend.delete(path)
+    backend.flush()
+
+
+def _total_counts(commits: list[RankCommit]) -> dict[str, int]:
+    counts = [commit.counts() for commit in commits]
+    return {name: sum(one[name] for one in counts) for name in counts[0]} if all(counts) else {}
+
+
+def _is_dropped(backend: Backend, attempt: Attempt, iteration: int) -> bool:
+    # Not `exists`, which some file systems answer from a listing they remember.
+    return read_document(backend, layout.dropped_path(attempt.path, iteration)) is not None
+
+
+def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> RankCommit:
+    """One rank's commit of an iteration, from its marker and its catalogue; `attempt` is the attempt's path.
+
+    Raises:
+        DataError: there is no commit, or it does not hold as many records as it says.
+        RunFormatError: its marker or its catalogue says what none does.
+        StorageError: the store cannot be read.
+    """
+    group = layout.rank_iteration_path(attempt, rank, iteration)
+    path = layout.marker_path(attempt, iteration, rank, Mark.COMMITTED)
+    marker = read_attributes(backend, path, max_nbytes=MAX_COMMIT_NBYTES) or {}
+    fields = Fields(marker, place=f"{backend.url}/{layout.document_key(path)}")
+    if "commit" not in marker:
+        # Of schema 1, or lost: the commit's document says the same.
+        return read_whole_commit(backend, attempt, rank, iteration)
+    if backend.size(layout.document_key(group)) is None:
+        raise DataError(_lost_message(backend, group, rank=rank, iteration=iteration))
+    path = layout.catalogue_path(attempt, rank, iteration)
+    place = f"{backend.url}/{path}"
+    catalogue = Catalogue(open_blob(backend, path), place=place, attempt=attempt)
+    num_records = fields.integer("num_records")
+    if catalogue.num_rows != num_records:
+        raise DataError(
+            f"{place} has {catalogue.num_rows} records, the rank's marker says {num_records}: "
+            f"the commit is damaged; see 'ranktape check'"
+        )
+    return RankCommit(
+        catalogue=catalogue,
+        nbytes=fields.integer("nbytes"),
+        silent_sites=fields.texts("silent_sites"),
+        checksum=fields.text("commit"),
+        num_expected=fields.count("num_expected"),
+        num_missing=fields.count("num_missing"),
+    )
+
+
+def read_whole_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> RankCommit:
+    """The same, from the documents of all arrays in the commit: slower, and of every schema.
+
+    Raises:
+        DataError: there is no commit, or it does not hold as many records as it says.
+        StorageError: the store cannot be read.
+    """
+    group = layout.rank_iteration_path(attempt, rank, iteration)
+    key = layout.document_key(group)
+    place = f"{backend.url}/{key}"
+    data = read_document(backend, group, max_nbytes=MAX_COMMIT_NBYTES)
+    if data is None:
+        raise DataError(_lost_message(backend, group, rank=rank, iteration=iteration))
+    return parse_commit(decode_document(data, place=place, key=key), place=place, attempt=attempt)
+
+
+def parse_commit(document: Mapping[str, Any], *, place: str, attempt: str) -> RankCommit:
+    """What the document of a rank's commit says, and the copies in it of the documents of its arrays.
+
+    Raises:
+        DataError: it says what none does.
+        RunFormatError: a field is not what it must be.
+    """
+    fields = Fields(document.get("attributes", {}), place=place)
+    try:
+        columns = commit_columns(document.get("consolidated_metadata", {}).get("metadata", {}))
+        catalogue = Catalogue(columns, place=place, attempt=attempt)
+        check_records(columns.__getitem__)
+        check_documents(columns.__getitem__)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise DataError(f"{place} is damaged: {error!r}: see 'ranktape check'") from error
+    num_records = fields.integer("num_records")
+    if num_records != catalogue.num_rows:
+        raise DataError(f"{place} says {num_records} records and holds {catalogue.num_rows}: the commit is damaged")
+    return RankCommit(
+        catalogue=catalogue,
+        nbytes=sum(columns["nbytes"].tolist()),
+        silent_sites=fields.texts("silent_sites", default={}),
+        checksum=fields.text(CHECKSUM_KEY, default="") or None,
+        num_expected=fields.count("num_expected"),
+        num_missing=fields.count("num_missing"),
+    )
+
+
+def entries_of(name: str, member: Mapping[str, Any]) -> list[Entry]:
+    """The records that an array of a commit holds."""
+    if member["node_type"] != "array" or name == layout.CATALOGUE:
+        return []
+    attributes = member["attributes"]
+    if "captures" not in attributes:
+        return [Entry(site=name, stack="", index=-1, info=RecordInfo.from_json(attributes))]
+    common = attributes["common"]
+    infos = [RecordInfo.from_json({**common, **capture}) for capture in attributes["captures"]]
+    return [Entry(site=_site_of(info), stack=name, index=index, info=info) for index, info in enumerate(infos)]
+
+
+def _site_of(info: RecordInfo) -> str:
+    return site_path(Site.of(info))
+
+
+def _lost_message(backend: Backend, group: str, *, rank: int, iteration: int) -> str:
+    return f"rank {rank} marked iteration {iteration} as committed, but {backend.url}/{group} has no document"

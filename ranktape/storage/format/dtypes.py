@@ -1,0 +1,138 @@
+"""Which element types can a record hold, and what does each library call them?
+
+One row for each type. The names are torch's, without "torch."; numpy, ml_dtypes, Zarr and tensorstore use
+the same words. The types at the end of the table have no name in torch: stores written by other tools
+hold them, and they can be read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from ranktape.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+FillValue = bool | int | float | str | list[float]
+"""What a fill value looks like in a `zarr.json`."""
+
+
+_REGISTERED = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DtypeRow:
+    """One element type under all of its names."""
+
+    name: str
+    """Torch's name without "torch."; the word in records, filters and JSON."""
+    numpy_dtype: np.dtype[Any]
+    """Little-endian; from ml_dtypes where numpy has none."""
+    zarr_name: str
+    """The `data_type` of a Zarr v3 array, as zarr and tensorstore read it."""
+    fill_value: FillValue
+    """JSON of the element whose bytes are all 0: a zero, except for `float8_e8m0fnu`, which has none."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element; the 6- and 4-bit floats fill a whole byte each."""
+        return self.numpy_dtype.itemsize
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the values are real floating point numbers; complex ones are not, as in torch."""
+        return self.is_ml_dtype or self.numpy_dtype.kind == "f"
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether the values are pairs of floating point numbers."""
+        return self.numpy_dtype.kind == "c"
+
+    @property
+    def is_ml_dtype(self) -> bool:
+        """Whether numpy knows the type only through ml_dtypes, and zarr only through `zarr_types`."""
+        # numpy's mark of a type registered by somebody else; `kind` is "V" for most of them, but "f" for float8_e5m2.
+        return self.numpy_dtype.isbuiltin == _REGISTERED
+
+
+def _row(name: str, dtype: npt.DTypeLike, fill_value: FillValue) -> DtypeRow:
+    return DtypeRow(name=name, numpy_dtype=np.dtype(dtype), zarr_name=name, fill_value=fill_value)
+
+
+DTYPES: dict[str, DtypeRow] = {
+    row.name: row
+    for row in (
+        _row("float64", "<f8", 0.0),
+        _row("float32", "<f4", 0.0),
+        _row("float16", "<f2", 0.0),
+        _row("bfloat16", ml_dtypes.bfloat16, 0.0),
+        _row("float8_e4m3fn", ml_dtypes.float8_e4m3fn, 0.0),
+        _row("float8_e4m3fnuz", ml_dtypes.float8_e4m3fnuz, 0.0),
+        _row("float8_e5m2", ml_dtypes.float8_e5m2, 0.0),
+        _row("float8_e5m2fnuz", ml_dtypes.float8_e5m2fnuz, 0.0),
+        # The bits, as tensorstore 0.1.86 takes numbers for other powers of two here; the value is 2**-127.
+        _row("float8_e8m0fnu", ml_dtypes.float8_e8m0fnu, "0x00"),
+        _row("int8", "<i1", 0),
+        _row("int16", "<i2", 0),
+        _row("int32", "<i4", 0),
+        _row("int64", "<i8", 0),
+        _row("uint8", "<u1", 0),
+        _row("uint16", "<u2", 0),
+        _row("uint32", "<u4", 0),
+        _row("uint64", "<u8", 0),
+        _row("bool", "?", fill_value=False),
+        _row("complex64", "<c8", [0.0, 0.0]),
+        _row("complex128", "<c16", [0.0, 0.0]),
+        # Without a name in torch.
+        _row("float8_e3m4", ml_dtypes.float8_e3m4, 0.0),
+        _row("float8_e4m3", ml_dtypes.float8_e4m3, 0.0),
+        _row("float8_e4m3b11fnuz", ml_dtypes.float8_e4m3b11fnuz, 0.0),
+        _row("float6_e2m3fn", ml_dtypes.float6_e2m3fn, 0.0),
+        _row("float6_e3m2fn", ml_dtypes.float6_e3m2fn, 0.0),
+        _row("float4_e2m1fn", ml_dtypes.float4_e2m1fn, 0.0),
+    )
+}
+"""Every element type that can be stored, by name."""
+
+
+def dtype_row(name: str) -> DtypeRow:
+    """The row of `DTYPES` under that name.
+
+    Raises:
+        UsageError: no row has the name.
+    """
+    row = DTYPES.get(name)
+    if row is None:
+        raise UsageError(f"dtype {name!r} cannot be stored: use one of {', '.join(DTYPES)}")
+    return row
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of a name, little-endian.
+
+    Raises:
+        UsageError: no row has the name.
+    """
+    return dtype_row(name).numpy_dtype
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """The name of a numpy dtype.
+
+    Raises:
+        UsageError: the dtype has no row, or holds its bytes in big-endian order.
+    """
+    row = DTYPES.get(dtype.name)
+    if row is None:
+        raise UsageError(f"numpy dtype {dtype.name!r} cannot be stored: use one of {', '.join(DTYPES)}")
+    if row.numpy_dtype != dtype:
+        raise UsageError(
+            f"numpy dtype {dtype.str!r} is big-endian and records are little-endian: "
+            f"convert the array with .astype({row.numpy_dtype.str!r})"
+        )
+    return row.name

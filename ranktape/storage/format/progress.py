@@ -1,0 +1,329 @@
+"""What the markers of an attempt say, and which iterations can be closed.
+
+The coordinator, `status` and every reader look at the same keys through this module. One LIST of the
+markers tells the state of every iteration on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from ranktape.errors import DataError, RunFormatError, RunNotFoundError
+from ranktape.storage.format import layout
+from ranktape.storage.format.attempt import (
+    check_attempt,
+    committed_iterations,
+    dropped_iterations,
+    is_attempt_there,
+    lost_message,
+    read_attempts,
+)
+from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_fields, write_group
+from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.status import DISABLED, IterationState, IterationStatus, Verdict, judge
+from ranktape.storage.format.validation import Fields
+
+if TYPE_CHECKING:
+    from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.places.backend import Backend
+
+_NUM_THREADS = 16
+"""Requests in flight when many small documents are read."""
+
+_MAX_REASONS = 1000
+"""Ranks of which is said, for one iteration, why they have not committed it."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Summary:
+    """What the document of an iteration commit says of it."""
+
+    num_records: int = 0
+    nbytes: int = 0
+    silent_sites: dict[int, dict[str, str]] = field(default_factory=dict)
+    num_expected: int | None = None
+    num_missing: int | None = None
+
+
+_NO_SUMMARY = _Summary()
+
+
+def _summary(fields: Fields) -> _Summary:
+    return _Summary(
+        num_records=fields.integer("num_records", default=0),
+        nbytes=fields.integer("nbytes", default=0),
+        silent_sites=fields.texts_by_rank("silent_sites", default={}),
+        num_expected=fields.count("num_expected"),
+        num_missing=fields.count("num_missing"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far an attempt is, read off its keys."""
+
+    attempt: Attempt
+    """The attempt."""
+    opened: frozenset[int]
+    """Iterations that were begun."""
+    marks: dict[int, dict[int, Mark]]
+    """For each iteration, each rank's word."""
+    complete: frozenset[int]
+    """Iterations with an iteration commit."""
+    closed: frozenset[int]
+    """Ranks that will commit nothing more."""
+    dropped: frozenset[int] = frozenset()
+    """Iterations that were complete and have been removed."""
+
+    def committed_ranks(self, iteration: int) -> list[int]:
+        """The ranks that have committed an iteration, ascending."""
+        return sorted(rank for rank, mark in self.marks.get(iteration, {}).items() if mark is Mark.COMMITTED)
+
+    def ready(self) -> list[int]:
+        """The iterations that all ranks have committed and that have no iteration commit, ascending."""
+        size = self.attempt.launch.world_size
+        settled = self.complete | self.dropped
+        return sorted(
+            iteration
+            for iteration in self.marks
+            if iteration not in settled and len(self.committed_ranks(iteration)) == size
+        )
+
+
+def read_progress(backend: Backend, attempt: Attempt, *, known: Progress | None = None) -> Progress:
+    """How far an attempt is; some LISTs, no document is read.
+
+    What was seen before (`known`) is not looked at again where it is settled: only the markers of iterations are
+    that some rank has not had its word on.
+    """
+    opened, marks = _read_marks(backend, attempt, known=known)
+    closed = (layout.parse_closed(key) for key in backend.list_keys(f"{attempt.path}/closed"))
+    # In this order: what is removed in between is in the second list.
+    committed = committed_iterations(backend, attempt)
+    dropped = dropped_iterations(backend, attempt)
+    return Progress(
+        attempt=attempt,
+        opened=frozenset(opened),
+        marks=marks,
+        complete=committed - dropped,
+        closed=frozenset(rank for rank in closed if rank is not None),
+        dropped=dropped,
+    )
+
+
+def _read_marks(
+    backend: Backend, attempt: Attempt, *, known: Progress | None
+) -> tuple[set[int], dict[int, dict[int, Mark]]]:
+    top = layout.commits_path(attempt.path)
+    opened: set[int] = set()
+    marks: dict[int, dict[int, Mark]] = {}
+    if known is None:
+        keys = backend.list_keys(top)
+    else:
+        size = attempt.launch.world_size
+        marks = {iteration: words for iteration, words in known.marks.items() if len(words) == size}
+        opened = set(marks)
+        # A name is an iteration's group; what is below it is looked at where it is not settled.
+        names = [f"{name}/{layout.DOCUMENT}" for name in backend.list_names(top)]
+        unsettled = [name for name in names if layout.parse_iteration(name) not in {None, *marks}]
+        keys = [
+            f"{folder}/{key}"
+            for folder in (name.partition("/")[0] for name in unsettled)
+            for key in backend.list_keys(f"{top}/{folder}")
+        ]
+    for key in keys:
+        marker = layout.parse_marker(key)
+        iteration = layout.parse_iteration(key) if marker is None else marker.iteration
+        if iteration is not None:
+            opened.add(iteration)
+        if marker is not None:
+            marks.setdefault(marker.iteration, {})[marker.rank] = marker.mark
+    return opened, marks
+
+
+def open_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
+    """Say that an iteration was begun, so that it is missed if no rank commits it.
+
+    Raises:
+        StorageError: the run was deleted or replaced, or cannot be written.
+    """
+    check_attempt(backend, attempt)
+    write_group(backend, layout.opened_path(attempt.path, iteration), {"opened": time.time()})
+
+
+def read_statuses(backend: Backend, progress: Progress, *, final: bool) -> list[IterationStatus]:
+    """Every iteration that was begun in an attempt, ascending; `final` says that nothing more will come."""
+    iterations = sorted(progress.opened | progress.complete | progress.dropped)
+    expected = list(progress.attempt.launch.ranks)
+
+    def status(iteration: int) -> IterationStatus:
+        return _status(backend, progress, iteration, expected=expected, final=final)
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        return list(pool.map(status, iterations))
+
+
+def read_verdict(backend: Backend) -> tuple[Verdict, list[IterationStatus]] | None:
+    """The verdict on a run, with all its iterations; None for a run in which no attempt has begun."""
+    attempts = read_attempts(backend)
+    if not attempts:
+        return None
+    last = attempts[-1]
+    # Read first: a rank's last words come before it.
+    problems, damage = _told(
+        backend, layout.verdict_path(last.path), lambda fields: fields.texts("problems", default={}), default=None
+    )
+    final = problems is not None or bool(damage)
+    progresses = [read_progress(backend, attempt) for attempt in attempts]
+    statuses = [
+        status
+        for progress in progresses
+        for status in read_statuses(backend, progress, final=final or progress.attempt is not last)
+    ]
+    statuses.sort(key=lambda status: (status.iteration, status.attempt))
+    verdict = judge(
+        statuses,
+        required=last.min_iterations,
+        final=final,
+        notes=_closing_notes(backend, progresses[-1]) if final else {},
+        problems={**(problems or {}), **({"the verdict": damage} if damage else {})},
+    )
+    return verdict, statuses
+
+
+def write_verdict(backend: Backend, *, attempt: Attempt, problems: Mapping[str, str] | None = None) -> Verdict:
+    """Close the attempt: the verdict on the run as it stands, written to the store.
+
+    Args:
+        backend: Where the run is.
+        attempt: The attempt that ends.
+        problems: What its coordinator met, each with the reason; a verdict that is not met names them.
+
+    Raises:
+        RunNotFoundError: the run was deleted or replaced.
+        StorageError: the store cannot be read or written.
+    """
+    if not is_attempt_there(backend, attempt):
+        raise RunNotFoundError(lost_message(backend))
+    path = layout.verdict_path(attempt.path)
+    closing = {"problems": dict(problems or {}), "written": time.time()}
+    write_group(backend, path, closing)
+    judged = read_verdict(backend)
+    if judged is None or not is_attempt_there(backend, attempt):
+        raise RunNotFoundError(lost_message(backend))
+    verdict = judged[0]
+    write_group(backend, path, {**verdict.to_json(), **closing})
+    backend.flush()
+    return verdict
+
+
+def _status(
+    backend: Backend, progress: Progress, iteration: int, *, expected: list[int], final: bool
+) -> IterationStatus:
+    attempt = progress.attempt
+    marks = progress.marks.get(iteration, {})
+    committed = progress.committed_ranks(iteration)
+    is_complete = iteration in progress.complete
+    # Of an iteration that was removed on purpose nothing is missing.
+    absent = set() if iteration in progress.dropped else set(expected).difference(committed)
+    named = sorted(absent)[:_MAX_REASONS]
+    missing = {rank: _reason(backend, progress, iteration, rank, final=final) for rank in named}
+    if iteration in progress.dropped:
+        state = IterationState.DROPPED
+    elif is_complete:
+        state = IterationState.COMPLETE
+    elif Mark.SKIPPED in marks.values():
+        state = IterationState.SKIPPED
+    elif final or Mark.FAILED in marks.values() or absent & progress.closed:
+        state = IterationState.PARTIAL
+    else:
+        state = IterationState.OPEN
+    summary, damage = (
+        _told(backend, layout.iteration_path(attempt.path, iteration), _summary, default=_NO_SUMMARY)
+        if is_complete
+        else (_NO_SUMMARY, "")
+    )
+    return IterationStatus(
+        iteration=iteration,
+        attempt=attempt.number,
+        state=state,
+        expected_ranks=expected,
+        committed_ranks=committed,
+        missing=missing,
+        silent_sites=summary.silent_sites,
+        num_records=summary.num_records,
+        nbytes=summary.nbytes,
+        problem=damage,
+        num_expected=summary.num_expected,
+        num_recorded=_difference(summary.num_expected, summary.num_missing),
+        num_missing=summary.num_missing,
+    )
+
+
+def _difference(total: int | None, part: int | None) -> int | None:
+    return None if total is None or part is None else total - part
+
+
+def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, final: bool) -> str:
+    path = progress.attempt.path
+    mark = progress.marks.get(iteration, {}).get(rank)
+    if mark is not None:
+        marker = layout.marker_path(path, iteration, rank, mark)
+        reason, damage = _told(backend, marker, lambda fields: fields.text("reason", default=mark.value), default="")
+        return f"{mark}, and {damage}" if damage else reason
+    if rank in progress.closed:
+        return f"ended before it ({_last_words(backend, path, rank) or 'no reason was left'})"
+    return "never reported (its host may be lost)" if final else "has not committed yet"
+
+
+def read_disabled(backend: Backend) -> dict[int, str]:
+    """The ranks whose capture disabled itself in the last attempt of a run, each with the reason."""
+    told = _read_of_ranks(backend, layout.closed_path, "reason")
+    return {rank: reason for rank, reason in told.items() if reason.startswith(DISABLED)}
+
+
+def read_troubles(backend: Backend) -> dict[int, str]:
+    """The ranks that something befell in the last attempt of a run and that went on, each with what it was."""
+    return _read_of_ranks(backend, layout.rank_path, "trouble")
+
+
+def _read_of_ranks(backend: Backend, path_of: Callable[[str, int], str], name: str) -> dict[int, str]:
+    """What a field says in the documents that some ranks of the last attempt have at a path."""
+    attempts = read_attempts(backend)
+    if not attempts:
+        return {}
+    path = attempts[-1].path
+    found = (layout.parse_rank(name) for name in backend.list_names(path_of(path, 0).rpartition("/")[0]))
+    ranks = sorted(rank for rank in found if rank is not None)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        words = list(pool.map(lambda rank: _told_text(backend, path_of(path, rank), name), ranks))
+    return {rank: word for rank, word in zip(ranks, words, strict=True) if word}
+
+
+def _closing_notes(backend: Backend, progress: Progress) -> dict[int, str]:
+    """The last words of the first rank that closed; the others' are in the iterations that they did not commit."""
+    return {rank: _last_words(backend, progress.attempt.path, rank) for rank in sorted(progress.closed)[:1]}
+
+
+def _last_words(backend: Backend, attempt: str, rank: int) -> str:
+    return _told_text(backend, layout.closed_path(attempt, rank), "reason")
+
+
+def _told_text(backend: Backend, path: str, name: str) -> str:
+    text, damage = _told(backend, path, lambda fields: fields.text(name, default=""), default="")
+    return damage or text
+
+
+def _told(backend: Backend, path: str, take: Callable[[Fields], _T], *, default: _T) -> tuple[_T, str]:
+    """What the document at a path says, and what is wrong with it: the rest of a run is told of without it."""
+    try:
+        fields = read_fields(backend, path, max_nbytes=MAX_COMMIT_NBYTES)
+        return (default if fields is None else take(fields)), ""
+    except (DataError, RunFormatError) as error:
+        return default, f"its document is damaged: {error}"

@@ -1,0 +1,274 @@
+"""A record: the words that name one captured tensor, everywhere.
+
+The field names and values here are the public vocabulary. They are the same in Python, in Zarr
+attributes, in the catalogue, in command line filters and in JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from ranktape.errors import UsageError
+from ranktape.storage.format.documents import spelled
+
+MAX_TERM_LENGTH = 64
+"""Characters in a term of an open vocabulary (`layer_type`, `phase`, ...)."""
+
+
+class Operation(enum.StrEnum):
+    """The direction of the pass that the tensor belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Mode(enum.StrEnum):
+    """Which kind of pass a tensor was seen in."""
+
+    TRAIN = "train"
+    """The module was in training mode, and gradients were wanted."""
+    EVAL = "eval"
+    """One of them was not so: validation, inference, a forward pass without gradients."""
+
+
+class Keep(enum.StrEnum):
+    """What is kept of a tensor."""
+
+    VALUES = "values"
+    """All of its values."""
+    HISTOGRAM = "histogram"
+    """How often each of the 65,536 bit patterns of a 16-bit value occurs in it; 32- and 64-bit values are rounded to
+    the compute dtype first."""
+    STATISTICS = "statistics"
+    """What its finite values add up to: `ranktape.storage.format.statistics`."""
+
+
+def check_term(value: str, *, field: str) -> str:
+    """Return `value` if it can stand in an open vocabulary (`layer_type`, `phase`, `component`, ...).
+
+    Any printable text is allowed; the store escapes what a path cannot hold.
+
+    Raises:
+        UsageError: empty, too long, not text, or with control characters.
+    """
+    is_text: Any = isinstance(value, str)  # callers without type checks pass anything
+    if not (is_text and 0 < len(value) <= MAX_TERM_LENGTH and value.isprintable()):
+        raise UsageError(
+            f"{field}={value!r} is not allowed: give 1 to {MAX_TERM_LENGTH} printable characters, such as 'linear'"
+        )
+    return value
+
+
+def is_parameter(tensor_name: str) -> bool:
+    """Whether a tensor of that name is a parameter of the model, or its master copy: no sample has a part in it."""
+    return tensor_name.rpartition(".")[2].removeprefix("master_") in {"weight", "bias"}
+
+
+def is_one_sample(sample_ids: Any, *, tensor_name: str) -> bool:
+    """Whether a tensor without a dimension of samples is one sample: the only one that is named, and no parameter."""
+    return isinstance(sample_ids, list) and len(sample_ids) == 1 and not is_parameter(tensor_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """How many elements are of one kind."""
+
+    count: int
+    """Elements."""
+    ratio: float
+    """`count` over all elements of the tensor; 0 for an empty tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overflow:
+    """What a tensor's values do at the limits of its own dtype.
+
+    NaN counts in `nan` alone; an infinity counts in `inf` and in `upper` or `lower`; integer and
+    boolean dtypes have neither. `minimum`, `maximum` and `absmax` are over the numbers that are not
+    NaN (infinities included) and None where there are none.
+    """
+
+    upper: Tally
+    """Beyond the dtype's largest finite value: positive infinities."""
+    lower: Tally
+    """Beyond the dtype's smallest (most negative) finite value: negative infinities."""
+    underflow: Tally
+    """Nonzero and smaller in magnitude than the dtype's smallest normal number."""
+    nan: Tally
+    """Not a number."""
+    inf: Tally
+    """Infinities of either sign."""
+    zero: Tally
+    """Zeros of either sign."""
+    minimum: float | None
+    """Smallest value that is not NaN."""
+    maximum: float | None
+    """Largest value that is not NaN."""
+    absmax: float | None
+    """Largest magnitude that is not NaN."""
+    per_sample: dict[str, list[int]] | None = None
+    """For each of `upper`, `lower`, `underflow`, `nan`, `inf`, `zero`: the count in every sample; None where
+    the tensor has no dimension of samples."""
+
+    @property
+    def total(self) -> int:
+        """`upper` and `lower` together, in elements."""
+        return self.upper.count + self.lower.count
+
+    @property
+    def ratio(self) -> float:
+        """`upper` and `lower` together, over all elements."""
+        return self.upper.ratio + self.lower.ratio
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary for JSON; infinities become the strings that JSON lacks."""
+        document: dict[str, Any] = {
+            kind: {"count": tally.count, "ratio": tally.ratio}
+            for kind, tally in zip(TALLY_KINDS, _tallies(self), strict=True)
+        }
+        document["total"] = self.total
+        document["ratio"] = self.ratio
+        for name in EXTREMES:
+            value = getattr(self, name)
+            document[name] = value if value is None or abs(value) != float("inf") else str(value)
+        document["per_sample"] = self.per_sample
+        return document
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Overflow:
+        """Rebuild what `to_json` wrote."""
+        parts: dict[str, Any] = {kind: Tally(**document[kind]) for kind in TALLY_KINDS}
+        parts |= {name: None if document[name] is None else float(document[name]) for name in EXTREMES}
+        return cls(**parts, per_sample=document.get("per_sample"))
+
+
+TALLY_KINDS = ("upper", "lower", "underflow", "nan", "inf", "zero")
+"""The kinds of elements that `Overflow` counts."""
+
+_tallies = operator.attrgetter(*TALLY_KINDS)
+
+EXTREMES = ("minimum", "maximum", "absmax")
+"""The extreme values that `Overflow` holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordInfo:
+    """Everything that is known of one captured tensor, without its values."""
+
+    iteration: int
+    """Training step, counted from 0."""
+    rank: int
+    """Global rank of the process that recorded it."""
+    attempt: int
+    """Restart count of the worker group."""
+    microbatch: int
+    """Index of the forward and backward pass within the step, from 0."""
+    call: int
+    """How many times the same site had fired before within the microbatch."""
+    sample_dim: int | None
+    """The dimension that holds samples; None for weights, for a tensor that is one sample, and where it is not
+    known."""
+    sample_ids: list[int | str] | None
+    """The user's identifiers of the samples, in order; None where none were given."""
+    batch_size: int | None
+    """Samples in the microbatch; None where it is not known."""
+    module: str
+    """Dotted path of the module, without the wrappers' prefixes; empty outside of a module."""
+    layer_type: str
+    """`attention`, `linear`, `embedding`, `hidden`, or the user's own."""
+    layer_idx: int
+    """Global index of the layer in the stack; -1 outside of it."""
+    operation: str
+    """`forward` or `backward`."""
+    phase: str
+    """`pre`, `post`, `unknown`, or the user's own."""
+    component: str
+    """`FA`, `linear`, `unknown`, or the user's own."""
+    quant_type: str
+    """What the run computed in, as tagged: `bf16`, `mxfp8`, or the user's own."""
+    tensor_name: str
+    """`query`, `key`, `value`, `output`, `input`, `weight`, `bias`, `grad_` of each, or the user's own."""
+    dtype: str
+    """As seen, in torch's words: `bfloat16`."""
+    shape: tuple[int, ...]
+    """As seen, in elements."""
+    layout: str
+    """One letter for each dimension where they are known (`BHTD`), else empty."""
+    compute_dtype: str
+    """What the operation computed in; differs from `dtype` under autocast."""
+    placement: dict[str, Any] | None
+    """Of a shard: mesh axes, coordinates, placements, global shape, offset; None for whole tensors."""
+    metadata: dict[str, Any] | None
+    """The user's own words about it, as JSON; None where there are none."""
+    overflow: Overflow
+    """Counts at the limits of the dtype."""
+    counter: int
+    """Order in which the rank recorded it, from 0."""
+    timestamp: float
+    """When it was recorded, in seconds since the epoch."""
+    nbytes: int
+    """Size of what is kept, in bytes."""
+    checksum: str
+    """CRC-32C of its raw little-endian bytes in C order: `crc32c:` and eight hexadecimal digits."""
+    keep: str = Keep.VALUES.value
+    """What is kept: `values`, their `histogram`, or their `statistics`."""
+    mode: str = Mode.TRAIN.value
+    """`train`, or `eval`: the kind of pass that it was seen in."""
+    layer_stack: str = ""
+    """Dotted path of the list that holds its layer, such as `encoder.block`: of several each counts its own layers;
+    empty outside of any, and where it is not known."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that can be told apart: those of `sample_dim`, or the one that the tensor is as a whole; else 0."""
+        if self.sample_dim is not None:
+            return self.shape[self.sample_dim]
+        return int(is_one_sample(self.sample_ids, tensor_name=self.tensor_name))
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary for JSON and for Zarr attributes, field by field."""
+        document = dict(zip(FIELDS, _fields(self), strict=True))
+        document["shape"] = list(self.shape)
+        document["overflow"] = self.overflow.to_json()
+        return document
+
+    def spelled(self) -> RecordInfo:
+        """The same, with lone surrogates spelled out, as they come with names of files that are no text."""
+        if "".join(_texts(self)).isascii() and self.metadata is None and self.sample_ids is None:
+            return self
+        values = {name: getattr(self, name) for name in (*_TEXTS, "metadata", "sample_ids")}
+        changed = {name: text for name, value in values.items() if (text := spelled(value)) != value}
+        return dataclasses.replace(self, **changed)
+
+    def with_checksum(self, checksum: str) -> RecordInfo:
+        """The same with another checksum; `dataclasses.replace` takes longer than a small tensor's share of a write."""
+        clone = object.__new__(RecordInfo)
+        for field, value in zip(FIELDS, _fields(self), strict=True):
+            object.__setattr__(clone, field, value)
+        object.__setattr__(clone, "checksum", checksum)
+        return clone
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> RecordInfo:
+        """Rebuild what `to_json` wrote; unknown keys of later versions are ignored."""
+        values = {field: document[field] for field in FIELDS if field in document or field not in _LATER_FIELDS}
+        values["shape"] = tuple(document["shape"])
+        values["overflow"] = Overflow.from_json(document["overflow"])
+        return cls(**values)
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(RecordInfo))
+"""The names of a record's fields, in the order of `RecordInfo`."""
+
+_fields = operator.attrgetter(*FIELDS)
+
+_TEXTS = tuple(field.name for field in dataclasses.fields(RecordInfo) if field.type == "str")
+
+_texts = operator.attrgetter(*_TEXTS)
+
+_LATER_FIELDS = frozenset({"keep", "mode", "layer_stack"})
+"""Fields that runs of earlier versions do not have."""

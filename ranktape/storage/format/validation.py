@@ -1,0 +1,273 @@
+"""The refusal of what somebody's document or catalogue says and none of ours would.
+
+Whoever writes a run can write its checksums too, so that they say nothing about sense. Everything that is read is
+compared with what it may be before it is counted with, allocated by or used as an index.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from ranktape.errors import RunFormatError
+from ranktape.storage.format.block_counts import NUM_CODES
+from ranktape.storage.format.dtypes import DTYPES
+from ranktape.storage.format.record_info import TALLY_KINDS, Keep, Mode, Operation
+from ranktape.storage.query.columns import StringColumn, matching
+
+if TYPE_CHECKING:
+    from ranktape.storage.query.columns import Column, ColumnSource
+
+MAX_INTEGER = 2**63 - 1
+"""Of any number in a document or a catalogue."""
+
+MAX_WORLD_SIZE = 1 << 17
+"""Ranks of an attempt: a document that says more is refused, as every rank costs time and memory when it is told of."""
+
+MAX_DIMENSIONS = 64
+"""Of a tensor: numpy and torch have no more."""
+
+_SHOWN = 60
+"""Characters of a wrong value that are shown."""
+
+_WORDS = {
+    "dtype": frozenset(DTYPES),
+    "operation": frozenset(operation.value for operation in Operation),
+    "keep": frozenset(keep.value for keep in Keep),
+    "mode": frozenset(mode.value for mode in Mode),
+}
+"""What may stand in columns of closed vocabularies."""
+
+_TALLIES = frozenset(TALLY_KINDS)
+_WORD_NBYTES = 4
+_MAX_ITEMSIZE = max(row.itemsize for row in DTYPES.values())
+_REQUIRED = object()
+_RANK = re.compile("[0-9]{1,7}")
+
+
+class Fields:
+    """The attributes of a document, each taken as what it must be.
+
+    Every method raises `RunFormatError`, which names the document and the field, for a value of another kind and
+    for one that is missing where no default is given.
+    """
+
+    def __init__(self, values: Any, *, place: str) -> None:
+        self._place = place
+        if not isinstance(values, Mapping):
+            self._refuse("attributes", values, "a dictionary")
+        self._values = values
+
+    def integer(self, name: str, *, low: int = 0, high: int = MAX_INTEGER, default: Any = _REQUIRED) -> int:
+        """A whole number between two."""
+        value = self._get(name, default)
+        if type(value) is not int or not low <= value <= high:
+            self._refuse(name, value, f"a whole number from {low} to {high}")
+        return value
+
+    def count(self, name: str) -> int | None:
+        """A whole number that is not negative; None where there is none."""
+        return self.integer(name) if name in self._values else None
+
+    def flag(self, name: str, *, default: Any = _REQUIRED) -> bool:
+        """True or false."""
+        value = self._get(name, default)
+        if type(value) is not bool:
+            self._refuse(name, value, "true or false")
+        return value
+
+    def text(self, name: str, *, default: Any = _REQUIRED) -> str:
+        """A text."""
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            self._refuse(name, value, "a text")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Whole numbers that are not negative."""
+        value = self._get(name, _REQUIRED)
+        if not isinstance(value, list) or not all(type(one) is int and 0 <= one <= MAX_INTEGER for one in value):
+            self._refuse(name, value, "a list of whole numbers")
+        return tuple(value)
+
+    def texts(self, name: str, *, default: Any = _REQUIRED) -> dict[str, str]:
+        """A dictionary of texts."""
+        value = self._get(name, default)
+        if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+            self._refuse(name, value, "a dictionary of texts")
+        return dict(value)
+
+    def inner(self, name: str) -> Fields:
+        """What is in a dictionary."""
+        return Fields(self._get(name, _REQUIRED), place=f"{self._place}, {name}")
+
+    def texts_by_rank(self, name: str, *, default: Any = _REQUIRED) -> dict[int, dict[str, str]]:
+        """A dictionary of texts for each of some ranks."""
+        value = self._get(name, default)
+        if not isinstance(value, dict) or not all(map(_RANK.fullmatch, value)):
+            self._refuse(name, value, "a dictionary of ranks")
+        below = Fields(value, place=f"{self._place}, {name}")
+        return {int(rank): below.texts(rank) for rank in value}
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self._values.get(name, default)
+        if value is _REQUIRED:
+            raise RunFormatError(f"{self._place} is damaged: it has no {name}; see 'ranktape check'")
+        return value
+
+    def _refuse(self, name: str, value: Any, expected: str) -> NoReturn:
+        try:
+            shown = repr(value)[:_SHOWN]
+        except (ValueError, RecursionError):
+            # Python writes no number of thousands of digits, and nothing that is nested as deep as it can be read.
+            shown = f"a {type(value).__name__}"
+        raise RunFormatError(f"{self._place} is damaged: its {name} is {shown}, not {expected}; see 'ranktape check'")
+
+
+def check_integers(values: np.ndarray[Any, Any], *, low: int, high: int = MAX_INTEGER) -> None:
+    """Make sure that an array holds whole numbers between two.
+
+    Raises:
+        ValueError: it does not; its dtype or the number is in the text.
+    """
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"{values.dtype} instead of whole numbers")
+    if len(values) and not low <= int(values.min()) <= int(values.max()) <= high:
+        raise ValueError(f"numbers from {values.min()} to {values.max()}, allowed are {low} to {high}")
+
+
+def check_optional_integers(values: np.ndarray[Any, Any]) -> None:
+    """Make sure that an array holds whole numbers that are not negative, or NaN where one is missing.
+
+    Raises:
+        ValueError: it does not.
+    """
+    check_floats(values)
+    # As the widest: in 16 bits there is no number to compare with.
+    present = values[~np.isnan(values)].astype(np.float64)
+    if not ((present >= 0) & (present < 2.0**53) & (present == np.floor(present))).all():
+        raise ValueError("numbers that are not whole, or negative, or too large")
+
+
+def check_floats(values: np.ndarray[Any, Any]) -> None:
+    """Make sure that an array holds floats.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if values.dtype.kind != "f":
+        raise ValueError(f"{values.dtype} instead of floats")
+
+
+def check_key(path: str) -> str:
+    """A path below a run's group as it may stand in a key: names are written in ASCII, and none leads upwards.
+
+    Raises:
+        ValueError: it may not.
+    """
+    if not (path.isascii() and path.isprintable()) or not {"", ".", ".."}.isdisjoint(path.split("/")):
+        raise ValueError(f"the path {path!r:.{_SHOWN}}")
+    return path
+
+
+def check_records(source: ColumnSource) -> None:
+    """Make sure that records in columns say what records can, and that their fields fit together.
+
+    Columns of numbers have been looked at one by one; what is JSON in a column is left to `check_document`.
+
+    Raises:
+        ValueError: one does not.
+    """
+    for name, words in _WORDS.items():
+        if unknown := _used(source(name)) - words:
+            raise ValueError(f"{name} {min(unknown)!r:.{_SHOWN}}")
+    for name in ("site", "stack"):
+        for path in _used(source(name)) - ({""} if name == "stack" else set()):
+            check_key(path)
+    shapes, keep = source("shape"), source("keep")
+    sample_dim, nbytes = source("sample_dim"), source("nbytes")
+    assert isinstance(shapes, StringColumn)
+    assert isinstance(keep, StringColumn)
+    assert not isinstance(sample_dim, StringColumn)
+    assert not isinstance(nbytes, StringColumn)
+    used = set(np.unique(shapes.codes).tolist())
+    num_dims = np.array(
+        [len(parse_shape(text)) if code in used else 0 for code, text in enumerate(shapes.table)], dtype=np.float64
+    )
+    if (sample_dim >= num_dims[shapes.codes]).any():
+        raise ValueError("a sample_dim that is none of the tensor's dimensions")
+    sizes = nbytes[matching(keep, lambda word: word == Keep.HISTOGRAM)]
+    if (sizes % _WORD_NBYTES).any() or (sizes < _WORD_NBYTES * NUM_CODES).any():
+        raise ValueError(f"a histogram of {sizes.min()} bytes")
+
+
+def _used(column: Column) -> set[str]:
+    """The texts that rows of a column have."""
+    assert isinstance(column, StringColumn)
+    return {str(column.table[code]) for code in np.unique(column.codes).tolist()}
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def parse_shape(text: str) -> tuple[int, ...]:
+    """The shape of a tensor, from the JSON list in a catalogue.
+
+    Raises:
+        ValueError: no tensor has such a shape.
+    """
+    shape = json.loads(text)
+    is_list = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
+    if not is_list or not all(type(extent) is int and 0 <= extent <= MAX_INTEGER for extent in shape):
+        raise ValueError(f"shape {text[:_SHOWN]}")
+    # Also of a tensor without elements: numpy counts its other extents.
+    if math.prod(max(1, extent) for extent in shape) * _MAX_ITEMSIZE > MAX_INTEGER:
+        raise ValueError(f"shape {text[:_SHOWN]}, which no memory holds")
+    return tuple(shape)
+
+
+def check_documents(source: ColumnSource) -> None:
+    """Make sure that records in columns say in JSON what records can.
+
+    Raises:
+        TypeError, ValueError: one does not.
+    """
+    for name in ("sample_ids", "placement", "metadata", "overflow.per_sample"):
+        for text in _used(source(name)):
+            check_document(name, json.loads(text))
+
+
+def check_document(name: str, value: Any) -> Any:
+    """What JSON says in a column of that name, if a record can say it.
+
+    Raises:
+        TypeError, ValueError: it cannot.
+    """
+    if value is None:
+        return None
+    if name == "sample_ids":
+        return check_sample_ids(value)
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is no dictionary")
+    if name == "overflow.per_sample" and (set(value) != _TALLIES or not all(map(_are_counts, value.values()))):
+        raise ValueError("the counts of single samples are no lists of whole numbers")
+    return value
+
+
+def check_sample_ids(ids: Any) -> list[int | str]:
+    """Identifiers of samples: whole numbers and texts.
+
+    Raises:
+        ValueError: something else.
+    """
+    if not isinstance(ids, list) or not all(type(one) is int or isinstance(one, str) for one in ids):
+        raise ValueError("sample_ids are no list of numbers and texts")
+    return ids
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_INTEGER for value in values)

@@ -1,0 +1,1 @@
+"""Checks, repairs, copies, prunes, lists and watches runs."""

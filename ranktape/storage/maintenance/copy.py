@@ -1,0 +1,326 @@
+"""How does a run get from one place to another, so that the copy is a run only when it is whole?
+
+Object by object, in the order in which a run is written: values, rank commits, markers, iteration commits, the
+attempts' documents, and last that of the run. A copy that was interrupted goes on where it stopped; every object
+that is written, or that was there, is read back and compared.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ranktape.errors import DataError, RunExistsError, UsageError
+from ranktape.storage.format import layout
+from ranktape.storage.format.attempt import read_run, run_attributes
+
+if TYPE_CHECKING:
+    from ranktape.storage.places.backend import Backend, ObjectInfo
+
+_NUM_THREADS = 16
+"""Objects in flight."""
+
+BUDGET_NBYTES = 256 << 20
+"""Bytes of objects held in memory at once; a larger one is copied alone."""
+
+_NUM_PARTS = 3
+"""Of the key of an iteration's document below an attempt: the group or rank, the iteration, the document."""
+
+_PIECE_NBYTES = 8 << 20
+"""Bytes that are compared at a time."""
+
+
+class Stage(enum.IntEnum):
+    """When an object is copied; everything of one stage is there before the next begins."""
+
+    VALUES = 0
+    RANK_COMMITS = 1
+    MARKERS = 2
+    ITERATION_COMMITS = 3
+    CLOSING = 4
+    ATTEMPTS = 5
+    RUN = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One object to be copied."""
+
+    key: str
+    """Below the run."""
+    nbytes: int
+    """Its size when it was listed."""
+    stage: Stage
+    """When it is copied."""
+    iteration: tuple[str, int] | None
+    """The attempt's path and the iteration that it is a part of, if it is."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CopyReport:
+    """What a copy did."""
+
+    num_copied: int = 0
+    """Objects written."""
+    nbytes_copied: int = 0
+    """Bytes written."""
+    num_present: int = 0
+    """Objects that were there already, and equal."""
+    nbytes_present: int = 0
+    """Bytes of them."""
+    left_out: list[str] = field(default_factory=list)
+    """Keys that are no part of the run, or of an iteration that was not committed or was removed meanwhile."""
+
+
+def copy_run(
+    source: Backend,
+    target: Backend,
+    *,
+    verify: bool = True,
+    on_progress: Callable[[int, int], object] | None = None,
+) -> CopyReport:
+    """Copy a run; what is being recorded is copied as far as it is committed, and the next copy brings the rest.
+
+    Args:
+        source: Where the run is.
+        target: Where its copy is to be: nothing, or an earlier copy of the same run.
+        verify: Read back what was written, and compare what is there already; without it sizes are trusted.
+        on_progress: Called after each object with the number of objects done and of all.
+
+    Raises:
+        RunNotFoundError: there is no run at the source.
+        RunExistsError: something else is at the target.
+        DataError: what was written does not read back.
+        StorageError: one of the stores cannot be read or written.
+        UsageError: one place lies in the other.
+    """
+    document = read_run(source)
+    run_attributes(document, place=source.url)
+    _check_target(source, target, document=document)
+    items, left_out = list_run(source)
+    copy = _Copy(source, target, verify=verify, on_progress=on_progress, num_items=len(items))
+    copy.report.left_out += left_out
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        for stage in Stage:
+            for _ in pool.map(copy.copy_item, [item for item in items if item.stage is stage]):
+                pass
+            target.flush()
+    copy.report.left_out.sort()  # threads noted them as they came
+    return copy.report
+
+
+def list_run(source: Backend) -> tuple[list[Item], list[str]]:
+    """The objects that are a run, and the keys beside them that are not copied."""
+    items = []
+    left_out = []
+    for name in source.list_names(""):
+        if name == layout.DOCUMENT:
+            items.append(Item(key=name, nbytes=source.size(name) or 0, stage=Stage.RUN, iteration=None))
+        elif name == layout.ANALYSIS or layout.parse_lease(name) is not None:
+            continue  # what analysis has counted is counted again, and nobody records into the copy
+        elif layout.parse_attempt(name) is None or not source.exists(layout.document_key(name)):
+            left_out.append(name)
+        else:
+            taken, passed = _list_attempt(source, name)
+            items += taken
+            left_out += passed
+    return items, left_out
+
+
+def _list_attempt(source: Backend, attempt: str) -> tuple[list[Item], list[str]]:
+    if source.exists(layout.document_key(layout.verdict_path(attempt))):
+        committed = None
+    else:
+        # It may be recorded just now: what is committed in an earlier listing has all its parts in a later one.
+        committed = {
+            f"{group}/{key}"
+            for group in ("iterations", "commits")
+            for key in source.list_keys(f"{attempt}/{group}")
+            if key.endswith(layout.DOCUMENT)
+        }
+    items = []
+    left_out = []
+    for info in source.list_objects(attempt):
+        item = _item(attempt, info)
+        if item is not None and (committed is None or _is_committed(info.key, item, committed)):
+            items.append(item)
+        else:
+            left_out.append(f"{attempt}/{info.key}")
+    return items, left_out
+
+
+def _item(attempt: str, info: ObjectInfo) -> Item | None:
+    """The object as one of an attempt; None for a key that would leave the folder where it is copied to."""
+    parts = info.key.split("/")
+    if any(part in {"", ".", ".."} or "\0" in part or "\\" in part for part in parts):
+        return None
+    return Item(
+        key=f"{attempt}/{info.key}", nbytes=info.nbytes, stage=_stage(parts), iteration=_iteration(attempt, parts)
+    )
+
+
+def _stage(parts: list[str]) -> Stage:
+    group, is_document = parts[0], parts[-1] == layout.DOCUMENT
+    if group == layout.DOCUMENT:
+        return Stage.ATTEMPTS
+    if group == "commits":
+        return Stage.MARKERS
+    if group == "iterations":
+        return Stage.ITERATION_COMMITS if is_document else Stage.VALUES
+    if not group.startswith("rank_"):
+        return Stage.CLOSING
+    return Stage.RANK_COMMITS if is_document and len(parts) == _NUM_PARTS else Stage.VALUES
+
+
+def _iteration(attempt: str, parts: list[str]) -> tuple[str, int] | None:
+    if len(parts) < _NUM_PARTS:
+        return None
+    iteration = layout.parse_iteration(f"{parts[1]}/{layout.DOCUMENT}")
+    return None if iteration is None else (attempt, iteration)
+
+
+def _is_committed(key: str, item: Item, committed: set[str]) -> bool:
+    """Of an attempt that is not closed: whether the object belongs to what was committed when one looked first."""
+    parts = key.split("/")
+    group = parts[0]
+    if group == "verdict":
+        return False
+    if group in {"iterations", "commits"} and parts[-1] == layout.DOCUMENT:
+        return key in committed
+    if item.iteration is None:
+        return True
+    name = parts[1]
+    if group == "iterations":
+        return f"iterations/{name}/{layout.DOCUMENT}" in committed
+    return group == "dropped" or f"commits/{name}/{group}.{layout.Mark.COMMITTED}/{layout.DOCUMENT}" in committed
+
+
+def _check_target(source: Backend, target: Backend, *, document: bytes | None) -> None:
+    inner, outer = f"{target.url}/", f"{source.url}/"
+    if inner.startswith(outer) or outer.startswith(inner):
+        raise UsageError(f"{target.url} is or lies in {source.url}, or the other way round: copy to another place")
+    there = read_run(target)
+    if there is not None and there != document:
+        raise RunExistsError(f"another run, or something else, is at {target.url}: choose another URL")
+    ours = set(source.list_names(""))
+    foreign = [] if there is not None else [name for name in target.list_names("") if name not in ours]
+    if foreign:
+        raise RunExistsError(
+            f"{target.url} is not empty and holds no copy of the run (there is {foreign[0]!r}): choose another URL"
+        )
+
+
+class _Copy:
+    """One copy on its way."""
+
+    def __init__(
+        self,
+        source: Backend,
+        target: Backend,
+        *,
+        verify: bool,
+        on_progress: Callable[[int, int], object] | None,
+        num_items: int,
+    ) -> None:
+        self.report = CopyReport()
+        self._source = source
+        self._target = target
+        self._verify = verify
+        self._on_progress = on_progress
+        self._num_items = num_items
+        self._num_done = 0
+        self._removed: set[tuple[str, int]] = set()
+        self._lock = threading.Lock()
+        self._memory = Budget(BUDGET_NBYTES)
+
+    def copy_item(self, item: Item) -> None:
+        """Have one object at the target, equal to the source's."""
+        if self._is_left_out(item):
+            self._note(left_out=item.key)
+        elif not self._verify and item.stage is Stage.VALUES and self._target.size(item.key) == item.nbytes:
+            self._note(present=item.nbytes)
+        else:
+            with self._memory.taken(item.nbytes):
+                self._copy(item)
+
+    def _is_left_out(self, item: Item) -> bool:
+        if item.iteration is None:
+            return False
+        attempt, iteration = item.iteration
+        if item.key == layout.document_key(layout.dropped_path(attempt, iteration)):
+            # What a retention removed at the source since an earlier copy stays complete in that copy.
+            return self._target.exists(layout.document_key(layout.iteration_path(attempt, iteration)))
+        return item.iteration in self._removed
+
+    def _copy(self, item: Item) -> None:
+        data = self._source.get(item.key)
+        if data is None:
+            # A retention removes whole iterations, their commit first: the rest of this one is not copied either.
+            if item.iteration is None:
+                raise DataError(f"{self._source.url}/{item.key} was removed while the run was copied: copy it again")
+            self._removed.add(item.iteration)
+            self._note(left_out=item.key)
+            return
+        if is_equal(self._target, item.key, data):
+            self._note(present=len(data))
+            return
+        self._target.put(item.key, [data])
+        if self._verify and not is_equal(self._target, item.key, data):
+            raise DataError(
+                f"{self._target.url}/{item.key} does not read back as it was written: the store lost or changed it"
+            )
+        self._note(copied=len(data))
+
+    def _note(self, *, copied: int | None = None, present: int | None = None, left_out: str | None = None) -> None:
+        with self._lock:
+            if copied is not None:
+                self.report.num_copied += 1
+                self.report.nbytes_copied += copied
+            if present is not None:
+                self.report.num_present += 1
+                self.report.nbytes_present += present
+            if left_out is not None:
+                self.report.left_out.append(left_out)
+            self._num_done += 1
+            if self._on_progress is not None:
+                self._on_progress(self._num_done, self._num_items)
+
+
+def is_equal(backend: Backend, key: str, data: bytes) -> bool:
+    """Whether an object is there and holds these bytes; compared in pieces."""
+    if backend.size(key) != len(data):
+        return False
+    view = memoryview(data)
+    for start in range(0, len(data), _PIECE_NBYTES):
+        piece = view[start : start + _PIECE_NBYTES]
+        there = backend.get_range(key, start, len(piece))
+        if there is None or memoryview(there) != piece:
+            return False
+    return True
+
+
+class Budget:
+    """Bytes that several threads may hold together; one that needs more than all of them holds them alone."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._num_taken = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        """Hold so many bytes; waits for others to give theirs back."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_taken or self._num_taken + nbytes <= self._nbytes)
+            self._num_taken += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_taken -= nbytes
+                self._changed.notify_all()

@@ -1,0 +1,209 @@
+"""What a check can find in a run, how bad that is, and how it is mended."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from ranktape.storage.places.failures import printable
+
+
+class Severity(enum.StrEnum):
+    """How bad a finding is."""
+
+    ERROR = "error"
+    """Something that was committed is lost or is not what was written."""
+    NOTE = "note"
+    """Nothing that was committed is touched: debris, what is not finished, what is not ours."""
+
+
+class FindingKind(enum.StrEnum):
+    """What is wrong."""
+
+    MISSING = "missing"
+    """An object that must be there is not."""
+    DAMAGED = "damaged"
+    """An object is not what was written under its key."""
+    SIZE = "size"
+    """An object has another size than its document says."""
+    MISMATCH = "mismatch"
+    """Two objects that say the same thing disagree."""
+    REPLICAS = "replicas"
+    """Ranks that hold the same tensor recorded different values."""
+    STALE = "stale"
+    """The plan or the verdict does not fit what is stored."""
+    UNFINISHED = "unfinished"
+    """Something was begun and not ended: it is being recorded, or its processes were lost."""
+    DEBRIS = "debris"
+    """A writer that was lost left it behind."""
+    FOREIGN = "foreign"
+    """It is no part of a run."""
+    UNCHECKED = "unchecked"
+    """It could not be looked at: the store refuses it, or this machine has too little memory for it."""
+
+
+class Mend(enum.StrEnum):
+    """What `ranktape repair` does about a finding; in the order in which it is done."""
+
+    RESTORE_DOCUMENT = "restore the document"
+    """From the rank commit that holds a copy of it."""
+    RESTORE_GROUP = "restore the group's document"
+    """Which says nothing but that there is a group."""
+    RESTORE_MARKER = "restore the marker"
+    """From the rank commit that it stands for."""
+    REWRITE_COMMIT = "write the iteration commit again"
+    """It is damaged, and all rank commits are whole."""
+    FINISH_ITERATION = "write the iteration commit"
+    """From the rank commits, which are all there."""
+    FINISH_REMOVAL = "finish the removal"
+    """Of an iteration that a retention began to remove."""
+    REMOVE_OBJECTS = "remove the objects"
+    """That no commit names."""
+    REMOVE_DEBRIS = "remove the unfinished write"
+    """A partial file or an upload that was not ended."""
+    WRITE_VERDICT = "write the verdict again"
+    """As the run stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that a check found."""
+
+    kind: FindingKind
+    """What is wrong."""
+    severity: Severity
+    """How bad it is."""
+    message: str
+    """What was found, in one line."""
+    attempt: int | None = None
+    """The start of the worker group that it belongs to."""
+    iteration: int | None = None
+    """The training step that it belongs to."""
+    rank: int | None = None
+    """The rank that it belongs to."""
+    record: str = ""
+    """The path of the tensor below its iteration, where one is concerned."""
+    key: str = ""
+    """The object, or the prefix of objects, below the run."""
+    mend: Mend | None = None
+    """What `ranktape repair` does about it; None where it can do nothing."""
+    modified: float = 0.0
+    """When what it is about was last written, in seconds since the epoch, where it may have to be removed."""
+
+    @property
+    def is_error(self) -> bool:
+        """Whether something committed is lost or wrong."""
+        return self.severity is Severity.ERROR
+
+    def text(self) -> str:
+        """The finding in one line, fit for a terminal."""
+        parts = {"attempt": self.attempt, "iteration": self.iteration, "rank": self.rank}
+        place = ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
+        where = f" ({place})" if place else ""
+        record = f" {self.record}:" if self.record else ""
+        key = f" [{self.key}]" if self.key else ""
+        return printable(f"{self.severity}: {self.kind}{where}:{record} {self.message}{key}")
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary for JSON."""
+        return {
+            "kind": self.kind.value,
+            "severity": self.severity.value,
+            "message": self.message,
+            "attempt": self.attempt,
+            "iteration": self.iteration,
+            "rank": self.rank,
+            "record": self.record,
+            "key": self.key,
+            "mend": None if self.mend is None else self.mend.value,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """Findings on one place, as they come."""
+
+    attempt: int | None = None
+    """Of all findings that do not say another one."""
+    iteration: int | None = None
+    """As `attempt`."""
+    rank: int | None = None
+    """As `attempt`."""
+    items: list[Finding] = field(default_factory=list)
+    """In the order in which they were found."""
+
+    def error(self, kind: FindingKind, message: str, **fields: Any) -> None:
+        """Add a finding on something committed."""
+        self._add(Severity.ERROR, kind, message, fields)
+
+    def note(self, kind: FindingKind, message: str, **fields: Any) -> None:
+        """Add a finding on something that is not committed."""
+        self._add(Severity.NOTE, kind, message, fields)
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether something committed is lost or wrong."""
+        return any(item.is_error for item in self.items)
+
+    def _add(self, severity: Severity, kind: FindingKind, message: str, fields: dict[str, Any]) -> None:
+        place = {"attempt": self.attempt, "iteration": self.iteration, "rank": self.rank}
+        self.items.append(Finding(kind=kind, severity=severity, message=message, **(place | fields)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptAge:
+    """When an attempt was last written into."""
+
+    path: str
+    """Its group below the run."""
+    is_closed: bool
+    """Whether a verdict closes it."""
+    modified: float
+    """When its youngest object was written, in seconds since the epoch; 0.0 where the store does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What a check found in a run."""
+
+    url: str
+    """Where the run is, without credentials."""
+    deep: bool
+    """Whether every byte was read."""
+    findings: tuple[Finding, ...]
+    """By attempt, iteration and rank."""
+    ages: tuple[AttemptAge, ...]
+    """Of every attempt that has a document."""
+    num_iterations: int
+    """Iteration commits, over all attempts."""
+    num_records: int
+    """Records in rank commits, over all attempts."""
+    num_objects: int
+    """Objects that belong to attempts."""
+    nbytes: int
+    """Bytes of them."""
+
+    @property
+    def errors(self) -> list[Finding]:
+        """What is lost or wrong."""
+        return [finding for finding in self.findings if finding.is_error]
+
+    @property
+    def notes(self) -> list[Finding]:
+        """What else there is to know."""
+        return [finding for finding in self.findings if not finding.is_error]
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary for JSON."""
+        return {
+            "run": self.url,
+            "deep": self.deep,
+            "sound": not self.errors,
+            "attempts": len(self.ages),
+            "iterations": self.num_iterations,
+            "records": self.num_records,
+            "objects": self.num_objects,
+            "nbytes": self.nbytes,
+            "findings": [finding.to_json() for finding in self.findings],
+        }

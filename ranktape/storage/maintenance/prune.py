@@ -1,0 +1,131 @@
+"""Complete iterations are removed from a run, or the whole run, so that no reader takes what is left for the whole."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ranktape.errors import UsageError
+from ranktape.storage.format import layout
+from ranktape.storage.format.attempt import Launch, complete_iterations, read_attempts, read_run, run_attributes
+from ranktape.storage.maintenance.retention import drop_iteration, finish_drops
+from ranktape.storage.query.filters import filter_from_text
+from ranktape.storage.recording.lease import Lease
+from ranktape.storage.recording.start import delete_parts
+
+if TYPE_CHECKING:
+    from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.places.retry import RetryingBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneReport:
+    """What a pruning removed, or would remove."""
+
+    url: str
+    """Where the run is, without credentials."""
+    dry_run: bool
+    """Whether nothing was changed."""
+    removed: tuple[int, ...]
+    """The iterations that were removed, or would be, ascending."""
+    kept: tuple[int, ...]
+    """The complete iterations that stay, ascending."""
+
+
+def prune_run(
+    backend: RetryingBackend,
+    *,
+    keep_last: int | None = None,
+    iteration: str | None = None,
+    dry_run: bool = False,
+    on_progress: Callable[[int, int], object] | None = None,
+) -> PruneReport:
+    """Remove complete iterations, in all attempts; their state is `dropped` then.
+
+    Args:
+        backend: Where the run is.
+        keep_last: Remove all but so many of the latest ones.
+        iteration: Remove these: a filter such as `"10:20:2"`, `"0-3"` or `"0,2"`.
+        dry_run: Change nothing, and say what would be removed.
+        on_progress: Called with the number of iterations removed and of all to be removed.
+
+    Raises:
+        RunExistsError: a launch records into the run.
+        RunNotFoundError: there is no run.
+        StorageError: the store cannot be read or written.
+        UsageError: neither or both say what to remove, or no complete iteration fits.
+    """
+    if (keep_last is None) == (iteration is None):
+        raise UsageError("say what to remove, in one way: --keep-last N, or --iteration with a filter such as 0-3")
+    if keep_last is not None and keep_last < 0:
+        raise UsageError(f"--keep-last {keep_last} is not allowed: give 0 or more")
+    run_attributes(read_run(backend), place=backend.url)
+    if dry_run:
+        return _plan(backend, keep_last=keep_last, iteration=iteration, dry_run=True)[0]
+    with _lease(backend):
+        report, places = _plan(backend, keep_last=keep_last, iteration=iteration, dry_run=False)
+        for attempt in read_attempts(backend):
+            finish_drops(backend, attempt=attempt)
+        for number, (attempt, one) in enumerate(places):
+            drop_iteration(backend, attempt=attempt, iteration=one)
+            if on_progress is not None:
+                on_progress(number + 1, len(places))
+        backend.flush()
+    return report
+
+
+def delete_run(backend: RetryingBackend) -> None:
+    """Delete a run, damaged ones too; what else lies beside its parts stays.
+
+    Raises:
+        RunExistsError: a launch records into the run.
+        RunNotFoundError: there is no run.
+        StorageError: the store cannot be read or written.
+    """
+    expect_run(backend)
+    with _lease(backend):
+        delete_parts(backend)
+
+
+def expect_run(backend: RetryingBackend) -> None:
+    """Make sure that a run, or what is left of one, is at the place.
+
+    Raises:
+        RunFormatError: something else is there.
+        RunNotFoundError: nothing is.
+        StorageError: the store cannot be read.
+    """
+    if not any(layout.parse_attempt(name) is not None for name in backend.list_names("")):
+        run_attributes(read_run(backend), place=backend.url)
+
+
+def _plan(
+    backend: RetryingBackend, *, keep_last: int | None, iteration: str | None, dry_run: bool
+) -> tuple[PruneReport, list[tuple[Attempt, int]]]:
+    """What is to be removed, and in which attempts it lies."""
+    places = [(attempt, one) for attempt in read_attempts(backend) for one in complete_iterations(backend, attempt)]
+    complete = sorted({one for _, one in places})
+    if keep_last is not None:
+        removed = complete[: max(0, len(complete) - keep_last)]
+    else:
+        wanted = filter_from_text("iteration", iteration or "")
+        mask = wanted.mask(lambda _: np.array(complete, dtype=np.int64), len(complete))
+        removed = [one for one, is_wanted in zip(complete, mask, strict=True) if is_wanted]
+        if not removed:
+            raise UsageError(f"--iteration {iteration} fits none of the complete iterations of the run: {complete}")
+    report = PruneReport(
+        url=backend.url,
+        dry_run=dry_run,
+        removed=tuple(removed),
+        kept=tuple(one for one in complete if one not in set(removed)),
+    )
+    return report, [place for place in places if place[1] in set(removed)]
+
+
+def _lease(backend: RetryingBackend) -> Lease:
+    """The right to change the run, which no launch that records has at the same time."""
+    return Lease(backend, launch=Launch(launch_id=f"upkeep-{uuid.uuid4().hex}", restart=0, world_size=1))

@@ -1,0 +1,224 @@
+"""The runs below a place, and how each of them is."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import enum
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from ranktape.errors import DataError, RanktapeError, RunFormatError, RunNotFoundError, UsageError
+from ranktape.storage.format import layout
+from ranktape.storage.format.attempt import read_attempts, read_run, run_attributes
+from ranktape.storage.format.group_documents import read_document
+from ranktape.storage.format.progress import read_verdict
+from ranktape.storage.format.status import IterationState
+from ranktape.storage.places.urls import open_backend
+
+if TYPE_CHECKING:
+    from ranktape.storage.places.backend import Backend
+
+_NUM_THREADS = 16
+"""Requests in flight while places are looked through."""
+
+MAX_DEPTH = 4
+"""Levels of names that are looked through where nothing else is said."""
+
+MAX_PLACES = 10_000
+"""Names that are looked at before the question counts as asked in the wrong place."""
+
+_LAST_SECOND = 253_402_300_800
+"""The end of the year 9999: a stranger's document may say anything."""
+
+
+class RunState(enum.StrEnum):
+    """How a run is, in one word."""
+
+    MET = "met"
+    """It is closed, and the guaranteed minimum is stored complete."""
+    UNMET = "unmet"
+    """It is closed, and the guaranteed minimum is not there."""
+    OPEN = "open"
+    """No attempt has closed it: it is being recorded, or its processes were lost."""
+    EMPTY = "empty"
+    """No attempt has begun in it."""
+    UNREADABLE = "unreadable"
+    """It cannot be read; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """One run, as a list of runs shows it."""
+
+    path: str
+    """Where it is below the place that was asked about; empty for that place itself."""
+    url: str
+    """Where it is, without credentials."""
+    state: RunState
+    """How it is."""
+    message: str
+    """The verdict in one line, or why the run cannot be read."""
+    created: float | None = None
+    """When it was made, in seconds since 1970 UTC; None where its document does not say."""
+    num_attempts: int = 0
+    """Starts of the worker group."""
+    world_size: int = 0
+    """Ranks of the latest attempt."""
+    iterations: tuple[int, ...] = ()
+    """The iterations that are stored complete, ascending."""
+    num_records: int = 0
+    """Records in the complete iterations, over all attempts."""
+    nbytes: int = 0
+    """Bytes of their values."""
+
+
+def find_runs(
+    url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, max_depth: int = MAX_DEPTH
+) -> list[RunSummary]:
+    """The runs at and below a place by their paths; what is inside of a run is not looked through.
+
+    Args:
+        url: A directory, or a URL of a prefix.
+        storage_options: As for `open_run`.
+        max_depth: Levels of names below the place that are looked through.
+
+    Raises:
+        RunNotFoundError: there is nothing at the place.
+        StorageError: the place cannot be reached or read.
+        UsageError: the URL or the options are not usable, or far too much lies there.
+    """
+    backend = open_backend(url, storage_options=storage_options)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+
+        def look(place: str) -> tuple[RunSummary | None, list[str]]:
+            return _look(backend, place, url=os.fspath(url), storage_options=storage_options)
+
+        summary, names = look("")
+        if summary is None and not names:
+            raise RunNotFoundError(f"there is nothing at {backend.url}: check the URL")
+        found = [] if summary is None else [summary]
+        num_seen = 0
+        for _ in range(max_depth):
+            num_seen += len(names)
+            if num_seen > MAX_PLACES:
+                raise UsageError(
+                    f"more than {MAX_PLACES} names lie below {backend.url}: give a place nearer to the runs, "
+                    f"or look through fewer levels (--depth)"
+                )
+            level = list(pool.map(look, names))
+            found += [summary for summary, _ in level if summary is not None]
+            names = [name for _, below in level for name in below]
+    return sorted(found, key=lambda one: one.path)
+
+
+@contextlib.contextmanager
+def suggest_nearest(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Around what opens a run: where there is none, the error also says which similar names lie beside the place.
+
+    Raises:
+        RunNotFoundError: as the block raised it, with the names.
+    """
+    try:
+        yield
+    except RunNotFoundError as error:
+        near = _nearest(os.fspath(url), storage_options)
+        if not near:
+            raise
+        raise RunNotFoundError(f"{error}; beside it there is {' and '.join(near)}") from error
+
+
+def summarize(backend: Backend, *, path: str = "") -> RunSummary:
+    """The run that the backend holds.
+
+    Raises:
+        RunNotFoundError: there is no run.
+        RunFormatError: what is there is not a run, or is damaged.
+        StorageError: the store cannot be read.
+    """
+    attributes = run_attributes(read_run(backend), place=backend.url)
+    created = _seconds(attributes.get("created"))
+    judged = read_verdict(backend)
+    if judged is None:
+        state, message = RunState.EMPTY, "no attempt has begun in it"
+        return RunSummary(path=path, url=backend.url, state=state, message=message, created=created)
+    verdict, statuses = judged
+    closed = RunState.MET if verdict.met else RunState.UNMET
+    attempts = read_attempts(backend)
+    complete = [status for status in statuses if status.state is IterationState.COMPLETE]
+    return RunSummary(
+        path=path,
+        url=backend.url,
+        state=closed if verdict.final else RunState.OPEN,
+        message=verdict.message(),
+        created=created,
+        num_attempts=len(attempts),
+        world_size=attempts[-1].launch.world_size if attempts else 0,
+        iterations=tuple(sorted({status.iteration for status in complete})),
+        num_records=sum(status.num_records for status in complete),
+        nbytes=sum(status.nbytes for status in complete),
+    )
+
+
+def _look(
+    backend: Backend, place: str, *, url: str, storage_options: Mapping[str, Any] | None
+) -> tuple[RunSummary | None, list[str]]:
+    """The run at a place below the backend, or the places below it where there is no run."""
+    where = f"{backend.url}/{place}".rstrip("/")
+    names: list[str] | None = None
+    try:
+        data = read_document(backend, place)
+        if data is None or b"ranktape" not in data:
+            names = backend.list_names(place)
+            if not any(layout.parse_attempt(name) is not None for name in names):
+                # A group of somebody else's Zarr is nothing of ours, and neither is what lies inside of it.
+                return None, [f"{place}/{name}" if place else name for name in names if data is None]
+            raise RunFormatError(f"{where} has attempts, but no document of a run: see 'ranktape check'")
+        run_attributes(data, place=where)
+        return summarize(open_backend(_join(url, place), storage_options=storage_options), path=place), []
+    except RanktapeError as error:
+        if not place and names is None and not isinstance(error, DataError | RunFormatError):
+            raise
+        # Whether this is a run may not be known; that it cannot be read must be.
+        return _unreadable(place, url=where, error=error), []
+
+
+def _unreadable(place: str, *, url: str, error: RanktapeError) -> RunSummary:
+    return RunSummary(path=place, url=url.rstrip("/"), state=RunState.UNREADABLE, message=str(error))
+
+
+def _seconds(value: Any) -> float | None:
+    """A time as a document has it, if it is one that a calendar has."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < _LAST_SECOND else None
+
+
+def _join(url: str, place: str) -> str:
+    """The URL of a place below another."""
+    if not place:
+        return url
+    # Of the URLs that we open, those of files are percent-encoded, and no others.
+    is_file = url.partition("://")[0].lower() in {"file", "local"}
+    return f"{url.rstrip('/')}/{quote(place) if is_file else place}"
+
+
+def _nearest(url: str, storage_options: Mapping[str, Any] | None) -> Sequence[str]:
+    """Names beside a place that are similar to its own; none where one cannot look."""
+    protocol, separator, rest = url.partition("://")
+    path = (rest if separator else str(Path(url).expanduser().absolute())).rstrip("/")
+    parent, _, name = path.rpartition("/")
+    if not name or (separator and not parent):
+        return []
+    try:
+        backend = open_backend(
+            f"{protocol}://{parent}" if separator else parent or "/", storage_options=storage_options
+        )
+        names = backend.list_names("")
+    except RanktapeError:
+        # The question was another one, and its answer stands.
+        return []
+    return difflib.get_close_matches(name, [other for other in names if other != name], n=2)

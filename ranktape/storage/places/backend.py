@@ -1,0 +1,221 @@
+"""What must a place be able to do to hold a run?
+
+`Backend` is the whole of it: a few verbs over keys. Below it are a local directory (`local.py`), any fsspec file
+system (`remote.py`), S3 through s3fs's client (`s3.py`) and obstore (`obstore_backend.py`); everything above speaks
+only to this protocol. `open_backend` (`urls.py`) gives one that tries again what may succeed later (`retry.py`).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from ranktape.errors import ObjectTooLargeError, StorageError
+from ranktape.storage.places.failures import printable
+
+if TYPE_CHECKING:
+    import numpy as np
+    from _typeshed import WriteableBuffer
+    from zarr.abc.store import Store
+
+Buffer: TypeAlias = "bytes | memoryview | np.ndarray[Any, Any]"
+"""Bytes to write; an array is contiguous."""
+
+
+def byte_view(part: Buffer) -> memoryview:
+    """The bytes of a part, without copying them."""
+    view: memoryview = memoryview(part)  # type: ignore[arg-type]  # numpy's arrays are buffers; their stubs say 3.12+
+    return view.cast("B")
+
+
+def range_file(nbytes: int, fill: Callable[[int, memoryview], int]) -> io.RawIOBase:
+    """Bytes that lie elsewhere, as a file: `fill` writes those from a position on into a buffer, and says how many."""
+    return _RangeFile(nbytes, fill)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """What a listing tells of an object."""
+
+    key: str
+    """Relative to the prefix that was listed."""
+    nbytes: int
+    """Its size."""
+    modified: float
+    """When it was written by the store's clock, in seconds since the epoch; 0.0 where the store does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Debris:
+    """What a writer left unfinished: a partial file or a multipart upload that nobody completed."""
+
+    name: str
+    """Names it to `remove_debris`; the key that was to be written is a part of it."""
+    nbytes: int | None
+    """What it takes up; None where the store does not say."""
+    modified: float
+    """When it was begun or last written, in seconds since the epoch."""
+
+
+class Backend(Protocol):
+    """A place that holds a run, addressed by keys relative to the run's root.
+
+    Every verb raises a `StorageError`, with the place and the way out in its text, when the place cannot be
+    reached, read or written: `UnreachableError` where trying again may help, otherwise one that names why.
+    Safe for several threads, and in a forked child.
+    """
+
+    url: str
+    """Where the run is, without credentials."""
+    is_shared: bool
+    """Whether other processes see what is written; without it a run can be read, but not be recorded into."""
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+        """Write an object of the joined parts. Atomic: readers see the whole of it or what was there before."""
+        ...
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write an object if there is none, atomically; False if there was one."""
+        ...
+
+    def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
+        """The bytes of an object; None where there is none.
+
+        Raises:
+            ObjectTooLargeError: it is larger than `max_nbytes`; no more than that was held in memory.
+        """
+        ...
+
+    def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
+        """Some bytes of an object, clipped to what it has; a negative `start` counts from its end.
+
+        None where there is no object.
+        """
+        ...
+
+    def size(self, key: str) -> int | None:
+        """The bytes that an object has; None where there is none."""
+        ...
+
+    def exists(self, key: str) -> bool:
+        """Whether there is an object."""
+        ...
+
+    def list_keys(self, prefix: str) -> list[str]:
+        """The keys of all objects below a prefix, relative to it, sorted; none where nothing is there."""
+        ...
+
+    def list_objects(self, prefix: str) -> list[ObjectInfo]:
+        """All objects below a prefix with size and time, sorted by key; none where nothing is there."""
+        ...
+
+    def list_names(self, prefix: str) -> list[str]:
+        """The first segments of all keys below a prefix, sorted; none where nothing is there."""
+        ...
+
+    def delete(self, prefix: str) -> None:
+        """Remove an object, or every object below a prefix; nothing happens where none is."""
+        ...
+
+    def delete_keys(self, keys: Sequence[str]) -> None:
+        """Remove many objects at once; those that are not there are passed over."""
+        ...
+
+    def list_debris(self) -> list[Debris]:
+        """What writers left unfinished, sorted by name; a writer that still works at it is not told apart."""
+        ...
+
+    def remove_debris(self, debris: Sequence[Debris]) -> None:
+        """Remove what `list_debris` found; what is gone already is passed over."""
+        ...
+
+    def flush(self) -> None:
+        """Make everything that was written survive a loss of power."""
+        ...
+
+    def zarr_store(self) -> Store:
+        """A read-only Zarr store over the run."""
+        ...
+
+
+def range_within(size: int, start: int, nbytes: int) -> tuple[int, int]:
+    """Where a range that may count from the end begins and stops in an object of `size` bytes."""
+    begin = max(size + start, 0) if start < 0 else min(start, size)
+    stop = min(begin + nbytes, size)
+    return begin, stop
+
+
+def too_large(place: str, max_nbytes: int) -> ObjectTooLargeError:
+    """The error for an object that is larger than what it is read as may be."""
+    return ObjectTooLargeError(
+        f"{printable(place)} is larger than {max_nbytes:,} bytes, the most that is read of it here: it was not written "
+        f"by ranktape, is damaged, or has to be read on a larger machine"
+    )
+
+
+def is_text(name: str) -> bool:
+    """Whether a name is text; what the operating system knows as bytes that are none comes with lone surrogates."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def refuse_escape(url: str, key: str) -> None:
+    """Raise for a key that could name something outside the run, or that no store can hold.
+
+    Raises:
+        StorageError: it is absolute, goes upwards, holds a NUL, or is no text.
+    """
+    if not is_text(key):
+        raise StorageError(
+            f"{key!r} is not the key of an object in {url}: it is no text: whoever wrote that made a mistake or means "
+            f"harm"
+        )
+    if key.startswith("/") or "\0" in key or ".." in key.split("/"):
+        raise StorageError(
+            f"{key!r} is not the key of an object in {url}: it leads out of the run: whoever wrote that made a mistake "
+            f"or means harm"
+        )
+
+
+def without_credentials(url: str) -> str:
+    """The URL without a user name, password or query, fit to be shown and stored."""
+    protocol, separator, rest = url.partition("://")
+    rest = rest.partition("?")[0].partition("#")[0]
+    host, slash, path = rest.partition("/")
+    _, colon, port = host.partition(":")
+    if colon and "@" not in host and "@" in path and not port.isdigit():
+        # A password with a slash in it: what looks like the path goes on with it.
+        host, slash, path = rest.rpartition("@")[2].partition("/")
+    return f"{protocol.lower()}{separator}{host.rpartition('@')[2]}{slash}{path}"
+
+
+class _RangeFile(io.RawIOBase):
+    def __init__(self, nbytes: int, fill: Callable[[int, memoryview], int]) -> None:
+        self._nbytes = nbytes
+        self._fill = fill
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        self._position = max(0, origin + offset)
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        target = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._position)]
+        done = self._fill(self._position, target) if target.nbytes else 0
+        self._position += done
+        return done

@@ -1,0 +1,199 @@
+"""What is tried again, how often and until when?
+
+A request that failed for a reason that may pass (`StorageError.is_transient`) is made again after a pause that grows
+and is drawn by chance, so that a thousand ranks do not come back in step. The whole of it, pauses and requests, ends
+by a deadline. All verbs may be repeated: writing the same object twice is writing it once, and where the answer to
+`create` was lost, what lies there tells whose it is.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ranktape.errors import StorageError
+from ranktape.storage.format.memory import available_nbytes, expect_memory
+from ranktape.storage.places.backend import Backend, Debris, ObjectInfo
+from ranktape.storage.places.deadline import Deadline
+
+if TYPE_CHECKING:
+    from zarr.abc.store import Store
+
+    from ranktape.storage.places.backend import Buffer
+
+Result = TypeVar("Result")
+
+TIMEOUT_SECONDS = 30.0
+"""How long a call goes on when nobody said anything."""
+
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 5.0
+_GROWTH = 2.0
+
+_LARGE_NBYTES = 64 << 20
+"""Of a range: before more is asked for at once, the memory that is left is looked at."""
+
+_LOOK_SECONDS = 0.25
+"""How often `give_up` is asked during a pause."""
+
+
+class RetryingBackend:
+    """A backend that tries again what may succeed later, until a deadline."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        give_up: Callable[[], bool] | None = None,
+        reopen: Callable[[], Backend] | None = None,
+    ) -> None:
+        """`reopen` makes the backend anew in a forked process, for one that does not survive a fork."""
+        self.url = backend.url
+        self.is_shared = backend.is_shared
+        self.failing_since: float | None = None
+        """When the first of the failures came that no success has followed yet, by `time.monotonic`."""
+        self._opened = backend
+        self._pid = os.getpid()
+        self._reopen = reopen
+        self._timeout_seconds = timeout_seconds
+        self._give_up = give_up
+
+    def with_deadline(
+        self, *, timeout_seconds: float | None = None, give_up: Callable[[], bool] | None = None
+    ) -> RetryingBackend:
+        """The same place with another deadline, and with a word in whether to go on trying."""
+        return RetryingBackend(
+            self._backend,
+            timeout_seconds=self._timeout_seconds if timeout_seconds is None else timeout_seconds,
+            give_up=give_up,
+            reopen=self._reopen,
+        )
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+        """Write an object of the joined parts."""
+        self._retried(lambda: self._backend.put(key, parts))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write an object if there is none; False if there was one."""
+        tries = 0
+
+        def work() -> bool:
+            nonlocal tries
+            tries += 1
+            if self._backend.create(key, data):
+                return True
+            # An earlier try may have been done although its answer did not arrive.
+            return tries > 1 and self._backend.get(key) == data
+
+        return self._retried(work)
+
+    def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
+        """The bytes of an object; None where there is none. Never more than there is memory for."""
+        most = available_nbytes() if max_nbytes is None else max_nbytes
+        return self._retried(lambda: self._backend.get(key, max_nbytes=most))
+
+    def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
+        """Some bytes of an object, clipped to what it has; None where there is none."""
+        if nbytes > _LARGE_NBYTES:
+            expect_memory(min(nbytes, self.size(key) or 0), place=f"{self.url}/{key}")
+        return self._retried(lambda: self._backend.get_range(key, start, nbytes))
+
+    def size(self, key: str) -> int | None:
+        """The bytes that an object has; None where there is none."""
+        return self._retried(lambda: self._backend.size(key))
+
+    def exists(self, key: str) -> bool:
+        """Whether there is an object."""
+        return self._retried(lambda: self._backend.exists(key))
+
+    def list_keys(self, prefix: str) -> list[str]:
+        """The keys of all objects below a prefix, relative to it, sorted."""
+        return self._retried(lambda: self._backend.list_keys(prefix))
+
+    def list_objects(self, prefix: str) -> list[ObjectInfo]:
+        """All objects below a prefix with size and time, sorted by key."""
+        return self._retried(lambda: self._backend.list_objects(prefix))
+
+    def list_names(self, prefix: str) -> list[str]:
+        """The first segments of all keys below a prefix, sorted."""
+        return self._retried(lambda: self._backend.list_names(prefix))
+
+    def delete(self, prefix: str) -> None:
+        """Remove an object, or every object below a prefix."""
+        self._retried(lambda: self._backend.delete(prefix))
+
+    def delete_keys(self, keys: Sequence[str]) -> None:
+        """Remove many objects at once."""
+        self._retried(lambda: self._backend.delete_keys(keys))
+
+    def list_debris(self) -> list[Debris]:
+        """What writers left unfinished."""
+        return self._retried(self._backend.list_debris)
+
+    def remove_debris(self, debris: Sequence[Debris]) -> None:
+        """Remove what `list_debris` found."""
+        self._retried(lambda: self._backend.remove_debris(debris))
+
+    def flush(self) -> None:
+        """Make everything that was written survive a loss of power."""
+        self._retried(self._backend.flush)
+
+    def zarr_store(self) -> Store:
+        """A read-only Zarr store over the run, which tries again too."""
+        from ranktape.storage.places.zarr_store import BackendStore
+
+        return BackendStore(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _pid=os.getpid())
+
+    @property
+    def _backend(self) -> Backend:
+        if os.getpid() != self._pid:
+            if self._reopen is not None:
+                self._opened = self._reopen()
+            self._pid = os.getpid()
+        return self._opened
+
+    def _retried(self, work: Callable[[], Result]) -> Result:
+        deadline = Deadline(self._timeout_seconds)
+        begin = time.monotonic()
+        pause = _FIRST_PAUSE_SECONDS
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                with deadline:
+                    result = work()
+            except StorageError as error:
+                if not error.is_transient:
+                    raise
+                if self.failing_since is None:
+                    self.failing_since = time.monotonic()
+                if not self._waited(random.uniform(pause / 2, pause), until=deadline.until):  # noqa: S311  # no secret
+                    if tries == 1:
+                        raise
+                    error.args = (f"{error} (tried {tries} times in {time.monotonic() - begin:.0f} s)",)
+                    raise
+                pause = min(pause * _GROWTH, _LONGEST_PAUSE_SECONDS)
+            else:
+                self.failing_since = None
+                return result
+
+    def _waited(self, seconds: float, *, until: float) -> bool:
+        """Whether there is time for another try after a pause, which is over when this returns."""
+        wake = time.monotonic() + seconds
+        if wake >= until:
+            return False
+        while (left := wake - time.monotonic()) > 0:
+            if self._gives_up():
+                return False
+            time.sleep(min(left, _LOOK_SECONDS))
+        return not self._gives_up()
+
+    def _gives_up(self) -> bool:
+        return self._give_up is not None and self._give_up()

@@ -1,0 +1,1 @@
+"""Selects rows of a catalogue by filters and expressions."""

@@ -1,0 +1,210 @@
+"""Which records does a filter select: `rank="0-3"`, `module="layers.*.attn"`, `--iteration 10:20:2`?
+
+A filter is a field and what it may hold:
+
+    a number, a text, None      that value; None is a missing one
+    a list, tuple or set        any of what it holds
+    "0-3"                       for fields of numbers: 0, 1, 2 and 3, both ends included
+    "10:20:2"                   for fields of numbers: as Python's slices, 10, 12, ... below 20; ":20" and "10:" too
+    "0,2,5-7"                   for fields of numbers: any of these
+    range(4), slice(10, 20)     as in Python; what is left out has no limit
+    "layers.*.attn"             for fields of text: `*` any text, `?` one character, `[...]` one of these; dots are
+                                ordinary characters, and a text with brackets also matches itself
+
+Negative numbers are meant as they stand (layer_idx -1 is outside of the stack), never counted from the end. On
+the command line a comma separates alternatives for fields of text too, which is `from_text`. The grammar of
+whole expressions is in `ranktape.storage.query.where`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from ranktape.errors import UnknownFieldError, UsageError
+from ranktape.storage.query import columns
+from ranktape.storage.query.columns import Column, ColumnSource, Mask, Span, StringColumn
+from ranktape.storage.query.where import Where, parse_where
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from ranktape.storage.query.columns import Number
+
+__all__ = [
+    "Column",
+    "ColumnSource",
+    "Filter",
+    "Mask",
+    "StringColumn",
+    "Where",
+    "check_fields",
+    "filter_from_text",
+    "parse_filter",
+    "parse_where",
+]
+
+MAX_TEXT_LENGTH = 10_000
+"""Characters of one alternative."""
+
+Alternative: TypeAlias = "str | Number | Span | None"
+"""One thing that a field may hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """A field, and what it may hold."""
+
+    field: str
+    """Its name, with dots."""
+    alternatives: tuple[Alternative, ...]
+    """Any of these; a text is read once it is known what the field holds."""
+    is_list: bool = False
+    """Whether a comma separates alternatives in fields of text as well."""
+
+    def mask(self, source: ColumnSource, num_rows: int) -> Mask:
+        """The rows of the field's column that hold one of the alternatives; none of them if there are none.
+
+        Raises:
+            UsageError: an alternative that fields of this kind cannot hold.
+        """
+        column = source(self.field)
+        find = self._find_text if columns.is_text(column) else self._find_numbers
+        found = find(column)
+        assert len(found) == num_rows, f"column {self.field} has {len(found)} rows, not {num_rows}"
+        return found
+
+    def _find_text(self, column: Column) -> Mask:
+        texts = [text for text in self.alternatives if isinstance(text, str)]
+        others = [other for other in self.alternatives if other is not None and not isinstance(other, str)]
+        if others:
+            raise UsageError(f"{self.field} holds text, not numbers: give it in quotes, such as {self.field}='0'")
+        if self.is_list:
+            texts = [part.strip() for text in texts for part in text.split(",")]
+        globs = [columns.glob(text) for text in texts if _GLOB.search(text)]
+        whole = frozenset(texts)
+        encoded = columns.encode(column)
+        found = columns.matching(encoded, lambda text: text in whole or any(matches(text) for matches in globs))
+        return found | columns.missing(encoded) if None in self.alternatives else found
+
+    def _find_numbers(self, column: Column) -> Mask:
+        values: list[Number | None] = []
+        spans: list[Span] = []
+        for alternative in self.alternatives:
+            for part in _read_numbers(alternative, field=self.field) if isinstance(alternative, str) else [alternative]:
+                if isinstance(part, Span):
+                    spans.append(part)
+                else:
+                    values.append(part)
+        found = columns.one_of(column, values, name=self.field)
+        for span in spans:
+            found |= columns.within(column, span, name=self.field)
+        return found
+
+
+_GLOB = re.compile(r"[*?\[]")
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|[+-]?inf")
+_DASH = re.compile(r"([+-]?\d+)-([+-]?\d+)")
+_SLICE = re.compile(r"([+-]?\d+)?:([+-]?\d+)?(?::(\+?\d+)?)?")
+_MAX_MAGNITUDE = 2**63
+_EXPECTED = "give a number, a range such as 0-3 or 10:20:2, a list such as 0,2,5, or none for missing values"
+
+
+def parse_filter(field: str, value: Any, *, known: Collection[str] | None = None) -> Filter:
+    """The filter that a keyword argument means: a value, or alternatives, in the forms of this module.
+
+    A NaN is a missing value, as None is. An empty list selects nothing.
+
+    Raises:
+        UnknownFieldError: the field is not among those known.
+        UsageError: a value that no field can hold.
+    """
+    if known is not None:
+        check_fields([field], known=known)
+    several = isinstance(value, list | tuple | set | frozenset) or (isinstance(value, np.ndarray) and value.ndim == 1)
+    values = value if several else [value]
+    return Filter(field=field, alternatives=tuple(_alternative(entry, field=field) for entry in values))
+
+
+def filter_from_text(field: str, text: str, *, known: Collection[str] | None = None) -> Filter:
+    """The filter that a command line option means: as `parse_filter`, and commas separate alternatives of text too.
+
+    Raises:
+        UnknownFieldError: the field is not among those known.
+        UsageError: the text is too long.
+    """
+    read = parse_filter(field, text, known=known)
+    return Filter(field=read.field, alternatives=read.alternatives, is_list=True)
+
+
+def check_fields(names: Iterable[str], *, known: Collection[str]) -> None:
+    """Let names pass that are fields.
+
+    Raises:
+        UnknownFieldError: one is not; says which fields have names like it.
+    """
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            near += [field for field in sorted(known) if name in field.split(".") and field not in near]
+            hint = f"did you mean {' or '.join(near[:3])}?" if near else f"use one of {', '.join(sorted(known))}"
+            raise UnknownFieldError(f"records have no field {name!r}: {hint}")
+
+
+def _alternative(value: Any, *, field: str) -> Alternative:
+    plain = value.item() if isinstance(value, np.generic) else value
+    if isinstance(plain, str):
+        if len(plain) > MAX_TEXT_LENGTH:
+            raise UsageError(f"{field} is compared with {len(plain)} characters: give at most {MAX_TEXT_LENGTH}")
+        return str(plain)
+    if plain is None or (isinstance(plain, float) and math.isnan(plain)):
+        return None
+    if isinstance(plain, range):
+        upwards = plain if plain.step > 0 else plain[::-1]
+        return _span(upwards.start, upwards.stop, upwards.step, field=field)
+    if isinstance(plain, slice):
+        parts = (plain.start, plain.stop, plain.step)
+        if any(part is not None and not isinstance(part, int | np.integer) for part in parts):
+            raise UsageError(f"{field}={plain!r} is not a slice of integers: write slice(10, 20, 2)")
+        return _span(*(None if part is None else int(part) for part in parts), field=field)
+    if isinstance(plain, int | float):
+        return plain
+    raise UsageError(
+        f"{field}={plain!r} is not something a field can hold: give a number, a text, None, a range, or a list of these"
+    )
+
+
+def _span(start: int | None, stop: int | None, step: int | None, *, field: str) -> Span:
+    if step is not None and step < 1:
+        raise UsageError(f"{field} has a range with step {step}: give a step of 1 or more")
+    if any(number is not None and abs(number) >= _MAX_MAGNITUDE for number in (start, stop, step)):
+        raise UsageError(f"{field} has a range beyond 64 bits: give smaller numbers")
+    return Span(first=start, last=None if stop is None else stop - 1, step=step or 1)
+
+
+def _read_numbers(text: str, *, field: str) -> list[Number | Span | None]:
+    return [_read_number(part.strip(), field=field) for part in text.split(",")]
+
+
+def _read_number(text: str, *, field: str) -> Number | Span | None:
+    if text.lower() in {"none", "null"}:
+        return None
+    if len(text) > 3 * len(str(_MAX_MAGNITUDE)):
+        raise UsageError(f"{field} holds numbers and {text[:20]!r}... is too long to be one: {_EXPECTED}")
+    if _NUMBER.fullmatch(text):
+        return float(text) if re.search(r"[.eEf]", text) else int(text)
+    dash = _DASH.fullmatch(text)
+    if dash:
+        first, last = int(dash[1]), int(dash[2])
+        if first > last:
+            raise UsageError(f"{field} has the range {text!r}, which ends before it begins: write {last}-{first}")
+        return _span(first, last + 1, None, field=field)
+    colons = _SLICE.fullmatch(text)
+    if colons:
+        return _span(*(int(part) if part else None for part in colons.groups()), field=field)
+    raise UsageError(f"{field} holds numbers and {text!r} is not one: {_EXPECTED}")

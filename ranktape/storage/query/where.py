@@ -1,0 +1,373 @@
+"""Which rows does an expression such as `layer_type == 'attention' and overflow.ratio > 0` mean?
+
+    expression  = term { "or" term }
+    term        = factor { "and" factor }
+    factor      = "not" factor | "(" expression ")" | condition
+    condition   = value comparison value { comparison value }
+                | field [ "not" ] "in" ( "[" [ value { "," value } ] "]" | "(" ... ")" )
+                | field [ "not" ] "like" text
+                | field "is" [ "not" ] "None"
+    comparison  = "==" | "!=" | "<" | "<=" | ">" | ">="
+    value       = field | number | text | "true" | "false" | "None" | "inf"
+
+A field is a name with dots, `overflow.upper.count`; a text stands in single or double quotes, with a backslash
+before a quote or a backslash; a number is written as in Python, `1e-4`, `-3`. `like` takes `*`, `?` and `[...]`,
+and dots are ordinary characters to it. true and false are 1 and 0. A missing value is different from
+everything, equal to nothing but None, and neither below nor above anything.
+
+The expression is data: it is read by the parser below, and nothing of it is ever run.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
+
+import numpy as np
+
+from ranktape.errors import UsageError
+from ranktape.storage.query import columns
+from ranktape.storage.query.columns import Comparison
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ranktape.storage.query.columns import ColumnSource, Mask, Number
+
+MAX_LENGTH = 10_000
+"""Characters of an expression."""
+
+MAX_DEPTH = 50
+"""Parentheses and `not`s within one another."""
+
+Literal: TypeAlias = "str | Number | None"
+"""A value that stands in the expression itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """A value that stands in a column."""
+
+    name: str
+    """Its name, with dots."""
+
+
+class Condition(Protocol):
+    """A node of the expression."""
+
+    def mask(self, source: ColumnSource, num_rows: int) -> Mask:
+        """The rows for which it holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compare:
+    """One value against another, of which at least one is a field."""
+
+    left: Field
+    """The first field."""
+    comparison: Comparison
+    """How they must compare."""
+    right: Field | Literal
+    """The other side."""
+
+    def mask(self, source: ColumnSource, num_rows: int) -> Mask:  # noqa: ARG002 - the Protocol's signature
+        """The rows in which the two compare so."""
+        column = source(self.left.name)
+        if isinstance(self.right, Field):
+            names = (self.left.name, self.right.name)
+            return columns.compare_columns(column, self.comparison, source(self.right.name), names=names)
+        if self.right is None:
+            found = columns.missing(column)
+            return found if self.comparison is Comparison.EQUAL else ~found
+        return columns.compare(column, self.comparison, self.right, name=self.left.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneOf:
+    """A field against a list."""
+
+    field: Field
+    """The field."""
+    values: Sequence[Literal]
+    """What it may hold."""
+
+    def mask(self, source: ColumnSource, num_rows: int) -> Mask:  # noqa: ARG002 - the Protocol's signature
+        """The rows that hold one of the values."""
+        return columns.one_of(source(self.field.name), self.values, name=self.field.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Like:
+    """A field against a pattern."""
+
+    field: Field
+    """The field."""
+    pattern: str
+    """What it must look like."""
+
+    def mask(self, source: ColumnSource, num_rows: int) -> Mask:  # noqa: ARG002 - the Protocol's signature
+        """The rows whose text matches; never the missing ones."""
+        column = source(self.field.name)
+        if not columns.is_text(column):
+            raise UsageError(f"{self.field.name} holds numbers and 'like' compares text: use == or <")
+        return columns.matching(columns.encode(column), columns.glob(self.pattern))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Not:
+    """The opposite."""
+
+    condition: Condition
+    """What must not hold."""
+
+    def mask(self, source: ColumnSource, num_rows: int) -> Mask:
+        """The rows for which it does not hold."""
+        return ~self.condition.mask(source, num_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Every:
+    """All of several conditions."""
+
+    conditions: Sequence[Condition]
+    """What must hold together."""
+
+    def mask(self, source: ColumnSource, num_rows: int) -> Mask:
+        """The rows for which all of them hold."""
+        found = np.ones(num_rows, dtype=np.bool_)
+        for condition in self.conditions:
+            found &= condition.mask(source, num_rows)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Either:
+    """Any of several conditions."""
+
+    conditions: Sequence[Condition]
+    """What may hold."""
+
+    def mask(self, source: ColumnSource, num_rows: int) -> Mask:
+        """The rows for which at least one of them holds."""
+        found = np.zeros(num_rows, dtype=np.bool_)
+        for condition in self.conditions:
+            found |= condition.mask(source, num_rows)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """An expression that has been read."""
+
+    text: str
+    """As it was written."""
+    names: tuple[str, ...]
+    """The fields it asks for, each once, in their order."""
+    condition: Condition
+    """What it means."""
+
+    def mask(self, source: ColumnSource, num_rows: int) -> Mask:
+        """The rows for which the expression holds, of columns with that many rows.
+
+        Raises:
+            UsageError: a field that holds text meets a number, or the other way round.
+        """
+        return self.condition.mask(source, num_rows)
+
+
+def parse_where(text: str) -> Where:
+    """The meaning of an expression in the grammar of this module.
+
+    Raises:
+        UsageError: the text is none; says where, and what was expected there.
+    """
+    if len(text) > MAX_LENGTH:
+        raise UsageError(f"the expression has {len(text)} characters: give at most {MAX_LENGTH}")
+    parser = _Parser(text)
+    condition = parser.expression(depth=0)
+    if parser.token.kind != "end":
+        parser.fail("'and', 'or' or the end")
+    return Where(text=text, names=tuple(parser.names), condition=condition)
+
+
+_CONTEXT = 40
+"""Characters shown on either side of a mistake."""
+
+_MAX_DIGITS = 40
+"""Characters of a number; Python refuses to read very long ones."""
+
+_TOKEN = re.compile(
+    r"""\s*(?:
+      (?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.]))
+    | (?P<text>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")
+    | (?P<word>-?inf\b(?!\.)|[^\W\d]\w*(?:\.\w+)*)
+    | (?P<sign>==|!=|<=|>=|<|>|\(|\)|\[|\]|,)
+    | (?P<end>\Z)
+    )""",
+    re.VERBOSE | re.DOTALL,
+)
+
+_WORDS: dict[str, Number | None] = {"true": 1, "false": 0, "none": None, "inf": float("inf"), "-inf": float("-inf")}
+_KEYWORDS = frozenset({"and", "or", "not", "in", "like", "is"})
+_COMPARISONS = {comparison.value: comparison for comparison in Comparison}
+_MENDED = {"=": "==", "&": "and", "|": "or", "!": "not", "~": "like"}
+"""What people write, and what the grammar calls it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Token:
+    kind: str
+    text: str
+    start: int
+
+
+class _Parser:
+    """Reads an expression from left to right, one method for each line of the grammar."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._end = 0
+        self.names: dict[str, None] = {}
+        self.token = self._next()
+
+    def fail(self, expected: str) -> NoReturn:
+        """Say what is where `expected` should be."""
+        found = repr(self.token.text) if self.token.text else "the end"
+        hint = ""
+        if self.token.kind == "wrong":
+            hint = "".join(f" (write {word!r})" for sign, word in _MENDED.items() if self.token.text[0] == sign)
+        start = self.token.start
+        around = self._text[max(0, start - _CONTEXT) : start + _CONTEXT]
+        raise UsageError(f"expected {expected} at character {start + 1}, found {found}{hint}, in {around!r}")
+
+    def _next(self) -> _Token:
+        match = _TOKEN.match(self._text, self._end)
+        if match is None:
+            rest = self._text[self._end :]
+            start = self._end + len(rest) - len(rest.lstrip())
+            return _Token(kind="wrong", text=re.split(r"\s", self._text[start:], maxsplit=1)[0][:20], start=start)
+        assert match.lastgroup is not None
+        self._end = match.end()
+        token = _Token(kind=match.lastgroup, text=match[match.lastgroup], start=match.start(match.lastgroup))
+        lowered = token.text.lower()
+        return _Token(kind=lowered, text=token.text, start=token.start) if lowered in _KEYWORDS else token
+
+    def _take(self, kind: str, *texts: str) -> str | None:
+        if self.token.kind != kind or (texts and self.token.text not in texts):
+            return None
+        taken = self.token.text
+        self.token = self._next()
+        return taken
+
+    def expression(self, *, depth: int) -> Condition:
+        """Terms with `or` between them."""
+        if depth > MAX_DEPTH:
+            self.fail(f"at most {MAX_DEPTH} parentheses and 'not's within one another")
+        terms = [self._term(depth=depth)]
+        while self._take("or"):
+            terms.append(self._term(depth=depth))
+        return terms[0] if len(terms) == 1 else Either(conditions=terms)
+
+    def _term(self, *, depth: int) -> Condition:
+        factors = [self._factor(depth=depth)]
+        while self._take("and"):
+            factors.append(self._factor(depth=depth))
+        return factors[0] if len(factors) == 1 else Every(conditions=factors)
+
+    def _factor(self, *, depth: int) -> Condition:
+        if depth > MAX_DEPTH:
+            self.fail(f"at most {MAX_DEPTH} parentheses and 'not's within one another")
+        if self._take("not"):
+            return Not(condition=self._factor(depth=depth + 1))
+        if self._take("sign", "("):
+            condition = self.expression(depth=depth + 1)
+            if not self._take("sign", ")"):
+                self.fail("')'")
+            return condition
+        return self._condition()
+
+    def _condition(self) -> Condition:
+        first = self._value("a field, such as layer_type")
+        if isinstance(first, Field):
+            negated = self._take("not") is not None
+            listed = self._listed(first)
+            if listed is not None:
+                return Not(condition=listed) if negated else listed
+            if negated:
+                self.fail("'in' or 'like'")
+            if self._take("is"):
+                return self._is_none(first)
+        comparisons = []
+        left = first
+        while self.token.text in _COMPARISONS and self.token.kind == "sign":
+            comparison = _COMPARISONS[self._take("sign") or ""]
+            start = self.token
+            right = self._value("a field, a number or a text in quotes")
+            comparisons.append(self._compare(left, comparison, right, start=start))
+            left = right
+        if not comparisons:
+            self.fail("==, !=, <, <=, >, >=, 'in', 'like' or 'is'")
+        return comparisons[0] if len(comparisons) == 1 else Every(conditions=comparisons)
+
+    def _compare(
+        self, left: Field | Literal, comparison: Comparison, right: Field | Literal, *, start: _Token
+    ) -> Compare:
+        if not isinstance(left, Field):
+            if not isinstance(right, Field):
+                self.token = start
+                self.fail("a field on one side of the comparison")
+            return self._compare(right, columns.swapped(comparison), left, start=start)
+        if right is None and comparison not in {Comparison.EQUAL, Comparison.DIFFERENT}:
+            self.token = start
+            self.fail("a number or a text, as only == and != compare with None")
+        return Compare(left=left, comparison=comparison, right=right)
+
+    def _listed(self, field: Field) -> Condition | None:
+        if self._take("like"):
+            if self.token.kind != "text":
+                self.fail("a pattern in quotes, such as 'layers.*.attn'")
+            pattern = self._value("a pattern")
+            assert isinstance(pattern, str)
+            return Like(field=field, pattern=pattern)
+        if not self._take("in"):
+            return None
+        closing = {"[": "]", "(": ")"}.get(self._take("sign", "[", "(") or "")
+        if closing is None:
+            self.fail("a list, such as [0, 1]")
+        values: list[Literal] = []
+        while not self._take("sign", closing):
+            if values and not self._take("sign", ","):
+                self.fail(f"',' or '{closing}'")
+            if values and self._take("sign", closing):
+                break
+            start = self.token
+            value = self._value(f"a number, a text in quotes or '{closing}'")
+            if isinstance(value, Field):
+                self.token = start
+                self.fail("a number or a text in quotes")
+            values.append(value)
+        return OneOf(field=field, values=values)
+
+    def _is_none(self, field: Field) -> Condition:
+        comparison = Comparison.DIFFERENT if self._take("not") else Comparison.EQUAL
+        if self.token.text.lower() != "none":
+            self.fail("None")
+        return Compare(left=field, comparison=comparison, right=self._value("None"))
+
+    def _value(self, expected: str) -> Field | Literal:
+        token = self.token
+        if token.kind not in {"word", "number", "text"}:
+            self.fail(expected)
+        if token.kind == "number" and len(token.text) > _MAX_DIGITS:
+            self.fail(f"a number of at most {_MAX_DIGITS} characters")
+        self.token = self._next()
+        if token.kind == "text":
+            return re.sub(r"\\(.)", r"\1", token.text[1:-1], flags=re.DOTALL)
+        if token.kind == "number":
+            return float(token.text) if re.search(r"[.eE]", token.text) else int(token.text)
+        if token.text.lower() in _WORDS:
+            return _WORDS[token.text.lower()]
+        self.names.setdefault(token.text)
+        return Field(name=token.text)

@@ -1,0 +1,88 @@
+"""The small tensors that wait to be written together, and which of them go into one array.
+
+A small tensor costs the store as much as a large one when it is an object of its own. Those of one dtype, shape
+and layout are therefore kept until there are many of them, or their iteration ends. Nothing is copied: what is
+kept stays where it is, and is given back when it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ranktape.storage.format.record_info import Keep
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ranktape.storage.format.record_info import RecordInfo
+
+STACK_BELOW_NBYTES = 2 << 20
+"""Tensors smaller than this are stacked, where nobody says otherwise."""
+
+MAX_STACK_NBYTES = 32 << 20
+"""A stack is written once it is that large."""
+
+MAX_STACK_RECORDS = 8192
+"""And once it has that many tensors."""
+
+MAX_HELD_NBYTES = 64 << 20
+"""All stacks of a writer are written once they are that large together."""
+
+STORE_CONCURRENCY = 8
+"""Stacks, and tensors with an object of their own, that a rank sends at the same time, where nobody says otherwise."""
+
+StackKey = tuple[Any, ...]
+"""What the tensors of one stack share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A small tensor that waits."""
+
+    array: np.ndarray[Any, Any]
+    """Its values."""
+    info: RecordInfo
+    """Its identity, with its checksum."""
+    site: str
+    """Its path below the iteration."""
+    release: Callable[[], None]
+    """To be called when the values are not needed any more."""
+
+
+@dataclass(slots=True)
+class Stacks:
+    """The small tensors of one iteration that wait."""
+
+    held: dict[StackKey, list[Held]] = field(default_factory=dict)
+    """By what they share."""
+    nbytes: int = 0
+    """Bytes of their values."""
+
+    def add(self, item: Held) -> list[Held] | None:
+        """Keep a tensor; its stack, when it is full and to be written."""
+        key = stack_key(item.info)
+        stack = self.held.setdefault(key, [])
+        stack.append(item)
+        self.nbytes += item.array.nbytes
+        if len(stack) < MAX_STACK_RECORDS and len(stack) * item.array.nbytes < MAX_STACK_NBYTES:
+            return None
+        return self._take(key)
+
+    def take_all(self) -> list[list[Held]]:
+        """All stacks, to be written."""
+        return [self._take(key) for key in list(self.held)]
+
+    def _take(self, key: StackKey) -> list[Held]:
+        stack = self.held.pop(key)
+        self.nbytes -= len(stack) * stack[0].array.nbytes
+        return stack
+
+
+def stack_key(info: RecordInfo) -> StackKey:
+    """What tensors must have in common to be in one array."""
+    if info.keep == Keep.STATISTICS:
+        # Those of all tensors are alike, and far smaller than the documents that arrays of their own would have.
+        return (info.keep,)
+    return (info.keep, info.dtype, info.shape, info.layout, info.nbytes)

@@ -1,0 +1,256 @@
+"""The place of a start of the worker group in a run.
+
+Rank 0 claims the run, makes it (or continues it) and writes the attempt's document last. Every other rank waits for
+that document: seeing it proves that all ranks write into the same store, and not each into a directory of
+its own node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ranktape.errors import CaptureError, RanktapeError, RunExistsError, UsageError
+from ranktape.storage.format import layout
+from ranktape.storage.format.attempt import (
+    Attempt,
+    Launch,
+    complete_iterations,
+    read_attempts,
+    read_run,
+    run_attributes,
+)
+from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.documents import (
+    CHECKSUM_KEY,
+    FIRST_SCHEMA_KEY,
+    SCHEMA_KEY,
+    SCHEMA_VERSION,
+    encode_document,
+    group_document,
+)
+from ranktape.storage.format.group_documents import write_group
+from ranktape.storage.format.progress import read_progress, read_verdict
+from ranktape.storage.recording.lease import Lease
+
+if TYPE_CHECKING:
+    from ranktape.storage.places.backend import Backend
+    from ranktape.storage.places.retry import RetryingBackend
+
+MAX_OBJECT_KEY_NBYTES = 1024
+"""Of a whole key, in every object store."""
+
+MAX_FILE_PATH_NBYTES = 4096
+"""Of a whole path, on Linux."""
+
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 2.0
+
+
+def claim_run(backend: RetryingBackend, *, launch: Launch, resume: bool, overwrite: bool) -> Lease:
+    """The lease that rank 0 holds from before the attempt begins until its verdict is written.
+
+    Raises:
+        RunExistsError: another launch's run, or something that is not a run, is at the URL; or another launch records
+            into the run at this moment.
+        StorageError: the store cannot be read or written.
+    """
+    check_place(backend, resume=resume, overwrite=overwrite, launch_id=launch.launch_id)
+    return Lease(backend, launch=launch)
+
+
+def begin_attempt(
+    backend: Backend,
+    *,
+    launch: Launch,
+    options: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    resume: bool,
+    overwrite: bool,
+    add: bool = False,
+) -> Attempt:
+    """The new attempt, written by its first rank; makes the run where there is none.
+
+    A run of the same launch is continued without being asked, so that a restart by torchrun resumes. Overwriting
+    deletes what belongs to the run, and leaves what else lies beside it. What a late writer of a deleted run left
+    is passed over. Whoever records holds the lease of `claim_run`, but for what adds to the run (`add`): that is shown
+    beside what the run held, and counted for itself; of others it continues only the attempts of its own launch.
+
+    Raises:
+        RunExistsError: another launch's run, or something that is not a run, is at the URL.
+        StorageError: the store cannot be read or written.
+        UsageError: the URL is so long that the store takes no keys below it.
+    """
+    _make_or_continue_run(
+        backend,
+        launch=launch,
+        options=options,
+        environment=environment,
+        resume=resume,
+        overwrite=overwrite,
+        add=add,
+    )
+    earlier = read_attempts(backend)
+    for one in earlier:
+        _finish_leftovers(backend, one)
+    place = (launch.launch_id, launch.first_rank)
+    continued = [one for one in earlier if not add or (one.launch.launch_id, one.launch.first_rank) == place]
+    completed = sorted({iteration for one in continued for iteration in complete_iterations(backend, one)})
+    # Ranks that record each for itself, at the same time, have one number.
+    before = [one.number for one in earlier if not (add and one.adds) or one.launch.overlaps(launch)]
+    number = max(before, default=-1) + 1
+    attempt = Attempt(
+        number=number,
+        path=layout.attempt_path(number, token=secrets.token_hex(4)),
+        launch=launch,
+        min_iterations=int(options["min_iterations"]),
+        completed=tuple(completed),
+        adds=add,
+    )
+    for group in layout.ATTEMPT_GROUPS:
+        write_group(backend, f"{attempt.path}/{group}", {})
+    attributes = {**attempt.to_json(), "options": dict(options), "started": time.time()}
+    write_group(backend, attempt.path, attributes)
+    return attempt
+
+
+def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: str | None = None) -> bytes | None:
+    """Make sure, before anything is written, that a launch may record into a place; the document of the run there.
+
+    Without `launch_id` it is a new launch. A run that has ended, and into which nothing was stored, is free to use.
+
+    Raises:
+        RunExistsError: another launch's run, or something that is not a run, is at the URL.
+        StorageError: the store cannot be read.
+        UsageError: the URL is so long that the store takes no keys below it.
+    """
+    _check_length(backend)
+    data = read_run(backend)
+    if data is None and (found := _foreign_names(backend)):
+        raise RunExistsError(f"{backend.url} is not empty and holds no run (there is {found[0]!r}): choose another URL")
+    is_anothers = data is not None and run_attributes(data, place=backend.url).get("launch_id") != launch_id
+    if is_anothers and not (resume or overwrite or _has_ended_empty(backend)):
+        raise RunExistsError(
+            f"there is a run at {backend.url} already: add --resume to continue it, --overwrite to delete it, "
+            f"--add to keep it beside what comes, or choose another URL"
+        )
+    return data
+
+
+def _has_ended_empty(backend: Backend) -> bool:
+    # One that is damaged, or of another version, is refused like any other.
+    with contextlib.suppress(RanktapeError):
+        judged = read_verdict(backend)
+        return judged is not None and judged[0].final and not any(status.committed_ranks for status in judged[1])
+    return False
+
+
+def _check_length(backend: Backend) -> None:
+    _, is_remote, place = backend.url.partition("://")
+    prefix, limit = (
+        (place.partition("/")[2], MAX_OBJECT_KEY_NBYTES) if is_remote else (backend.url, MAX_FILE_PATH_NBYTES)
+    )
+    excess = len(os.fsencode(prefix)) + 1 + layout.MAX_KEY_LENGTH - limit
+    if excess > 0:
+        raise UsageError(
+            f"{backend.url[:80]!r}... is {excess} bytes too long for what lies below it, of which {limit} are allowed "
+            f"in all: give a shorter URL"
+        )
+
+
+def _make_or_continue_run(
+    backend: Backend,
+    *,
+    launch: Launch,
+    options: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    resume: bool,
+    overwrite: bool,
+    add: bool,
+) -> None:
+    data = check_place(backend, resume=resume or add, overwrite=overwrite, launch_id=launch.launch_id)
+    if data is not None and overwrite:
+        owner = run_attributes(data, place=backend.url).get("launch_id")
+        if owner != launch.launch_id:
+            delete_parts(backend)
+            data = None
+    if data is None:
+        attributes = {
+            SCHEMA_KEY: SCHEMA_VERSION,
+            "launch_id": launch.launch_id,
+            "created": time.time(),
+            "options": dict(options),
+            "environment": dict(environment),
+        }
+        key = layout.document_key("")
+        if not backend.create(key, encode_document(group_document(attributes), key=key)) and not add:
+            raise RunExistsError(f"another launch made a run at {backend.url} just now: choose another URL")
+    else:
+        _raise_schema(backend, run_attributes(data, place=backend.url))
+
+
+def _raise_schema(backend: Backend, attributes: dict[str, Any]) -> None:
+    """Say of a run that is continued that it holds what an earlier version does not read."""
+    if attributes[SCHEMA_KEY] < SCHEMA_VERSION:
+        attributes.pop(CHECKSUM_KEY, None)
+        write_group(backend, "", {FIRST_SCHEMA_KEY: attributes[SCHEMA_KEY], **attributes, SCHEMA_KEY: SCHEMA_VERSION})
+
+
+def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) -> Attempt:
+    """The attempt that rank 0 began for this launch, waited for by every other rank.
+
+    Raises:
+        CaptureError: it did not appear in time; rank 0 failed, or this rank sees another store.
+        StorageError: the store cannot be read.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        for attempt in reversed(read_attempts(backend)):
+            if attempt.launch == launch:
+                return attempt
+        if time.monotonic() > deadline:
+            raise CaptureError(
+                f"this rank does not see in {backend.url} the run that rank 0 began {timeout_seconds:g} s ago: "
+                f"give a URL that all nodes share"
+            )
+        # A thousand ranks look; by chance, so that they do not all look at once.
+        time.sleep(random.uniform(pause / 2, pause))  # noqa: S311  # no secret
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _foreign_names(backend: Backend) -> list[str]:
+    """What lies where a run is to be made, other than attempts that lost their documents."""
+    return [
+        name
+        for name in backend.list_names("")
+        if not layout.is_part_of_run(name)
+        or (layout.parse_attempt(name) is not None and backend.exists(layout.document_key(name)))
+    ]
+
+
+def delete_parts(backend: Backend) -> None:
+    """Delete what the layout names at the top of a run and nothing else. Whoever does it holds the lease.
+
+    Raises:
+        StorageError: the store cannot be written.
+    """
+    attempts = [name for name in backend.list_names("") if layout.parse_attempt(name) is not None]
+    # The documents first: writers that are still at work see by them that the run is gone, and stop.
+    for name in attempts:
+        backend.delete(layout.document_key(name))
+    for name in [*attempts, layout.ANALYSIS]:
+        backend.delete(name)
+    # And this last: where the deletion is interrupted, it is still a run that can be overwritten.
+    backend.delete(layout.document_key(""))
+
+
+def _finish_leftovers(backend: Backend, attempt: Attempt) -> None:
+    """Write the iteration commits that an earlier attempt's coordinator did not live to write."""
+    for iteration in read_progress(backend, attempt).ready():
+        finish_iteration(backend, attempt=attempt, iteration=iteration)

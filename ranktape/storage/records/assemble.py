@@ -1,0 +1,345 @@
+"""What was the whole tensor of which each rank recorded a part?
+
+The placements of the records say where the parts lie, which of them are copies of one another, and which are to be
+added up. Copies are compared by their checksums and read once. What is missing is an error, never zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError, UsageError
+from ranktape.storage.format.dtypes import dtype_row
+from ranktape.storage.format.parts import split
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.rounding import round_once
+from ranktape.storage.format.site_paths import Site
+from ranktape.storage.records.placement import Kind, Placement, parse_placement
+
+if TYPE_CHECKING:
+    import torch
+    import zarr
+
+    from ranktape.storage.records.record import Record
+
+_MAX_CELLS = 1 << 22
+"""Of the grid on which it is seen whether parts cover a tensor: a mesh of many thousand ranks has as many."""
+
+_MAX_CUT = 16
+"""Dimensions that are cut into parts: a mesh has an axis for each."""
+
+_MAX_NAMED = 8
+"""Ranks in a message."""
+
+Part = tuple["Record", Placement | None]
+"""A record, and where it lies."""
+
+
+class Replicas(enum.StrEnum):
+    """What is done with copies of one part."""
+
+    CHECK = "check"
+    """They must be equal, bit for bit."""
+    IGNORE = "ignore"
+    """The first of them counts."""
+
+
+class GlobalView:
+    """A tensor as it was over all ranks that held parts of it; nothing is read before `read`."""
+
+    def __init__(self, parts: Sequence[Part], *, replicas: Replicas) -> None:
+        self.records: tuple[Record, ...] = tuple(record for record, _ in parts)
+        """Its parts and their copies, in the order of the selection."""
+        self._placements = [placement for _, placement in parts]
+        self._replicas = replicas
+        first, placement = parts[0]
+        self.dtype: str = first.dtype
+        """Of its elements."""
+        self.shape: tuple[int, ...] = first.shape if placement is None else placement.global_shape
+        """Of the whole tensor, in elements."""
+        self.is_partial: bool = placement is not None and placement.is_partial
+        """Whether ranks had summands of it: `read` puts them together as no rank did."""
+        self.placement: str = "" if placement is None else ", ".join(map(str, placement.axes))
+        """What each axis of the mesh does, as `dp=2 replicate, tp=2 shard(1)`; empty for a tensor of one rank."""
+        known = {record.rank for record in self.records}
+        self.missing_ranks: tuple[int, ...] = (
+            () if placement is None else tuple(rank for rank in placement.ranks if rank not in known)
+        )
+        """Ranks of its mesh of which there is no record here."""
+
+    def __repr__(self) -> str:
+        first = self.records[0]
+        what = f"{first.module or '(no module)'} {first.operation} {first.phase} {first.tensor_name}"
+        where = f"iteration={first.iteration} microbatch={first.microbatch} call={first.call}"
+        return f"<GlobalView {what} {where} {self.dtype}{list(self.shape)} of {len(self.records)} records>"
+
+    def differing_replicas(self) -> list[tuple[int, ...]]:
+        """The ranks that hold copies of one part, for each part whose copies are not the same bits."""
+        return [
+            tuple(record.rank for record, _ in copies)
+            for copies in self._grouped(Kind.REPLICATE)
+            if len({(record.shape, record.checksum) for record, _ in copies}) > 1
+        ]
+
+    def read(self) -> np.ndarray[Any, Any]:
+        """The values, as a numpy array of the captured dtype; in memory are the whole and one part.
+
+        Summands are added in float64 (whole numbers in int64) in the order of the mesh, and rounded once.
+
+        Raises:
+            DataError: bytes are missing or damaged, or placements contradict each other.
+            IncompleteTensorError: a part is missing: a rank, or samples that were left out.
+            ReplicaMismatchError: copies differ, and are not to be ignored.
+            UsageError: of a part the values were not kept, or its summands cannot be put together.
+        """
+        if self._placements[0] is None:
+            return self.records[0].read()
+        if self._replicas is Replicas.CHECK:
+            self._check_replicas()
+        # Of each part one copy, or its summands.
+        boxes = [self._summands(box) for box in self._grouped(Kind.REPLICATE, Kind.PARTIAL)]
+        # The largest first: nothing is allocated for parts that nobody has seen the bytes of.
+        boxes = sorted(
+            (box for box in boxes if math.prod(box[0][0].shape)), key=lambda box: -math.prod(box[0][0].shape)
+        )
+        spans = [_spans(box[0]) for box in boxes]
+        self._check_cover(spans)
+        whole: np.ndarray[Any, Any] | None = None
+        for box, ranges in zip(boxes, spans, strict=True):
+            values = self._put_together(box)
+            if whole is None:
+                whole = np.empty(self.shape, dtype=values.dtype)
+            _put(whole, values, ranges)
+        return np.empty(self.shape, dtype=dtype_row(self.dtype).numpy_dtype) if whole is None else whole
+
+    def tensor(self) -> torch.Tensor:
+        """The same as a torch tensor, on the CPU.
+
+        Raises:
+            DataError: as `read`.
+            UsageError: as `read`; or torch has no such dtype.
+        """
+        from ranktape.storage.records.record import Record
+
+        first = self.records[0]
+        info = dataclasses.replace(first.info, shape=self.shape, placement=None)
+        return Record(info, location=first.location, reader=_WholeReader(self)).tensor()
+
+    def _grouped(self, *kinds: Kind) -> list[list[Part]]:
+        """The parts that differ in their coordinates along axes of these kinds alone."""
+        groups: dict[tuple[int | None, ...], list[Part]] = {}
+        for record, placement in zip(self.records, self._placements, strict=True):
+            key = () if placement is None else placement.fixed(*kinds)
+            groups.setdefault(key, []).append((record, placement))
+        return list(groups.values())
+
+    def _check_replicas(self) -> None:
+        differing = self.differing_replicas()
+        if differing:
+            raise ReplicaMismatchError(
+                f"copies of {self!r} differ between {_ranks(differing[0])}"
+                + (f", and those of {len(differing) - 1} more parts" if len(differing) > 1 else "")
+                + ": read each record, or take the first with replicas='ignore'"
+            )
+
+    def _summands(self, box: Sequence[Part]) -> list[Part]:
+        """Of each summand of a part one copy, in the order of the mesh; one where it is no sum.
+
+        Raises:
+            DataError: summands differ in shape or dtype.
+            IncompleteTensorError: one is missing.
+            UsageError: of one the values were not kept.
+        """
+        copies: dict[tuple[int | None, ...], Part] = {}
+        for record, placement in box:
+            assert placement is not None
+            copies.setdefault(placement.fixed(Kind.REPLICATE), (record, placement))
+        first, placement = box[0]
+        assert placement is not None
+        count = math.prod(axis.size for axis in placement.axes if axis.kind is Kind.PARTIAL)
+        if len(copies) < count:
+            raise IncompleteTensorError(f"{count - len(copies)} of {count} summands of {self!r} {self._why_missing()}")
+        chosen = [copies[key] for key in sorted(copies, key=lambda key: [-1 if at is None else at for at in key])]
+        if reduced := next((record for record, _ in chosen if record.keep != Keep.VALUES), None):
+            raise UsageError(f"of {reduced!r} the {reduced.keep} of a part were kept, and values alone are assembled")
+        if any((record.shape, record.dtype) != (first.shape, self.dtype) for record, _ in chosen):
+            raise DataError(f"parts of {self!r} have several shapes or dtypes: see 'ranktape check'")
+        return chosen
+
+    def _check_cover(self, spans: Sequence[list[list[tuple[int, int]]]]) -> None:
+        """That the parts are the whole tensor, and lie nowhere over each other.
+
+        Raises:
+            DataError: they do.
+            IncompleteTensorError: they are not.
+        """
+        num_there = sum(math.prod(sum(last - first for first, last in pieces) for pieces in box) for box in spans)
+        num_wanted = math.prod(self.shape)
+        if num_there < num_wanted:
+            raise IncompleteTensorError(
+                f"{num_wanted - num_there} of {num_wanted} elements of {self!r} {self._why_missing()}"
+            )
+        if num_there != num_wanted or not _is_tiled(spans):
+            raise DataError(f"the parts of {self!r} lie over each other: their placements are damaged")
+
+    def _why_missing(self) -> str:
+        if self.missing_ranks:
+            return f"are missing: there is no record of {_ranks(self.missing_ranks)} here"
+        return "are missing: of parts not all samples were recorded"
+
+    def _put_together(self, summands: Sequence[Part]) -> np.ndarray[Any, Any]:
+        first, placement = summands[0]
+        assert placement is not None
+        if not placement.is_partial:
+            return first.read()
+        operations = {axis.operation for axis in placement.axes if axis.kind is Kind.PARTIAL}
+        operation = operations.pop()
+        if operations or operation not in _OPERATIONS:
+            raise UsageError(
+                f"parts of {self!r} are to be put together by {', '.join(sorted({operation, *operations}))}: "
+                f"one of {', '.join(_OPERATIONS)} can be; read each record instead"
+            )
+        row = dtype_row(self.dtype)
+        wide = np.complex128 if row.is_complex else np.float64 if row.is_floating else np.int64
+        arrays = (record.read().astype(wide) for record, _ in summands)
+        # Infinities of both signs are NaN, and what is too large is infinite, as where the sum is made.
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = functools.reduce(_OPERATIONS[operation], arrays)
+            return round_once(total / len(summands) if operation == "avg" else total, row=row)
+
+
+_OPERATIONS: dict[str, Any] = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum}
+"""By the word of a partial placement."""
+
+
+class _WholeReader:
+    """Reads a view where a record's own bytes are read."""
+
+    def __init__(self, view: GlobalView) -> None:
+        self.url = repr(view)
+        self._view = view
+
+    def read(self, _: Record, *, sample: int | None) -> np.ndarray[Any, Any]:
+        """The whole tensor."""
+        assert sample is None
+        return self._view.read()
+
+    def parts(self, record: Record) -> Iterator[np.ndarray[Any, Any]]:
+        """The whole tensor in parts, after it was put together."""
+        return split(self._view.read(), sample_dim=record.sample_dim)
+
+    def open_array(self, path: str) -> zarr.Array[Any]:
+        """Nothing.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(f"{self.url} is put together from several arrays: use read() for {path}")
+
+    def siblings(self, record: Record) -> list[Record]:
+        """The tensor alone: it is whole."""
+        return [record]
+
+
+def assemble_records(records: Iterable[Record], *, replicas: str = Replicas.CHECK) -> list[GlobalView]:
+    """The tensors of which records are parts, in the order of their first ones.
+
+    Raises:
+        DataError: a placement says what none does.
+        UsageError: `replicas` is neither "check" nor "ignore".
+    """
+    policy = _policy(replicas)
+    groups: dict[Any, list[Part]] = {}
+    for record in records:
+        placement = parse_placement(record.info)
+        groups.setdefault(_key(record, placement), []).append((record, placement))
+    return [GlobalView(parts, replicas=policy) for parts in groups.values()]
+
+
+def view_of(record: Record, *, siblings: Iterable[Record], replicas: str = Replicas.CHECK) -> GlobalView:
+    """The tensor of which a record is a part, and its siblings may be others.
+
+    Raises:
+        DataError: a placement says what none does.
+        UsageError: `replicas` is neither "check" nor "ignore".
+    """
+    key = _key(record, parse_placement(record.info))
+    parts = [(one, parse_placement(one.info)) for one in siblings if _is_alike(one, record)]
+    chosen = [part for part in parts if _key(*part) == key]
+    return GlobalView(chosen, replicas=_policy(replicas))
+
+
+def _policy(replicas: str) -> Replicas:
+    try:
+        return Replicas(replicas)
+    except ValueError as error:
+        raise UsageError(f"replicas={replicas!r} is not allowed: use one of {', '.join(Replicas)}") from error
+
+
+def _is_alike(one: Record, record: Record) -> bool:
+    """Whether the placements are of one mesh and one tensor, whatever else is wrong with the other one's."""
+    alike = ("mesh", "placements", "global_shape")
+    documents = [info.placement or {} for info in (one.info, record.info)]
+    left, right = ([json.dumps(document.get(name), sort_keys=True) for name in alike] for document in documents)
+    return left == right
+
+
+def _key(record: Record, placement: Placement | None) -> Any:
+    """What parts of one tensor have in common."""
+    info = record.info
+    common = (info.iteration, info.attempt, Site.of(info))
+    if placement is None:
+        return (*common, info.rank)
+    return (*common, placement.axes, placement.ranks, placement.global_shape)
+
+
+def _spans(part: Part) -> list[list[tuple[int, int]]]:
+    record, placement = part
+    assert placement is not None
+    return placement.spans(record.shape)
+
+
+def _put(whole: np.ndarray[Any, Any], values: np.ndarray[Any, Any], spans: Sequence[list[tuple[int, int]]]) -> None:
+    """Copy a part to its places."""
+    moves = []
+    for pieces in spans:
+        starts = itertools.accumulate((last - first for first, last in pieces), initial=0)
+        ends = [(start, start + last - first) for start, (first, last) in zip(starts, pieces, strict=False)]
+        moves.append(list(zip(pieces, ends, strict=True)))
+    for move in itertools.product(*moves):
+        there = tuple(slice(*piece) for piece, _ in move)
+        here = tuple(slice(*piece) for _, piece in move)
+        whole[there] = values[here]
+
+
+def _is_tiled(spans: Sequence[list[list[tuple[int, int]]]]) -> bool:
+    """Whether parts that have as many elements as the whole are all of it, each element once."""
+    if not spans:
+        return True
+    num_dims = len(spans[0])
+    marks = [sorted({end for box in spans for piece in box[dim] for end in piece}) for dim in range(num_dims)]
+    cut = [dim for dim in range(num_dims) if len(marks[dim]) > 2]  # noqa: PLR2004  # two ends are one cell
+    if math.prod(len(marks[dim]) - 1 for dim in cut) > _MAX_CELLS or len(cut) > _MAX_CUT:
+        return False
+    grid = np.zeros([len(marks[dim]) - 1 for dim in cut], dtype=np.int32)
+    for box in spans:
+        places = [
+            [cell for first, last in box[dim] for cell in range(*np.searchsorted(marks[dim], (first, last)))]
+            for dim in cut
+        ]
+        grid[np.ix_(*places) if places else ()] += 1
+    return bool((grid == 1).all())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:_MAX_NAMED]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}" + (", ..." if len(ranks) > _MAX_NAMED else "")

@@ -1,0 +1,130 @@
+"""Columns of values as a pandas DataFrame, whose types do not depend on what is missing."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.errors import RunFormatError, UsageError
+from ranktape.storage.format.catalogue import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
+from ranktape.storage.format.record_info import EXTREMES, FIELDS, TALLY_KINDS
+
+if TYPE_CHECKING:
+    import pandas as pd  # type: ignore[import-untyped]  # it has no types
+
+    from ranktape.storage.records.records import Records
+
+_INT64 = np.iinfo(np.int64)
+
+
+class Dtype(enum.StrEnum):
+    """What a column of a frame holds, in pandas' words."""
+
+    INTEGER = "Int64"
+    """Whole numbers; a missing one is `pandas.NA`."""
+    FLOAT = "float64"
+    """Real numbers; a missing one is NaN."""
+    TEXT = "string"
+    """Words; a missing one is `pandas.NA`."""
+    OBJECT = "object"
+    """Lists and dictionaries, as they are; a missing one is None."""
+
+
+def data_frame(
+    columns: Iterable[tuple[str, Sequence[Any] | np.ndarray[Any, Any], Dtype]], *, attributes: Mapping[str, Any]
+) -> pd.DataFrame:
+    """A frame of columns, each with its name, its values (None where one is missing) and its type; with attributes.
+
+    Values may be an array of such a type as well: numbers, NaN where one is missing, or texts.
+
+    A column with a value that its type cannot hold is of objects.
+
+    Raises:
+        UsageError: pandas is not installed.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise UsageError(f"to_pandas() needs pandas ({error}): pip install 'ranktape[notebook]'") from error
+    arrays: dict[str, Any] = {}
+    for name, values, dtype in columns:
+        if isinstance(values, np.ndarray):
+            arrays[name] = values if dtype is Dtype.FLOAT else pd.array(values, dtype=dtype.value)
+        elif dtype is Dtype.OBJECT or not all(value is None or _fits(value, dtype) for value in values):
+            # Its type is said: pandas 3 looks for text in objects, and makes None NaN there.
+            arrays[name] = pd.Series(_objects(values), dtype=object)
+        elif dtype is Dtype.FLOAT:
+            arrays[name] = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+        else:
+            arrays[name] = pd.array(list(values), dtype=dtype.value)
+    frame = pd.DataFrame(arrays)
+    frame.attrs.update(attributes)
+    return frame
+
+
+def _fits(value: Any, dtype: Dtype) -> bool:
+    match dtype:
+        case Dtype.INTEGER:
+            return isinstance(value, numbers.Integral) and _INT64.min <= int(value) <= _INT64.max
+        case Dtype.FLOAT:
+            return isinstance(value, numbers.Real)
+        case Dtype.TEXT:
+            return isinstance(value, str)
+        case Dtype.OBJECT:
+            return True
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    # One by one: numpy takes lists of one length for a further dimension.
+    array = np.empty(len(values), dtype=object)
+    for place, value in enumerate(values):
+        array[place] = value
+    return array
+
+
+def records_frame(records: Records) -> pd.DataFrame:
+    """One row for each record, one column for each field; `overflow` is a column for each of its numbers.
+
+    Raises:
+        RunFormatError: a field is damaged.
+        StorageError: a catalogue cannot be read.
+        UsageError: pandas is not installed.
+    """
+    names = [name for field in FIELDS for name in (_overflow_columns() if field == "overflow" else [field])]
+    units = {"nbytes": "bytes", "timestamp": "seconds since the epoch"}
+    return data_frame(
+        ((name, _values(records, name), _dtype(name)) for name in names), attributes={"title": "", "units": units}
+    )
+
+
+def _overflow_columns() -> list[str]:
+    pairs = [f"overflow.{kind}.{what}" for kind in TALLY_KINDS for what in ("count", "ratio")]
+    return [*pairs, "overflow.total", "overflow.ratio", *(f"overflow.{name}" for name in EXTREMES)]
+
+
+def _dtype(name: str) -> Dtype:
+    if name in JSON_FIELDS:
+        return Dtype.OBJECT
+    if name in STRING_FIELDS or name == "checksum":
+        return Dtype.TEXT
+    is_whole = name in INT_FIELDS or name in OPTIONAL_INT_FIELDS or name.endswith(".count") or name == "overflow.total"
+    return Dtype.INTEGER if is_whole else Dtype.FLOAT
+
+
+def _values(records: Records, name: str) -> list[Any] | np.ndarray[Any, Any]:
+    column = records.column(name)
+    if name == "checksum":
+        return [f"crc32c:{value:08x}" for value in column.tolist()]
+    if name not in JSON_FIELDS:
+        return column
+    try:
+        # Each anew: whoever changes what one row says changes no other.
+        return [None if text == "null" else json.loads(text) for text in column.tolist()]
+    except (RecursionError, ValueError) as error:
+        raise RunFormatError(f"the {name} of {records!r} are damaged: {error}: see 'ranktape check'") from error

@@ -1,0 +1,265 @@
+"""How do many records become one labelled array, whose values are read when they are computed with?
+
+Each field that tells the records apart is a dimension, before those of the tensors. A chunk is one record; where one
+sample of it is taken, no more than the sample is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.errors import RunFormatError, UsageError
+from ranktape.storage.format.dtypes import numpy_dtype
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.validation import check_sample_ids
+from ranktape.storage.records.kept import otherwise_kept
+
+if TYPE_CHECKING:
+    import xarray
+
+    from ranktape.storage.records.record import Record
+    from ranktape.storage.records.records import Records
+
+_PLACE = (
+    "layer_idx",
+    "layer_stack",
+    "module",
+    "layer_type",
+    "operation",
+    "phase",
+    "component",
+    "quant_type",
+    "tensor_name",
+)
+"""Fields that say what a tensor is; some follow from others."""
+
+_IDENTITY = ("iteration", "attempt", "rank", "microbatch", "call", "mode", *_PLACE)
+"""Fields that tell records apart, in the order of dimensions."""
+
+_ALIKE = ("keep", "dtype", "shape", "layout", "sample_dim")
+"""Fields that have one value in records that are stacked."""
+
+SAMPLE = "sample"
+"""The dimension of samples."""
+
+_MAX_NAMED = 4
+"""Of a kind, in a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dim:
+    """A field that has several values."""
+
+    name: str
+    values: list[Any]
+    """Numbers ascending, texts in the order of their records."""
+    places: np.ndarray[Any, Any]
+    """For each record the index of its value."""
+
+
+class Grid:
+    """The records as an array that dask can slice: each slice reads the records that are in it."""
+
+    def __init__(self, records: Sequence[Record], positions: np.ndarray[Any, Any]) -> None:
+        first = records[0]
+        self._records = records
+        self._positions = positions
+        self._sample_dim = first.sample_dim
+        self.dtype = numpy_dtype(first.dtype)
+        self.shape = (*positions.shape, *first.shape)
+        self.ndim = len(self.shape)
+
+    def __getitem__(self, key: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+        for axis, part in enumerate(key):
+            if not isinstance(part, int | np.integer | slice):
+                # A list of places: some versions of dask hand one down, beside slices alone.
+                whole = self[(*key[:axis], slice(None), *key[axis + 1 :])]
+                return whole[(*(slice(None) for _ in key[:axis]), part)]
+        positions = np.asarray(self._positions[key[: self._positions.ndim]])
+        inner = key[self._positions.ndim :]
+        values = [self._read(self._records[int(position)], inner) for position in positions.flat]
+        if len(values) == 1:
+            return values[0].reshape((*positions.shape, *values[0].shape))
+        return np.stack(values).reshape(*positions.shape, *values[0].shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Records of a selection go to other processes without the catalogues of the run.
+        return {**self.__dict__, "_records": list(self._records)}
+
+    def _read(self, record: Record, inner: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+        dim = self._sample_dim
+        if dim is None:
+            return np.asarray(record.read()[inner])
+        # As a range: an array of the places would be as long as a catalogue says.
+        wanted = range(record.shape[dim])[inner[dim]]
+        if not isinstance(wanted, range):
+            return np.asarray(record.read(sample=wanted)[(*inner[:dim], *inner[dim + 1 :])])
+        if len(wanted) != 1:
+            return np.asarray(record.read()[inner])
+        values = np.expand_dims(record.read(sample=wanted[0]), dim)
+        return values[(*inner[:dim], slice(None), *inner[dim + 1 :])]
+
+
+def stack_records(records: Records) -> xarray.DataArray:
+    """The records as one array over the fields in which they differ and the tensors' own dimensions; nothing is read.
+
+    Fields that follow from others are coordinates, those that all share attributes.
+
+    Raises:
+        UsageError: dask or xarray is not installed, the records are not of one form, or one is missing.
+    """
+    try:
+        import dask.array
+        import xarray
+    except ImportError as error:
+        raise UsageError(f"stack() needs dask and xarray ({error}): pip install 'ranktape[dask]'") from error
+    if not len(records):
+        raise UsageError("there is nothing to stack: no record is selected")
+    _check_alike(records)
+    fields = {name: _dim(records, name) for name in _IDENTITY}
+    dims, following = _independent([dim for dim in fields.values() if len(dim.values) > 1])
+    positions = _positions(dims, num_records=len(records))
+    grid = Grid(records, positions)
+    chunks = (*(1 for _ in dims), *grid.shape[len(dims) :])
+    empty = np.empty((0,) * grid.ndim, dtype=grid.dtype)
+    values = dask.array.from_array(  # type: ignore[no-untyped-call]  # dask is typed in part
+        grid, chunks=chunks, name=False, asarray=False, meta=empty
+    )
+    names = [*(dim.name for dim in dims), *own_names(records[0])]
+    coordinates: dict[str, Any] = {dim.name: (dim.name, labels_of(dim.values)) for dim in dims}
+    for dim, leading in following:
+        rows = np.unique(leading.places, return_index=True)[1]
+        coordinates[dim.name] = (leading.name, labels_of([dim.values[place] for place in dim.places[rows]]))
+    coordinates |= _sample_coordinate(records, positions, dims)
+    shared = {name: dim.values[0] for name, dim in fields.items() if len(dim.values) == 1}
+    shared |= {name: getattr(records[0], name) for name in ("dtype", "layout")}
+    name = shared.get("tensor_name")
+    return xarray.DataArray(values, dims=names, coords=coordinates, name=name, attrs=shared)
+
+
+def _check_alike(records: Records) -> None:
+    for name in _ALIKE:
+        values = _dim(records, name).values
+        if len(values) > 1:
+            shown = ", ".join(repr(value) for value in values[:_MAX_NAMED]) + ", ..." * (len(values) > _MAX_NAMED)
+            raise UsageError(
+                f"records of several values of {name} cannot be stacked ({shown}): "
+                f"select one of them first, such as .select({name}={values[0]!r})"
+            )
+    if records[0].keep != Keep.VALUES:
+        raise UsageError(f"of these records {otherwise_kept(records[0].keep, wanted=Keep.VALUES)} of each")
+
+
+def _dim(records: Records, name: str) -> _Dim:
+    column = records.column(name).tolist()
+    # A missing value is NaN, which is not equal to itself.
+    plain = [None if value != value else value for value in column]  # noqa: PLR0124
+    values = list(dict.fromkeys(plain))
+    if all(isinstance(value, int) for value in values):
+        values.sort()
+    places = {value: place for place, value in enumerate(values)}
+    return _Dim(name=name, values=values, places=np.array([places[value] for value in plain], dtype=np.int64))
+
+
+def _independent(dims: Sequence[_Dim]) -> tuple[list[_Dim], list[tuple[_Dim, _Dim]]]:
+    """The fields that become dimensions; and those that follow from one of them, each with it."""
+    kept = list(dims)
+    following: list[tuple[_Dim, _Dim]] = []
+    for dim in reversed(dims):
+        for leading in kept:
+            if leading is not dim and _may_follow(dim.name, leading.name) and _follows(dim, leading):
+                kept.remove(dim)
+                # What followed from this one follows from the one that it follows from.
+                following = [(one, leading if its is dim else its) for one, its in following]
+                following.append((dim, leading))
+                break
+    return kept, following
+
+
+def _may_follow(name: str, leading: str) -> bool:
+    return {name, leading} <= set(_PLACE) or (name, leading) == ("attempt", "iteration")
+
+
+def _follows(dim: _Dim, leading: _Dim) -> bool:
+    return len(set(zip(leading.places.tolist(), dim.places.tolist(), strict=True))) == len(leading.values)
+
+
+def _positions(dims: Sequence[_Dim], *, num_records: int) -> np.ndarray[Any, Any]:
+    """For each combination of values the index of its record.
+
+    Raises:
+        UsageError: a combination has no record, or several.
+    """
+    shape = tuple(len(dim.values) for dim in dims)
+    combinations = list(zip(*(dim.places.tolist() for dim in dims), strict=True)) if dims else [()] * num_records
+    seen = set(combinations)
+    if len(seen) < num_records:
+        twice = Counter(combinations).most_common(1)[0][0]
+        raise UsageError(f"several records are alike ({_words(dims, twice)}): select one of them")
+    names = ", ".join(dim.name for dim in dims)
+    missing = list(itertools.islice(_missing(shape, seen), _MAX_NAMED))
+    if missing:
+        shown = "; ".join(_words(dims, one) for one in missing)
+        raise UsageError(
+            f"a stack has a record for every combination of {names}, and some are missing ({shown}): "
+            f"select fewer values of {names.replace(', ', ' or ')}"
+        )
+    positions = np.empty(shape, dtype=np.int64)
+    positions[tuple(dim.places for dim in dims)] = np.arange(num_records) if dims else 0
+    return positions
+
+
+def _missing(shape: Sequence[int], seen: set[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    return (one for one in itertools.product(*map(range, shape)) if one not in seen)
+
+
+def _words(dims: Sequence[_Dim], combination: Sequence[int]) -> str:
+    return " ".join(f"{dim.name}={dim.values[place]!r}" for dim, place in zip(dims, combination, strict=True))
+
+
+def own_names(record: Record) -> list[str]:
+    """Names of the tensors' own dimensions: letters of the layout where there are some, none of them twice."""
+    letters = list(record.layout)
+    if len(letters) != len(record.shape) or len(set(letters)) < len(letters):
+        letters = [f"dim{dim}" for dim in range(len(record.shape))]
+    if record.sample_dim is not None:
+        letters[record.sample_dim] = SAMPLE
+    return letters
+
+
+def labels_of(values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """The values of a coordinate; those of several kinds, and what is missing, as objects."""
+    if all(isinstance(value, int) for value in values) or all(isinstance(value, str) for value in values):
+        return np.array(values)
+    labels = np.empty(len(values), dtype=object)
+    labels[:] = values
+    return labels
+
+
+def _sample_coordinate(records: Records, positions: np.ndarray[Any, Any], dims: Sequence[_Dim]) -> dict[str, Any]:
+    """The samples' identifiers: of the dimension where all records have the same, else over the fields that matter."""
+    texts = np.asarray(records.column("sample_ids")[positions], dtype=object)
+    dim = records[0].sample_dim
+    if dim is None or "null" in set(texts.reshape(-1).tolist()):
+        return {}
+    names = [one.name for one in dims]
+    for axis in reversed(range(len(names))):
+        first = np.take(texts, [0], axis=axis)
+        if np.array_equal(np.broadcast_to(first, texts.shape), texts):
+            texts = first.squeeze(axis)
+            del names[axis]
+    try:
+        lists = [check_sample_ids(json.loads(text)) for text in texts.reshape(-1).tolist()]
+    except (RecursionError, ValueError) as error:
+        raise RunFormatError(f"the sample_ids of {records!r} are damaged: {error}: see 'ranktape check'") from error
+    if {len(ids) for ids in lists} != {records[0].shape[dim]}:
+        return {}
+    labels = labels_of([label for ids in lists for label in ids]).reshape(*texts.shape, -1)
+    return {SAMPLE if not names else "sample_ids": ([*names, SAMPLE], labels)}

@@ -1,0 +1,261 @@
+"""How are the values of a run's records read, and compared with what was captured?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import pickle
+import platform
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.errors import DataError, RunFormatError
+from ranktape.storage.format.blob import open_blob
+from ranktape.storage.format.catalogue import Catalogue
+from ranktape.storage.format.crc import combine
+from ranktape.storage.format.decode import StoredArray, fetch_object, open_stored, read_runs, read_slices, read_stored
+from ranktape.storage.format.documents import Compression
+from ranktape.storage.format.encode import checksum, stored_dtype, stored_shape
+from ranktape.storage.format.layout import document_key, dropped_path, iteration_path
+from ranktape.storage.format.parts import RUN, split
+
+if TYPE_CHECKING:
+    import zarr
+
+    from ranktape.storage.places.backend import Backend
+    from ranktape.storage.records.record import Record
+    from ranktape.storage.records.records import Records
+
+_NUM_CATALOGUES = 4
+"""Of iterations, that are remembered: who asks for the parts of one tensor asks for those of others."""
+
+_NUM_DOCUMENTS = 1024
+"""Documents of arrays that are remembered: many records share one."""
+
+
+_RECENT_NBYTES = 64 << 20
+"""Memory for objects that hold many records, one of which after the other is read."""
+
+_NUM_SEEN = 4096
+
+
+class RecentObjects:
+    """Objects of a backend; one of which a second part is asked for is fetched as a whole, and kept for a while."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.url = backend.url
+        self._backend = backend
+        self._held: dict[str, bytes] = {}
+        self._seen: dict[str, None] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
+        """The bytes of an object."""
+        return self._backend.get(key, max_nbytes=max_nbytes)
+
+    def size(self, key: str) -> int | None:
+        """How many there are."""
+        return self._backend.size(key)
+
+    def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
+        """Some of them."""
+        data = self._whole(key, is_new=start < 0)
+        if data is None:
+            return self._backend.get_range(key, start, nbytes)
+        first = max(0, len(data) + start) if start < 0 else start
+        return data[first : first + nbytes]
+
+    def _whole(self, key: str, *, is_new: bool) -> bytes | None:
+        """The object, where it is held; a record begins with the end of its object, where the index is."""
+        with self._lock:
+            if key in self._held:
+                self._held[key] = self._held.pop(key)
+                return self._held[key]
+            if not is_new or key not in self._seen:
+                self._seen[key] = None
+                while len(self._seen) > _NUM_SEEN:
+                    self._seen.pop(next(iter(self._seen)))
+                return None
+        size = self._backend.size(key)
+        data = None if size is None or size > _RECENT_NBYTES // 2 else fetch_object(self._backend, key, size)
+        if data is not None:
+            with self._lock:
+                self._held[key] = data
+                while sum(map(len, self._held.values())) > _RECENT_NBYTES:
+                    self._held.pop(next(iter(self._held)))
+        return data
+
+
+class RunReader:
+    """What the records of a run share: its backend, the documents of arrays, and a Zarr store once it is asked for."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.url = backend.url
+        self._store: Any = None
+        self._stored = functools.lru_cache(_NUM_DOCUMENTS)(self._open)
+        self._objects = RecentObjects(backend)
+        self._catalogue = functools.lru_cache(_NUM_CATALOGUES)(self._open_catalogue)
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        return _shared_reader, (pickle.dumps(self.backend),)
+
+    def read(self, record: Record, *, sample: int | None) -> np.ndarray[Any, Any]:
+        """What is kept of a record; with `sample` of one sample, without the dimension of samples.
+
+        Raises:
+            DataError: bytes are missing, or are not those captured.
+            StorageError: the store cannot be read.
+        """
+        info, location = record.info, record.location
+        expected: str | None = info.checksum
+        is_sample = False
+        with self._explained(record):
+            stored = self._opened(record)
+            if location.stack:
+                values = read_stored(self._objects, stored, index=location.index)
+            elif sample is not None and info.sample_dim == stored.cut_axis:
+                is_sample = True
+                values = read_stored(self.backend, stored, index=sample, axis=stored.cut_axis or 0)
+                # Runs of schema 1 do not say what a sample must be.
+                expected = stored.sample_checksums[sample] if stored.sample_checksums else None
+            else:
+                values = read_stored(self.backend, stored)
+        if expected is not None and (actual := checksum(values)) != expected:
+            raise self._is_other(record, actual=actual, expected=expected)
+        return values if sample is None or is_sample else values.take(sample, axis=info.sample_dim)
+
+    def parts(self, record: Record) -> Iterator[np.ndarray[Any, Any]]:
+        """The values of a record, as `Record.parts` has them.
+
+        Raises:
+            DataError: bytes are missing, or are not those captured.
+            StorageError: the store cannot be read.
+        """
+        info = record.info
+        with self._explained(record):
+            stored = self._opened(record)
+        if record.location.stack or not stored.chunk_nbytes:
+            yield from split(self.read(record, sample=None), sample_dim=info.sample_dim)
+        elif info.sample_dim is not None and info.sample_dim == stored.cut_axis and stored.sample_checksums:
+            yield from self._samples(record, stored)
+        elif info.sample_dim is None and _is_readable_in_runs(stored):
+            yield from self._runs(record, stored)
+        else:
+            yield from split(self.read(record, sample=None), sample_dim=info.sample_dim)
+
+    def _samples(self, record: Record, stored: StoredArray) -> Iterator[np.ndarray[Any, Any]]:
+        """Sample after sample, each compared with its own checksum; and these with that of the record, if they can."""
+        crcs = []
+        slices = read_slices(self.backend, stored)
+        for expected in stored.sample_checksums or ():
+            with self._explained(record):
+                values, crc = next(slices)
+            if (actual := f"crc32c:{crc:08x}") != expected:
+                raise self._is_other(record, actual=actual, expected=expected)
+            crcs.append(crc)
+            yield values[np.newaxis]
+        if stored.cut_axis == 0:
+            actual = f"crc32c:{combine(crcs, part_nbytes=stored.chunk_nbytes):08x}"
+            if actual != record.info.checksum:
+                raise self._is_other(record, actual=actual, expected=record.info.checksum)
+
+    def _runs(self, record: Record, stored: StoredArray) -> Iterator[np.ndarray[Any, Any]]:
+        """Run after run of a large chunk, compared as a whole behind the last of them."""
+        with self._explained(record):
+            crc = yield from read_runs(self.backend, stored, num_elements=RUN)
+        if (actual := f"crc32c:{crc:08x}") != record.info.checksum:
+            raise self._is_other(record, actual=actual, expected=record.info.checksum)
+
+    def open_array(self, path: str) -> zarr.Array[Any]:
+        """The Zarr array at a path below the run; no value is read."""
+        import zarr
+
+        if self._store is None:
+            self._store = self.backend.zarr_store()
+        try:
+            return zarr.open_array(self._store, path=path, mode="r", zarr_format=3)
+        except (FileNotFoundError, KeyError) as error:
+            raise DataError(f"{self.url}/{path} is committed, but its document is missing") from error
+
+    def siblings(self, record: Record) -> Records:
+        """What all ranks recorded at the place of a record, in its iteration and attempt.
+
+        Raises:
+            RunFormatError: the iteration's catalogue is damaged.
+            StorageError: the store cannot be read.
+        """
+        from ranktape.storage.records.records import Records
+
+        attempt = record.location.group.partition("/")[0]
+        catalogue = self._catalogue(attempt, record.info.iteration)
+        return Records(self, [catalogue], np.arange(catalogue.num_rows)).select(site=record.location.site)
+
+    def _open_catalogue(self, attempt: str, iteration: int) -> Catalogue:
+        path = iteration_path(attempt, iteration)
+        return Catalogue(open_blob(self.backend, path), place=f"{self.url}/{path}", attempt=attempt)
+
+    @contextlib.contextmanager
+    def _explained(self, record: Record) -> Iterator[None]:
+        """Says of what is damaged which record it is, and of what is gone that it was removed on purpose."""
+        try:
+            yield
+        except (DataError, RunFormatError) as error:
+            if self._is_dropped(record):
+                iteration = record.info.iteration
+                message = f"iteration {iteration} was removed from {self.url} (--keep-last): refresh the run"
+                raise DataError(message) from error
+            if not self.backend.exists(document_key("")):
+                message = f"there is no run at {self.url}, seen from {platform.node()}, which was to read {record!r}"
+                raise DataError(f"{message}: it was removed, or that machine cannot see it ({error})") from error
+            raise DataError(f"{record!r} is damaged: {error}") from error
+
+    def _opened(self, record: Record) -> StoredArray:
+        """What the document of a record's array says, if it is the one that the catalogue names."""
+        stored = self._stored(record.location.array_path)
+        self._compare(stored, record)
+        return stored
+
+    def _is_other(self, record: Record, *, actual: str, expected: str) -> DataError:
+        return DataError(
+            f"{record!r} in {self.url}/{record.location.array_path} is not what was captured: "
+            f"its checksum is {actual}, {expected} was recorded; see 'ranktape check'"
+        )
+
+    def _open(self, path: str) -> StoredArray:
+        # What the document of a stack says of each record is in the catalogue, too, and would fill the memory.
+        return dataclasses.replace(open_stored(self.backend, path), attributes={})
+
+    def _is_dropped(self, record: Record) -> bool:
+        attempt = record.location.group.partition("/")[0]
+        return self.backend.exists(document_key(dropped_path(attempt, record.info.iteration)))
+
+    def _compare(self, stored: StoredArray, record: Record) -> None:
+        """That an array is the one that the catalogue names, before it is read: both say the same of the record."""
+        info, location = record.info, record.location
+        shape = stored.shape[1:] if location.stack else stored.shape
+        dtype = stored_dtype(info)
+        is_there = not location.stack or (stored.cut_axis == 0 and 0 <= location.index < stored.shape[0])
+        samples = stored.sample_checksums
+        is_there &= samples is None or len(samples) == stored.num_chunks
+        if shape != stored_shape(info) or stored.row.zarr_name != dtype.zarr_name or not is_there:
+            raise DataError(
+                f"{self.url}/{stored.path} has {stored.row.name}{list(stored.shape)}, the catalogue says "
+                f"{dtype.name}{list(stored_shape(info))}: the commit is damaged; see 'ranktape check'"
+            )
+
+
+def _is_readable_in_runs(stored: StoredArray) -> bool:
+    """Whether a part of the array can be read without the whole, and that saves something."""
+    is_plain = stored.cut_axis is None and stored.compression is Compression.NONE
+    return is_plain and stored.chunk_nbytes > RUN * stored.row.itemsize
+
+
+@functools.lru_cache(maxsize=8)
+def _shared_reader(pickled: bytes) -> RunReader:
+    """The reader over a backend that was sent here; one for all records, so that what it remembers serves them all."""
+    return RunReader(pickle.loads(pickled))  # noqa: S301  # a part of a pickle that is being loaded already

@@ -1,0 +1,258 @@
+"""What is known of one captured tensor, and how are its values read when they are asked for?"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ranktape.errors import UsageError
+from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.records.kept import block_counts_in, expect, statistics_in
+
+if TYPE_CHECKING:
+    import torch
+    import xarray
+    import zarr
+
+    from ranktape.storage.format.block_counts import BlockCounts
+    from ranktape.storage.format.record_info import Overflow, RecordInfo
+    from ranktape.storage.format.statistics import Statistics
+    from ranktape.storage.records.assemble import GlobalView
+
+
+class RecordReader(Protocol):
+    """Where the values of records come from: a run, or a folder of files."""
+
+    url: str
+    """What it is called in messages."""
+
+    def read(self, record: Record, *, sample: int | None) -> np.ndarray[Any, Any]:
+        """What is kept of a record; with `sample` of one sample, without the dimension of samples."""
+        ...
+
+    def parts(self, record: Record) -> Iterator[np.ndarray[Any, Any]]:
+        """The values of a record, a part after the other."""
+        ...
+
+    def open_array(self, path: str) -> zarr.Array[Any]:
+        """The Zarr array at a path."""
+        ...
+
+    def siblings(self, record: Record) -> Iterable[Record]:
+        """What all ranks recorded at the place of a record, in its iteration and attempt; itself among it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """Where the values of a record lie."""
+
+    group: str
+    """Path of the group of its rank's iteration, below the run."""
+    site: str
+    """Path of the tensor below it, which is also its name."""
+    stack: str
+    """The array below the group that holds it with others; empty where it has one of its own."""
+    index: int
+    """Its place in that array; -1 where it has one of its own."""
+
+    @property
+    def array_path(self) -> str:
+        """Path, below the run, of the array that holds the values."""
+        return f"{self.group}/{self.stack or self.site}"
+
+
+class Record:
+    """One captured tensor; every field of `RecordInfo` is an attribute, and values are read when asked for."""
+
+    iteration: int
+    rank: int
+    attempt: int
+    microbatch: int
+    call: int
+    sample_dim: int | None
+    sample_ids: list[int | str] | None
+    batch_size: int | None
+    module: str
+    layer_type: str
+    layer_idx: int
+    operation: str
+    phase: str
+    component: str
+    quant_type: str
+    tensor_name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    compute_dtype: str
+    placement: dict[str, Any] | None
+    metadata: dict[str, Any] | None
+    overflow: Overflow
+    counter: int
+    timestamp: float
+    nbytes: int
+    checksum: str
+    keep: str
+    mode: str
+    layer_stack: str
+
+    def __init__(self, info: RecordInfo, *, location: Location, reader: RecordReader) -> None:
+        self.info = info
+        """The identity, as one value."""
+        self.location = location
+        """Where the values lie."""
+        self._reader = reader
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "info":
+            raise AttributeError(name)
+        return getattr(self.info, name)
+
+    def __repr__(self) -> str:
+        info = self.info
+        place = f"iteration={info.iteration} rank={info.rank} microbatch={info.microbatch} call={info.call}"
+        what = f"{info.module or '(no module)'} {info.operation} {info.phase} {info.tensor_name}"
+        return f"<Record {what} {place} {info.dtype}{list(info.shape)}>"
+
+    def _repr_html_(self) -> str:
+        from ranktape.storage.records.notebook import record_html
+
+        return record_html(self)
+
+    @property
+    def path(self) -> str:
+        """The record's name below the run; the path of its array, where it has one of its own."""
+        return f"{self.location.group}/{self.location.site}"
+
+    @property
+    def array(self) -> zarr.Array[Any]:
+        """The Zarr array that holds the values: its own, or one of many records, where it is at `location.index`.
+
+        What is read through it is not compared with the record's checksum, and zarr gives zeros for an
+        object that was lost: `read` tells.
+        """
+        return self._reader.open_array(self.location.array_path)
+
+    def read(self, sample: int | None = None) -> np.ndarray[Any, Any]:
+        """The values as numpy array of the captured dtype (from ml_dtypes where numpy has none).
+
+        With `sample` those of one sample, without the dimension of samples: two small requests where samples are
+        of 1 kB and more. Of a tensor that is one sample, sample 0 is all of it. NaN payloads, infinities and signed
+        zeros are those captured.
+
+        Raises:
+            DataError: bytes are missing, or are not those captured.
+            UsageError: there is no such sample, the tensor has no samples, or its values were not kept.
+        """
+        expect(self, Keep.VALUES)
+        index = None if sample is None else self._checked_sample(sample)
+        return self._reader.read(self, sample=None if self.info.sample_dim is None else index)
+
+    def parts(self) -> Iterator[np.ndarray[Any, Any]]:
+        """The values in parts, of which no more is in memory at once than a chunk, or a few of small ones.
+
+        Of a record with samples, one or some of them in each part, whose first dimension counts them; else runs of
+        `parts.RUN` elements in C order. In which parts the store holds the values makes no difference to a run.
+        What is yielded may not be written to. Whether it is what was captured is said at the latest behind the last
+        part: nothing holds before. Of an empty record there is no part.
+
+        Raises:
+            DataError: bytes are missing, or are not those captured.
+            UsageError: the values were not kept.
+        """
+        expect(self, Keep.VALUES)
+        return self._reader.parts(self)
+
+    def counts(self) -> np.ndarray[Any, Any]:
+        """How often each bit pattern of a 16-bit value occurs, where the histogram was kept: 65,536 integers.
+
+        Raises:
+            DataError: bytes are missing, or are not those written.
+            UsageError: something else was kept.
+        """
+        expect(self, Keep.HISTOGRAM)
+        return self._reader.read(self, sample=None)[:NUM_CODES]
+
+    def block_counts(self, *, axis: str = BLOCK_AXES[0]) -> BlockCounts:
+        """How often each magnitude occurs in blocks of each kind, where the histogram was kept.
+
+        Blocks lie along the last dimension (`features`), or along all others taken as one (`tokens`).
+
+        Raises:
+            DataError: bytes are missing, or are not those written.
+            UsageError: something else was kept; blocks along that axis were not counted, as before schema 4.
+        """
+        expect(self, Keep.HISTOGRAM)
+        return block_counts_in(self._reader.read(self, sample=None), record=self, axis=axis)
+
+    def statistics(self) -> Statistics:
+        """What the finite values add up to, where the statistics were kept: mean, deviation, extremes and others.
+
+        Raises:
+            DataError: bytes are missing, or are not those written.
+            UsageError: something else was kept.
+        """
+        expect(self, Keep.STATISTICS)
+        return statistics_in(self._reader.read(self, sample=None), record=self)
+
+    def tensor(self) -> torch.Tensor:
+        """The values as a torch tensor of the captured dtype, on the CPU.
+
+        Raises:
+            DataError: as `read`.
+            UsageError: torch has no such dtype.
+        """
+        import torch
+
+        values = self.read()
+        dtype = getattr(torch, self.info.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise UsageError(f"torch has no dtype {self.info.dtype}: use read() for a numpy array")
+        if not values.size:
+            return torch.empty(self.info.shape, dtype=dtype)
+        raw = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
+        return raw.view(dtype).reshape(self.info.shape)
+
+    def to_xarray(self) -> xarray.DataArray:
+        """The values under the names of their dimensions, those of samples with their identifiers; read when used.
+
+        Dimensions are the letters of `layout`, else `dim0`, `dim1` and so on; that of samples is `sample`. `attrs` are
+        the record's fields. What is taken of one sample reads no more than that sample; `load()` keeps what it read.
+
+        Raises:
+            UsageError: xarray is not installed, or the values were not kept.
+        """
+        try:
+            from ranktape.storage.records.labelled_record import record_array
+        except ImportError as error:
+            raise UsageError(f"to_xarray() needs xarray ({error}): pip install 'ranktape[notebook]'") from error
+        return record_array(self)
+
+    def global_view(self, *, replicas: str = "check") -> GlobalView:
+        """The tensor over all ranks of which this record is a part, from the parts that all of them recorded.
+
+        Copies of one part must be the same bits, unless `replicas` is `"ignore"`: the first of them counts then.
+
+        Raises:
+            DataError: the placement is damaged.
+            StorageError: the store cannot be read.
+            UsageError: a folder of files does not say what other ranks recorded.
+        """
+        from ranktape.storage.records.assemble import view_of
+
+        siblings = [self] if self.info.placement is None else self._reader.siblings(self)
+        return view_of(self, siblings=siblings, replicas=replicas)
+
+    def _checked_sample(self, sample: int) -> int:
+        count = self.info.num_samples
+        if self.info.sample_dim is None and not count:
+            raise UsageError(f"{self!r} has no dimension of samples: read it as a whole")
+        index = operator.index(sample)
+        if not 0 <= index < count:
+            raise UsageError(f"sample {sample} is not in {self!r}: it has samples 0 to {count - 1}")
+        return index

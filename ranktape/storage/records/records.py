@@ -1,0 +1,247 @@
+"""What was captured: which records are in a selection, and how is another selected from it?"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from ranktape.storage.format.catalogue import COLUMNS, concatenate
+from ranktape.storage.places.failures import printable
+from ranktape.storage.query.columns import StringColumn, widened
+from ranktape.storage.query.filters import check_fields, filter_from_text, parse_filter, parse_where
+from ranktape.storage.query.groups import equal_rows
+from ranktape.storage.records.record import Location, Record
+from ranktape.storage.records.rows import read_rows
+
+if TYPE_CHECKING:
+    import pandas as pd  # type: ignore[import-untyped]  # it has no types
+    import xarray
+
+    from ranktape.storage.format.catalogue import RecordTable
+    from ranktape.storage.query.columns import Column
+    from ranktape.storage.records.assemble import GlobalView
+    from ranktape.storage.records.record import RecordReader
+
+
+_NUM_THREADS = 16
+"""Catalogues in which a column is looked up at once."""
+
+_ROWS_AT_ONCE = 1024
+"""Records that are taken from the columns together, where one after the other is asked for."""
+
+
+class Records(Sequence[Record]):
+    """A selection of records, in the order of iteration, rank and recording; a lazy, immutable sequence."""
+
+    is_costly = False
+    """Whether looking at a single record reads its values: such records go to other processes as a selection."""
+
+    def __init__(self, reader: RecordReader, catalogues: Sequence[RecordTable], rows: np.ndarray[Any, Any]) -> None:
+        self._reader = reader
+        self._catalogues = catalogues
+        self._rows = rows
+        self._columns: dict[str, Column] = {}
+        self._starts = np.cumsum([0, *(catalogue.num_rows for catalogue in catalogues)])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def reader(self) -> RecordReader:
+        """Where their values come from."""
+        return self._reader
+
+    def groups(self) -> list[tuple[str, slice]]:
+        """Which records follow one another out of one iteration of one rank: the path of its group, and where."""
+        numbers = np.searchsorted(self._starts, self._rows, side="right") - 1
+        keys = np.stack([numbers, self.column("rank"), self.column("iteration")])
+        starts = [0, *(np.flatnonzero((np.diff(keys) != 0).any(axis=0)) + 1).tolist()] if len(self) else []
+        found = []
+        for start, stop in zip(starts, [*starts[1:], len(self)], strict=False):
+            number = int(numbers[start])
+            place = int(self._rows[start] - self._starts[number])
+            found.append((self._catalogues[number].group_of(place), slice(start, stop)))
+        return found
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Records: ...
+
+    def __getitem__(self, index: int | slice) -> Record | Records:
+        if isinstance(index, slice):
+            return self._take(self._rows[index])
+        position = operator.index(index)
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"record {index} is not in a selection of {len(self)} records")
+        position %= len(self)
+        return next(self._read(self._rows[position : position + 1]))
+
+    def __iter__(self) -> Iterator[Record]:
+        for start in range(0, len(self), _ROWS_AT_ONCE):
+            yield from self._read(self._rows[start : start + _ROWS_AT_ONCE])
+
+    def _read(self, rows: np.ndarray[Any, Any]) -> Iterator[Record]:
+        # Of each catalogue its own columns: those of all are many times as large.
+        numbers = np.searchsorted(self._starts, rows, side="right") - 1
+        firsts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
+        for first, last in itertools.pairwise(firsts):
+            number = int(numbers[first])
+            catalogue, places = self._catalogues[number], rows[first:last] - self._starts[number]
+            for place, row in zip(places.tolist(), read_rows(catalogue, places, place=self._reader.url), strict=True):
+                group = catalogue.group_of(place)
+                location = Location(group=group, site=row.site, stack=row.stack, index=row.index)
+                yield Record(row.info, location=location, reader=self._reader)
+
+    def __repr__(self) -> str:
+        return f"<Records: {len(self)} in {printable(self._reader.url)}>"
+
+    def _repr_html_(self) -> str:
+        from ranktape.storage.records.notebook import records_html
+
+        return records_html(self, url=self._reader.url)
+
+    def select(self, **filters: Any) -> Records:
+        """The records whose fields have the values asked for.
+
+        A field takes one value, a list of alternatives, for numbers a range (`"0-3"`, `"10:20:2"`, `range`),
+        for text a glob. Fields inside of fields are written with two underscores: `overflow__ratio=0`.
+
+        Raises:
+            UnknownFieldError: a filter names no field.
+            UsageError: a field cannot have such a value.
+        """
+        rows = self._rows
+        for field, value in filters.items():
+            parsed = parse_filter(field.replace("__", "."), value, known=COLUMNS)
+            rows = rows[parsed.mask(self._source(rows), len(rows))]
+        return self._take(rows)
+
+    def select_text(self, filters: Sequence[tuple[str, str]]) -> Records:
+        """As `select`, with filters as a command line has them: texts, where commas separate alternatives."""
+        rows = self._rows
+        for field, text in filters:
+            parsed = filter_from_text(field, text, known=COLUMNS)
+            rows = rows[parsed.mask(self._source(rows), len(rows))]
+        return self._take(rows)
+
+    def where(self, expression: str) -> Records:
+        """The records for which an expression holds: `overflow.ratio > 0 and layer_type == 'attention'`.
+
+        Raises:
+            UnknownFieldError: the expression names no field.
+            UsageError: it is not an expression; the message says where.
+        """
+        parsed = parse_where(expression)
+        check_fields(parsed.names, known=COLUMNS)
+        return self._take(self._rows[parsed.mask(self._source(self._rows), len(self))])
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        """One field of all records as an array: numbers (NaN where there is none), or text as objects.
+
+        Raises:
+            UnknownFieldError: records have no such field.
+        """
+        check_fields([name], known=COLUMNS)
+        column = self._source(self._rows)(name)
+        if isinstance(column, StringColumn):
+            return np.array(column.table, dtype=object)[column.codes] if len(column) else np.empty(0, dtype=object)
+        return column
+
+    def take(self, positions: Sequence[int]) -> Records:
+        """The records at those places of the selection, in that order; one may be there twice.
+
+        Raises:
+            IndexError: there is no such place.
+        """
+        return self._take(self._rows[np.asarray(positions, dtype=np.int64)])
+
+    def group_by(self, fields: Sequence[str]) -> list[tuple[dict[str, Any], Records]]:
+        """The records in groups of equal values of the fields, sorted by them; one group of all without fields.
+
+        Raises:
+            UnknownFieldError: records have no such field.
+        """
+        if not fields:
+            return [({}, self)]
+        keys = zip(*(self.column(field).tolist() for field in fields), strict=True)
+        return [
+            (dict(zip(fields, key, strict=True)), self._take(self._rows[positions]))
+            for key, positions in equal_rows(keys)
+        ]
+
+    def assemble(self, *, replicas: str = "check") -> list[GlobalView]:
+        """The tensors over all ranks of which the records of this selection are parts; a whole one is one itself.
+
+        Parts that are not in the selection are missing. Copies of one part must be the same bits when a tensor is
+        read, unless `replicas` is `"ignore"`.
+
+        Raises:
+            DataError: a placement is damaged.
+            StorageError: the store cannot be read.
+        """
+        from ranktape.storage.records.assemble import assemble_records
+
+        return assemble_records(self, replicas=replicas)
+
+    def stack(self) -> xarray.DataArray:
+        """The records as one array: over the fields in which they differ, then over the tensors' own dimensions.
+
+        Values are read by dask when they are computed with, one record at a time.
+
+        Raises:
+            UsageError: dask or xarray is not installed, the records are not of one form, or one is missing.
+        """
+        from ranktape.storage.records.labelled import stack_records
+
+        return stack_records(self)
+
+    def to_xarray(self) -> xarray.DataArray:
+        """As `stack`."""
+        return self.stack()
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The catalogue as a frame: one row for each record and one column for each field; no value is read.
+
+        Whole numbers that may be missing are `Int64`, text is `string`, shapes and samples' identifiers are lists,
+        placements and the user's metadata dictionaries. Counts at the limits are columns such as
+        `overflow.nan.count`.
+
+        Raises:
+            DataError: a field is damaged.
+            StorageError: a catalogue cannot be read.
+            UsageError: pandas is not installed.
+        """
+        from ranktape.storage.records.frames import records_frame
+
+        return records_frame(self)
+
+    def _take(self, rows: np.ndarray[Any, Any]) -> Records:
+        taken = Records(self._reader, self._catalogues, rows)
+        # The columns are those of all catalogues: selections of one run share them.
+        taken._columns = self._columns
+        return taken
+
+    def _all(self, name: str) -> Column:
+        if name not in self._columns:
+            # Each catalogue may have to be asked for it in the store.
+            with ThreadPoolExecutor(_NUM_THREADS) as pool:
+                columns = pool.map(lambda catalogue: catalogue.column(name), self._catalogues)
+                self._columns[name] = concatenate(columns)
+        return self._columns[name]
+
+    def _source(self, rows: np.ndarray[Any, Any]) -> Callable[[str], Column]:
+        return lambda name: widened(_rows_of(self._all(name), rows))
+
+
+def _rows_of(column: Column, rows: np.ndarray[Any, Any]) -> Column:
+    if isinstance(column, StringColumn):
+        return StringColumn(codes=column.codes[rows], table=column.table)
+    taken: np.ndarray[Any, Any] = column[rows]
+    return taken

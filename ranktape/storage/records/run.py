@@ -1,0 +1,160 @@
+"""What is in a run, and how far is it?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from ranktape.errors import RunNotFoundError
+from ranktape.storage.format import layout
+from ranktape.storage.format.attempt import (
+    Attempt,
+    complete_iterations,
+    read_attempts,
+    read_run,
+    run_attributes,
+    shown_attempts,
+)
+from ranktape.storage.format.blob import open_blob
+from ranktape.storage.format.catalogue import Catalogue, empty_catalogue
+from ranktape.storage.format.progress import read_disabled, read_troubles, read_verdict
+from ranktape.storage.format.status import IterationStatus, Verdict
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.failures import printable
+from ranktape.storage.places.urls import open_backend
+from ranktape.storage.query.columns import Mask
+from ranktape.storage.query.filters import parse_filter
+from ranktape.storage.records.notebook import run_html, spans
+from ranktape.storage.records.reader import RunReader
+from ranktape.storage.records.records import Records
+
+_NUM_THREADS = 16
+
+
+class Run:
+    """A recorded training; shows complete iterations only. `refresh` shows what was committed since."""
+
+    def __init__(self, backend: Backend) -> None:
+        """Read the run's document and the names of its commits.
+
+        Raises:
+            RunNotFoundError: there is no run.
+            RunFormatError: it is not a run, or of a later schema.
+            StorageError: the store cannot be read.
+        """
+        self._reader = RunReader(backend)
+        self._backend = backend
+        self.attributes = run_attributes(read_run(backend), place=backend.url)
+        """What the run's document says: schema, options, environment, launch."""
+        self._attempts_of: dict[int, list[Attempt]] = {}
+        self._catalogues: dict[tuple[int, str], Catalogue] = {}
+        self.refresh()
+
+    def __repr__(self) -> str:
+        return f"<Run {printable(self.url)}: complete iterations {spans(self.iterations)}>"
+
+    def _repr_html_(self) -> str:
+        return run_html(self)
+
+    @property
+    def url(self) -> str:
+        """Where the run is, without credentials."""
+        return self._backend.url
+
+    @property
+    def iterations(self) -> list[int]:
+        """The iterations that are stored complete, ascending."""
+        return sorted(self._attempts_of)
+
+    def refresh(self) -> list[int]:
+        """Look again which iterations are complete; those that were not when it was looked last, ascending.
+
+        Selections that were made before stay what they are. An iteration that was removed since is not shown any
+        more.
+
+        Raises:
+            StorageError: the store cannot be read.
+        """
+        known = set(self._attempts_of)
+        attempts = read_attempts(self._backend)
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            complete = list(pool.map(lambda attempt: complete_iterations(self._backend, attempt), attempts))
+        self._attempts_of = {}
+        for attempt, iterations in zip(attempts, complete, strict=True):
+            for iteration in iterations:
+                self._attempts_of.setdefault(iteration, []).append(attempt)
+        self._shown = {iteration: shown_attempts(held) for iteration, held in self._attempts_of.items()}
+        return sorted(set(self._attempts_of) - known)
+
+    def status(self) -> list[IterationStatus]:
+        """Every iteration that was begun, in every attempt: how far it is, what is missing and why."""
+        judged = read_verdict(self._backend)
+        return [] if judged is None else judged[1]
+
+    def verdict(self) -> Verdict:
+        """Whether the run holds the iterations it guaranteed, as it is now.
+
+        Raises:
+            RunNotFoundError: no attempt has begun in the run.
+        """
+        judged = read_verdict(self._backend)
+        if judged is None:
+            raise RunNotFoundError(f"the run at {self.url} has no attempt yet: no rank has started to record")
+        return judged[0]
+
+    def disabled(self) -> dict[int, str]:
+        """The ranks that recorded nothing more after a failure inside of the capture, each with the reason."""
+        return read_disabled(self._backend)
+
+    def troubles(self) -> dict[int, str]:
+        """The ranks whose writer was killed and that went on with another one, each with when and how."""
+        return read_troubles(self._backend)
+
+    def select(self, **filters: Any) -> Records:
+        """The records whose fields have the values asked for, of the latest attempt of each complete iteration.
+
+        An attempt that adds to the run does not hide what it adds to; `attempt` in the filters makes all count. Values
+        are as in `Records.select`; no array is opened.
+
+        Raises:
+            UnknownFieldError: a filter names no field.
+            UsageError: a field cannot have such a value.
+            StorageError: a catalogue cannot be read.
+        """
+        places = [
+            (iteration, attempt.path)
+            for iteration in self.iterations
+            for attempt in (self._attempts_of if "attempt" in filters else self._shown)[iteration]
+        ]
+        if "iteration" in filters and places:
+            wanted = parse_filter("iteration", filters["iteration"])
+            mask: Mask = wanted.mask(lambda _: np.array([iteration for iteration, _ in places]), len(places))
+            places = [place for place, is_wanted in zip(places, mask, strict=True) if is_wanted]
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            catalogues = list(pool.map(self._catalogue, places)) or [empty_catalogue()]
+        rows = np.arange(sum(catalogue.num_rows for catalogue in catalogues))
+        return Records(self._reader, catalogues, rows).select(**filters)
+
+    def _catalogue(self, place: tuple[int, str]) -> Catalogue:
+        if place not in self._catalogues:
+            iteration, attempt = place
+            path = layout.iteration_path(attempt, iteration)
+            blob = open_blob(self._backend, path)
+            self._catalogues[place] = Catalogue(blob, place=f"{self.url}/{path}", attempt=attempt)
+        return self._catalogues[place]
+
+
+def open_run(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Run:
+    """The run at a URL: a directory, or any URL that fsspec knows.
+
+    Raises:
+        RunNotFoundError: there is no run.
+        RunFormatError: what is there is not a run, or of a later schema.
+        StorageError: the store cannot be reached or read.
+        UsageError: the URL or the options are not usable.
+    """
+    return Run(open_backend(url, storage_options=storage_options))

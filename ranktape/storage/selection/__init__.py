@@ -1,1 +1,0 @@
-"""Which rows of a catalogue does a filter or an expression mean?"""

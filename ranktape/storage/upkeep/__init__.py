@@ -1,1 +1,0 @@
-"""Is a run whole, and how is it kept, mended, moved, found and watched?"""
