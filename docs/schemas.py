@@ -27,8 +27,8 @@ import numpy as np
 from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli as analyze
-from ranktape.analyze.figures import FIGURES
 from ranktape.analyze.legacy import export_records
+from ranktape.analyze.metrics.metric import METRICS
 from ranktape.analyze.table import Kind
 from ranktape.capture.plans.forecast import Forecast
 from ranktape.capture.plans.planning import RankPlan
@@ -64,7 +64,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     ),
     "stats": (
         "RUN",
-        "RUN --figure FIGURES,p37.5",
+        "RUN --figure METRICS,p37.5",
         "RUN --by rank",
         "RUN --neighbours",
         "RUN --neighbours --by rank",
@@ -88,8 +88,8 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "RUN FOLDER --format fp8_e4m3 --rank 0",
     ),
     "outliers": ("RUN", "RUN --figure std --threshold 1", "RUN --across sample --threshold 0.5"),
-    "trend": ("RUN", "RUN --figure FIGURES,p37.5 --by layer_type", "RUN --summary", "RUN --summary --by rank"),
-    "trace": ("RUN", "RUN --figure FIGURES,p37.5", "RUN --sample b", "FOLDER"),
+    "trend": ("RUN", "RUN --figure METRICS,p37.5 --by layer_type", "RUN --summary", "RUN --summary --by rank"),
+    "trace": ("RUN", "RUN --figure METRICS,p37.5", "RUN --sample b", "FOLDER"),
     "gradients": (*(f"RUN --show {part}" for part in ("ranges", "weights", "passes")), "RUN --by rank"),
     "compare": (
         "RUN OTHER",
@@ -188,8 +188,8 @@ def export_folder(url: str, place: Path) -> str:
 
 def ask(command: str, words: str, *, urls: Mapping[str, str]) -> dict[str, Any]:
     """The document that a command of `ranktape analyze` writes with --json."""
-    every = ",".join(FIGURES)
-    arguments = [command, *(urls.get(word, word.replace("FIGURES", every)) for word in words.split()), "--json"]
+    every = ",".join(METRICS)
+    arguments = [command, *(urls.get(word, word.replace("METRICS", every)) for word in words.split()), "--json"]
     done = CliRunner().invoke(analyze, arguments, catch_exceptions=False)
     # 3: a gate that does not hold writes what does not.
     if done.exit_code not in {0, 3}:

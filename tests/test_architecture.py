@@ -46,9 +46,9 @@ LEGACY = ("analyze", "legacy")
 LEGACY_DOORS = {
     "__init__.py",
     "analyze/options.py",
-    "analyze/pictures/sweeps.py",
     "analyze/questions/sweep_command.py",
     "analyze/questions/sweep_sources.py",
+    "analyze/views/plots/sweeps.py",
     "launch/export.py",
     "launch/import_.py",
 }

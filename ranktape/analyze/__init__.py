@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.digests import merge_digests as merge_digests
     from ranktape.analyze.engine.engine import Engine as Engine
     from ranktape.analyze.engine.values import View as View
-    from ranktape.analyze.figures import FIGURES as FIGURES
     from ranktape.analyze.findings.find import find as find
     from ranktape.analyze.findings.finding import Finding as Finding
     from ranktape.analyze.findings.finding import Severity as Severity
+    from ranktape.analyze.metrics.metric import METRICS as METRICS
     from ranktape.analyze.numerics.digests.digest import Digest as Digest
     from ranktape.analyze.numerics.formats import FORMATS as FORMATS
     from ranktape.analyze.numerics.formats import Format as Format
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep as ScaleSweep
     from ranktape.analyze.numerics.sweeps.sweep import sweep_array as sweep_array
     from ranktape.analyze.numerics.sweeps.sweep import sweep_formats as sweep_formats
-    from ranktape.analyze.pictures.overflow_layers import plot_overflow as plot_overflow
     from ranktape.analyze.questions.compare import compare as compare
     from ranktape.analyze.questions.distribution import distribution as distribution
     from ranktape.analyze.questions.gradients import Gradients as Gradients
@@ -54,11 +53,12 @@ if TYPE_CHECKING:
     from ranktape.analyze.questions.trace import trace as trace
     from ranktape.analyze.questions.trend import Trend as Trend
     from ranktape.analyze.questions.trend import trend as trend
-    from ranktape.analyze.report.page import write_report as write_report
     from ranktape.analyze.rules.gate import gate as gate
     from ranktape.analyze.rules.result import GateResult as GateResult
     from ranktape.analyze.rules.rule import Rule as Rule
     from ranktape.analyze.table import Table as Table
+    from ranktape.analyze.views.plots.overflow_layers import plot_overflow as plot_overflow
+    from ranktape.analyze.views.report.page import write_report as write_report
 else:
     __all__, __getattr__, __dir__ = public_names(
         __name__,
@@ -69,9 +69,9 @@ else:
             "engine.digests": ["digests", "merge_digests"],
             "engine.engine": ["Engine"],
             "engine.values": ["View"],
-            "figures": ["FIGURES"],
             "findings.find": ["find"],
             "findings.finding": ["Finding", "Severity"],
+            "metrics.metric": ["METRICS"],
             "numerics.digests.digest": ["Digest"],
             "numerics.formats": ["FORMATS", "Format", "parse_format"],
             "numerics.histograms.block_histogram": ["count_blocks"],
@@ -84,7 +84,6 @@ else:
             "numerics.quantization.schemes": ["SCHEMES"],
             "numerics.sweeps.options": ["SweepMode", "SweepOptions"],
             "numerics.sweeps.sweep": ["ScaleSweep", "sweep_array", "sweep_formats"],
-            "pictures.overflow_layers": ["plot_overflow"],
             "questions.compare": ["compare"],
             "questions.distribution": ["distribution"],
             "questions.gradients": ["Gradients", "gradients"],
@@ -98,10 +97,11 @@ else:
             "questions.sweep": ["sweep"],
             "questions.trace": ["trace"],
             "questions.trend": ["Trend", "trend"],
-            "report.page": ["write_report"],
             "rules.gate": ["gate"],
             "rules.result": ["GateResult"],
             "rules.rule": ["Rule"],
             "table": ["Table"],
+            "views.plots.overflow_layers": ["plot_overflow"],
+            "views.report.page": ["write_report"],
         },
     )

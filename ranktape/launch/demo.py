@@ -191,7 +191,7 @@ ANSWERS = (
     ("analyze", "report", "RUN", "--output", "REPORT"),
 )
 """The commands that the demo ends with: what is stored, what fp8 would lose, which format each kind of layer can bear,
-what is wrong, a picture, and all of it in one page."""
+what is wrong, a plot, and all of it in one page."""
 
 
 def _refuse_existing(url: str, *, settings: Mapping[str, Any]) -> None:

@@ -18,8 +18,8 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.survey import survey
 from ranktape.analyze.legacy import export_records, import_folder, open_folder
-from ranktape.analyze.pictures.sample_figures import SampleFigures
 from ranktape.analyze.table import Table
+from ranktape.analyze.views.plots.sample_figures import SampleFigures
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records, Run, open_run
 from ranktape.storage.format.parts import RUN

@@ -34,13 +34,13 @@ from ranktape.analyze.findings.sign import command_of, sign_of
 from ranktape.analyze.findings.survey import survey as take_stock
 from ranktape.analyze.layer_stacks import layer_places, number_of, short_names, with_stacks
 from ranktape.analyze.numerics.formats import FORMATS
-from ranktape.analyze.pictures.gallery import draw
-from ranktape.analyze.pictures.recipes import grid_of, layer_names
-from ranktape.analyze.pictures.survey import Survey
-from ranktape.analyze.report.columns import unpacked
-from ranktape.analyze.report.model import build_model
-from ranktape.analyze.report.page import write_report
 from ranktape.analyze.table import Table
+from ranktape.analyze.views.plots.gallery import draw
+from ranktape.analyze.views.plots.recipes import grid_of, layer_names
+from ranktape.analyze.views.plots.survey import Survey
+from ranktape.analyze.views.report.columns import unpacked
+from ranktape.analyze.views.report.model import build_model
+from ranktape.analyze.views.report.page import write_report
 from ranktape.storage import Records, Run, open_run
 from tests.analyze.runs import describe_tensor, store
 from tests.analyze.stacked_runs import STACKS, stacked_tensors

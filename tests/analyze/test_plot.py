@@ -1,4 +1,4 @@
-"""Does the picture show the ratios, readably, for any model?"""
+"""Does the plot show the ratios, readably, for any model?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ranktape.analyze import overflow, plot_overflow
-from ranktape.analyze.pictures.overflow_layers import draw_overflow
+from ranktape.analyze.views.plots.overflow_layers import draw_overflow
 from ranktape.errors import StorageError, UsageError
 from ranktape.storage import Records
 from tests.analyze.runs import describe_tensor, model_tensors, store
@@ -51,7 +51,7 @@ def tick_labels(axis: Axis) -> list[Any]:
 
 
 def assert_readable(figure: Figure) -> None:
-    """No two texts overlap, and all lie within the picture."""
+    """No two texts overlap, and all lie within the plot."""
     boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
     whole = figure.bbox
     for text, box in boxes:

@@ -24,11 +24,11 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
-from ranktape.analyze.report.columns import packed, unpacked
-from ranktape.analyze.report.details import MAX_SWEPT_NBYTES, OFFSETS, bundles_of
-from ranktape.analyze.report.model import Model, build_model, natural
-from ranktape.analyze.report.page import FORMATS, json_in_html, render, write_report
-from ranktape.analyze.report.samples import Samples
+from ranktape.analyze.views.report.columns import packed, unpacked
+from ranktape.analyze.views.report.details import MAX_SWEPT_NBYTES, OFFSETS, bundles_of
+from ranktape.analyze.views.report.model import Model, build_model, natural
+from ranktape.analyze.views.report.page import FORMATS, json_in_html, render, write_report
+from ranktape.analyze.views.report.samples import Samples
 from ranktape.errors import NoRecordsError, NoSpaceError, StorageError, UsageError
 from ranktape.storage import Records, Run
 from tests.analyze.pt_files import seed_file
@@ -197,7 +197,7 @@ def test_too_many_records_share_their_details(tmp_path: Path, monkeypatch: pytes
     records = store(tmp_path, model_tensors(num_ranks=3, iterations=(0, 1))).select()
     alone = octaves_of(model_of(records))
     monkeypatch.setattr(
-        "ranktape.analyze.report.model.bundles_of", lambda *args, **kw: bundles_of(*args, **kw, limit=20)
+        "ranktape.analyze.views.report.model.bundles_of", lambda *args, **kw: bundles_of(*args, **kw, limit=20)
     )
     finding = Finding(kind="x", severity=Severity.LOW, score=1.0, title="t", evidence="e", where={}, places=(7,))
     model = model_of(records, findings=[finding])
@@ -226,7 +226,7 @@ def test_too_many_records_share_their_details(tmp_path: Path, monkeypatch: pytes
 def test_what_is_too_large_to_sweep_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = store(tmp_path, model_tensors(num_ranks=2)).select()
     assert records.column("nbytes").sum() < MAX_SWEPT_NBYTES
-    monkeypatch.setattr("ranktape.analyze.report.details.MAX_SWEPT_NBYTES", 18 * 512)
+    monkeypatch.setattr("ranktape.analyze.views.report.details.MAX_SWEPT_NBYTES", 18 * 512)
     model = model_of(records)
     known = np.isfinite(figure_of(model, "sqnr.mxfp8_e4m3"))
     # One record of each place, before a second of any.

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.report.page import write_report
+from ranktape.analyze.views.report.page import write_report
 from ranktape.storage import Records
 from tests.analyze.faulty_runs import Array, Place, Sizes, faulty_run
 from tests.analyze.runs import describe_tensor, store

@@ -57,7 +57,7 @@ SWEEPS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "empty": (np.zeros((0, 4), np.float32), "fp8_e4m3", {}),
     "nan": (np.full(4, np.nan, np.float32), "fp8_e4m3", {}),
 }
-"""What reports and pictures are made of: the array, the format, the options."""
+"""What reports and plots are made of: the array, the format, the options."""
 
 
 def sweep_of(name: str) -> ScaleSweep:

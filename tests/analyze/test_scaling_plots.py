@@ -1,4 +1,4 @@
-"""Are the pictures of a sweep readable, and do they show what the sweep says?"""
+"""Are the plots of a sweep readable, and do they show what the sweep says?"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_all_readable(figure: Figure) -> None:
 
 
 def fraction_of_ink(png: bytes) -> float:
-    """How much of a picture is not white."""
+    """How much of a plot is not white."""
     from io import BytesIO
 
     from matplotlib.image import imread

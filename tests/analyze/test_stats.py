@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.figures import FIGURES, PERCENTILES, figure, is_percentile
+from ranktape.analyze.metrics.metric import METRICS, PERCENTILES, is_percentile, metric
 from ranktape.analyze.questions.neighbours import neighbours
 from ranktape.analyze.questions.samples import SAMPLE_NAMES, sample_stats
 from ranktape.analyze.questions.stats import stats
@@ -108,7 +108,7 @@ def test_every_figure_is_that_of_the_raw_tensor(dtype: str) -> None:
     rows = stats(stored(*arrays)).records()
     for row, array in zip(rows, arrays, strict=True):
         assert_figures(row, array)
-        assert set(FIGURES) < set(row)
+        assert set(METRICS) < set(row)
 
 
 @pytest.mark.parametrize("dtype", REAL)
@@ -165,8 +165,8 @@ def test_what_was_kept_instead_of_values_says_what_it_knows(keep: str) -> None:
     kept = reduce_to(keep, array, info=tensor[1])
     assert kept is not None
     (whole,), (row,) = (stats(records_of([one])).records() for one in (tensor, kept))
-    lost = {"distinct", "smallest_nonzero", "log2_range"} | {name for name in FIGURES if is_percentile(name)}
-    for name in FIGURES:
+    lost = {"distinct", "smallest_nonzero", "log2_range"} | {name for name in METRICS if is_percentile(name)}
+    for name in METRICS:
         known = whole[name] if keep == "histogram" or name not in lost else None
         assert row[name] == (known if known is None else pytest.approx(known, rel=1e-12)), name
     # Beside a record with values, still nothing is known of the percentiles of both.
@@ -189,7 +189,7 @@ def test_figures_are_chosen_by_name() -> None:
     assert not any(column.is_detail for column in table.columns[-3:-1])
     for name, hint in (("skewnes", "use skewness"), ("p101", "use p0.1 or p1"), ("", "use one of elements")):
         with pytest.raises(UsageError, match=f"no figure '{name}': {hint}"):
-            figure(name)
+            metric(name)
     with pytest.raises(UnknownFieldError, match="layr"):
         stats(stored(np.zeros(1)), by=["layr"])
 

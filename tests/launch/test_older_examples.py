@@ -187,7 +187,7 @@ FOLDERS = (
     *("distributions", "heatmaps", "comparisons", "statistics", "attention_analysis", "quantization_analysis"),
     *("layer_analysis", "overflow_analysis", "fp8_analysis", "bf16_analysis", "backward_analysis", "rank_analysis"),
 )
-"""What the document on pictures has below `draw`."""
+"""What the document on plots has below `draw`."""
 
 
 def said(program: str, *, cwd: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The pictures of a selection: the command `ranktape analyze plot`."""
+"""The plots of a selection: the command `ranktape analyze plot`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ranktape.analyze.options import (
     selection_options,
     view_option,
 )
-from ranktape.analyze.pictures.kinds import FOLDERS, KINDS, parse_kinds
+from ranktape.analyze.views.plots.kinds import FOLDERS, KINDS, parse_kinds
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.formats import Format
-    from ranktape.analyze.pictures.kinds import PictureKind
+    from ranktape.analyze.views.plots.kinds import Plot
 
 DEFAULT_FOLDER = Path("draw")
-"""Where many pictures go: the place that the seeds name."""
+"""Where many plots go: the place that the seeds name."""
 
 
 def _epilog() -> str:
-    """The pictures by folder, as the end of the help."""
+    """The plots by folder, as the end of the help."""
     lines = [
         f"{folder}: " + ", ".join(kind.name for kind in KINDS.values() if kind.folder == folder) for folder in FOLDERS
     ]
-    return "\n\n".join(["Pictures, by the folder that they go to with --all or several kinds:", *lines])
+    return "\n\n".join(["Plots, by the folder that they go to with --all or several kinds:", *lines])
 
 
 @click.command(name="plot", epilog=_epilog())
@@ -44,14 +44,14 @@ def _epilog() -> str:
     "kinds",
     multiple=True,
     metavar="NAME",
-    help="Which picture: a name below, one with * and ?, or a folder; repeatable. overflow by default.",
+    help="Which plot: a name below, one with * and ?, or a folder; repeatable. overflow by default.",
 )
-@click.option("--all", "is_all", is_flag=True, help="Every picture that the selection has something for.")
+@click.option("--all", "is_all", is_flag=True, help="Every plot that the selection has something for.")
 @click.option(
     "--format",
     "format_name",
     metavar="NAME",
-    help=FORMAT_HELP + " fp8_e4m3 by default; for the picture overflow alone, the captured dtype.",
+    help=FORMAT_HELP + " fp8_e4m3 by default; for the plot overflow alone, the captured dtype.",
 )
 @view_option
 @click.option(
@@ -59,7 +59,7 @@ def _epilog() -> str:
     "-o",
     type=NamedPath(path_type=Path),
     metavar="PATH",
-    help="Where one picture goes, as .png, .svg or .pdf (NAME.png by default), or the folder of several (draw).",
+    help="Where one plot goes, as .png, .svg or .pdf (NAME.png by default), or the folder of several (draw).",
 )
 @engine_options
 def command(
@@ -72,7 +72,7 @@ def command(
     output: Path | None,
     engine: Engine,
 ) -> None:
-    """Draw pictures, and print the path of each.
+    """Draw plots, and print the path of each.
 
     By default one: overflow and underflow of each layer. --all draws all, into one folder for each kind of analysis,
     with a README.txt that says what each shows, and which were left out and why.
@@ -101,7 +101,7 @@ def _parse_target(name: str | None) -> Format | None:
     Raises:
         UsageError: it is not known, has no limits without a scale, or there are several.
     """
-    from ranktape.analyze.limits.target import one_target
+    from ranktape.analyze.metrics.target import one_target
     from ranktape.analyze.numerics.quantization.schemes import Scaling, parse_scheme
 
     if name is not None and "," not in name:
@@ -116,7 +116,7 @@ def _parse_target(name: str | None) -> Format | None:
 
 
 def _draw_one(
-    kind: PictureKind,
+    kind: Plot,
     selection: Selection,
     *,
     format_name: str | None,
@@ -124,16 +124,16 @@ def _draw_one(
     output: Path | None,
     engine: Engine,
 ) -> None:
-    from ranktape.analyze.pictures.files import form_of, write_picture
+    from ranktape.analyze.views.plots.files import form_of, write_plot
 
     path = output or Path(f"{kind.name}.png")
     if path.is_dir():
-        raise UsageError(f"--output {path} is a folder: give the name of a file for one picture")
+        raise UsageError(f"--output {path} is a folder: give the name of a file for one plot")
     form_of(path)
     target = _parse_target(format_name)
     records = selection.records()
     if kind.name == "overflow":
-        from ranktape.analyze.pictures.overflow_layers import MANY_ZEROS, plot_overflow, zeros_of
+        from ranktape.analyze.views.plots.overflow_layers import MANY_ZEROS, plot_overflow, zeros_of
 
         table = plot_overflow(records, path=path, format=format_name, view=view, engine=engine)
         if not any(table.column("overflow.total")) and not any(table.column("overflow.underflow.count")):
@@ -141,19 +141,19 @@ def _draw_one(
             but = f", but of one layer {zeros:.3g} of the elements are zeros" if zeros >= MANY_ZEROS else ""
             say(f"nothing overflows or underflows{but}; --format NAME draws against another format", err=True)
     else:
-        from ranktape.analyze.pictures.gallery import draw, missing
-        from ranktape.analyze.pictures.survey import Survey, default_target
+        from ranktape.analyze.views.plots.gallery import draw, missing
+        from ranktape.analyze.views.plots.survey import Survey, default_target
 
         survey = Survey(records, target=target or default_target(records), view=view, engine=engine)
         reason = missing(kind.name, survey)
         if reason:
             raise UsageError(f"--kind {kind.name} cannot be drawn: {reason}")
-        write_picture(draw(kind.name, survey), path)
+        write_plot(draw(kind.name, survey), path)
     say(str(path))
 
 
 def _draw_many(
-    kinds: list[PictureKind] | None,
+    kinds: list[Plot] | None,
     selection: Selection,
     *,
     format_name: str | None,
@@ -161,12 +161,12 @@ def _draw_many(
     folder: Path,
     engine: Engine,
 ) -> None:
-    from ranktape.analyze.pictures.write import README, plot_pictures
+    from ranktape.analyze.views.plots.write import README, write_plots
 
     target = _parse_target(format_name)
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--output {folder} is a file: several pictures need a folder")
-    written = plot_pictures(
+        raise UsageError(f"--output {folder} is a file: several plots need a folder")
+    written = write_plots(
         selection.records(),
         folder=folder,
         kinds=kinds,
@@ -174,7 +174,7 @@ def _draw_many(
         view=view,
         engine=engine,
         source=selection.run,
-        on_picture=lambda path: say(str(path)),
+        on_plot=lambda path: say(str(path)),
     )
     rest = f", {len(written.left_out)} left out" if written.left_out else ""
-    say(f"{len(written.drawn)} pictures{rest}: see {folder / README}", err=True)
+    say(f"{len(written.drawn)} plots{rest}: see {folder / README}", err=True)

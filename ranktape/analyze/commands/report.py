@@ -48,7 +48,7 @@ def command(*, selection: Selection, formats: tuple[str, ...], view: View | None
     One HTML file with everything in it: findings, heat maps, tables, distributions, sweeps, filters. It opens from
     disk, loads nothing, and can be sent to a colleague or printed.
     """
-    from ranktape.analyze.report.page import FORMATS, write_report
+    from ranktape.analyze.views.report.page import FORMATS, write_report
     from ranktape.storage.records.run import Run
 
     source = selection.source()

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     "--output-dir",
     type=NamedPath(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Write figures, pictures and a log into DIR/TENSOR/; for .pt files draw/scaling_analysis by default.",
+    help="Write figures, plots and a log into DIR/TENSOR/; for .pt files draw/scaling_analysis by default.",
 )
-@click.option("--no-plots", is_flag=True, help="Draw no pictures.")
+@click.option("--no-plots", is_flag=True, help="Draw no plots.")
 @view_option
 @by_option
 @engine_options

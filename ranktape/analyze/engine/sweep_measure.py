@@ -18,7 +18,7 @@ import numpy as np
 from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, read_block_histogram, read_numbers, read_values, viewed_dtype
-from ranktape.analyze.limits.kinds import pick
+from ranktape.analyze.metrics.kinds import pick
 from ranktape.analyze.numerics.histograms.block_classes import CUTS
 from ranktape.analyze.numerics.histograms.block_histogram import APART, CELLS, BlockHistogram, count_few_cells
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values

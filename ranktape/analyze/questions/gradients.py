@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.figures import Figure, figure
 from ranktape.analyze.identity import group_columns, group_row
 from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.limits.target import SCALINGS, parse_targets
+from ranktape.analyze.metrics.metric import Metric, metric
+from ranktape.analyze.metrics.target import SCALINGS, parse_targets
 from ranktape.analyze.numerics.digests.quantile_summary import push
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.questions.grouped import group_records
@@ -26,7 +26,7 @@ from ranktape.errors import NoRecordsError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.limits.target import Target
+    from ranktape.analyze.metrics.target import Target
     from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.storage import Records
 
@@ -168,7 +168,7 @@ def _flushed(digest: Digest, targets: Sequence[Target]) -> _Flushed | None:
 def _ranges_table(
     totals: _Totals, flushed: dict[tuple[int, str], list[_Flushed | None]], targets: Sequence[Target]
 ) -> Table:
-    shown = [figure(name) for name in (*FIGURES[:2], "norm", "smallest_nonzero", *FIGURES[2:])]
+    shown = [metric(name) for name in (*FIGURES[:2], "norm", "smallest_nonzero", *FIGURES[2:])]
     rows = []
     for number, key, count in totals.groups(""):
         digest = totals.digest(number, "")
@@ -242,7 +242,7 @@ def _weights_table(totals: _Totals) -> Table:
 
 
 def _passes_table(totals: _Totals) -> Table:
-    shown = [figure(name) for name in FIGURES]
+    shown = [metric(name) for name in FIGURES]
     rows = []
     for number, key in enumerate(totals.keys):
         names = totals.names(number)
@@ -271,7 +271,7 @@ def _passes_table(totals: _Totals) -> Table:
 _WITH_FACTOR = ("absmax", "std")
 
 
-def _pair_columns(one: Figure) -> list[Column]:
+def _pair_columns(one: Metric) -> list[Column]:
     columns = [
         Column(name=f"{one.name}.{side}", kind=one.kind, head=f"{one.head} {side}") for side in ("forward", "backward")
     ]
@@ -279,7 +279,7 @@ def _pair_columns(one: Figure) -> list[Column]:
     return [*columns, factor] if one.name in _WITH_FACTOR else columns
 
 
-def _beside(one: Figure, pair: Sequence[Digest | None]) -> list[float | None]:
+def _beside(one: Metric, pair: Sequence[Digest | None]) -> list[float | None]:
     """The figure of the forward pass, that of the gradient, and how far that is above it in octaves."""
     values = [None if digest is None else one.of(digest) for digest in pair]
     if one.name not in _WITH_FACTOR:

@@ -12,13 +12,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.figures import FIGURES, figure, is_percentile
 from ranktape.analyze.findings.causes import Event, families_of, worst_of
 from ranktape.analyze.findings.channels import outlying_channels
 from ranktape.analyze.findings.find import all_signs
 from ranktape.analyze.findings.sign import command_of, place_of, title_of, where_of
 from ranktape.analyze.findings.survey import survey
 from ranktape.analyze.findings.thresholds import ROBUST_Z
+from ranktape.analyze.metrics.metric import METRICS, is_percentile, metric
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
 
@@ -136,9 +136,9 @@ def _checked_across(across: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_figure(name: str) -> None:
-    figure(name)
+    metric(name)
     if name in _SIGNED or is_percentile(name):
-        sizes = [one for one in FIGURES if one not in _SIGNED and not is_percentile(one)]
+        sizes = [one for one in METRICS if one not in _SIGNED and not is_percentile(one)]
         raise UsageError(
             f"figure {name!r} may be negative, and outliers are told by factors: use one of {', '.join(sizes)}"
         )

@@ -28,9 +28,9 @@ from ranktape.analyze.identity import (
     identity_rows,
 )
 from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.limits.counts import EXTREMES, KINDS
-from ranktape.analyze.limits.places import find_places
-from ranktape.analyze.limits.target import Target, parse_targets
+from ranktape.analyze.metrics.counts import EXTREMES, KINDS
+from ranktape.analyze.metrics.places import find_places
+from ranktape.analyze.metrics.target import Target, parse_targets
 from ranktape.analyze.numerics.quantization.losses import HIGH_RATIO, MODERATE_RATIO, Severity, severity_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table
@@ -38,7 +38,7 @@ from ranktape.storage.format.dtypes import dtype_row
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.limits.places import Places
+    from ranktape.analyze.metrics.places import Places
     from ranktape.storage import Records
 
 SEVERITY_COLUMNS = (

@@ -11,8 +11,8 @@ import numpy as np
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import are_files, group_columns, group_row
 from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.limits.places import find_places
-from ranktape.analyze.limits.target import parse_targets
+from ranktape.analyze.metrics.places import find_places
+from ranktape.analyze.metrics.target import parse_targets
 from ranktape.analyze.numerics.quantization.losses import MODERATE_RATIO
 from ranktape.analyze.questions.overflow import limit_cells, limit_columns
 from ranktape.analyze.sample_names import SAMPLE
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.limits.places import Places
-    from ranktape.analyze.limits.target import Target
+    from ranktape.analyze.metrics.places import Places
+    from ranktape.analyze.metrics.target import Target
     from ranktape.storage import Records
 
 PLACE_FIELDS = (

@@ -11,7 +11,6 @@ import numpy as np
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.figures import FIGURES, figure
 from ranktape.analyze.identity import (
     SAMPLE_COLUMN,
     group_columns,
@@ -20,6 +19,7 @@ from ranktape.analyze.identity import (
     identity_rows,
 )
 from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.metrics.metric import METRICS, metric
 from ranktape.analyze.questions.grouped import group_records
 from ranktape.analyze.questions.stats import figure_columns
 from ranktape.analyze.sample_names import SAMPLE, SampleName, sample_names
@@ -77,7 +77,7 @@ class Sample:
         )
 
     def figures(self) -> dict[str, float | None]:
-        """What is known of it, under the names of `FIGURES`."""
+        """What is known of it, under the names of `METRICS`."""
         elements, num_finite, *tallies = self.counts
         variance = self.moment_2 / num_finite if num_finite else math.nan
         rms = self.norm / math.sqrt(num_finite) if num_finite else math.nan
@@ -116,8 +116,8 @@ _NOTHING = Sample(
     absmax=math.nan,
 )
 
-SAMPLE_NAMES = tuple(name for name in FIGURES if name in _NOTHING.figures())
-"""The figures that are known of samples, in the order of `FIGURES`."""
+SAMPLE_NAMES = tuple(name for name in METRICS if name in _NOTHING.figures())
+"""The figures that are known of samples, in the order of `METRICS`."""
 
 
 def sample_stats(
@@ -142,7 +142,7 @@ def sample_stats(
         UsageError: there is no such figure, or not of samples.
     """
     names = _checked(figures)
-    chosen = [FIGURES[name] for name in names]
+    chosen = [METRICS[name] for name in names]
     found = _samples(records, view=view or View.COMPUTE, engine=engine)
     if by:
         columns, rows, places = _grouped(records, found, by=by, names=names)
@@ -162,7 +162,7 @@ def sample_stats(
 
 
 def _checked(figures: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(figure(name).name for name in figures))
+    names = tuple(dict.fromkeys(metric(name).name for name in figures))
     for name in names:
         if name not in SAMPLE_NAMES:
             raise UsageError(f"figure {name!r} is not known of samples: use one of {', '.join(SAMPLE_NAMES)}")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.figures import FIGURES, Figure, figure, is_percentile
 from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
 from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.metrics.metric import METRICS, Metric, is_percentile, metric
 from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.table import Column, Kind, Table
 
@@ -53,7 +53,7 @@ def stats(
 ) -> Table:
     """The figures of each record, with `by` those of each group as if it were one tensor.
 
-    All of `FIGURES`, or the ones that are named. Moments and extremes are those of finite values, of complex ones
+    All of `METRICS`, or the ones that are named. Moments and extremes are those of finite values, of complex ones
     those of their magnitudes; percentiles are of all numbers, infinities among them; counts are of all elements,
     against the limits of the dtype. What is not defined is None: the mean of nothing, the skewness of a constant,
     percentiles of complex values, or of records of which statistics alone were kept.
@@ -66,7 +66,7 @@ def stats(
         UnknownFieldError: `by` names no field of a record.
         UsageError: there is no such figure.
     """
-    chosen = [figure(name) for name in dict.fromkeys(figures)] or list(FIGURES.values())
+    chosen = [metric(name) for name in dict.fromkeys(figures)] or list(METRICS.values())
     look = view or View.COMPUTE
     fields = with_stacks(by, records)
     if fields:
@@ -89,12 +89,12 @@ def stats(
     )
 
 
-def figure_columns(figures: Sequence[Figure], *, are_named: bool) -> tuple[Column, ...]:
+def figure_columns(figures: Sequence[Metric], *, are_named: bool) -> tuple[Column, ...]:
     """The columns of figures: all in sight if the user named them, else those that text has room for."""
     return tuple(one.column(is_detail=not are_named and one.name not in SHOWN) for one in figures)
 
 
-def _cells(digest: Digest, figures: Sequence[Figure]) -> tuple[Any, ...]:
+def _cells(digest: Digest, figures: Sequence[Metric]) -> tuple[Any, ...]:
     return (*(one.of(digest) for one in figures), _precision(digest))
 
 

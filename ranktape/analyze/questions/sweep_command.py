@@ -60,7 +60,7 @@ class SweepQuestion:
     output_dir: Path | None
     """Where files are to be written."""
     with_plots: bool
-    """Whether pictures are among them."""
+    """Whether plots are among them."""
     output: Output
     """How the table is written."""
     engine: Engine

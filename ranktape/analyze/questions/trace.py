@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.figures import figure
 from ranktape.analyze.identity import identity_columns, identity_rows
+from ranktape.analyze.metrics.metric import metric
 from ranktape.analyze.questions.samples import SAMPLE_NAMES, sample_of
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
@@ -65,7 +65,7 @@ def trace(
         change, first = way.step(order[position][:3], found, captured_inf=int(captured[position]))
         cells = tuple(found[name] for name in chosen)
         rows.append((number, *identities[position], index, *cells, change, first))
-    named = [figure(name) for name in chosen]
+    named = [metric(name) for name in chosen]
     left_out = len(records) - len(rows)
     return Table(
         title="the way through the model" if sample is None else f"the way of sample {sample} through the model",
@@ -83,7 +83,7 @@ def trace(
 
 
 def _checked(figures: Sequence[str], *, is_sample: bool) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(figure(name).name for name in figures)) or SHOWN
+    names = tuple(dict.fromkeys(metric(name).name for name in figures)) or SHOWN
     unknown = [name for name in names if is_sample and name not in SAMPLE_NAMES]
     if unknown:
         raise UsageError(f"figure {unknown[0]!r} is not known of samples: use one of {', '.join(SAMPLE_NAMES)}")
@@ -101,7 +101,7 @@ def _steps(
 ) -> Iterator[tuple[int, int | None, Mapping[str, float | None]]]:
     """The place of each record on the way, the index of the sample in it, and its figures."""
     every_id = records.column("sample_ids").tolist()
-    wanted = [figure(name) for name in dict.fromkeys((*figures, "absmax", *_MARKS))]
+    wanted = [metric(name) for name in dict.fromkeys((*figures, "absmax", *_MARKS))]
     for position, digest in enumerate(digests(records, view=view, engine=engine)):
         if sample is None:
             yield position, None, {one.name: one.of(digest) for one in wanted}

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.figures import Figure, figure
 from ranktape.analyze.findings.changes import kendall_z, sen_slope
 from ranktape.analyze.findings.survey import SITE
 from ranktape.analyze.identity import group_columns, group_row
 from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.metrics.metric import Metric, metric
 from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
@@ -64,7 +64,7 @@ def trend(
     """
     if "iteration" in by:
         raise UsageError("by 'iteration' is not allowed: a trend goes along it; leave it out, or see 'analyze stats'")
-    chosen = [figure(name) for name in dict.fromkeys(figures)]
+    chosen = [metric(name) for name in dict.fromkeys(figures)]
     if not chosen:
         raise UsageError("a trend needs a figure: give one, such as absmax")
     fields = _fields(records, by)
@@ -141,7 +141,7 @@ def _detail(column: Column) -> Column:
     return Column(name=column.name, kind=column.kind, is_key=True, is_detail=True)
 
 
-def _figure_columns(one: Figure) -> tuple[Column, ...]:
+def _figure_columns(one: Metric) -> tuple[Column, ...]:
     return (
         one.column(),
         Column(name=f"{one.name}.change", kind=Kind.FLOAT, head=f"{one.head} change", is_detail=True),

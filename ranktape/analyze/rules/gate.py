@@ -13,7 +13,7 @@ import numpy as np
 
 from ranktape.analyze.identity import group_row, identity_fields, identity_rows
 from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.limits.target import one_target
+from ranktape.analyze.metrics.target import one_target
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.questions.swept import sweepable
 from ranktape.analyze.rules.condition import Fault, faults, judge

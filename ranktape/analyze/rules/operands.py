@@ -7,9 +7,9 @@ import enum
 import re
 from dataclasses import dataclass
 
-from ranktape.analyze.figures import FIGURES, figure
-from ranktape.analyze.limits.counts import EXTREMES, KINDS
-from ranktape.analyze.numerics.sweeps.metrics import METRICS
+from ranktape.analyze.metrics.counts import EXTREMES, KINDS
+from ranktape.analyze.metrics.metric import METRICS, metric
+from ranktape.analyze.numerics.sweeps.metrics import METRICS as SWEPT_METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
 from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import UsageError
@@ -73,7 +73,7 @@ class Operand:
     @property
     def is_worst_if_low(self) -> bool:
         """Of a sweep, whether the lowest value of a group is its worst."""
-        return self.part in METRICS and not METRICS[self.part].is_error
+        return self.part in SWEPT_METRICS and not SWEPT_METRICS[self.part].is_error
 
 
 def parse_operand(name: str) -> Operand:
@@ -86,18 +86,18 @@ def parse_operand(name: str) -> Operand:
         return _COUNTS[name]
     if name == REPLICAS:
         return Operand(name=name, origin=Origin.REPLICAS)
-    if name in FIGURES or re.fullmatch(r"p\d+(\.\d+)?", name):
-        return Operand(name=figure(name).name, origin=Origin.DIGEST)
+    if name in METRICS or re.fullmatch(r"p\d+(\.\d+)?", name):
+        return Operand(name=metric(name).name, origin=Origin.DIGEST)
     if name in COLUMNS or name == SAMPLE:
         return Operand(name=name, origin=Origin.FIELD)
     part, dot, format_name = name.partition(".")
     if dot and part in LOSSES:
         resolve(format_name, options=SweepOptions())
         return Operand(name=name, origin=Origin.SWEEP, part=part, format=format_name)
-    known = [*_COUNTS, REPLICAS, *FIGURES, *COLUMNS, *(f"{loss}.{format_name or 'mxfp8'}" for loss in LOSSES)]
+    known = [*_COUNTS, REPLICAS, *METRICS, *COLUMNS, *(f"{loss}.{format_name or 'mxfp8'}" for loss in LOSSES)]
     near = [one for one in known if f".{name}." in f".{one}."]
     near += difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(dict.fromkeys(near[:3]))}?" if near else f"use one of {', '.join(FIGURES)}"
+    hint = f"did you mean {' or '.join(dict.fromkeys(near[:3]))}?" if near else f"use one of {', '.join(METRICS)}"
     raise UsageError(f"no figure or field {printable(repr(name))}: {hint}")
 
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from ranktape.analyze.engine.sweep_measure import sweep_records
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.figures import figure
-from ranktape.analyze.limits.places import Places, find_places
-from ranktape.analyze.limits.target import Target
+from ranktape.analyze.metrics.metric import metric
+from ranktape.analyze.metrics.places import Places, find_places
+from ranktape.analyze.metrics.target import Target
 from ranktape.analyze.questions.grouped import Groups, group_digests
 from ranktape.analyze.questions.swept import jobs_of, parse_request
 from ranktape.analyze.rules.operands import Operand, Origin
@@ -164,7 +164,7 @@ def _digest_values(
     columns = {operand.name: np.full(len(groups), math.nan) for operand in operands}
     for row, digest in group_digests(records, grouped, view=view, engine=engine):
         for name, column in columns.items():
-            value = figure(name).of(digest)
+            value = metric(name).of(digest)
             column[row] = math.nan if value is None else value
     return columns
 

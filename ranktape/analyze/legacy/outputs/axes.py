@@ -1,4 +1,4 @@
-"""How are the axes of pictures divided, and which letters can be drawn beside them?"""
+"""How are the axes of plots divided, and which letters can be drawn beside them?"""
 
 from __future__ import annotations
 

@@ -46,12 +46,12 @@ class SweepFiles:
 
     @property
     def panels(self) -> Path:
-        """The picture of six panels."""
+        """The plot of six panels."""
         return self.folder / f"mxfp_scaling_test_{self.format}.png"
 
     @property
     def summary(self) -> Path:
-        """The picture of what matters most."""
+        """The plot of what matters most."""
         return self.folder / f"mxfp_scaling_summary_{self.format}.png"
 
     @property

@@ -1,7 +1,7 @@
 """What does a sweep look like: how does each figure move from level to level, and where are the format's limits?
 
-Two pictures of one tensor: six panels with every figure, and a summary of three beside a box of statistics. No global
-state of matplotlib is touched, so that pictures can be drawn from any thread.
+Two plots of one tensor: six panels with every figure, and a summary of three beside a box of statistics. No global
+state of matplotlib is touched, so that plots can be drawn from any thread.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ranktape.analyze.advice.verdict import is_lossless, verdict_of
 from ranktape.analyze.legacy.outputs.axes import drawable, is_drawable, linear_scale, log_scale, ratio_scale, wrapped
 from ranktape.analyze.legacy.outputs.words import figure_text, limits_of, number_of, statistics_lines
 from ranktape.analyze.numerics.sweeps.options import SweepMode
-from ranktape.analyze.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILION
-from ranktape.analyze.pictures.style import DOTS_PER_INCH
+from ranktape.analyze.views.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILION
+from ranktape.analyze.views.plots.style import DOTS_PER_INCH
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -163,7 +163,7 @@ def draw_summary(sweep: ScaleSweep, *, name: str) -> Figure:
 
 
 def png_of(figure: Figure) -> bytes:
-    """The picture as the bytes of a PNG file."""
+    """The plot as the bytes of a PNG file."""
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=DOTS_PER_INCH)
     return stream.getvalue()
@@ -284,7 +284,7 @@ def _finish(figure: Figure, *, sweep: ScaleSweep, name: str, num_columns: int) -
     ]
     left, right = _ends(sweep)
     for limit in limits_of(sweep):
-        # What lies outside of the picture is said, not drawn.
+        # What lies outside of the plot is said, not drawn.
         where = "" if left <= limit.place <= right else ", outside"
         handles.append(
             Line2D(

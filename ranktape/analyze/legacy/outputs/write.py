@@ -38,7 +38,7 @@ class OutputOptions:
     output_dir: Path
     """The directory in which each tensor has one of its own."""
     with_plots: bool = True
-    """Whether pictures are drawn."""
+    """Whether plots are drawn."""
 
 
 class Stopwatch:
@@ -113,7 +113,7 @@ class TensorReport:
         self._log.write([f"Swept: {number_of(len(sweep.levels), 'level')}, {seconds:.3f} s after the start"])
 
     def finish(self, sweep: ScaleSweep) -> None:
-        """Write the results and the pictures, and the rest of the log.
+        """Write the results and the plots, and the rest of the log.
 
         Raises:
             StorageError: a file cannot be written; the kind says why.

@@ -1,1 +1,0 @@
-"""What do the figures of a run look like: which pictures are there, how are they drawn, and where do they go?"""

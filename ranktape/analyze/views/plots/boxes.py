@@ -1,0 +1,156 @@
+"""How do figures of tensors spread within groups: box plots, one panel for each figure?
+
+A box reaches from the first to the third quartile with a line at the median, its whiskers from the 5th to the 95th
+percentile; points are the tensors beyond them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.views.plots.axes import mark_limits, name_rows, scale_numbers, scale_powers
+from ranktape.analyze.views.plots.style import INK, PANEL_SIZE, TEXT_SIZE, Heading, empty, finish, page
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.views.plots.groups import Group
+    from ranktape.analyze.views.plots.survey import Survey
+
+WHISKERS = (5.0, 95.0)
+"""Percentiles at the ends of the whiskers."""
+
+MAX_BOXES = 16
+"""Groups that have a box: each stands beside its name, and needs no colour of its own."""
+
+MAX_POINTS = 300
+"""Points of one box; of more, every n-th from the smallest to the largest, and both ends."""
+
+LINEAR_OCTAVES = 12
+"""An axis of both signs is linear unless its magnitudes spread over more octaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxPanel:
+    """One figure of the tensors."""
+
+    figure: str
+    """Its name in `Survey.figure`."""
+    title: str
+    """Above the panel."""
+    is_magnitude: bool = True
+    """Whether it is never negative, and drawn by octave."""
+    has_limits: bool = False
+    """Whether formats limit it."""
+    normal: float | None = None
+    """What it is of a normal distribution."""
+
+
+MEAN = BoxPanel(figure="mean", title="|mean|")
+STD = BoxPanel(figure="std", title="standard deviation")
+VARIANCE = BoxPanel(figure="variance", title="variance")
+ABSMAX = BoxPanel(figure="absmax", title="absmax", has_limits=True)
+KURTOSIS = BoxPanel(figure="kurtosis", title="kurtosis (normal: 3)", normal=math.log2(3.0))
+SKEWNESS = BoxPanel(figure="skewness", title="skewness (normal: 0)", is_magnitude=False, normal=0.0)
+MINIMUM = BoxPanel(figure="minimum", title="|minimum|", has_limits=True)
+MAXIMUM = BoxPanel(figure="maximum", title="|maximum|", has_limits=True)
+
+GENERAL = (MEAN, STD, ABSMAX, KURTOSIS)
+SHAPES = (VARIANCE, SKEWNESS, KURTOSIS)
+ENDS = (MEAN, STD, MINIMUM, MAXIMUM)
+
+
+def draw_boxes(survey: Survey, groups: Sequence[Group], *, panels: Sequence[BoxPanel], heading: Heading) -> Figure:
+    """One panel for each figure, one box for each group; both share the names at the left."""
+    height = 1.25 + 0.42 * len(groups)
+    num_columns = 2 if len(panels) == 4 else len(panels)  # noqa: PLR2004 - two rows of two
+    figure, grid = page(
+        math.ceil(len(panels) / num_columns),
+        num_columns,
+        panel_width=max(4.2, 10.4 / num_columns),
+        panel_height=max(2.1, height),
+    )
+    for place, (axes, panel) in enumerate(zip(grid.flat, panels, strict=True)):
+        rows = [box_values(survey, group, panel) for group in groups]
+        axes.set_title(panel.title, fontsize=PANEL_SIZE, pad=20 if panel.has_limits else 6)
+        if not any(values.size for values in rows):
+            empty(axes, "no tensor has one")
+            continue
+        for row, (group, values) in enumerate(zip(groups, rows, strict=True)):
+            _draw_box(axes, values, row=row, group=group)
+        name_rows(axes, [group.label if place % num_columns == 0 else "" for group in groups])
+        _scale(axes, np.concatenate(rows), panel)
+    note = "Boxes: quartiles and median; whiskers: 5th and 95th percentile; points: tensors beyond them."
+    zeros = "Zeros have no place on an axis of powers of two and are left out."
+    notes = [*heading.notes, f"{note} {zeros}" if any(panel.is_magnitude for panel in panels) else note]
+    return finish(figure, Heading(title=heading.title, subtitle=heading.subtitle, notes=tuple(notes)))
+
+
+def box_values(survey: Survey, group: Group, panel: BoxPanel) -> NDArray[np.float64]:
+    """The figures of the group's tensors as they are drawn: of magnitudes log2, without zeros; no NaN, no infinity."""
+    values = survey.figure(panel.figure)[group.mask]
+    if panel.is_magnitude:
+        with np.errstate(divide="ignore"):
+            values = np.log2(np.abs(values))
+    return values[np.isfinite(values)]
+
+
+def _draw_box(axes: Axes, values: NDArray[np.float64], *, row: int, group: Group) -> None:
+    if not values.size:
+        axes.text(0.02, row, "none", transform=axes.get_yaxis_transform(), va="center", fontsize=TEXT_SIZE, color="0.4")
+        return
+    low, first, middle, third, high = np.percentile(values, [WHISKERS[0], 25, 50, 75, WHISKERS[1]]).tolist()
+    beyond = np.sort(values[(values < low) | (values > high)])
+    if beyond.size > MAX_POINTS:
+        beyond = beyond[np.unique(np.linspace(0, beyond.size - 1, MAX_POINTS).astype(int))]
+    numbers = {"whislo": low, "q1": first, "med": middle, "q3": third, "whishi": high, "fliers": beyond}
+    flat: dict[str, Any] = {"facecolor": group.color, "alpha": 0.55, "hatch": group.hatch, "edgecolor": INK}
+    axes.bxp(
+        [numbers],
+        positions=[row],
+        widths=0.55,
+        orientation="horizontal",
+        manage_ticks=False,
+        patch_artist=True,
+        boxprops=flat,
+        medianprops={"color": INK, "linewidth": 2},
+        whiskerprops={"color": INK},
+        capprops={"color": INK},
+        flierprops={
+            "marker": group.mark,
+            "markersize": 2.8,
+            "markerfacecolor": group.color,
+            "markeredgecolor": "none",
+            "alpha": 0.6,
+        },
+    )
+
+
+def _scale(axes: Axes, values: NDArray[np.float64], panel: BoxPanel) -> None:
+    if panel.is_magnitude:
+        scale_powers(axes, "x", values)
+    else:
+        _scale_signed(axes, values)
+    ends = axes.get_xlim()
+    if panel.normal is not None and ends[0] < panel.normal < ends[1]:
+        axes.axvline(panel.normal, color=INK, linewidth=0.9, linestyle=":", zorder=0.5)
+    if panel.has_limits:
+        mark_limits(axes, "x", min_distance=0.3)
+
+
+def _scale_signed(axes: Axes, values: NDArray[np.float64]) -> None:
+    magnitudes = np.abs(values[values != 0])
+    if magnitudes.size and np.log2(magnitudes.max() / magnitudes.min()) > LINEAR_OCTAVES and magnitudes.max() > 10:  # noqa: PLR2004
+        axes.set_xscale("symlog", linthresh=1.0)
+    low, high = float(values.min()), float(values.max())
+    margin = 0.06 * (high - low) or max(0.5, 0.1 * abs(high))
+    axes.set_xlim(low - margin, high + margin)
+    if axes.get_xscale() == "linear":
+        scale_numbers(axes, "x", max_ticks=5)

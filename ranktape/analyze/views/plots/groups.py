@@ -1,0 +1,126 @@
+"""Which groups of tensors does a plot tell apart, and how does each look?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.lines import Line2D
+
+from ranktape.analyze.views.plots.style import COLORS, DASHES, HATCHES, MARKS, MAX_GROUPS, key, plain
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.views.plots.survey import Survey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """Tensors that are drawn as one."""
+
+    label: str
+    """Its name, `plain` already."""
+    index: int
+    """Its place among the groups, which gives it a colour, a mark and a dash."""
+    mask: NDArray[np.bool_]
+    """Which records of the survey are in it."""
+    digest: Digest | None = None
+    """All its values; None where they are not needed, or of no record known."""
+
+    @property
+    def color(self) -> str:
+        """From Okabe and Ito."""
+        return COLORS[self.index % MAX_GROUPS]
+
+    @property
+    def mark(self) -> str:
+        """The shape of its points."""
+        return MARKS[self.index % MAX_GROUPS]
+
+    @property
+    def dashes(self) -> Any:
+        """How its lines are broken."""
+        return DASHES[self.index % MAX_GROUPS]
+
+    @property
+    def hatch(self) -> str:
+        """What its areas are filled with."""
+        return HATCHES[self.index % MAX_GROUPS]
+
+    def handle(self, *, has_mark: bool = False) -> Artist:
+        """Its entry in a legend: a line, or with a mark a line with points."""
+        mark: dict[str, Any] = {"marker": self.mark, "markersize": 5} if has_mark else {}
+        return key(Line2D([], [], color=self.color, linestyle=self.dashes, linewidth=2, **mark), self.label)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grouping:
+    """The groups of a plot, and what is said of those that are not in it."""
+
+    groups: tuple[Group, ...]
+    """At most as many as can be told apart."""
+    note: str = ""
+    """How many are left out, and which; empty for none."""
+
+
+def group_by(
+    survey: Survey, *fields: str, max_groups: int = MAX_GROUPS, with_values: bool = False, **chosen: Any
+) -> Grouping:
+    """One group for each combination of values of fields; of too many, those with the most elements.
+
+    `chosen` are fields and the values that records must have to be in any. The order is that of the values.
+    """
+    allowed = survey.mask(**chosen)
+    rows, numbers = np.unique(np.stack([survey.codes(field) for field in fields], axis=1), axis=0, return_inverse=True)
+    numbers = np.where(allowed, numbers.reshape(-1), -1)
+    known = [survey.values_of(field) for field in fields]
+    keys = [tuple(values[code] for values, code in zip(known, row, strict=True)) for row in rows.tolist()]
+    totals = np.bincount(numbers[allowed], weights=survey.column("numel")[allowed], minlength=len(keys))
+    sizes = {number: totals[number] for number in np.unique(numbers[allowed]).tolist()}
+    largest = sorted(sizes, key=lambda number: -sizes[number])[:max_groups]
+    ordered = sorted(largest, key=lambda number: _order(fields, keys[number]))
+    groups = tuple(
+        Group(
+            label=label_of(fields, keys[number]),
+            index=index,
+            mask=numbers == number,
+            digest=survey.distribution(**chosen | dict(zip(fields, keys[number], strict=True)))
+            if with_values
+            else None,
+        )
+        for index, number in enumerate(ordered)
+    )
+    left_out = len(sizes) - len(groups)
+    note = f"The {len(groups)} largest of {len(sizes)} groups are drawn." if left_out else ""
+    return Grouping(groups=groups, note=note)
+
+
+def label_of(fields: Sequence[str], values: Sequence[Any]) -> str:
+    """What people call a group; of numbers with the name of the field."""
+    words = {"batch_size": "batch size", "layer_idx": "layer", "iteration": "iteration", "rank": "rank"}
+    parts = [
+        f"{words[field]} {'not known' if value is None else value}" if field in words else plain(value, max_letters=32)
+        for field, value in zip(fields, values, strict=True)
+    ]
+    return ", ".join(parts)
+
+
+def _order(fields: Sequence[str], values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    # Forward comes before backward, as it does in time; what is missing comes last.
+    return [
+        (value is None, value != "forward" if field == "operation" else False, 0 if value is None else value)
+        for field, value in zip(fields, values, strict=True)
+    ]
+
+
+def short_count(number: float) -> str:
+    """A count with three digits."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= limit:
+            return f"{number / (1e3 if unit == 'k' else limit):.3g} {unit}"
+    return f"{number:,.0f}"

@@ -1,0 +1,327 @@
+"""The look of all plots: colours, letters and sizes, and where headings and legends stand.
+
+A plot is a title that says what is shown, a line on which tensors, panels, a legend and notes, from top to bottom.
+The panels have the size that was asked for; the plot grows with what stands above and below them. No global state of
+matplotlib is touched, so that plots can be drawn from any thread and any notebook.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font, get_font_names
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
+
+from ranktape.analyze.views.palette import BLACK, BLUE, DIVERGING, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
+    from matplotlib.legend import Legend
+    from numpy.typing import NDArray
+
+COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY)
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (1.2, 1.2)),
+    (0, (6, 1.5, 1.2, 1.5)),
+    (0, (9, 2)),
+    (0, (3, 1, 1, 1, 1, 1)),
+    (0, (2, 2)),
+    (0, (4, 1, 4, 1, 1, 1)),
+)
+HATCHES = ("", "///", "...", "\\\\\\", "xxx", "---", "ooo", "+++")
+"""A group's second cue beside its colour, for those who print in grey."""
+
+MAX_GROUPS = len(COLORS)
+"""Groups that one panel can tell apart."""
+
+SEQUENTIAL = "cividis"
+"""Map of what grows from little to much: as light as it is large, in any colour vision and in grey."""
+
+DOTS_PER_INCH = 150
+
+FALLBACKS = (
+    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans SC", "Source Han Sans SC"),
+    *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Microsoft YaHei", "SimHei", "PingFang SC", "Arial Unicode MS"),
+)
+"""Fonts with the letters of Chinese, Japanese and Korean, of which those that are installed are used."""
+
+FORMS = ("png", "svg", "pdf")
+"""What a plot can be written as."""
+
+TITLE_SIZE, PANEL_SIZE, TEXT_SIZE, SMALL_SIZE = 13.0, 10.5, 9.0, 8.0
+"""Of letters, in points."""
+
+INK, PALE_INK = "0.15", "0.4"
+"""Of what is read first, and of what is read second."""
+
+MISSING_COLOR, ZERO_COLOR, INFINITE_COLOR = "white", "#D6D6D6", VERMILION
+"""Of the cells of a heat map of which nothing is known, that are exactly zero, and that are infinite."""
+
+PAD_INCHES = 0.12
+"""Around and between heading, panels, legend and notes."""
+
+MAX_TITLE_LINES, MAX_SUBTITLE_LINES, MAX_NOTE_LINES = 2, 3, 3
+"""Of a text that is wrapped; the rest is cut off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heading:
+    """What is said around the panels."""
+
+    title: str
+    """What is shown."""
+    subtitle: str = ""
+    """Of which tensors; lines are kept, and wrapped where they are too long."""
+    notes: tuple[str, ...] = ()
+    """How to read it, below the panels."""
+
+
+def page(
+    num_rows: int,
+    num_columns: int,
+    *,
+    panel_width: float,
+    panel_height: float,
+    height_ratios: Sequence[float] | None = None,
+    width_ratios: Sequence[float] | None = None,
+    share_x: bool | str = False,
+) -> tuple[Figure, NDArray[Any]]:
+    """A plot of so many panels of so many inches, without a heading, and its panels as an array of two dimensions.
+
+    The sizes hold what stands beside the axes too.
+    """
+    width = panel_width * num_columns
+    figure = Figure(figsize=(width, panel_height * num_rows), layout="constrained", dpi=100)
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(
+        num_rows,
+        num_columns,
+        squeeze=False,
+        height_ratios=height_ratios,
+        width_ratios=width_ratios,
+        sharex=share_x,  # type: ignore[arg-type]  # the stub knows literals only
+    )
+    for axes in grid.flat:
+        dress(axes)
+    return figure, grid
+
+
+def dress(axes: Axes) -> None:
+    """The frame and the letters of a panel."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=SMALL_SIZE, color=PALE_INK)
+    axes.set_axisbelow(True)
+    axes.grid(visible=True, color="0.92", linewidth=0.8)
+
+
+def finish(figure: Figure, heading: Heading, *, handles: Sequence[Artist] = ()) -> Figure:
+    """Put the heading above the panels, the legend and the notes below, and make room for them."""
+    width, panels_height = figure.get_size_inches().tolist()
+    above = _heading_texts(heading, width=width)
+    below = [
+        (line, SMALL_SIZE, "normal", PALE_INK)
+        for note in heading.notes
+        for line in wrapped(note, width=width - 2 * PAD_INCHES, size=SMALL_SIZE, max_lines=MAX_NOTE_LINES)
+    ]
+    top, bottom = (_height(texts) for texts in (above, below))
+    legend = _legend(figure, handles, width=width) if handles else None
+    # As tall as it is drawn, which letters of other writings change.
+    legend_height = 0.0 if legend is None else legend.get_window_extent().height / figure.dpi
+    height = panels_height + top + bottom + legend_height
+    figure.set_size_inches(width, height)
+    place = height - PAD_INCHES / 2
+    for line, size, weight, color in above:
+        _write(figure, line, size=size, weight=weight, color=color, x=PAD_INCHES / width, y=place / height)
+        place -= _line_height(size)
+    place = bottom
+    for line, size, weight, color in below:
+        _write(figure, line, size=size, weight=weight, color=color, x=PAD_INCHES / width, y=place / height)
+        place -= _line_height(size)
+    if legend is not None:
+        legend.set_bbox_to_anchor((0.5, bottom / height), transform=figure.transFigure)
+    start = (bottom + legend_height) / height
+    engine = figure.get_layout_engine()
+    assert isinstance(engine, ConstrainedLayoutEngine)
+    _draw_all_letters(figure)
+    engine.set(rect=(0, start, 1, 1 - start - top / height), w_pad=0.06, h_pad=0.06)
+    return figure
+
+
+def _heading_texts(heading: Heading, *, width: float) -> list[tuple[str, float, str, str]]:
+    room = width - 2 * PAD_INCHES
+    texts = [
+        (line, TITLE_SIZE, "bold", INK)
+        for line in wrapped(heading.title, width=room, size=TITLE_SIZE, weight="bold", max_lines=MAX_TITLE_LINES)
+    ]
+    for part in heading.subtitle.splitlines():
+        lines = wrapped(part, width=room, size=TEXT_SIZE, max_lines=MAX_SUBTITLE_LINES)
+        texts += [(line, TEXT_SIZE, "normal", PALE_INK) for line in lines]
+    return texts
+
+
+def _write(figure: Figure, line: str, *, size: float, weight: str, color: str, x: float, y: float) -> None:
+    place: dict[str, Any] = {"ha": "left", "va": "top"}
+    text = figure.text(x, y, line, fontsize=size, fontweight=weight, color=color, **place)
+    # It stands where the panels are not.
+    text.set_in_layout(False)
+
+
+def _line_height(size: float) -> float:
+    return size * 1.45 / 72
+
+
+def _height(texts: Sequence[tuple[str, float, str, str]]) -> float:
+    return sum(_line_height(size) for _, size, _, _ in texts) + PAD_INCHES * bool(texts)
+
+
+def _legend(figure: Figure, handles: Sequence[Artist], *, width: float) -> Legend:
+    """Below the panels, in as many columns as fit."""
+    room = (width - 2 * PAD_INCHES) * figure.dpi
+    fewest: Legend | None = None
+    for num_columns in range(min(len(handles), 6), 0, -1):
+        if fewest is not None:
+            fewest.remove()
+        fewest = figure.legend(
+            handles=list(handles), loc="lower center", ncols=num_columns, frameon=False, fontsize=TEXT_SIZE
+        )
+        fewest.set_in_layout(False)
+        _draw_all_letters(figure)
+        if fewest.get_window_extent().width <= room:
+            break
+    assert fewest is not None
+    return fewest
+
+
+def say(axes: Axes, text: str) -> None:
+    """Say in the middle of a panel that there is nothing in it, and why."""
+    frame = {"facecolor": "white", "edgecolor": "none", "pad": 3}
+    axes.text(
+        0.5,
+        0.5,
+        text,
+        transform=axes.transAxes,
+        ha="center",
+        va="center",
+        color=PALE_INK,
+        fontsize=TEXT_SIZE,
+        bbox=frame,
+    )
+
+
+def empty(axes: Axes, text: str) -> None:
+    """A panel that holds nothing but the reason."""
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.grid(visible=False)
+    say(axes, text)
+
+
+def plain(text: object, *, max_letters: int = 40) -> str:
+    """What a stranger wrote, as a plot shows it: one line, no formula, the middle of what is too long cut out.
+
+    Letters that no installed font has (`FALLBACKS`) are shown by their number. The ends of names tell tensors apart.
+    """
+    letters = "".join(letter if letter.isprintable() else " " for letter in str(text)).strip() or "(empty)"
+    known = _letters()
+    drawn = "".join(one if ord(one) in known else one.encode("unicode_escape").decode() for one in letters)
+    if len(drawn) > max_letters:
+        start = (max_letters - 3) // 3
+        drawn = f"{drawn[:start]}...{drawn[len(drawn) - (max_letters - 3 - start) :]}"
+    # matplotlib reads $ as the start of a formula.
+    return drawn.replace("$", r"\$")
+
+
+def key(artist: Artist, label: str) -> Artist:
+    """The artist as an entry of a legend; matplotlib hides labels that begin with an underscore, a space it does not.
+
+    The label is `plain` already.
+    """
+    artist.set_label(f" {label}")
+    return artist
+
+
+@functools.cache
+def families() -> tuple[str, ...]:
+    """The font of matplotlib, then what is installed for the letters that it does not have."""
+    installed = set(get_font_names())
+    return (*FontProperties().get_family(), *(name for name in FALLBACKS if name in installed))
+
+
+@functools.cache
+def _letters() -> frozenset[int]:
+    fonts = (get_font(findfont(FontProperties(family=[name]))) for name in families())
+    return frozenset(letter for font in fonts for letter in font.get_charmap())
+
+
+def _draw_all_letters(figure: Figure) -> None:
+    """Have every text take letters that the first font lacks from the next one; no global state is touched."""
+    own = get_font(findfont(FontProperties())).get_charmap()
+    for text in figure.findobj(Text):
+        # The letters of an axis come when it is drawn; of bold ones matplotlib says that other fonts have none.
+        is_known = all(ord(letter) in own for letter in text.get_text() if letter.isprintable())
+        if not (is_known and text.get_fontweight() == "bold"):
+            text.set_fontfamily(list(families()))
+
+
+def wrapped(text: str, *, width: float, size: float, max_lines: int, weight: str = "normal") -> list[str]:
+    """Lines that are no wider than so many inches in letters of that size, broken between words where that is enough.
+
+    What does not fit into `max_lines` is cut off, and "..." says so.
+    """
+    paths = [
+        findfont(FontProperties(weight=weight)),
+        *(findfont(FontProperties(family=[name])) for name in families()[1:]),
+    ]
+    font = get_font(paths)
+    # Letters are a little wider in a plot, where each begins at a whole pixel.
+    room = 0.97 * width * 72
+
+    def is_narrow(line: str) -> bool:
+        font.set_size(size, 72)
+        font.set_text(line.replace(r"\$", "$"), 0.0)
+        return bool(font.get_width_height()[0] / 64 <= room)
+
+    lines: list[str] = []
+    rest = text
+    while rest and len(lines) < max_lines:
+        end = len(rest)
+        if not is_narrow(rest):
+            low, high = 1, len(rest)
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if is_narrow(rest[:middle]) else (low, middle)
+            end = (rest.rfind(" ", 0, low + 1) + 1) or low
+        lines.append(rest[:end].rstrip())
+        rest = rest[end:]
+    if rest and lines:
+        last = lines[-1]
+        while last and not is_narrow(f"{last} ..."):
+            last = last[:-1]
+        lines[-1] = f"{last} ..."
+    return lines
+
+
+def diverging() -> Colormap:
+    """Blue below, orange above, nearly white between: for differences, whose middle is no difference."""
+    return LinearSegmentedColormap.from_list("blue_orange", DIVERGING)
+
+
+def plot_bytes(figure: Figure, *, form: str = "png") -> bytes:
+    """The plot as the bytes of a file; the same data give the same bytes."""
+    stream = io.BytesIO()
+    metadata: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form, {})
+    figure.savefig(stream, format=form, dpi=DOTS_PER_INCH, metadata=metadata)
+    return stream.getvalue()

@@ -1,0 +1,367 @@
+"""What all plots of a selection need to know, gathered in one pass over its digests.
+
+Of each record a row of figures; of each kind of tensor the distribution of all its values; of layers
+and ranks how many values lie in each octave; of samples their figures. What is kept does not grow with the tensors'
+sizes, and but for the rows not with their number.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.engine.digests import digests, merge_digests
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View, viewed_dtype
+from ranktape.analyze.layer_stacks import layer_places
+from ranktape.analyze.numerics.formats import FORMATS
+from ranktape.analyze.numerics.histograms.histogram import Limits
+from ranktape.analyze.questions.overflow import overflow
+from ranktape.analyze.sample_names import SAMPLE
+from ranktape.analyze.views.plots.octaves import Octaves
+from ranktape.analyze.views.plots.sample_figures import SampleFigures
+from ranktape.errors import NoRecordsError
+from ranktape.storage.format.dtypes import dtype_row
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.formats import Format
+    from ranktape.storage import Records
+
+CELL_FIELDS = (
+    "quant_type",
+    "dtype",
+    "operation",
+    "layer_type",
+    "phase",
+    "component",
+    "batch_size",
+    "tensor_name",
+)
+"""Fields whose values make kinds of tensors: of each kind the distribution of all values is kept."""
+
+MAX_CELLS = 256
+"""Kinds of tensors at most: where there are more, the last of the fields do not count."""
+
+PENDING_FACTOR = 4
+"""Values that wait to be merged, as a multiple of those that were merged before."""
+
+STATISTICS = (
+    *("mean", "std", "variance", "minimum", "maximum", "absmax", "mean_magnitude", "rms", "norm"),
+    *("skewness", "kurtosis"),
+)
+"""Figures of finite values that each row has."""
+
+COUNTS = ("num_elements", "upper", "lower", "underflow", "flushed", "nan", "inf", "zero")
+"""What is counted in each row, against the limits of the dtype or of the format that was asked for."""
+
+SUMS = ("num_finite", "sum", "moment_2")
+"""What the deviation of several records together follows from."""
+
+
+class Survey:
+    """A selection of records of floating-point or complex numbers, and what is known of them.
+
+    Columns of the catalogue are there at once; the first question about values reads every record once.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        *,
+        target: Format | None = None,
+        view: View | None = None,
+        engine: Engine | None = None,
+        on_record: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Take the records of numbers that formats are sought for; those of integers and bool are left out.
+
+        Raises:
+            NoRecordsError: there are no others.
+        """
+        names = set(records.column("dtype").tolist())
+        wanted = sorted(name for name in names if dtype_row(name).is_floating or dtype_row(name).is_complex)
+        self.records = records.select(dtype=wanted) if len(wanted) < len(names) else records
+        """Those that are drawn."""
+        self.num_left_out = len(records) - len(self.records)
+        """Records of integers and bool."""
+        if not len(self.records):
+            raise NoRecordsError(
+                f"nothing can be drawn: all {len(records)} records are of {', '.join(sorted(names))}, and plots are "
+                "of floating-point numbers; 'ranktape analyze stats' answers for others"
+            )
+        self.target = target
+        """The format whose limits count; those of the elements' own type if None."""
+        self.view = view or View.COMPUTE
+        """Which numbers are judged."""
+        self._engine = engine or Engine()
+        self._on_record = on_record
+        self._columns: dict[str, NDArray[Any]] = {}
+        self._codes: dict[str, tuple[list[Any], NDArray[np.int64]]] = {}
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def column(self, field: str) -> NDArray[Any]:
+        """A field of all records; `dtype` is that of the values that are judged, numbers that are missing are None.
+
+        `layer_idx` is the place of the layer, of several stacks a `LayerPlace`.
+        """
+        if field not in self._columns:
+            self._columns[field] = self._read_column(field)
+        return self._columns[field]
+
+    def _read_column(self, field: str) -> NDArray[Any]:
+        if field == "dtype":
+            pairs = zip(
+                self.records.column("dtype").tolist(), self.records.column("compute_dtype").tolist(), strict=True
+            )
+            names = [viewed_dtype(dtype=dtype, compute_dtype=compute, view=self.view) for dtype, compute in pairs]
+            return np.array(names, dtype=object)
+        column = self.records.column(field)
+        if field == "layer_idx":
+            # Two stacks have layers of the same numbers: these lie in places of their own.
+            places = layer_places(self.records.column("layer_stack").tolist(), column.tolist())
+            return np.array(places, dtype=object)
+        if column.dtype.kind != "f":
+            return column
+        whole = [None if math.isnan(value) else int(value) for value in column.tolist()]
+        return np.array(whole, dtype=object)
+
+    def values_of(self, field: str) -> list[Any]:
+        """The values of a field that occur, in order; a missing one is the last."""
+        return self._coded(field)[0]
+
+    def codes(self, field: str) -> NDArray[np.int64]:
+        """Of each record the place of its value in `values_of` the field."""
+        return self._coded(field)[1]
+
+    def _coded(self, field: str) -> tuple[list[Any], NDArray[np.int64]]:
+        if field not in self._codes:
+            column = self.column(field).tolist()
+            values = sorted(set(column), key=lambda value: (value is None, 0 if value is None else value))
+            places = {value: place for place, value in enumerate(values)}
+            self._codes[field] = values, np.array([places[value] for value in column], dtype=np.int64)
+        return self._codes[field]
+
+    @functools.cached_property
+    def kinds(self) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
+        """The kinds of tensors, as values of `CELL_FIELDS`, and of each record which it is of; from the catalogue."""
+        for length in range(len(CELL_FIELDS), 0, -1):
+            columns = [self.codes(field) for field in CELL_FIELDS[:length]]
+            rows, numbers = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+            if len(rows) <= MAX_CELLS or length == 1:
+                names = [self.values_of(field) for field in CELL_FIELDS[:length]]
+                keys = [tuple(known[code] for known, code in zip(names, row, strict=True)) for row in rows.tolist()]
+                return keys, numbers.reshape(-1)
+        raise AssertionError
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the values have been read."""
+        return "passed" in self.__dict__
+
+    @functools.cached_property
+    def passed(self) -> Pass:
+        """What one pass over the values finds; the first time it is asked for, every record is read.
+
+        Raises:
+            DataError: a record's bytes are missing or damaged.
+            StorageError: the store cannot be read.
+            UsageError: of a record values were kept that are rounded already, and are to be looked at as seen.
+        """
+        found = Pass(self)
+        places = zip(digests(self.records, view=self.view, engine=self._engine), self.kinds[1].tolist(), strict=True)
+        for index, (digest, kind) in enumerate(places):
+            found.add(index, digest, kind=kind)
+            self._on_record()
+        found.close()
+        return found
+
+    def figure(self, name: str) -> NDArray[np.float64]:
+        """A figure of `STATISTICS`, `COUNTS` or `SUMS` for each record; NaN where there is none."""
+        return self.passed.figures[name]
+
+    def share(self, *names: str) -> NDArray[np.float64]:
+        """What part of each record's elements is counted under names of `COUNTS`; 0 of an empty tensor."""
+        counted = sum((self.figure(name) for name in names), start=np.zeros(len(self)))
+        return np.asarray(counted / np.maximum(1, self.figure("num_elements")))
+
+    def distribution(self, **fields: Any) -> Digest | None:
+        """All values of the records whose fields, some of `CELL_FIELDS`, have one of the values that are given.
+
+        None where no record has them.
+        """
+        keys = self.kinds[0]
+        wanted = {field: value if isinstance(value, list | set | tuple) else [value] for field, value in fields.items()}
+        chosen = [
+            index
+            for index, kind in enumerate(keys)
+            if all(_field(kind, field) in values for field, values in wanted.items())
+        ]
+        parts = [self.passed.cells[index] for index in chosen if index in self.passed.cells]
+        return merge_digests(parts) if parts else None
+
+    def sample_figures(self, name: str) -> SampleFigures:
+        """Figures of samples; counts are those against the target's limits, where there is one."""
+        samples = self.passed.samples
+        if self.target is not None and name in {"overflow", "underflow"} and not samples.is_recounted:
+            fields = ("operation", "layer_idx", "rank", SAMPLE)
+            table = overflow(self.records, by=fields, format=self.target.name, view=self.view, engine=self._engine)
+            samples.recount(table.records(), places=self._layer_places())
+        return samples
+
+    def _layer_places(self) -> dict[tuple[str, int], int]:
+        """For each stack and layer where it lies."""
+        columns = (self.records.column("layer_stack"), self.records.column("layer_idx"), self.column("layer_idx"))
+        return {(stack, layer): place for stack, layer, place in zip(*map(np.ndarray.tolist, columns), strict=True)}
+
+    def mask(self, **fields: Any) -> NDArray[np.bool_]:
+        """Which records have those values in their fields; a list holds alternatives."""
+        found = np.ones(len(self), dtype=bool)
+        for field, value in fields.items():
+            wanted = value if isinstance(value, list | set | tuple) else [value]
+            known, codes = self._coded(field)
+            found &= np.isin(codes, [place for place, one in enumerate(known) if one in wanted])
+        return found
+
+
+def _field(kind: tuple[Any, ...], field: str) -> Any:
+    index = CELL_FIELDS.index(field)
+    return kind[index] if index < len(kind) else None
+
+
+class Pass:
+    """What one pass over the digests of a survey leaves."""
+
+    def __init__(self, survey: Survey) -> None:
+        self._limits = None if survey.target is None else limits_of(survey.target)
+        self.figures: dict[str, NDArray[np.float64]] = {
+            name: np.full(len(survey), math.nan)
+            for name in (*STATISTICS, *COUNTS, *SUMS, "extreme", "smallest_nonzero", "log2_range")
+        }
+        """One number for each record, NaN where there is none; `extreme` is absmax with infinities."""
+        self.cells: dict[int, Digest] = {}
+        """The distribution of each kind of tensor of which values are known."""
+        self._pending: dict[int, list[Digest]] = {}
+        self.octaves = {field: Octaves(survey, field) for field in ("layer_idx", "rank")}
+        """How many values lie in each octave, for each operation and value of these fields."""
+        self.samples = SampleFigures(survey.records, layers=survey.column("layer_idx").tolist())
+        """Figures of samples."""
+        self.num_without_values = 0
+        """Records of which statistics alone were kept."""
+        self.num_rounded = 0
+        """Records whose values are known as a quantile summary."""
+
+    def add(self, index: int, digest: Digest, *, kind: int) -> None:
+        """Take in the digest of the record in that place."""
+        self._add_figures(index, digest)
+        self.samples.add(index, digest)
+        if not digest.has_values:
+            self.num_without_values += 1
+            return
+        self.num_rounded += not digest.is_exact
+        for octaves in self.octaves.values():
+            octaves.add(index, digest)
+        waiting = self._pending.setdefault(kind, [])
+        waiting.append(digest)
+        held = self.cells[kind].values.size if kind in self.cells else 0
+        # Each value is merged a few times at most, however many records there are.
+        if sum(one.values.size for one in waiting) > PENDING_FACTOR * max(held, 1 << 14):
+            self._merge(kind)
+
+    def close(self) -> None:
+        """Merge what is still waiting."""
+        for kind in list(self._pending):
+            self._merge(kind)
+
+    def _merge(self, kind: int) -> None:
+        parts = [*([self.cells[kind]] if kind in self.cells else []), *self._pending.pop(kind)]
+        self.cells[kind] = merge_digests(parts)
+
+    def _add_figures(self, index: int, digest: Digest) -> None:
+        statistics, tallies = digest.statistics, digest.tallies
+        if self._limits is not None:
+            tallies = digest.count(self._limits)
+        for name in (*STATISTICS, *SUMS):
+            self._set(index, name, getattr(statistics, name))
+        for name in COUNTS:
+            is_known = digest.has_values or self._limits is None or name in {"num_elements", "nan", "inf", "zero"}
+            self._set(index, name, getattr(tallies, name) if is_known else None)
+        self._set(index, "extreme", tallies.absmax)
+        self._set(index, "smallest_nonzero", tallies.smallest_nonzero)
+        if tallies.largest_finite and tallies.smallest_nonzero:
+            bits = math.log2(tallies.largest_finite) - math.log2(tallies.smallest_nonzero)
+            self._set(index, "log2_range", bits)
+
+    def _set(self, index: int, name: str, value: float | None) -> None:
+        if value is not None:
+            self.figures[name][index] = value
+
+
+DEFAULT_FORMAT = "fp8_e4m3"
+"""Against which overflow and underflow are drawn where no format is named, without a scale."""
+
+
+def default_target(records: Records) -> Format | None:
+    """That format; None where everything was captured in types of eight bits, whose own limits count then.
+
+    A wider type holds nearly everything that a training computes: plots against its own limits would be empty.
+    """
+    names = set(records.column("dtype").tolist())
+    return FORMATS[DEFAULT_FORMAT] if any(dtype_row(name).itemsize > 1 for name in names) else None
+
+
+def limits_of(target: Format) -> Limits:
+    """What counts as lost in a format without a scale."""
+    return Limits(overflow_start=target.overflow_start, min_normal=target.min_normal, flush_limit=target.flush_limit)
+
+
+def pooled(survey: Survey, name: str, groups: NDArray[np.int64], *, num_groups: int) -> NDArray[np.float64]:
+    """A figure of all records of each group together, for `groups` that number each record's, negative for none.
+
+    Shares (`overflow`, `underflow`, `flushed`, `nan`, `zero`) are of all elements of the group, `std` of all its finite
+    values; `extreme` is the largest. NaN where a group has no record, or none of which it is known.
+    """
+    inside = groups >= 0
+    places = groups[inside]
+
+    def total(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        added = np.bincount(places, weights=np.nan_to_num(values[inside]), minlength=num_groups)
+        return added.astype(np.float64)
+
+    if name in SHARES:
+        counted = sum((survey.figure(one) for one in SHARES[name]), start=np.zeros(len(survey)))
+        is_known = ~np.isnan(counted)
+        elements = total(np.where(is_known, survey.figure("num_elements"), 0.0))
+        known = np.bincount(places, weights=is_known[inside], minlength=num_groups)
+        return np.where(known > 0, total(counted) / np.maximum(1, elements), np.nan)
+    if name == "std":
+        count = total(survey.figure("num_finite"))
+        mean = total(survey.figure("sum")) / np.maximum(1, count)
+        with np.errstate(over="ignore", invalid="ignore"):
+            own = survey.figure("sum") / np.maximum(1, survey.figure("num_finite"))
+            shifts = np.where(inside, own - mean[np.maximum(groups, 0)], 0.0)
+            moment = total(survey.figure("moment_2") + survey.figure("num_finite") * shifts**2)
+            return np.where(count > 0, np.sqrt(moment / np.maximum(1, count)), np.nan)
+    found = np.full(num_groups, np.nan)
+    np.fmax.at(found, places, survey.figure(name)[inside])
+    return found
+
+
+SHARES: Mapping[str, Sequence[str]] = {
+    "overflow": ("upper", "lower"),
+    "upper": ("upper",),
+    "lower": ("lower",),
+    "underflow": ("underflow",),
+    "flushed": ("flushed",),
+    "nan": ("nan",),
+    "zero": ("zero",),
+}
+"""Parts of a record's elements, and the counts that each is made of."""

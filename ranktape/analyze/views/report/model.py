@@ -1,0 +1,339 @@
+"""What does the page show: facts, findings and columns of numbers, as plain data?"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS
+from ranktape.analyze.layer_stacks import layer_places, stacks_of
+from ranktape.analyze.metrics.metric import metric
+from ranktape.analyze.numerics.formats import FORMATS
+from ranktape.analyze.table import nbytes_text
+from ranktape.analyze.views.report.columns import packed
+from ranktape.analyze.views.report.details import Details, bundles_of
+from ranktape.analyze.views.report.samples import Samples
+from ranktape.analyze.views.report.shown import SHOWN, sqnr_of
+from ranktape.storage.places.failures import printable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.engine.values import View
+    from ranktape.analyze.findings.finding import Finding
+    from ranktape.analyze.numerics.formats import Format
+    from ranktape.storage import Records
+
+FIELDS = (*IDENTITY, "batch_size", "keep")
+"""The fields that the page knows of each record, and filters by; `kind` is added.
+
+The stack of layers only where there are several."""
+
+BANDS = ("fp8_e4m3", "fp8_e5m2", "hif8", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "fp16")
+"""The formats whose range is shown below a distribution."""
+
+MAX_FINDINGS, MAX_PLACES = 200, 500
+"""Findings of the page, and records that one of them opens."""
+
+MAX_NAMED = 6
+"""Iterations, types and so on that the first line names one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Everything on the page."""
+
+    url: str
+    """Where the run is."""
+    facts: tuple[str, ...]
+    """What the run is, in a few words each."""
+    headline: str
+    """What was found, in one sentence."""
+    findings: tuple[Finding, ...]
+    """The worst first."""
+    left_out: tuple[str, ...]
+    """What the page does not show or shows together, and of which numbers it speaks; one sentence each."""
+    data: Mapping[str, Any]
+    """What the page's script reads, as JSON has it."""
+
+
+def build_model(
+    records: Records,
+    *,
+    findings: Sequence[Finding],
+    formats: Sequence[str],
+    view: View,
+    url: str = "",
+    scope: str = "",
+    environment: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+) -> Model:
+    """What the page shows of a selection.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+        UsageError: a format is not known, or has no room for a scale.
+    """
+    used = engine or Engine()
+    named = sorted({place for finding in findings[:MAX_FINDINGS] for place in finding.places[:MAX_PLACES]})
+    details = Details(bundles_of(records, alone=named), num_records=len(records), formats=formats, view=view)
+    samples = Samples()
+    columns, num_rounded = _columns(records, details, samples, view=view, engine=used)
+    details.add_block_sweeps(records, first=named, engine=used)
+    sample_columns, num_sampled = samples.to_json(first=named)
+    left_out = [
+        *_findings_left_out(findings),
+        *_details_left_out(details, num_records=len(records), num_rounded=num_rounded),
+        *_samples_left_out(num_sampled, num_records=samples.num_records),
+    ]
+    return Model(
+        url=printable(url),
+        facts=_facts(records, scope=scope, environment=environment or {}),
+        headline=_headline(findings, num_records=len(records)),
+        findings=tuple(findings[:MAX_FINDINGS]),
+        left_out=tuple(left_out),
+        data={
+            "url": printable(url),
+            "count": len(records),
+            "fields": _fields(records),
+            "nbytes": packed(records.column("nbytes")),
+            "elements": packed(columns["elements"]),
+            "figures": _figures_json(columns, details),
+            "details": details.to_json(),
+            "samples": sample_columns,
+            "bands": [_band(FORMATS[name]) for name in _bands(details)],
+            "findings": [list(finding.places[:MAX_PLACES]) for finding in findings[:MAX_FINDINGS]],
+            "start": _start(findings, columns, records),
+        },
+    )
+
+
+def _columns(
+    records: Records, details: Details, samples: Samples, *, view: View, engine: Engine
+) -> tuple[dict[str, NDArray[np.float64]], int]:
+    """The figures of each record by their names, from one pass that fills the others too; how many were rounded."""
+    sources = [metric(name) for name in dict.fromkeys(("elements", *(one.source for one in SHOWN)))]
+    rows = np.full((len(sources), len(records)), math.nan)
+    num_rounded = 0
+    for index, digest in enumerate(digests(records, view=view, engine=engine)):
+        rows[:, index] = [math.nan if (value := one.of(digest)) is None else value for one in sources]
+        details.add(index, digest)
+        samples.add(index, digest)
+        num_rounded += not digest.is_exact
+    return dict(zip((one.name for one in sources), rows, strict=True)), num_rounded
+
+
+def _figures_json(columns: Mapping[str, Any], details: Details) -> list[dict[str, Any]]:
+    shown = [(one, columns[one.source]) for one in SHOWN]
+    shown += [(sqnr_of(name), ratios) for name, ratios in zip(details.names, details.usual, strict=True)]
+    return [
+        {
+            "name": one.name,
+            "head": one.head,
+            "unit": one.unit,
+            "merge": one.merge.value,
+            "isMagnitude": one.is_magnitude,
+            "column": packed(column),
+        }
+        for one, column in shown
+    ]
+
+
+def _fields(records: Records) -> list[dict[str, Any]]:
+    if len(stacks_of(records)) > 1:
+        special = {"layer_idx": _layers(records)}
+        return [special.get(name) or _field(records, name) for name in FIELDS] + [_kind(records)]
+    return [_field(records, name) for name in FIELDS if name != "layer_stack"] + [_kind(records)]
+
+
+def _layers(records: Records) -> dict[str, Any]:
+    """The layers of several stacks: as numbers where they are drawn, with the words that they are called."""
+    places = _places(records)
+    known = sorted(set(places))
+    codes = {place: code for code, place in enumerate(known)}
+    return {
+        "name": "layer_idx",
+        "isNumber": False,
+        "values": [int(place) for place in known],
+        "words": ["outside" if place < 0 else printable(str(place)) for place in known],
+        "codes": packed([codes[place] for place in places]),
+    }
+
+
+def _places(records: Records) -> list[int]:
+    return layer_places(records.column("layer_stack").tolist(), records.column("layer_idx").tolist())
+
+
+def _field(records: Records, name: str) -> dict[str, Any]:
+    values = records.column(name)
+    if name in NUMBER_FIELDS:
+        known, codes = np.unique(values.astype(np.float64), return_inverse=True)
+        texts: list[Any] = [None if math.isnan(value) else int(value) for value in known.tolist()]
+    else:
+        found, places = np.unique(values.astype(str), return_inverse=True)
+        order = sorted(range(found.size), key=lambda place: natural(str(found[place])))
+        found, codes = found[order], np.argsort(order)[places]
+        texts = [_shape_text(text) if name == "shape" else printable(text) for text in found.tolist()]
+    return {"name": name, "isNumber": name in NUMBER_FIELDS, "values": texts, "codes": packed(codes)}
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """What a text is sorted by, so that layers.8 stands before layers.73."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"([0-9]+)", text)]
+
+
+def _kind(records: Records) -> dict[str, Any]:
+    """What a tensor is in its layer: a field of the page's own, in the order in which tensors were recorded."""
+    parts = [records.column(name).tolist() for name in ("layer_type", "operation", "phase", "tensor_name")]
+    texts = [printable(" ".join(words)) for words in zip(*parts, strict=True)]
+    codes = {text: code for code, text in enumerate(dict.fromkeys(texts))}
+    return {
+        "name": "kind",
+        "isNumber": False,
+        "values": list(codes),
+        "codes": packed([codes[text] for text in texts]),
+    }
+
+
+def _shape_text(text: str) -> str:
+    return " x ".join(map(str, json.loads(text))) or "scalar"
+
+
+def _bands(details: Details) -> list[str]:
+    swept = [scheme.element.name for scheme, _ in details.targets]
+    return list(dict.fromkeys((*BANDS, *(name for name in swept if name != "nvfp4"))))
+
+
+def _band(row: Format) -> dict[str, Any]:
+    """Octaves, as exponents of their lower ends: the last is where the largest value is."""
+    smallest, normal, largest = (math.frexp(value)[1] - 1 for value in (row.min_subnormal, row.min_normal, row.maximum))
+    return {"name": row.name, "subnormal": smallest, "normal": normal, "largest": largest}
+
+
+def _facts(records: Records, *, scope: str, environment: Mapping[str, Any]) -> tuple[str, ...]:
+    def distinct(name: str) -> list[Any]:
+        return list(np.unique(records.column(name)).tolist())
+
+    def counted(count: int, noun: str) -> str:
+        return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+    layers = {place for place in _places(records) if place >= 0}
+    facts = [
+        counted(len(distinct("rank")), "rank"),
+        f"{counted(len(distinct('iteration')), 'complete iteration')} ({_listed(distinct('iteration'))})",
+        counted(len(records), "record"),
+        nbytes_text(int(records.column("nbytes").sum())),
+        _when(records.column("timestamp")),
+        f"{counted(len(layers), 'layer')} ({_listed(distinct('layer_type'))})",
+        _listed(distinct("dtype")),
+        " ".join(str(environment[name]) for name in ("program",) if environment.get(name)),
+        f"torch {environment['torch']}" if environment.get("torch") else "",
+        f"only {scope}" if scope else "",
+    ]
+    return tuple(printable(fact) for fact in facts if fact)
+
+
+def _listed(values: Sequence[Any]) -> str:
+    if len(values) <= MAX_NAMED:
+        return ", ".join(map(str, values))
+    if isinstance(values[0], int):
+        return f"{values[0]} to {values[-1]}"
+    return ", ".join(map(str, values[:MAX_NAMED])) + f" and {len(values) - MAX_NAMED} more"
+
+
+def _when(timestamps: Any) -> str:
+    """From the first to the last record; empty where that is no time."""
+    known = timestamps[np.isfinite(timestamps)]
+    if not known.size:
+        return ""
+    try:
+        first, last = (dt.datetime.fromtimestamp(float(end), dt.UTC) for end in (known.min(), known.max()))
+    except (OverflowError, OSError, ValueError):
+        return ""
+    start, stop = f"{first:%Y-%m-%d %H:%M}", f"{last:%Y-%m-%d %H:%M}"
+    if start == stop:
+        return f"{start} UTC"
+    return f"{start} to {stop.removeprefix(f'{first:%Y-%m-%d} ')} UTC"
+
+
+def _headline(findings: Sequence[Finding], *, num_records: int) -> str:
+    if not findings:
+        return f"Nothing stands out in {num_records:,} record{'' if num_records == 1 else 's'}."
+    severities = [finding.severity for finding in findings]
+    parts = [f"{severities.count(one)} {one.value}" for one in dict.fromkeys(severities)]
+    verb = "thing stands out" if len(findings) == 1 else "things stand out"
+    return f"{len(findings):,} {verb}: {', '.join(parts)}."
+
+
+def _findings_left_out(findings: Sequence[Finding]) -> list[str]:
+    if len(findings) <= MAX_FINDINGS:
+        return []
+    return [f"{len(findings) - MAX_FINDINGS:,} findings more than the {MAX_FINDINGS} that the page lists."]
+
+
+def _samples_left_out(num_shown: int, *, num_records: int) -> list[str]:
+    if num_shown == num_records:
+        return []
+    return [f"Samples are shown of {num_shown:,} of {num_records:,} records that have some: those that differ most."]
+
+
+def _details_left_out(details: Details, *, num_records: int, num_rounded: int) -> list[str]:
+    said = []
+    if details.bundles.together:
+        said.append(
+            f"Distributions and sweeps are of {details.bundles.count:,} groups of the {num_records:,} records, which "
+            f"agree in {details.bundles.together}; those that a finding names have their own."
+        )
+    if details.num_without_values:
+        said.append(
+            f"Of {details.num_without_values:,} records the statistics alone were kept: they have no distribution, "
+            "no percentile and no sweep."
+        )
+    if details.num_not_read:
+        said.append(
+            f"Formats with scales of blocks were not tried on {details.num_not_read:,} records, for time: 'ranktape "
+            "analyze sweep' does."
+        )
+    if num_rounded:
+        said.append(
+            f"Of {num_rounded:,} records of wide types, distributions and sweeps with one scale are of summaries."
+        )
+    return said
+
+
+def _start(findings: Sequence[Finding], columns: Mapping[str, Any], records: Records) -> dict[str, Any]:
+    """What the overview shows first: where the worst finding is seen best."""
+    names = {one.name for one in SHOWN}
+    worst = findings[0] if findings else None
+    name = "absmax"
+    if worst is not None and worst.figure in names:
+        name = worst.figure
+    elif np.nansum(columns["overflow.total"]):
+        name = "overflow.ratio"
+
+    def differs(field: str) -> bool:
+        return np.unique(records.column(field)).size > 1
+
+    across = "kind"
+    if worst is not None and "sample" in worst.where:
+        across = "sample"
+    else:
+        across = next((field for field in ("rank", "iteration") if differs(field)), "kind")
+    magnitudes = {one.name for one in SHOWN if one.is_magnitude}
+    return {
+        "figure": name,
+        "across": across,
+        "down": "layer_idx" if differs("layer_idx") else "module",
+        "againstPeers": name in magnitudes,
+        "colorBy": next((field for field in ("operation", "layer_type") if differs(field)), "kind"),
+    }

@@ -1,0 +1,228 @@
+"""How does a report become one file that loads nothing, runs nothing of a stranger's, and is whole or not there?"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import json
+import os
+import re
+import shlex
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ranktape import __version__
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View
+from ranktape.analyze.questions.swept import parse_request
+from ranktape.analyze.views.report.model import Model, build_model
+from ranktape.errors import AccessDeniedError, NoRecordsError, NoSpaceError, StorageError, UsageError
+from ranktape.storage.places.failures import FULL, REFUSED, printable
+
+if TYPE_CHECKING:
+    from ranktape.analyze.findings.finding import Finding
+    from ranktape.storage import Records
+
+FORMATS = ("mxfp8_e4m3", "mxfp4_e2m1", "fp8_e4m3", "hif8")
+"""The formats that are tried on every record: those whose sweeps cost little."""
+
+SCRIPTS = (
+    "data.js",
+    "selection.js",
+    "folding.js",
+    "themes.js",
+    "overview.js",
+    "panels.js",
+    "drill.js",
+    "filters.js",
+    "tables.js",
+    "page.js",
+)
+"""The page's own scripts, each of which needs those before it."""
+
+NUM_FIRST_FINDINGS = 5
+"""Findings that are shown before the rest is asked for: as many as the first screen holds."""
+
+
+def write_report(
+    records: Records,
+    *,
+    output: Path | str,
+    view: View | None = None,
+    formats: Sequence[str] = FORMATS,
+    url: str = "",
+    scope: str = "",
+    environment: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+) -> Path:
+    """Write one HTML file that says what is wrong in a selection and where; returns its path.
+
+    Findings and figures are of finite values, NaN and infinities counted apart. `formats` are those whose scales are
+    tried; `url`, `scope` (which records were chosen, in words) and `environment` (that of the run's document) are for
+    the line below the title. A file that is there is replaced, folders are made; the file is whole or not there. The
+    same records give the same bytes.
+
+    Raises:
+        AccessDeniedError: the file may not be written.
+        DataError: a record's bytes are missing or damaged.
+        NoRecordsError: there are no records.
+        NoSpaceError: the disk is full.
+        StorageError: the store cannot be read, or the file cannot be written.
+        UsageError: a format is not known or has no room for a scale; `output` is a directory or no plain file.
+    """
+    from ranktape.analyze.findings.find import find
+
+    if not len(records):
+        raise NoRecordsError("there are no records to report on")
+    path = _checked(Path(output))
+    chosen, used = view or View.COMPUTE, engine or Engine()
+    # A format that is not known is refused before hours are spent too.
+    parse_request(formats, view=chosen)
+    model = build_model(
+        records,
+        findings=find(records, view=chosen, engine=used),
+        formats=formats,
+        view=chosen,
+        url=url,
+        scope=scope,
+        environment=environment,
+        engine=used,
+    )
+    _write(render(model, view=chosen), path=path)
+    return path
+
+
+def render(model: Model, *, view: View = View.COMPUTE) -> str:
+    """The page as text: every string of the run is escaped, and the browser is told to run our scripts alone."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # it has no types
+
+    from ranktape.analyze.views.report.charts import charts
+
+    environment = Environment(
+        loader=PackageLoader("ranktape.analyze.views.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    scripts = [_lines(get_plotlyjs()), *map(_static, SCRIPTS)]
+    style = _static("style.css")
+    words = {
+        View.COMPUTE: "Values are those that the operations computed with: rounded to their compute dtype.",
+        View.SEEN: "Values are as they were captured.",
+    }
+    return environment.get_template("report.html.j2").render(
+        model=model,
+        title=f"What the numbers do in {model.url}" if model.url else "What the numbers do",
+        policy=_policy(scripts=scripts, style=style),
+        style=Markup(style),  # noqa: S704 - our own file
+        scripts=[Markup(script) for script in scripts],  # noqa: S704 - our own files, and plotly's
+        data=Markup(json_in_html({**model.data, "charts": charts()})),  # noqa: S704 - escaped
+        commands=[_command(finding, url=model.url) for finding in model.findings],
+        num_first=NUM_FIRST_FINDINGS,
+        taken_ids=_ids_of_styles(scripts[0]),
+        version=__version__,
+        values=words[view],
+    )
+
+
+def json_in_html(document: Any) -> str:
+    """JSON that can stand in a script element: none of its letters ends the element or begins a comment."""
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    # JSON is ASCII here, so no line separator of JavaScript is in it.
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _command(finding: Finding, *, url: str) -> str:
+    """What looks closer, as a person can paste it: names of strangers hold no key strokes for a terminal."""
+    return printable(finding.command.replace(" RUN", f" {shlex.quote(url or 'RUN')}", 1))
+
+
+def _ids_of_styles(plotly: str) -> list[str]:
+    """The ids of style elements that plotly adds for maps unless they are there: none is drawn here."""
+    return sorted(set(re.findall(r'getElementById\("([0-9a-f]{64})"\)', plotly)))
+
+
+def _policy(*, scripts: Sequence[str], style: str) -> str:
+    """What the browser may run and load: our scripts and styles by their hashes, images from the page itself.
+
+    plotly makes an empty style element, which it fills with rules of its own, and sets style attributes.
+    """
+    allowed = " ".join(map(_hash, scripts))
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src-elem {_hash(style)} {_hash('')}; "
+        "style-src-attr 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
+
+
+def _static(name: str) -> str:
+    return _lines((resources.files("ranktape.analyze.views.report") / "static" / name).read_text(encoding="utf-8"))
+
+
+def _lines(text: str) -> str:
+    """The text as a browser sees it, whose hash it makes."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _checked(output: Path) -> Path:
+    """The path of a file that can be written, before hours are spent on what goes into it."""
+    if str(output) == "-":
+        raise UsageError("--output - is not a file, and a report needs one: give its name, such as report.html")
+    try:
+        mode = output.stat().st_mode
+    except FileNotFoundError:
+        mode = None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--output {_named(output)} is not a path: {error}") from error
+    if mode is not None and stat.S_ISDIR(mode):
+        raise UsageError(f"--output {_named(output)} is a directory: give a file in it, such as report.html")
+    if mode is not None and not stat.S_ISREG(mode):
+        raise UsageError(f"--output {_named(output)} is not a plain file: give the name of one")
+    path = output.resolve()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise _failure(output, error) from error
+
+
+def _write(text: str, *, path: Path) -> None:
+    """Write a file beside its place and move it there; what is not finished is removed."""
+    beside: Path | None = None
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
+        beside = Path(name)
+        with os.fdopen(descriptor, "wb") as file:
+            # Half of a character, which a run may hold, has no bytes.
+            file.write(text.encode("utf-8", errors="replace"))
+            mask = os.umask(0)
+            os.umask(mask)
+            os.fchmod(file.fileno(), 0o666 & ~mask)
+        beside.replace(path)
+    except OSError as error:
+        raise _failure(path, error) from error
+    finally:
+        if beside is not None:
+            beside.unlink(missing_ok=True)
+
+
+def _failure(path: Path, error: OSError) -> StorageError:
+    kind = NoSpaceError if error.errno in FULL else AccessDeniedError if error.errno in REFUSED else StorageError
+    why = error.strerror or os.strerror(error.errno or errno.EIO)
+    return kind(f"the report cannot be written to {_named(path)}: {why}")
+
+
+def _named(path: Path) -> str:
+    return printable(str(path))

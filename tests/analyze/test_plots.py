@@ -1,0 +1,431 @@
+"""Do all plots of a run show what numpy finds in its tensors, readably?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from matplotlib.container import BarContainer
+
+from ranktape.analyze.numerics.formats import FORMATS
+from ranktape.analyze.views.plots import boxes
+from ranktape.analyze.views.plots.distributions import standardised
+from ranktape.analyze.views.plots.gallery import RECIPES, draw, missing
+from ranktape.analyze.views.plots.groups import group_by
+from ranktape.analyze.views.plots.heat_maps import Grid, Scale, draw_heat_maps
+from ranktape.analyze.views.plots.kinds import KINDS
+from ranktape.analyze.views.plots.losses import ratio_counts
+from ranktape.analyze.views.plots.octaves import LOWEST, exponents
+from ranktape.analyze.views.plots.pairs import matched, read_pairs, two_quant_types
+from ranktape.analyze.views.plots.ranks import rank_deviations, rank_distances
+from ranktape.analyze.views.plots.style import Heading, families, plain
+from ranktape.analyze.views.plots.survey import Survey
+from ranktape.errors import NoRecordsError
+from tests.analyze.runs import SITES, Tensor, describe_tensor, store
+from tests.analyze.test_plot import assert_readable, texts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TYPES = ("hifp8", "mxfp8")
+
+
+def model(*, num_ranks: int = 2, layers: tuple[int, ...] = (-1, 0, 1)) -> list[Tensor]:
+    """A model in two quant types, the second of which is a little off; samples, NaN, Inf and zeros in some tensors."""
+    rng = np.random.default_rng(0)
+    tensors = []
+    for rank in range(num_ranks):
+        for layer in layers:
+            for number, (layer_type, operation, phase, name, deviation) in enumerate(SITES):
+                array = (rng.standard_normal((4, 48)) * deviation * 3.0**layer).astype(np.float32)
+                array[0, :2] = 0.0, deviation * 900 if number % 3 == 0 else 0.0
+                if number == 0:
+                    array[1, :3] = np.nan, np.inf, -np.inf
+                for index, quant_type in enumerate(TYPES):
+                    fields = {"layer_type": layer_type, "operation": operation, "phase": phase, "tensor_name": name}
+                    component = "FA" if layer_type == "attention" else "linear"
+                    seen = (array * (1 + index / 64)).astype(ml_dtypes.bfloat16)
+                    place = {"rank": rank, "layer_idx": layer, "quant_type": quant_type, "component": component}
+                    sample_dim = None if name == "weight" else 0
+                    tensors.append(describe_tensor(seen, **fields, **place, sample_dim=sample_dim))
+    return tensors
+
+
+TENSORS = model()
+
+
+@pytest.fixture(scope="module")
+def survey(tmp_path_factory: pytest.TempPathFactory) -> Survey:
+    """The model, against fp8_e4m3."""
+    records = store(tmp_path_factory.mktemp("run"), TENSORS).select()
+    return Survey(records, target=FORMATS["fp8_e4m3"])
+
+
+def arrays(**fields: Any) -> list[np.ndarray[Any, Any]]:
+    """The tensors of the model whose fields have those values, in float64."""
+    return [
+        array.astype(np.float64)
+        for array, info in TENSORS
+        if all(getattr(info, field) == value for field, value in fields.items())
+    ]
+
+
+ONE_OF_EACH = (
+    *("overflow_by_layer_type", "overflow_upper_lower", "overflow_histogram", "layer_rank_absmax"),
+    *("exponent_occupancy", "distribution_by_phase", "statistics_by_tensor"),
+    *("neighbouring_layers", "sample_differences", "layer_octaves"),
+    *("fp8_scatter", "fp8_normal_fit", "rank_against_rank"),
+)
+"""A plot of each function that draws but that of test_plot.py; the others differ in their data."""
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_plot_can_be_read(survey: Survey, name: str) -> None:
+    assert missing(name, survey) == ""
+    figure = draw(name, survey)
+    shown = [text.get_text() for text in texts(figure)]
+    assert any(text.startswith(KINDS[name].title) for text in shown)
+    assert any("2 ranks" in text for text in shown)
+    assert_readable(figure)
+
+
+@pytest.mark.parametrize("name", ["statistics_by_iteration", "bf16_raw", "bf16_density", "bf16_raw_against_normalised"])
+def test_a_plot_of_two_iterations_in_bf16_can_be_read(in_bf16: Survey, name: str) -> None:
+    assert missing(name, in_bf16) == ""
+    assert_readable(draw(name, in_bf16))
+
+
+@pytest.fixture(scope="module")
+def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Survey:
+    """Two iterations, forward and backward."""
+    values = np.random.default_rng(0).standard_normal((8, 64)).astype(ml_dtypes.bfloat16)
+    tensors = [
+        describe_tensor(values, quant_type="bf16", operation=operation, iteration=iteration)
+        for iteration in (0, 1)
+        for operation in ("forward", "backward")
+    ]
+    return Survey(store(tmp_path_factory.mktemp("run"), tensors).select())
+
+
+def test_every_kind_has_a_recipe() -> None:
+    assert list(RECIPES) == list(KINDS)
+
+
+def shares(parts: list[np.ndarray[Any, Any]], is_lost: Callable[[np.ndarray[Any, Any]], Any]) -> float:
+    """The part of all elements for which it holds."""
+    return float(sum(is_lost(array).sum() for array in parts) / sum(array.size for array in parts))
+
+
+def test_bars_are_shares_of_all_elements(survey: Survey) -> None:
+    limits = FORMATS["fp8_e4m3"]
+    axes = draw("overflow_by_quant_type", survey).axes[0]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    bars = [item for item in axes.containers if isinstance(item, BarContainer)]
+    kinds: list[Callable[[np.ndarray[Any, Any]], Any]] = [
+        lambda array: array >= limits.overflow_start,
+        lambda array: array <= -limits.overflow_start,
+        lambda array: (array != 0) & (np.abs(array) < limits.min_normal),
+        lambda array: (array != 0) & (np.abs(array) <= limits.flush_limit),
+        np.isnan,
+    ]
+    assert names == list(TYPES)
+    for container, kind in zip(bars, kinds, strict=True):
+        widths = [bar.get_width() for bar in container.patches]
+        assert widths == [pytest.approx(shares(arrays(quant_type=name), kind)) for name in names]
+
+
+def cells(axes: Axes) -> np.ndarray[Any, Any]:
+    """What the colours of a heat map stand for, NaN where a cell has a colour of its own."""
+    values = axes.images[1].get_array()
+    assert values is not None
+    return np.ma.filled(values.astype(float), np.nan)
+
+
+@pytest.mark.parametrize("figure", ["overflow", "underflow", "std"])
+def test_cells_of_layers_and_ranks(survey: Survey, figure: str) -> None:
+    limits = FORMATS["fp8_e4m3"]
+    measures: dict[str, Callable[[list[np.ndarray[Any, Any]]], float]] = {
+        "overflow": lambda parts: shares(parts, lambda array: np.abs(array) >= limits.overflow_start),
+        "underflow": lambda parts: shares(parts, lambda array: (array != 0) & (np.abs(array) < limits.min_normal)),
+        "std": lambda parts: float(np.std([value for array in parts for value in array[np.isfinite(array)]])),
+    }
+    panels = draw(f"layer_rank_{figure}", survey).axes[:2]
+    for axes, operation in zip(panels, ("forward", "backward"), strict=True):
+        assert axes.get_title() == operation
+        expected = np.array(
+            [
+                [measures[figure](arrays(operation=operation, layer_idx=layer, rank=rank)) for rank in (0, 1)]
+                for layer in (-1, 0, 1)
+            ]
+        )
+        logs = np.log2(expected) if figure == "std" else np.log10(np.where(expected > 0, expected, np.nan))
+        np.testing.assert_allclose(cells(axes), logs, rtol=1e-9)
+
+
+def test_infinite_and_missing_cells_have_colours_of_their_own(survey: Survey) -> None:
+    forward = draw("layer_rank_absmax", survey).axes[0]
+    assert np.isnan(cells(forward)).all()  # each cell holds an infinity
+    grid = Grid(title="t", values=np.array([[0.0, np.inf, np.nan, 4.0]]), rows=["0"], columns=list("abcd"))
+    scale = Scale(kind="magnitude", label="x")
+    figure = draw_heat_maps([grid], scale=scale, row_label="r", column_label="c", heading=Heading(title="t"))
+    special = figure.axes[0].images[0].get_array()
+    assert special is not None
+    assert np.ma.filled(special, -1).tolist() == [[0, 1, -1, -1]]
+    assert cells(figure.axes[0])[0].tolist()[3] == 2.0
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == [" no record", " exactly 0", " infinite"]
+
+
+@pytest.mark.parametrize("figure", ["overflow", "underflow", "extreme", "std"])
+def test_cells_of_layers_and_samples(survey: Survey, figure: str) -> None:
+    """A sample is known by its rank and its place in the batch; weights have none."""
+    limits = FORMATS["fp8_e4m3"]
+    samples = survey.sample_figures(figure)
+    assert samples.ordered() == [(rank, place) for rank in (0, 1) for place in range(4)]
+    grid = samples.grid(figure, operation="forward", layers=[-1, 0, 1])
+    for (row, column), found in np.ndenumerate(grid):
+        fields = {"layer_idx": row - 1, "rank": column // 4, "operation": "forward"}
+        parts = [
+            array[column % 4].astype(np.float64)
+            for array, info in TENSORS
+            if info.tensor_name != "weight" and all(getattr(info, name) == value for name, value in fields.items())
+        ]
+        values = np.concatenate(parts)
+        finite = values[np.isfinite(values)]
+        expected = {
+            "overflow": (np.abs(values) >= limits.overflow_start).mean(),
+            "underflow": ((values != 0) & (np.abs(values) < limits.min_normal)).mean(),
+            "extreme": np.abs(finite).max(),
+            "std": finite.std(),
+        }
+        assert found == pytest.approx(expected[figure], rel=1e-6)
+
+
+def test_samples_have_the_names_that_the_user_gave(tmp_path: Path) -> None:
+    values = np.array([[1.0, 2.0], [4.0, 4.0], [8.0, 1.0]], dtype=np.float32)
+    tensors = [
+        describe_tensor(values * 2.0**rank, rank=rank, sample_dim=0, sample_ids=["b", "$a$", "_c"]) for rank in (0, 1)
+    ]
+    found = Survey(store(tmp_path, tensors).select())
+    assert found.passed.samples.ordered() == [(None, "$a$"), (None, "_c"), (None, "b")]
+    # The median sample's absmax is 4 on the first rank and 8 on the second.
+    assert found.passed.samples.ratios("forward").tolist() == [[0, 0, 0], [1, 1, 1], [-1, -1, -1]]
+    assert_readable(draw("layer_sample_absmax", found))
+
+
+def test_octaves_are_those_of_all_values(survey: Survey) -> None:
+    lines = draw("exponent_occupancy", survey).axes[0].get_lines()
+    for line, operation in zip(lines, ("forward", "backward"), strict=True):
+        values = np.concatenate([array.reshape(-1) for array in arrays(operation=operation)])
+        places = np.asarray(line.get_xdata(), dtype=float) - 0.5
+        magnitudes = np.abs(values[np.isfinite(values) & (values != 0)])
+        counts = [(np.floor(np.log2(magnitudes)) == place).sum() / values.size for place in places]
+        assert np.nan_to_num(np.asarray(line.get_ydata(), dtype=float)).tolist() == pytest.approx(counts)
+
+
+def test_rows_of_octaves(survey: Survey) -> None:
+    found = survey.passed.octaves["rank"].shares("backward")
+    for rank in (0, 1):
+        values = np.concatenate([array.reshape(-1) for array in arrays(operation="backward", rank=rank)])
+        magnitudes = np.abs(values[np.isfinite(values) & (values != 0)])
+        expected = np.bincount(np.floor(np.log2(magnitudes)).astype(int) - LOWEST, minlength=exponents().size)
+        assert found[rank].tolist() == pytest.approx((expected / values.size).tolist())
+
+
+def test_the_shape_is_a_density(survey: Survey) -> None:
+    digest = survey.distribution(operation="forward", phase="post")
+    edges, density = standardised(digest)
+    values = np.concatenate([array.reshape(-1) for array in arrays(operation="forward", phase="post")])
+    finite = values[np.isfinite(values)]
+    expected, _ = np.histogram((finite - finite.mean()) / finite.std(), bins=edges)
+    assert density.tolist() == pytest.approx((expected / finite.size / np.diff(edges)).tolist())
+
+
+def test_values_of_few_bits_show_no_comb(tmp_path: Path) -> None:
+    """Every bin between two others holds something, and all of them together what there is."""
+    values = np.random.default_rng(0).standard_normal((64, 1024))
+    coarse = values.astype(ml_dtypes.float8_e4m3fn).astype(ml_dtypes.bfloat16)
+    fine = values.astype(np.float16)
+    runs = [store(tmp_path / str(one.dtype), [describe_tensor(one)]) for one in (coarse, fine)]
+    (edges, density), (equal, _) = (standardised(Survey(run.select()).distribution()) for run in runs)
+    assert (density > 0).all()
+    assert (density * np.diff(edges)).sum() == pytest.approx(1)
+    assert (np.diff(edges) > 0).all()
+    assert np.ptp(np.diff(equal)) < 1e-9
+
+
+def test_plots_of_bf16_are_of_that_quant_type(tmp_path: Path) -> None:
+    """Values of another quant type are held in bfloat16, too, and are no part of them."""
+    rng = np.random.default_rng(0)
+    seen = [rng.standard_normal((8, 64)).astype(ml_dtypes.bfloat16) * factor for factor in (1, 64)]
+    tensors = [
+        describe_tensor(one, quant_type=quant_type, layer_idx=0)
+        for one, quant_type in zip(seen, ("bf16", "mxfp8"), strict=True)
+    ]
+    found = Survey(store(tmp_path, tensors).select())
+    assert missing("bf16_raw", found) == ""
+    ends = draw("bf16_raw", found).axes[0].get_xlim()
+    assert -4 < ends[0] < ends[1] < 4
+    only = Survey(found.records.select(quant_type="mxfp8"))
+    assert missing("bf16_raw", only) == "no tensor is of the quant type bf16"
+
+
+def test_letters_of_other_writings_are_drawn_where_a_font_has_them() -> None:
+    has_font = len(families()) > 1
+    assert plain("线性") == ("线性" if has_font else r"\u7ebf\u6027")
+
+
+def test_a_layer_of_zeros_has_a_panel(tmp_path: Path) -> None:
+    """What was cast to a format without a scale is zero: it neither overflows nor underflows."""
+    tensors = [describe_tensor(np.zeros((4, 8), np.float32), layer_idx=1)]
+    tensors.append(describe_tensor(np.ones((4, 8), np.float32), layer_idx=0))
+    figure = draw("overflow", Survey(store(tmp_path, tensors).select()))
+    assert any(text.get_text().startswith("zeros") for text in texts(figure))
+
+
+def test_boxes_are_figures_of_tensors(survey: Survey) -> None:
+    group = group_by(survey, "layer_type", "operation").groups[1]
+    assert group.label == "attention, backward"
+    found = boxes.box_values(survey, group, boxes.STD)
+    parts = arrays(layer_type="attention", operation="backward")
+    assert sorted(found) == pytest.approx(sorted(math.log2(array[np.isfinite(array)].std()) for array in parts))
+
+
+def test_a_ratio_is_in_one_bar() -> None:
+    values = np.array([0.0, 0.0, 1e-4, 0.02, 1.0])
+    edges, counts, num_zero = ratio_counts(values)
+    assert (edges[0], edges[-1], num_zero, counts.sum()) == (pytest.approx(1e-4), 1.0, 2, 3)
+    assert (counts[0], counts[-1]) == (1, 1)
+
+
+def test_two_quant_types_are_matched(survey: Survey) -> None:
+    types = two_quant_types(survey)
+    assert types == TYPES
+    pairs = matched(survey, types)
+    assert len(pairs) == len(TENSORS) // 2
+    for pair in read_pairs(survey, types)[:3]:
+        assert pair.correlation == pytest.approx(1.0, abs=1e-3)
+        ratio = pair.other[pair.one != 0] / pair.one[pair.one != 0]
+        assert np.abs(ratio - 65 / 64).max() < 2**-6
+
+
+def test_a_rank_that_differs_is_seen(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((4, 16)).astype(np.float32)
+    tensors = [
+        describe_tensor(values * (4096.0 if (rank, layer) == (2, 1) else 1.0), rank=rank, layer_idx=layer)
+        for rank in range(4)
+        for layer in range(2)
+    ]
+    found = Survey(store(tmp_path, tensors).select())
+    assert rank_deviations(found, layers=[0, 1]).tolist() == [[0, 0, 0, 0], [0, 0, 12, 0]]
+    distances, size = rank_distances(found)
+    assert size == 1
+    expected = np.zeros((4, 4))
+    expected[2, [0, 1, 3]] = expected[[0, 1, 3], 2] = 6.0  # of two tensors one is off by 12 octaves
+    np.testing.assert_allclose(distances, expected, atol=1e-6)
+
+
+def test_neighbouring_columns_are_one_where_there_are_too_many() -> None:
+    """A single cell that stands out stays, whichever way."""
+    values = np.zeros((3, 1000))
+    values[1, 501] = -7.0
+    grid = Grid(title="t", values=values, rows=list("abc"), columns=[str(rank) for rank in range(1000)])
+    scale = Scale(kind="factor", label="x")
+    heading = Heading(title="t")
+    figure = draw_heat_maps([grid], scale=scale, row_label="layer", column_label="rank", heading=heading, unit="ranks")
+    drawn = cells(figure.axes[0])
+    assert drawn.shape == (3, 250)
+    assert np.argwhere(drawn != 0).tolist() == [[1, 125]]
+    assert drawn.min() == -7.0
+    assert any("4 neighbouring ranks" in text.get_text() for text in texts(figure))
+    assert_readable(figure)
+
+
+HOSTILE = ("<script>alert(1)</script>", "$\\frac{a}{b}$ $x$", "_under", "\u5c42\u7c7b\u578b", "a" * 50, "%s {0} \\n")
+
+
+@pytest.mark.parametrize("name", ["distribution_by_tensor", "overflow_by_layer_type"])
+def test_names_are_text_and_nothing_else(name: str, hostile: Survey) -> None:
+    figure = draw(name, hostile)
+    assert_readable(figure)
+    words = "\n".join(text.get_text() for text in texts(figure)).replace(r"\$", "$")
+    for one in HOSTILE[:3]:
+        assert one in words
+    assert plain("\u5c42\u7c7b\u578b") in words
+    canvas_texts = [text for text in texts(figure) if "frac" in text.get_text()]
+    assert all(not text._preprocess_math(text.get_text())[1] for text in canvas_texts)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Survey:
+    """A run whose every name is chosen by an enemy."""
+    rng = np.random.default_rng(0)
+    tensors = [
+        describe_tensor(
+            rng.standard_normal((4, 16)) * 10.0 ** (20 * index - 50),
+            **dict.fromkeys(("layer_type", "module", "phase", "component", "quant_type", "tensor_name"), name),
+            layer_idx=index - 1,
+        )
+        for index, name in enumerate(HOSTILE)
+    ]
+    return Survey(store(tmp_path_factory.mktemp("run"), tensors).select())
+
+
+STRANGE: dict[str, np.ndarray[Any, Any]] = {
+    "constant": np.full((4, 8), 0.5, dtype=np.float32),
+    "empty": np.zeros((0, 8), dtype=np.float32),
+    "nan": np.full((4, 8), np.nan, dtype=ml_dtypes.bfloat16),
+    "zero": np.zeros((4, 8), dtype=ml_dtypes.bfloat16),
+    "infinite": np.full((4, 8), -np.inf, dtype=ml_dtypes.bfloat16),
+    "scalar": np.array(1e300),
+    "wide": np.geomspace(1e-300, 1e300, 64),
+    "complex": np.full(8, 1 + 2j, dtype=np.complex64),
+    "fp8": np.arange(-8, 8).astype(ml_dtypes.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("number", range(len(STRANGE)))
+def test_strange_tensors_have_plots(tmp_path: Path, number: int) -> None:
+    """Three layers of one tensor; each plot is drawn of some kinds of tensors."""
+    array = list(STRANGE.values())[number]
+    tensors = [
+        describe_tensor(array, layer_idx=layer, operation=operation, sample_dim=0 if array.ndim > 1 else None)
+        for layer in (-1, 0, 1)
+        for operation in ("forward", "backward")
+    ]
+    found = Survey(store(tmp_path, tensors).select())
+    for one in ONE_OF_EACH[number::9]:
+        if not missing(one, found):
+            assert_readable(draw(one, found))
+
+
+def test_integers_are_left_out(tmp_path: Path) -> None:
+    integers = describe_tensor(np.arange(4), tensor_name="ids")
+    both = Survey(store(tmp_path / "both", [integers, describe_tensor(np.ones(3, dtype=np.float32))]).select())
+    assert (len(both), both.num_left_out) == (1, 1)
+    with pytest.raises(NoRecordsError, match="all 1 records are of int64"):
+        Survey(store(tmp_path / "integers", [integers]).select())
+
+
+def table_survey(figure: Figure) -> list[str]:
+    """The texts of a plot."""
+    return [text.get_text() for text in texts(figure)]
+
+
+def test_many_groups_are_the_largest(tmp_path: Path) -> None:
+    tensors = [
+        describe_tensor(np.ones(4 + index, dtype=np.float32), tensor_name=f"name_{index:02d}") for index in range(12)
+    ]
+    found = Survey(store(tmp_path, tensors).select())
+    grouping = group_by(found, "tensor_name")
+    assert [group.label for group in grouping.groups] == [f"name_{index:02d}" for index in range(4, 12)]
+    assert grouping.note == "The 8 largest of 12 groups are drawn."
+    assert grouping.note in table_survey(draw("distribution_by_tensor", found))

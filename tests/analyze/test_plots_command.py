@@ -1,0 +1,192 @@
+"""Does `ranktape analyze plot` write the plots that were asked for, each whole, in the folders of the seeds?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from ranktape.analyze.cli import cli
+from ranktape.analyze.views.plots.files import write_whole
+from ranktape.analyze.views.plots.kinds import FOLDERS, KINDS, parse_kinds
+from ranktape.analyze.views.plots.write import write_plots
+from ranktape.capture.writing.counting import reduce_to
+from ranktape.errors import StorageError, UsageError
+from ranktape.storage import open_run
+from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
+from tests.exhaustive import exhaustive
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers of a model on one rank."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    store(folder, model_tensors())
+    return str(folder)
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["plot", *words])
+
+
+def test_one_kind_is_one_file(run: str, tmp_path: Path) -> None:
+    for end, start in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
+        path = tmp_path / "new" / f"plot{end}"
+        result = invoke(run, "--kind", "overflow_histogram", "-o", str(path))
+        assert (result.exit_code, result.stdout) == (0, f"{path}\n")
+        assert path.read_bytes().startswith(start)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["plot.pdf", "plot.png", "plot.svg"]
+
+
+def test_several_kinds_go_into_folders_with_an_index(run: str, tmp_path: Path) -> None:
+    folder = tmp_path / "draw"
+    stale = folder / "rank_analysis" / "rank_deviation.png"
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(b"of an earlier run")
+    result = invoke(run, "--kind", "overflow_h*,rank-deviation", "--kind", "fp8_scatter", "-o", str(folder))
+    assert result.exit_code == 0
+    assert result.stdout == f"{folder}/overflow_analysis/overflow_histogram.png\n"
+    assert "1 plots, 2 left out" in result.stderr
+    assert not stale.exists()
+    index = json.loads((folder / "index.json").read_text())
+    assert [one["path"] for one in index["plots"]] == ["overflow_analysis/overflow_histogram.png"]
+    assert {one["kind"]: one["why"] for one in index["left_out"]} == {
+        "rank_deviation": "there is one rank: 0",
+        "fp8_scatter": "there is one quant type, bf16: nothing to compare it with",
+    }
+    readme = (folder / "README.txt").read_text()
+    assert "overflow_histogram.png\n      Tensors counted by their overflow ratio" in readme
+    assert "there is one rank: 0" in readme
+
+
+@exhaustive("test_plots.py draws each kind, this command some of them")
+def test_all_plots_fill_the_folders_of_the_seeds(tmp_path: Path) -> None:
+    tensors = model_tensors(num_ranks=2, iterations=(3, 5))
+    tensors += model_tensors_of("mxfp8")
+    store(tmp_path / "run", tensors)
+    folder = tmp_path / "draw"
+    result = invoke(str(tmp_path / "run"), "--all", "--format", "fp8_e4m3", "-o", str(folder))
+    assert result.exit_code == 0
+    assert {path.name for path in folder.iterdir()} == {*FOLDERS, "index.json", "README.txt"}
+    drawn = {str(path.relative_to(folder)) for path in folder.rglob("*.png")}
+    left_out = {one["path"] for one in json.loads((folder / "index.json").read_text())["left_out"]}
+    assert drawn | left_out == {kind.path for kind in KINDS.values()}
+    assert not drawn & left_out
+    # No tensor of the model has a dimension of samples, and its components are its layer types.
+    assert {path for path in left_out if "sample" not in path} == {
+        *(f"distributions/distribution_by_{field}.png" for field in ("component", "batch_size")),
+        *("statistics/statistics_by_component.png", "comparisons/batch_differences.png"),
+    }
+    assert all(any(path.startswith(f"{name}/") for path in drawn) for name in FOLDERS)
+
+
+def test_without_a_format_one_is_chosen_and_named(run: str, tmp_path: Path) -> None:
+    assert invoke(run, "--kind", "overflow_histogram,overflow", "-o", str(tmp_path)).exit_code == 0
+    said = "No format was named: overflow and underflow are those of fp8_e4m3 without a scale."
+    assert json.loads((tmp_path / "index.json").read_text())["notes"] == [said]
+
+
+def model_tensors_of(quant_type: str) -> list[Tensor]:
+    """The model again, under another tag."""
+    return [
+        (array, dataclasses.replace(info, quant_type=quant_type))
+        for array, info in model_tensors(num_ranks=2, iterations=(3, 5))
+    ]
+
+
+def test_mistakes_are_named(run: str, tmp_path: Path) -> None:
+    for words, code, message in (
+        (["--kind", "overflw"], 2, "did you mean overflow or"),
+        (["--all", "--kind", "overflow"], 2, "exclude each other"),
+        (["--kind", "rank_deviation"], 2, "there is one rank: 0"),
+        (["-o", str(tmp_path / "a.jpg")], 2, "no plot is written as .jpg"),
+        (["--kind", "overflow_histogram", "-o", str(tmp_path)], 2, "is a folder"),
+        (["--kind", "overflow_histogram", "-o", "-"], 2, "--output - is no name"),
+        (["--all", "-o", __file__], 2, "is a file: several plots need a folder"),
+        (["--kind", "heatmaps", "-o", "/dev/null/draw"], 1, "the plot cannot be written to /dev/null/draw"),
+        (["--kind", "overflow_histogram", "--format", "fp9"], 2, "'fp9'"),
+    ):
+        result = invoke(run, *words)
+        assert (result.exit_code, message in result.stderr, "Traceback" in result.stderr) == (code, True, False), (
+            words,
+            result.stderr,
+        )
+
+
+def test_kinds_are_named_by_folder_and_pattern() -> None:
+    assert [one.name for one in parse_kinds(["fp8_analysis/"])] == [
+        "fp8_distributions",
+        "fp8_statistics",
+        "fp8_scatter",
+        "fp8_normal_fit",
+    ]
+    assert len(parse_kinds(["layer_*_std", "layer-rank-std", "heatmaps"])) == 12
+    with pytest.raises(UsageError, match="names no plot"):
+        parse_kinds([""])
+
+
+def test_the_help_names_every_kind() -> None:
+    text = invoke("--help").stdout
+    assert all(name in text for name in KINDS)
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    """A write beyond the limit of file sizes fails in the same place as one onto a full disk."""
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "plot.png"
+    write_whole(path, b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(StorageError, match="File too large"):
+            write_whole(path, bytes(2000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == b"old"
+    assert [one.name for one in tmp_path.iterdir()] == ["plot.png"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(StorageError, match="mend the permissions"):
+        write_whole(tmp_path / "plot.png", b"new")
+
+
+def test_an_interruption_leaves_whole_plots(run: str, tmp_path: Path) -> None:
+    """Ctrl-C after the first plot: it is there, nothing half, and no index that promises more."""
+
+    def interrupt(path: Path) -> None:
+        raise KeyboardInterrupt(path)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_plots(open_run(run).select(), folder=tmp_path, kinds=parse_kinds(["overflow_*"]), on_plot=interrupt)
+    found = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in found] == ["overflow_by_layer_type.png"]
+
+
+def test_what_was_kept_instead_of_values_has_plots(tmp_path: Path) -> None:
+    """A histogram has its distribution; of statistics alone the distribution says that nothing is known."""
+    values = np.array([[1.0, -4.0]], dtype=np.float16)
+    written = {}
+    for keep in ("histogram", "statistics"):
+        kept = reduce_to(keep, values, info=describe_tensor(values, sample_dim=0)[1])
+        assert kept is not None
+        written[keep] = write_plots(
+            store(tmp_path / keep, [kept]).select(),
+            folder=tmp_path / "draw" / keep,
+            kinds=parse_kinds(["exponent_occupancy", "layer_sample_std", "sweep_summary"]),
+        )
+    assert [kind.name for kind in written["histogram"].drawn] == ["exponent_occupancy", "sweep_summary"]
+    assert [kind.name for kind in written["statistics"].drawn] == ["exponent_occupancy"]
+    assert [kind.name for kind, _ in written["statistics"].left_out] == ["layer_sample_std", "sweep_summary"]
+    assert written["statistics"].notes[1:] == ("Of 1 records statistics alone were kept: they are in no distribution.",)
