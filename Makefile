@@ -35,6 +35,8 @@ demo: $(STAMP)
 
 # One thread for each process of a test; modules keep to one worker, for what they make once.
 test test-all: export OMP_NUM_THREADS := 1
+# Else each worker rewrites and compiles each module of tests.
+unexport PYTHONDONTWRITEBYTECODE
 test: $(STAMP)
 	@# mypy takes one core: on another one the kernels are compiled meanwhile, once for all processes of the tests.
 	$(MAKE) --no-print-directory --jobs=2 lint kernels
@@ -46,9 +48,10 @@ test-all: $(STAMP) kernels
 	$(BIN)/python -m pytest --run-exhaustive -m exhaustive $(PARALLEL) $(TEST_OPTIONS) \
 		$$(grep -rlw --include='test_*.py' exhaustive tests)
 
-# Where this fails, the tests compile what is missing.
+# Where this fails, the tests compile what is missing. pytest keeps the modules of tests as it rewrites them.
 kernels: $(STAMP)
 	-PYTHONPATH=. $(BIN)/python tests/kernels.py
+	-$(BIN)/python -m pytest --quiet --collect-only > $(VENV)/collected
 
 ceph:
 	tests/ceph_packages.sh

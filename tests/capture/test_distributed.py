@@ -15,6 +15,7 @@ import torch
 
 from ranktape.storage import IterationState, Run, open_run
 from tests.capture.models import NUM_TENSORS
+from tests.exhaustive import exhaustive
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "capture" / "programs" / "ddp.py"
@@ -85,6 +86,7 @@ def test_a_rank_that_is_killed_leaves_a_partial_iteration_and_whole_ones(tmp_pat
         record.read()  # compares with the checksum that was taken when it was written
 
 
+@exhaustive("four ranks are in test_parallel.py")
 def test_four_ranks(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     done = torchrun(tmp_path / "out", "--capture", url, "--min-iterations=2", num_ranks=4)

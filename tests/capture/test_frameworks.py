@@ -17,6 +17,7 @@ from torch import nn
 from ranktape.capture import Capture
 from ranktape.storage import open_run
 from tests.capture.verify import verify_run
+from tests.exhaustive import exhaustive
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -162,10 +163,10 @@ def lora() -> nn.Module:
     ("train", "make", "num_products"),
     [
         pytest.param(hugging_face, llama, LINEARS, id="HF Trainer"),
-        pytest.param(with_accelerate, llama, LINEARS, id="accelerate"),
+        pytest.param(with_accelerate, llama, LINEARS, id="accelerate", marks=exhaustive("the HF Trainer uses it")),
         pytest.param(with_lightning, llama, LINEARS, id="Lightning"),
         # Its loss takes the weight of the output layer and computes with it in pieces.
-        pytest.param(with_trl, llama, LINEARS - 1, id="TRL SFT"),
+        pytest.param(with_trl, llama, LINEARS - 1, id="TRL SFT", marks=exhaustive("DPO is in make test")),
         # So does this one; the reference model runs without gradients, and is not recorded.
         pytest.param(with_dpo, llama, LINEARS - 1, id="TRL DPO"),
         # Two adapters of two products each in every layer.

@@ -22,12 +22,14 @@ from tests.capture.parallel_models import OPTIONS, Recipe
 from tests.capture.programs import pipeline_models
 from tests.capture.programs.pipeline import BATCH, KINDS, MICROBATCHES, STEPS, WIDTH, attend
 from tests.capture.verify import verify_run
+from tests.exhaustive import exhaustive
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "capture" / "programs" / "pipeline.py"
 IN_TURN = ("linear", "attention", "layer outputs", "unchanged", "assembly", "accumulation")
 AT_ONCE = (*IN_TURN, "checkpointing", "autocast")
 support = pytest.mark.support
+PAIRED = exhaustive("each model is in make test, with or without all at once")
 
 pytestmark = pytest.mark.distributed
 
@@ -38,10 +40,20 @@ HAVE_ATTENTION = {"gpipe", "1f1b"}
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the program left: the run, what the ranks wrote, and what they said."""
-    out = tmp_path_factory.mktemp("pipeline")
+    return start(tmp_path_factory.mktemp("pipeline"), "plain-all", "moe", "llama-all", "gpt2")
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, of the exhaustive variants."""
+    return start(tmp_path_factory.mktemp("others"), "plain", "moe-all", "llama", "gpt2-all")
+
+
+def start(out: Path, *variants: str) -> Path:
+    """Run the program."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, str(PROGRAM), str(out), str(out / "run")],
+        [*command, str(PROGRAM), str(out), str(out / "run"), *variants],
         capture_output=True,
         text=True,
         timeout=200,
@@ -183,17 +195,20 @@ def key_of(record: Record) -> Key:
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param("plain", marks=support(framework="PyTorch", parallelism="PP", features=IN_TURN)),
+        pytest.param("plain", marks=[support(framework="PyTorch", parallelism="PP", features=IN_TURN), PAIRED]),
         pytest.param("plain-all", marks=support(framework="PyTorch", parallelism="PP", features=AT_ONCE)),
         pytest.param("moe", marks=support(framework="MoE", parallelism="PP", features=IN_TURN)),
-        pytest.param("moe-all", marks=support(framework="MoE", parallelism="PP", features=AT_ONCE)),
-        pytest.param("llama", marks=support(framework="HF Llama", parallelism="PP", features=IN_TURN)),
+        pytest.param("moe-all", marks=[support(framework="MoE", parallelism="PP", features=AT_ONCE), PAIRED]),
+        pytest.param("llama", marks=[support(framework="HF Llama", parallelism="PP", features=IN_TURN), PAIRED]),
         pytest.param("llama-all", marks=support(framework="HF Llama", parallelism="PP", features=AT_ONCE)),
         pytest.param("gpt2", marks=support(framework="HF GPT-2", parallelism="PP", features=IN_TURN)),
-        pytest.param("gpt2-all", marks=support(framework="HF GPT-2", parallelism="PP", features=AT_ONCE)),
+        pytest.param("gpt2-all", marks=[support(framework="HF GPT-2", parallelism="PP", features=AT_ONCE), PAIRED]),
     ],
 )
-def test_two_stages_record_what_one_process_records_of_the_whole_model(variant: str, out: Path, tmp_path: Path) -> None:
+def test_two_stages_record_what_one_process_records_of_the_whole_model(
+    variant: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    out = request.getfixturevalue("others" if request.node.get_closest_marker("exhaustive") else "out")
     for rank in range(2):
         bits = json.loads((out / f"{variant}.rank{rank}.json").read_text())
         assert bits["captured"] == bits["plain"]

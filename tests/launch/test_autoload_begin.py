@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ranktape.storage import open_run
+from tests.exhaustive import exhaustive
 from tests.launch.processes import errors, own_lines, python
 from tests.launch.test_autoload import RUN, run_script
 from tests.launch.test_runner import write_script
@@ -16,7 +17,7 @@ from tests.launch.test_runner import write_script
     "compiled",
     [
         "model = torch.compile(model, backend='eager')",
-        "model.compile(backend='eager')",
+        pytest.param("model.compile(backend='eager')", marks=exhaustive("it takes the way of its neighbours")),
         "model[2].compile(backend='eager')",
     ],
 )

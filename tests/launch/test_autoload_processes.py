@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 
 from ranktape.storage import open_run
+from tests.exhaustive import exhaustive
 from tests.launch.processes import PLAIN, errors, own_lines, python, torchrun
 from tests.launch.test_autoload import RUN, contents, reason_of, run_script
 from tests.launch.test_runner import LAUNCH, WITH_WORKERS, check_resumed, write_script
 
+ALIKE = exhaustive("it takes the way of its neighbours")
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+
+@pytest.mark.parametrize(
+    "method", ["spawn", pytest.param("fork", marks=exhaustive("the launcher does, in test_runner.py"))]
+)
 def test_data_workers_record_nothing(method: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(WITH_WORKERS))
     plain = python("train.py", method, cwd=tmp_path)
@@ -115,7 +120,9 @@ def test_two_ranks_record_what_the_launcher_records_and_train_the_same(tmp_path:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("environment", [{"RANKTAPE_EVERY": "0"}, {"RANKTAPE_CAPTURE": "/proc/run"}])
+@pytest.mark.parametrize(
+    "environment", [{"RANKTAPE_EVERY": "0"}, pytest.param({"RANKTAPE_CAPTURE": "/proc/run"}, marks=ALIKE)]
+)
 def test_two_ranks_say_a_mistake_once_and_train(environment: dict[str, str], tmp_path: Path) -> None:
     ended = torchrun(PLAIN, "--steps", "2", cwd=tmp_path, env={**RUN, **environment})
     assert ended.returncode == 0, ended.stderr
@@ -155,7 +162,9 @@ def free_port() -> str:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("method", "fails"), [("spawn", False), ("fork", False), ("fork", True)])
+@pytest.mark.parametrize(
+    ("method", "fails"), [("spawn", False), pytest.param("fork", False, marks=ALIKE), ("fork", True)]
+)
 def test_processes_that_the_script_starts_as_ranks_are_recorded(method: str, fails: bool, tmp_path: Path) -> None:  # noqa: FBT001
     source = SPAWNED.replace("METHOD", method).replace("FAILS", str(fails))
     ended = run_script(tmp_path, source, PORT=free_port(), RANKTAPE_MIN_ITERATIONS="9" if fails else "2")
@@ -168,7 +177,9 @@ def test_processes_that_the_script_starts_as_ranks_are_recorded(method: str, fai
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("method", "min_iterations"), [("spawn", 2), ("fork", 2), ("fork", 9)])
+@pytest.mark.parametrize(
+    ("method", "min_iterations"), [("spawn", 2), pytest.param("fork", 2, marks=ALIKE), ("fork", 9)]
+)
 def test_the_launcher_records_ranks_that_the_script_starts(method: str, min_iterations: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SPAWNED).replace("METHOD", method).replace("FAILS", "False"))
     options = ("--capture", "run", "--min-iterations", str(min_iterations))
@@ -211,7 +222,7 @@ def test_the_launcher_records_the_ranks_of_accelerates_launcher(tmp_path: Path) 
     assert "run holds 2 iterations of 2 ranks" in own_lines(ended)[-1]
 
 
-@pytest.mark.slow
+@exhaustive("test_runner.py restarts, and another launch resumes in the same way")
 @pytest.mark.distributed
 def test_a_restart_by_torchrun_is_recorded_too(tmp_path: Path) -> None:
     fails = """

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ranktape.storage import open_run
+from tests.exhaustive import exhaustive
 from tests.launch.processes import Ended, own_lines, python
 from tests.launch.test_autoload import contents
 from tests.launch.test_runner import LAUNCH
@@ -59,6 +60,7 @@ MODELS = """
 """Models of several libraries, none of which is imported when the launcher begins."""
 
 
+@exhaustive("test_autoload.py compares the doors, tests/capture each of these models")
 def test_both_doors_record_the_same_of_each_model_in_each_iteration(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     (tmp_path / "train.py").write_text(textwrap.dedent(MODELS))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ranktape.storage import open_run
+from tests.exhaustive import exhaustive
 from tests.launch.processes import Ended, errors, own_lines, torchrun
 from tests.launch.test_autoload import RUN
 from tests.launch.test_runner import LAUNCH
@@ -84,7 +85,9 @@ def test_a_rank_0_that_is_too_late_costs_the_capture_and_not_the_training(plain:
     assert any(TOO_LATE in line for line in errors(strict))
 
 
-@pytest.mark.parametrize(("late", "seconds"), [(0, 12), (2, 2)])
+@pytest.mark.parametrize(
+    ("late", "seconds"), [pytest.param(0, 12, marks=exhaustive("a late rank 0 is in the test above")), (2, 2)]
+)
 def test_a_rank_that_is_late_is_waited_for(late: int, seconds: int, plain: list[str], tmp_path: Path) -> None:
     ended = train(tmp_path, *LAUNCH, "--capture", "run", late=late, seconds=seconds)
     assert (ended.returncode, trained(ended)) == (0, plain), ended.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.exhaustive import exhaustive
 from tests.launch.processes import CHECKOUT, python
 
 EXAMPLE = CHECKOUT / "examples" / "layer_outputs.py"
@@ -16,7 +17,14 @@ EXAMPLE = CHECKOUT / "examples" / "layer_outputs.py"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "files"),
-    [("all", ["embedding", "layer_1", "layer_2", "layer_3", "layer_4"]), ("0,2", ["embedding", "layer_1", "layer_3"])],
+    [
+        pytest.param(
+            "all",
+            ["embedding", "layer_1", "layer_2", "layer_3", "layer_4"],
+            marks=exhaustive("some layers are in make test"),
+        ),
+        ("0,2", ["embedding", "layer_1", "layer_3"]),
+    ],
 )
 def test_the_example_gives_the_hidden_states_of_the_model(layers: str, files: list[str], tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -13,6 +13,7 @@ from ranktape.analyze.cli import cli
 from ranktape.analyze.legacy import ExportForm, export_records
 from ranktape.storage import open_run
 from tests.analyze.pt_files import save
+from tests.exhaustive import exhaustive
 from tests.launch.processes import errors, python, torchrun
 
 GIVEN = """
@@ -212,7 +213,9 @@ for iteration in (7, 8, 9):
 """
 
 
-@pytest.mark.parametrize("door", ["launcher", "variable"])
+@pytest.mark.parametrize(
+    "door", ["launcher", pytest.param("variable", marks=exhaustive("the launcher is in make test"))]
+)
 def test_a_program_that_only_saves_by_hand_is_recorded_where_a_capture_was_asked_for(door: str, tmp_path: Path) -> None:
     (tmp_path / "saves.py").write_text(NUMBERED)
     asked = {"RANKTAPE_CAPTURE": "run", "RANKTAPE_MIN_ITERATIONS": "2"}
@@ -316,6 +319,7 @@ def test_the_commands_of_the_scaling_tool_have_its_options(tmp_path: Path) -> No
     assert {f"tensor1/mxfp_scaling_results_{format_name}.txt" for format_name in ("fp8_e5m2", "fp4_e2m1")} <= written
 
 
+@exhaustive("the example itself is in test_layer_outputs.py")
 def test_outputs_of_layers_are_looked_at_as_in_their_document(tmp_path: Path) -> None:
     for name, words in (("test_layers", ()), ("gpu_reference", ("other",))):
         ended = python("-c", RECORDED, tmp_path / f"{name}.run", *words, cwd=tmp_path)

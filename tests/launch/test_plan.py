@@ -18,6 +18,7 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.errors import CaptureError, UsageError
 from ranktape.launch.plan import forecast_lines
 from ranktape.storage import open_run
+from tests.exhaustive import exhaustive
 from tests.launch.processes import errors, python, torchrun
 from tests.test_schemas import refusals
 
@@ -93,14 +94,19 @@ def test_what_cannot_work_is_refused_with_the_option_that_would_do(folder: Path)
     assert again.stdout.endswith("it fits\n")
 
 
+ALIKE = exhaustive("the launcher refuses it too, in test_runner.py")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--module", "1x", "train.py", "3"), "no module matches --module 1x; nearest: 0, 1, 2"),
         (("--manual", "train.py", "9"), "save_tensor was not called"),
         (("train.py", "0"), "the script ended before a training step did"),
-        (("--capture", "taken", "train.py", "3"), "there is a run at .*taken already: add --resume"),
-        (("--capture", "nosuch://bucket/run", "train.py", "3"), "nosuch"),
+        pytest.param(
+            ("--capture", "taken", "train.py", "3"), "there is a run at .*taken already: add --resume", marks=ALIKE
+        ),
+        pytest.param(("--capture", "nosuch://bucket/run", "train.py", "3"), "nosuch", marks=ALIKE),
         (("missing.py",), "no script 'missing.py'"),
     ],
     ids=["module", "by hand", "no step", "taken", "protocol", "script"],

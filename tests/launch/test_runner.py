@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from ranktape.storage import open_run
+from tests.exhaustive import exhaustive
 from tests.launch.processes import PLAIN, Ended, errors, own_lines, python, torchrun
 
 LAUNCH = ("-m", "ranktape.launch")
+
+ALIKE = exhaustive("the launcher treats it as its neighbours")
 
 TRAIN = """
     import os, sys
@@ -72,7 +75,7 @@ def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
     ("after", "exit_code", "last_line"),
     [
         ("import sys; sys.exit(7)", 7, None),
-        ("import sys; sys.exit('no data left')", 1, "no data left"),
+        pytest.param("import sys; sys.exit('no data left')", 1, "no data left", marks=ALIKE),
         ("def fail(): raise ValueError('mine')\nfail()", 1, "ValueError: mine"),
     ],
 )
@@ -162,7 +165,7 @@ GENERATES = """
     [
         (ASKED_FOR_HELP, 0, "the process ended before its first training forward"),
         (GENERATES, 1, "models ran, but none in training mode: --mode=eval records inference"),
-        (GENERATES + "    raise SystemExit", 1, "models ran, but none in training mode"),
+        pytest.param(GENERATES + "    raise SystemExit", 1, "models ran, but none in training mode", marks=ALIKE),
         ("import torch", 1, "the process ended before its first training forward"),
     ],
     ids=["help", "inference", "inference that exits", "nothing"],
@@ -216,7 +219,7 @@ def test_an_existing_run_is_refused_resumed_or_replaced(tmp_path: Path) -> None:
     ("words", "exit_code", "match"),
     [
         (["--capture", "run", "missing.py"], 2, "no script 'missing.py'"),
-        (["--capture", "run", "-m", "nowhere.train"], 2, "no module named 'nowhere'"),
+        pytest.param(["--capture", "run", "-m", "nowhere.train"], 2, "no module named 'nowhere'", marks=ALIKE),
         (["--capture", "run"], 2, "Missing argument 'SCRIPT'"),
         (["train.py"], 2, "Missing option '--capture'"),
         (
@@ -227,8 +230,8 @@ def test_an_existing_run_is_refused_resumed_or_replaced(tmp_path: Path) -> None:
         (["--capture", "run", "--every", "0", "train.py"], 2, "--every 0 is not allowed: give 1 or more"),
         (["--capture", "run", "--resume", "--overwrite", "train.py"], 2, "exclude each other"),
         (["--capture", "file.txt/run", "train.py"], 1, "file.txt/run"),
-        (["--capture", "/proc/run", "train.py"], 1, "/proc/run"),
-        (["--capture", "nosuch://bucket/run", "train.py"], 2, "nosuch"),
+        pytest.param(["--capture", "/proc/run", "train.py"], 1, "/proc/run", marks=ALIKE),
+        pytest.param(["--capture", "nosuch://bucket/run", "train.py"], 2, "nosuch", marks=ALIKE),
         (["--capture", "run", "--module", "decoder.*", "train.py"], 1, "decoder.*"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
@@ -273,7 +276,10 @@ WITH_WORKERS = """
 """
 
 
-@pytest.mark.parametrize(("method", "num_loads"), [("spawn", 2), ("fork", 0)])
+@pytest.mark.parametrize(
+    ("method", "num_loads"),
+    [pytest.param("spawn", 2, marks=exhaustive("the variable does, in test_autoload_processes.py")), ("fork", 0)],
+)
 def test_data_workers_train_nothing_and_record_nothing(method: str, num_loads: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(WITH_WORKERS))
     plain = python("train.py", method, cwd=tmp_path)
@@ -401,7 +407,7 @@ def test_a_restart_by_torchrun_resumes_by_itself(tmp_path: Path) -> None:
     check_resumed(ended, tmp_path / "run")
 
 
-@pytest.mark.slow
+@exhaustive("it differs from the restart above in torch's store alone")
 @pytest.mark.distributed
 def test_a_restart_resumes_where_torchruns_store_is_not_shared(tmp_path: Path) -> None:
     # Only so does gloo restart reliably: otherwise it finds the addresses of processes that are gone (pytorch #135712).

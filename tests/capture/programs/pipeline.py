@@ -122,7 +122,7 @@ def main() -> None:
     # Loaded only now, as it loads torch's pipelines.
     from tests.capture.programs import pipeline_models
 
-    pipeline_models.main(out)
+    pipeline_models.main(out, sys.argv[3:])
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,12 +1,14 @@
 """Two stages of a model, each on a rank, under a schedule of torch: without a capture, and with one.
 
 Every rank writes the exact bits of each training, and each capture its run. The stages are cut by hand, as
-users cut models: the first has the embedding, the last the norm and the head, and layers keep their numbers.
+users cut models: the first has the embedding, the last the norm and the head, and layers keep their numbers. A
+variant is a kind of model; with -all it has checkpoints and autocast.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,6 @@ from ranktape.capture import Capture
 from tests.capture.parallel_models import LENGTH, OPTIONS, STEPS, batch_of, make_model, takes_vectors
 
 MICROBATCHES = 3
-VARIANTS = tuple(f"{kind}{suffix}" for kind in ("plain", "moe", "llama", "gpt2") for suffix in ("", "-all"))
-"""A kind of model; the others have checkpoints and autocast."""
 
 
 class Stage(nn.Module):
@@ -93,8 +93,8 @@ def bits_of(tensor: torch.Tensor | None) -> str:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()
 
 
-def main(out: Path) -> None:
-    for variant in VARIANTS:
+def main(out: Path, variants: Sequence[str]) -> None:
+    for variant in variants:
         plain = train(variant, capture=None)
         captured = train(variant, capture=Capture(out / f"{variant}.run", min_iterations=STEPS, **OPTIONS))
         document = json.dumps({"plain": plain, "captured": captured})
