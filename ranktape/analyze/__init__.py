@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.histograms.histogram import count_values as count_values
     from ranktape.analyze.numerics.histograms.torch_histogram import count_tensor as count_tensor
     from ranktape.analyze.numerics.histograms.torch_histogram import count_tensor_blocks as count_tensor_blocks
+    from ranktape.analyze.numerics.quantization.encoded import QuantizationWarning as QuantizationWarning
     from ranktape.analyze.numerics.quantization.encoded import Quantized as Quantized
     from ranktape.analyze.numerics.quantization.fake_quant import FakeQuantization as FakeQuantization
     from ranktape.analyze.numerics.quantization.fake_quant import fake_quantize as fake_quantize
     from ranktape.analyze.numerics.quantization.fake_quant import quantized_linear as quantized_linear
-    from ranktape.analyze.numerics.quantization.losses import QuantizationWarning as QuantizationWarning
     from ranktape.analyze.numerics.quantization.quantizer import quantize as quantize
     from ranktape.analyze.numerics.quantization.schemes import SCHEMES as SCHEMES
     from ranktape.analyze.numerics.sweeps.options import SweepMode as SweepMode

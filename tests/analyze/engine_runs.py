@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ranktape.analyze.engine.batch import Payload
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.measure import Payload
 from ranktape.analyze.numerics.digests.digest import Digest
 from ranktape.errors import DataError
 from ranktape.storage import Record, Run, open_run

@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 from ranktape.analyze.numerics.formats import FORMATS, Rounding
 from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
 from ranktape.analyze.numerics.quantization.quantizer import quantize
-from ranktape.analyze.numerics.quantization.scales import ScaleRule
-from ranktape.analyze.numerics.quantization.schemes import SCHEMES
+from ranktape.analyze.numerics.quantization.schemes import SCHEMES, ScaleRule
 from ranktape.analyze.numerics.sweeps import sweep as sweep_module
-from ranktape.analyze.numerics.sweeps.metrics import Level
+from ranktape.analyze.numerics.sweeps.metrics import SAME_SQNR, Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array, sweep_block_histogram, sweep_formats
-from ranktape.analyze.numerics.sweeps.ties import SAME_SQNR
 from ranktape.analyze.questions.swept import is_sweepable
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES, numpy_dtype

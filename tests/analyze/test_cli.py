@@ -19,7 +19,7 @@ from ranktape.analyze.advice.recommendation import DEFAULT_TARGET_SQNR
 from ranktape.analyze.cli import cli
 from ranktape.analyze.identity import IDENTITY
 from ranktape.analyze.numerics.formats import Rounding
-from ranktape.analyze.numerics.quantization.scales import ScaleRule
+from ranktape.analyze.numerics.quantization.schemes import ScaleRule
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.analyze.options import FILTERS
 from tests.analyze.runs import model_tensors, store

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.analyze import FakeQuantization, fake_quantize, quantize, quantized_linear
-from ranktape.analyze.numerics.quantization.fast_values import quantized_values
-from ranktape.analyze.numerics.quantization.scales import ScaleRule
-from ranktape.analyze.numerics.quantization.schemes import SCHEMES
+from ranktape.analyze.numerics.quantization.fake_quant import quantized_values
+from ranktape.analyze.numerics.quantization.schemes import SCHEMES, ScaleRule
 from ranktape.errors import UsageError
 
 RECIPES = {

@@ -17,7 +17,7 @@ from ranktape.analyze.advice.recommendation import Recommendation, recommend
 from ranktape.analyze.advice.stability import Variation
 from ranktape.analyze.advice.value_range import Range
 from ranktape.analyze.advice.verdict import Position
-from ranktape.analyze.numerics.quantization.losses import Severity
+from ranktape.analyze.numerics.quantization.encoded import Severity
 from ranktape.analyze.numerics.quantization.quantizer import quantize
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions

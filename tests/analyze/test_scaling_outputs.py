@@ -14,20 +14,22 @@ import pytest
 
 from ranktape.analyze import SCHEMES, ScaleSweep, SweepMode, SweepOptions, sweep_array
 from ranktape.analyze.advice.recommendation import recommend
-from ranktape.analyze.legacy.outputs.files import (
+from ranktape.analyze.legacy.outputs.plots import draw_panels
+from ranktape.analyze.legacy.outputs.text import Subject, analysis_lines, level_lines, limit_lines, results_text
+from ranktape.analyze.legacy.outputs.words import cosine_text, factor_text, share_text, statistics_lines
+from ranktape.analyze.legacy.outputs.write import (
     MAX_NAME_NBYTES,
     FolderNames,
+    OutputOptions,
+    Stopwatch,
     SweepFiles,
+    SweepLog,
+    TensorReport,
     safe_name,
     titles_of,
     write_error,
     write_file,
 )
-from ranktape.analyze.legacy.outputs.log import SweepLog
-from ranktape.analyze.legacy.outputs.plots import draw_panels
-from ranktape.analyze.legacy.outputs.text import Subject, analysis_lines, level_lines, limit_lines, results_text
-from ranktape.analyze.legacy.outputs.words import cosine_text, factor_text, share_text, statistics_lines
-from ranktape.analyze.legacy.outputs.write import OutputOptions, Stopwatch, TensorReport
 from ranktape.analyze.numerics.sweeps.metrics import METRICS
 from ranktape.errors import AccessDeniedError, DataError, NoSpaceError, StorageError
 

@@ -274,7 +274,7 @@ def test_options_reach_the_sweep(here: Path) -> None:
     }
     from ranktape.analyze import SweepMode
     from ranktape.analyze.numerics.formats import Rounding
-    from ranktape.analyze.numerics.quantization.scales import ScaleRule
+    from ranktape.analyze.numerics.quantization.schemes import ScaleRule
 
     expected = sweep_array(
         array,

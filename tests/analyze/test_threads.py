@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ranktape.analyze.numerics.threads import MAX_THREADS, each, num_threads
+from ranktape.analyze.numerics.pieces import MAX_THREADS, each, num_threads
 from ranktape.errors import UsageError
 
 

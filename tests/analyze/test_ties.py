@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from ranktape.analyze.advice.recommendation import common_scale, recommend
-from ranktape.analyze.numerics.sweeps.metrics import Level
+from ranktape.analyze.numerics.sweeps.metrics import SAME_RATIO, SAME_SQNR, Level, settled
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
-from ranktape.analyze.numerics.sweeps.ties import SAME_RATIO, SAME_SQNR, settled
 from ranktape.errors import UsageError
 
 GAUSS = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)

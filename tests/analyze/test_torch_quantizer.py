@@ -12,10 +12,8 @@ from ranktape.analyze.numerics.formats import FORMATS, Coding, uniforms
 from ranktape.analyze.numerics.quantization import torch_quantizer
 from ranktape.analyze.numerics.quantization.encoded import Quantized
 from ranktape.analyze.numerics.quantization.quantizer import quantize
-from ranktape.analyze.numerics.quantization.scales import ScaleRule
-from ranktape.analyze.numerics.quantization.schemes import SCHEMES
-from ranktape.analyze.numerics.quantization.torch_quantizer import quantize_tensor
-from ranktape.analyze.numerics.quantization.torch_rounding import round_elements, uniforms_at
+from ranktape.analyze.numerics.quantization.schemes import SCHEMES, ScaleRule
+from ranktape.analyze.numerics.quantization.torch_quantizer import quantize_tensor, round_elements, uniforms_at
 from ranktape.errors import UsageError
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

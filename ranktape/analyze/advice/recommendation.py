@@ -33,11 +33,10 @@ from ranktape.analyze.advice.verdict import (
     stretches,
     verdict_of,
 )
-from ranktape.analyze.numerics.quantization.losses import Severity
+from ranktape.analyze.numerics.quantization.encoded import Severity
 from ranktape.analyze.numerics.sweeps.legacy import UNSET_EXPONENTS, LegacyLevel
-from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level, best
+from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level, best, is_as_good
 from ranktape.analyze.numerics.sweeps.options import MAX_SCALE_EXPONENT, SweepMode
-from ranktape.analyze.numerics.sweeps.ties import is_as_good
 from ranktape.analyze.table import json_value
 from ranktape.errors import UsageError
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ranktape.analyze.advice.stability import Stability, Variation
 from ranktape.analyze.advice.value_range import Range
 from ranktape.analyze.advice.verdict import Direction, Position, Stretch, Verdict, is_lossless
-from ranktape.analyze.numerics.quantization.losses import Severity
+from ranktape.analyze.numerics.quantization.encoded import Severity
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from ranktape.analyze.numerics.formats import Rounding, round_to
 from ranktape.analyze.numerics.quantization.quantizer import quantize
-from ranktape.analyze.numerics.quantization.scales import MAX_SCALE_BITS
-from ranktape.analyze.numerics.quantization.schemes import SCHEMES, Scaling
+from ranktape.analyze.numerics.quantization.schemes import MAX_SCALE_BITS, SCHEMES, Scaling
 from ranktape.analyze.numerics.sweeps.legacy import legacy_result
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 

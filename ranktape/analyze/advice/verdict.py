@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ranktape.analyze.advice.value_range import Range
-from ranktape.analyze.numerics.quantization.losses import Severity, severity_of
+from ranktape.analyze.numerics.quantization.encoded import Severity, severity_of
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import Level
 

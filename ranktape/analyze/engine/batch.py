@@ -1,4 +1,4 @@
-"""What does a worker do at once: which records does it measure, and when is that kept?"""
+"""Gives what is measured of one record, and the batches that workers measure and keep."""
 
 from __future__ import annotations
 
@@ -7,15 +7,42 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ranktape.analyze.engine.leaving import no_leaving
 from ranktape.errors import StorageError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from ranktape.analyze.engine.cache import Shelf
-    from ranktape.analyze.engine.measure import Measure, Payload
     from ranktape.storage import Record
+
+Payload = dict[str, "NDArray[Any]"]
+"""What was measured, as named arrays of numbers: what workers send and the cache keeps."""
+
+
+class Measure(Protocol):
+    """Something that is measured of one record; it can be pickled."""
+
+    @property
+    def name(self) -> str:
+        """What the cache knows it by: two measures of one name have the same payload of the same record.
+
+        It therefore holds a version and every parameter, in letters that a key of an object may have.
+        """
+        ...
+
+    def __call__(self, record: Record) -> Payload:
+        """Read the record and measure it, with no more of it in memory than one chunk.
+
+        Raises:
+            DataError: the record's bytes are missing or damaged.
+            StorageError: the store cannot be read.
+            UsageError: what was kept of the record does not answer the question.
+        """
+        ...
+
 
 BATCH_NBYTES = 64 << 20
 """Records are measured together until they have so many bytes."""

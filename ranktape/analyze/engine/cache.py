@@ -26,7 +26,7 @@ from ranktape.storage.format.blob import blob_document
 from ranktape.storage.places.urls import open_backend
 
 if TYPE_CHECKING:
-    from ranktape.analyze.engine.measure import Measure, Payload
+    from ranktape.analyze.engine.batch import Measure, Payload
     from ranktape.storage.places.backend import Backend
     from ranktape.storage.records.record import RecordReader
 

@@ -19,7 +19,7 @@ import google_crc32c
 import numpy as np
 
 if TYPE_CHECKING:
-    from ranktape.analyze.engine.measure import Payload
+    from ranktape.analyze.engine.batch import Payload
 
 MAX_OBJECT_NBYTES = 256 << 20
 """A larger object is not read, whoever wrote it."""

@@ -1,4 +1,4 @@
-"""Who does the work of a question: this process, several of this machine, or a Dask cluster?
+"""Has the work of a question done: by this process, several of this machine, or a Dask cluster.
 
 Whatever the number of workers, results come in the order of what was asked for, and are the same to the last bit.
 """
@@ -6,7 +6,6 @@ Whatever the number of workers, results come in the order of what was asked for,
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,21 +15,18 @@ from ranktape.analyze.console import say
 from ranktape.analyze.engine.batch import Batch, Calls, call_all, measure_batch, shares
 from ranktape.analyze.engine.cache import Cache
 from ranktape.analyze.engine.cache_object import DamagedObjectError
-from ranktape.analyze.engine.executors import ended_on_failure, executor_of
+from ranktape.analyze.engine.executors import in_order, workers_of
 from ranktape.analyze.engine.plan import Plan, Span
 from ranktape.analyze.engine.progress import BytesLeft, bytes_left
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    from ranktape.analyze.engine.executors import Executor, Promise
-    from ranktape.analyze.engine.measure import Measure, Payload
+    from ranktape.analyze.engine.batch import Measure, Measured, Payload
+    from ranktape.analyze.engine.executors import Workers
     from ranktape.storage import Record, Records
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-
-_SPANS_AHEAD = 32
-"""Spans that are held back at most while a piece of work is waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +51,23 @@ class Engine:
             DataError: a record's bytes are missing or damaged.
             StorageError: the store cannot be read.
             UsageError: what was kept of a record does not answer the question; or of the engine itself, as
-                `executor_of` says.
+                `workers_of` says.
             WorkersError: the processes or the cluster cannot be had, or were lost.
         """
         if not len(records):
             return
         plan = Plan(records)
-        cache = None
-        if self.use_cache:
-            cache = Cache(records.reader, measure, groups=plan.paths, warn=_warn_once)
+        cache = Cache(records.reader, measure, groups=plan.paths, warn=_warn_once) if self.use_cache else None
         with bytes_left(is_shown=self.show_progress, description="counting") as bar:
-            work = _Measuring(self, records, measure, cache=cache, bar=bar)
-            yield from work.payloads(plan)
+            question = _Question(records, measure, cache=cache, bar=bar)
+            bar.expect(plan.nbytes)
+            with closing(plan.spans(cache)) as spans:
+                works = ((span, question.work(span)) for span in spans)
+                for span, measured in in_order(works, start=self._workers):
+                    yield from question.payloads(span, measured)
+
+    def _workers(self) -> Workers:
+        return workers_of(workers=self.workers, scheduler=self.scheduler)
 
     def map(
         self, function: Callable[[Task], Result], tasks: Sequence[Task], *, sizes: Sequence[int] | None = None
@@ -81,76 +82,35 @@ class Engine:
         """
         if not tasks:
             return
-        executor = executor_of(workers=self.workers, scheduler=self.scheduler)
+        workers = self._workers()
         alone = [slice(place, place + 1) for place in range(len(tasks))]
-        together = alone if sizes is None or executor.in_flight == 1 else shares(sizes)
-        promises: deque[tuple[slice, Promise]] = deque()
+        together = alone if sizes is None or workers.in_flight == 1 else shares(sizes)
         with bytes_left(is_shown=self.show_progress and sizes is not None, description="reading") as bar:
             bar.expect(sum(sizes or ()))
-            with ended_on_failure(lambda: executor, lambda: [promise for _, promise in promises]):
-                for part in [*together, None]:
-                    if part is not None:
-                        calls = Calls(function=function, tasks=tasks[part])
-                        promises.append((part, executor.submit(call_all, calls)))
-                    while promises and (part is None or len(promises) >= executor.in_flight):
-                        done, promise = promises[0]
-                        results = promise.result()
-                        promises.popleft()
-                        bar.advance(sum((sizes or ())[done]))
-                        yield from results
+            works = ((part, (call_all, Calls(function=function, tasks=tasks[part]))) for part in together)
+            for part, results in in_order(works, start=lambda: workers):
+                bar.advance(sum((sizes or ())[part]))
+                yield from results
 
 
-class _Measuring:
-    """One question to the records of a selection."""
+class _Question:
+    """What is measured of the records of a selection."""
 
-    def __init__(
-        self, engine: Engine, records: Records, measure: Measure, *, cache: Cache | None, bar: BytesLeft
-    ) -> None:
-        self._engine = engine
+    def __init__(self, records: Records, measure: Measure, *, cache: Cache | None, bar: BytesLeft) -> None:
         self._records = records
         self._measure = measure
         self._cache = cache
         self._bar = bar
         self._accepts: Callable[[Payload], bool] = getattr(measure, "accepts", lambda _: True)
-        self._given_out: deque[tuple[Span, Promise | None]] = deque()
-        self._executor: Executor | None = None
 
-    def payloads(self, plan: Plan) -> Iterator[Payload]:
-        """The payload of each record."""
-        self._bar.expect(plan.nbytes)
-        num_promised = 0
-        spans = plan.spans(self._cache)
-        with closing(spans), ended_on_failure(lambda: self._executor, self._promises):
-            for span in spans:
-                promise = self._promised(span)
-                num_promised += promise is not None
-                self._given_out.append((span, promise))
-                in_flight = 1 if self._executor is None else self._executor.in_flight
-                # What is known is given at once, where nothing is waited for in front of it.
-                while self._given_out and (
-                    self._given_out[0][1] is None or num_promised >= in_flight or len(self._given_out) > _SPANS_AHEAD
-                ):
-                    num_promised -= self._given_out[0][1] is not None
-                    yield from self._taken()
-            while self._given_out:
-                yield from self._taken()
-
-    def _promised(self, span: Span) -> Promise | None:
-        """Have the records measured that are not known."""
-        missing = span.missing
+    def work(self, span: Span) -> tuple[Callable[[Any], Any], Any] | None:
+        """The measuring of the records that are not known; None where all are."""
         self._bar.advance(sum(span.size(place) for place in span.known))
-        if not missing:
+        if not span.missing:
             return None
-        if self._executor is None:
-            self._executor = executor_of(workers=self._engine.workers, scheduler=self._engine.scheduler)
         shelf = None if self._cache is None else self._cache.shelf(span.group, damaged=span.damaged)
-        batch = Batch(
-            records=self._some(missing),
-            keys=tuple(map(span.key, missing)),
-            measure=self._measure,
-            shelf=shelf,
-        )
-        return self._executor.submit(measure_batch, batch)
+        keys = tuple(map(span.key, span.missing))
+        return measure_batch, Batch(records=self._some(span.missing), keys=keys, measure=self._measure, shelf=shelf)
 
     def _some(self, places: Sequence[int]) -> tuple[Iterable[Record], ...]:
         """The records at some places, ascending; fit to be sent."""
@@ -160,17 +120,14 @@ class _Measuring:
         # To look at the records of files is to read them.
         return tuple(run if run.is_costly else list(run) for run in runs)
 
-    def _taken(self) -> Iterator[Payload]:
-        """The payloads of the span that was given out first."""
-        span, promise = self._given_out[0]
+    def payloads(self, span: Span, result: Measured | None) -> Iterator[Payload]:
+        """The payloads of a span, of which the result has those that were not known."""
         measured: dict[int, Payload] = {}
-        if promise is not None:
-            result = promise.result()
+        if result is not None:
             if result.failure and self._cache is not None:
                 self._cache.give_up(result.failure)
             measured = dict(zip(span.missing, result.payloads, strict=True))
             self._bar.advance(sum(map(span.size, measured)))
-        self._given_out.popleft()
         for place in span.places:
             yield measured.pop(place) if place in measured else self._known(span, place)
 
@@ -181,9 +138,6 @@ class _Measuring:
         except DamagedObjectError:
             return self._measure(self._records[place])
         return payload if self._accepts(payload) else self._measure(self._records[place])
-
-    def _promises(self) -> list[Any]:
-        return [promise for _, promise in self._given_out if promise is not None]
 
 
 @functools.cache

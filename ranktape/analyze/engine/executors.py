@@ -1,7 +1,7 @@
-"""Where is the work of a question done: in this process, in others of this machine, or on a cluster?
+"""Gives the workers of a question: this process, others of this machine, or those of a Dask cluster.
 
-All of them take work and give promises; what is promised is taken in the order of the questions, so that it makes no
-difference who did it.
+They take work and give futures; what is promised is taken in the order of the questions, so that it makes no difference
+who did it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import re
@@ -16,13 +17,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Protocol, cast
+from typing import Any, TypeVar, cast
 
 from ranktape.analyze.engine.leaving import become_worker, is_worker
 from ranktape.errors import UsageError, WorkersError
+
+Key = TypeVar("Key")
 
 CONNECT_SECONDS = 10
 """How long a scheduler has to answer."""
@@ -30,64 +34,56 @@ CONNECT_SECONDS = 10
 _END_SECONDS = 2.0
 """How long workers have to end that are told to, before they are killed."""
 
+_HELD_BACK = 32
+"""Keys without work that are held back at most while a piece of work before them is waited for."""
+
 _starting = threading.Lock()
 
 _MAX_IN_FLIGHT = 256
 _ADDRESS = re.compile(r"(tcp|tls|ucx|wss?)://[^\s/]+:\d{1,5}|inproc://\S+")
 
 
-class Promise(Protocol):
-    """A result that is there once it is asked for."""
+class Workers:
+    """An executor of `concurrent.futures` whose loss is told in our words."""
 
-    def result(self) -> Any:
-        """What the work came to; raises what it raised."""
-        ...
+    def __init__(self, executor: Executor, *, in_flight: int, lost: tuple[type[BaseException], ...], loss: str) -> None:
+        self.executor = executor
+        self.in_flight = in_flight
+        """Pieces of work that may be given out before the first of them is taken back."""
+        self._lost, self._loss = lost, loss
 
+    def submit(self, function: Callable[[Any], Any], task: Any) -> Callable[[], Any]:
+        """Have a task done; what is given takes its result, or raises what the task raised."""
+        return functools.partial(self._result, self.executor.submit(function, task))
 
-class Executor(Protocol):
-    """Somewhere work is done."""
-
-    in_flight: int
-    """Pieces of work that may be given out before the first of them is taken back."""
-
-    def submit(self, function: Callable[[Any], Any], task: Any) -> Promise:
-        """Have a task done."""
-        ...
-
-    def cancel(self, promises: list[Any]) -> None:
+    def cancel(self, promises: Iterable[Callable[[], Any]]) -> None:
         """Do no more of what was promised than is being done already."""
-        ...
+        for promise in promises:
+            if isinstance(promise, functools.partial):
+                promise.args[0].cancel()
 
     def end(self) -> None:
         """End at once whatever is being done."""
-        ...
+
+    def _result(self, future: Future[Any]) -> Any:
+        try:
+            return future.result()
+        except self._lost as error:
+            self.end()
+            raise WorkersError(self._loss) from error
 
 
-class _Later:
-    """Work that this process does when it is asked for the result."""
-
-    def __init__(self, function: Callable[[Any], Any], task: Any) -> None:
-        self._function = function
-        self._task = task
-
-    def result(self) -> Any:
-        return self._function(self._task)
-
-
-class ThisProcess:
+class ThisProcess(Workers):
     """Does the work where and when its result is asked for."""
 
     in_flight = 1
 
-    def submit(self, function: Callable[[Any], Any], task: Any) -> Promise:
+    def __init__(self) -> None:
+        """Nothing is started."""
+
+    def submit(self, function: Callable[[Any], Any], task: Any) -> Callable[[], Any]:
         """Remember a task."""
-        return _Later(function, task)
-
-    def cancel(self, promises: list[Any]) -> None:
-        """Nothing is being done."""
-
-    def end(self) -> None:
-        """Nothing is being done."""
+        return lambda: function(task)
 
 
 @contextlib.contextmanager
@@ -110,25 +106,7 @@ def _undisturbed() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Told:
-    """A promise of a process, which says in our words when the process was lost."""
-
-    def __init__(self, future: Any, pool: Processes) -> None:
-        self.future = future
-        self._pool = pool
-
-    def result(self) -> Any:
-        try:
-            return self.future.result()
-        except BrokenProcessPool as error:
-            self._pool.end()
-            raise WorkersError(
-                "a worker process ended before its work was done: it was killed, or there was not enough memory (give "
-                "fewer --workers; what was counted so far is kept)"
-            ) from error
-
-
-class Processes:
+class Processes(Workers):
     """Several processes of this machine."""
 
     def __init__(self, num_workers: int) -> None:
@@ -137,13 +115,19 @@ class Processes:
         context = multiprocessing.get_context(method)
         if method == "forkserver":
             context.set_forkserver_preload(["ranktape.analyze.engine.preloaded"])
-        self.in_flight = 2 * num_workers
+        self._num_workers = num_workers
         self._pool = ProcessPoolExecutor(
             num_workers, mp_context=context, initializer=become_worker, initargs=(dict(os.environ),)
         )
-        self._num_workers = num_workers
+        super().__init__(
+            self._pool,
+            in_flight=2 * num_workers,
+            lost=(BrokenProcessPool,),
+            loss="a worker process ended before its work was done: it was killed, or there was not enough memory (give "
+            "fewer --workers; what was counted so far is kept)",
+        )
 
-    def submit(self, function: Callable[[Any], Any], task: Any) -> Promise:
+    def submit(self, function: Callable[[Any], Any], task: Any) -> Callable[[], Any]:
         """Have a task done by the next process that is free.
 
         Raises:
@@ -158,15 +142,10 @@ class Processes:
         try:
             # Processes are started here; Ctrl-C waits until it is the parent's alone to answer.
             with _undisturbed():
-                return _Told(self._pool.submit(function, task), self)
+                return super().submit(function, task)
         except BrokenProcessPool as error:
             self.end()
             raise WorkersError("a worker process ended while it had nothing to do: it was killed") from error
-
-    def cancel(self, promises: list[Any]) -> None:
-        """Leave out what no process has begun."""
-        for promise in promises:
-            promise.future.cancel()
 
     def end(self) -> None:
         """Have all processes end, after the object that they are writing."""
@@ -183,7 +162,7 @@ class Processes:
                 worker.kill()
 
 
-class Cluster:
+class Cluster(Workers):
     """The workers of a Dask scheduler."""
 
     def __init__(self, address: str) -> None:
@@ -195,42 +174,21 @@ class Cluster:
             raise WorkersError(
                 f"the Dask scheduler at {address} has no workers: start some with 'dask worker {address}'"
             )
-        self.in_flight = min(_MAX_IN_FLIGHT, 2 * num_threads)
+        from distributed import KilledWorker
+        from distributed.comm.core import CommClosedError
 
-    def submit(self, function: Callable[[Any], Any], task: Any) -> Promise:
-        """Have a task done by the cluster."""
-        return _OnCluster(self._client.submit(function, task, pure=False), self._address)
-
-    def cancel(self, promises: list[Any]) -> None:
-        """Have the cluster forget what it has not done."""
-        self._client.cancel([promise.future for promise in promises])
+        super().__init__(
+            self._client.get_executor(pure=False),
+            in_flight=min(_MAX_IN_FLIGHT, 2 * num_threads),
+            lost=(KilledWorker, CancelledError, CommClosedError),
+            loss=f"the Dask cluster at {address} lost the work: a worker was killed, there was not enough memory, or "
+            f"the scheduler went away; what was counted so far is kept",
+        )
 
     def end(self) -> None:
         """Leave the cluster, which forgets what it was asked."""
         _clusters.pop(self._address, None)
         self._client.close()
-
-
-class _OnCluster:
-    """A promise of a cluster, which says in our words when the cluster was lost."""
-
-    def __init__(self, future: Any, address: str) -> None:
-        self.future = future
-        self._address = address
-
-    def result(self) -> Any:
-        from concurrent.futures import CancelledError
-
-        from distributed import KilledWorker
-        from distributed.comm.core import CommClosedError
-
-        try:
-            return self.future.result()
-        except (KilledWorker, CancelledError, CommClosedError) as error:
-            raise WorkersError(
-                f"the Dask cluster at {self._address} lost the work: a worker was killed, there was not enough memory, "
-                f"or the scheduler went away; what was counted so far is kept"
-            ) from error
 
 
 def _connected(address: str) -> Any:
@@ -275,7 +233,7 @@ _clusters: dict[str, Cluster] = {}
 """What was started once and serves every question of this process."""
 
 
-def executor_of(*, workers: int, scheduler: str | None) -> Executor:
+def workers_of(*, workers: int, scheduler: str | None) -> Workers:
     """Where the work is done; started when it is first asked for.
 
     Raises:
@@ -299,19 +257,47 @@ def executor_of(*, workers: int, scheduler: str | None) -> Executor:
 
 def end_executors() -> None:
     """End what was started for questions; the next question starts it again."""
-    started: list[Executor] = [*_processes.values(), *_clusters.values()]
-    for executor in started:
-        executor.end()
+    started: list[Workers] = [*_processes.values(), *_clusters.values()]
+    for found in started:
+        found.end()
 
 
-@contextlib.contextmanager
-def ended_on_failure(executor: Callable[[], Executor | None], promises: Callable[[], list[Any]]) -> Iterator[None]:
-    """Around the taking of results: whoever leaves early has nothing more done; Ctrl-C ends what is being done."""
+def in_order(
+    works: Iterable[tuple[Key, tuple[Callable[[Any], Any], Any] | None]], *, start: Callable[[], Workers]
+) -> Iterator[tuple[Key, Any]]:
+    """Each key with the result of its work, a function and its task, or with None where it has no work; in order.
+
+    Workers are started when there is work. Whoever leaves early has nothing more done; Ctrl-C ends what is being done.
+    """
+    waiting: deque[tuple[Key, Callable[[], Any] | None]] = deque()
+    workers: Workers | None = None
+    num_promised = 0
+
+    def taken() -> tuple[Key, Any]:
+        nonlocal num_promised
+        key, promise = waiting[0]
+        result = None if promise is None else promise()
+        num_promised -= promise is not None
+        waiting.popleft()
+        return key, result
+
     try:
-        yield
+        for key, work in works:
+            if work is not None:
+                workers = workers or start()
+                num_promised += 1
+            waiting.append((key, None if work is None or workers is None else workers.submit(*work)))
+            in_flight = 1 if workers is None else workers.in_flight
+            # What needs no work is given at once, where nothing is waited for in front of it.
+            while waiting and (
+                waiting[0][1] is None or num_promised >= in_flight or len(waiting) - num_promised > _HELD_BACK
+            ):
+                yield taken()
+        while waiting:
+            yield taken()
     except BaseException as error:
-        if (used := executor()) is not None:
-            used.cancel(promises())
+        if workers is not None:
+            workers.cancel(promise for _, promise in waiting if promise is not None)
             if isinstance(error, KeyboardInterrupt):
-                used.end()
+                workers.end()
         raise

@@ -19,8 +19,8 @@ from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, read_block_histogram, read_numbers, read_values, viewed_dtype
 from ranktape.analyze.metrics.kinds import pick
-from ranktape.analyze.numerics.histograms.block_classes import CUTS
 from ranktape.analyze.numerics.histograms.block_histogram import APART, CELLS, BlockHistogram, count_few_cells
+from ranktape.analyze.numerics.histograms.block_tables import CUTS
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.population import population_of_histogram
@@ -33,7 +33,7 @@ from ranktape.storage.format.record_info import Keep
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.measure import Measure, Payload
+    from ranktape.analyze.engine.batch import Measure, Payload
     from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.analyze.numerics.quantization.schemes import Scheme
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep

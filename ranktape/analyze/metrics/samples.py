@@ -27,7 +27,7 @@ from ranktape.storage.format.record_info import TALLY_KINDS, Keep
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.measure import Payload
+    from ranktape.analyze.engine.batch import Payload
     from ranktape.storage import Record, Records
 
 VERSION = 1

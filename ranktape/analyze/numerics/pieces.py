@@ -1,11 +1,15 @@
-"""Into which pieces is a large array taken apart, so that what is done with one of them needs little memory?"""
+"""Divides the work on an array into pieces of bounded memory, and among threads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+
+from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,3 +64,39 @@ def _cut(array: NDArray[Any], *, axis: int, block_size: int) -> Iterator[NDArray
             yield from _cut(part, axis=axis, block_size=block_size) if step == unit else iter((part,))
         return
     yield array
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MAX_THREADS = 16
+"""More threads than this read memory no faster."""
+
+
+def num_threads(threads: int | None) -> int:
+    """`threads`, or for None the cores that this process may use, 16 at most.
+
+    Raises:
+        UsageError: it is less than 1.
+    """
+    if threads is None:
+        is_known = hasattr(os, "sched_getaffinity")
+        return min(MAX_THREADS, len(os.sched_getaffinity(0)) if is_known else os.cpu_count() or 1)
+    if threads < 1:
+        raise UsageError(f"threads={threads} is not a number of threads: give 1 or more, or None for one on each core")
+    return threads
+
+
+def each(work: Callable[[Item], Result], items: Sequence[Item], *, threads: int | None) -> list[Result]:
+    """What `work` gives for each item, in the order of the items; the work must release the GIL to take less time.
+
+    No thread is started where one is enough.
+
+    Raises:
+        UsageError: `threads` is less than 1; or whatever the work raises first, in the order of the items.
+    """
+    count = min(num_threads(threads), len(items))
+    if count <= 1:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, items))

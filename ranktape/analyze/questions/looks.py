@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranktape.analyze.numerics.digests.digest import finite
 from ranktape.analyze.numerics.distributions.bins import Bins, linear_bins, log2_bins
-from ranktape.analyze.numerics.distributions.finite import finite
 from ranktape.analyze.numerics.distributions.normal_fit import fit_normal
 from ranktape.analyze.numerics.distributions.occupancy import Held, Occupancy, aligned_exponent, held_by, occupancy
 from ranktape.analyze.table import Column, Kind

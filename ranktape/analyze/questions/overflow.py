@@ -31,7 +31,7 @@ from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.metrics.counts import EXTREMES, KINDS
 from ranktape.analyze.metrics.places import find_places
 from ranktape.analyze.metrics.target import Target, parse_targets
-from ranktape.analyze.numerics.quantization.losses import HIGH_RATIO, MODERATE_RATIO, Severity, severity_of
+from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MODERATE_RATIO, Severity, severity_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.storage.format.dtypes import dtype_row

@@ -13,7 +13,7 @@ from ranktape.analyze.identity import are_files, group_columns, group_row
 from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.metrics.places import find_places
 from ranktape.analyze.metrics.target import parse_targets
-from ranktape.analyze.numerics.quantization.losses import MODERATE_RATIO
+from ranktape.analyze.numerics.quantization.encoded import MODERATE_RATIO
 from ranktape.analyze.questions.overflow import limit_cells, limit_columns
 from ranktape.analyze.sample_names import SAMPLE
 from ranktape.analyze.table import Column, Kind, Table

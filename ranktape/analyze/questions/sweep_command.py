@@ -13,11 +13,10 @@ from ranktape.analyze.console import say
 from ranktape.analyze.engine.progress import progress
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.legacy.outputs.files import DEFAULT_OUTPUT_DIR, make_folder
 from ranktape.analyze.legacy.outputs.text import DOUBLE
-from ranktape.analyze.legacy.outputs.write import OutputOptions
+from ranktape.analyze.legacy.outputs.write import DEFAULT_OUTPUT_DIR, OutputOptions, make_folder
 from ranktape.analyze.numerics.formats import Rounding
-from ranktape.analyze.numerics.quantization.scales import ScaleRule
+from ranktape.analyze.numerics.quantization.schemes import ScaleRule
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.questions.sweep import check_shape, table_of
 from ranktape.analyze.questions.sweep_sources import Tensor, is_file, list_tensors, summary_lines, sweep_tensors

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from ranktape.analyze.console import say
 from ranktape.analyze.engine.values import viewed_dtype
-from ranktape.analyze.legacy.outputs.files import FolderNames, titles_of
 from ranktape.analyze.legacy.outputs.text import DOUBLE, Subject
-from ranktape.analyze.legacy.outputs.write import Stopwatch, TensorReport
+from ranktape.analyze.legacy.outputs.write import FolderNames, Stopwatch, TensorReport, titles_of
 from ranktape.analyze.numerics.sweeps.options import resolve
 from ranktape.analyze.options import say_what_is_left_out
 from ranktape.analyze.questions.sweep import with_samples

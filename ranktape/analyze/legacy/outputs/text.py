@@ -22,7 +22,7 @@ from ranktape.analyze.legacy.outputs.words import (
     share_text,
     square_text,
 )
-from ranktape.analyze.numerics.quantization.losses import Severity
+from ranktape.analyze.numerics.quantization.encoded import Severity
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 
 if TYPE_CHECKING:

@@ -1,10 +1,14 @@
-"""Which files are written of one tensor, and what is said meanwhile?"""
+"""Writes the files about each tensor that was swept: a log, results and plots, in a folder of its own."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import time
-from collections.abc import Callable
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,8 +16,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ranktape.analyze.advice.recommendation import recommend
-from ranktape.analyze.legacy.outputs.files import SweepFiles, make_folder, write_file
-from ranktape.analyze.legacy.outputs.log import SweepLog
 from ranktape.analyze.legacy.outputs.text import (
     DOUBLE,
     analysis_lines,
@@ -24,11 +26,192 @@ from ranktape.analyze.legacy.outputs.text import (
     subject_lines,
 )
 from ranktape.analyze.legacy.outputs.words import number_of
-from ranktape.errors import RanktapeError, StorageError
+from ranktape.errors import AccessDeniedError, NoSpaceError, RanktapeError, StorageError
+from ranktape.storage.places.failures import FULL, REFUSED, printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.legacy.outputs.text import Subject
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+
+DEFAULT_OUTPUT_DIR = Path("draw/scaling_analysis")
+"""Where the directories of tensors go if nobody says where: the place that the seeds name."""
+
+MAX_NAME_NBYTES = 120
+"""Longest name of a directory; names of files hold it too, and a file system allows 255 bytes."""
+
+_HASH_LENGTH = 8
+_PLAIN = "._-+=@"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFiles:
+    """The files about one tensor in one format."""
+
+    folder: Path
+    """The directory of the tensor."""
+    tensor_name: str
+    """The directory's name."""
+    format: str
+    """The format's name."""
+
+    @property
+    def results(self) -> Path:
+        """The figures of every level."""
+        return self.folder / f"mxfp_scaling_results_{self.format}.txt"
+
+    @property
+    def panels(self) -> Path:
+        """The plot of six panels."""
+        return self.folder / f"mxfp_scaling_test_{self.format}.png"
+
+    @property
+    def summary(self) -> Path:
+        """The plot of what matters most."""
+        return self.folder / f"mxfp_scaling_summary_{self.format}.png"
+
+    @property
+    def log(self) -> Path:
+        """What was done, said and saved."""
+        return self.folder / f"mxfp_scaling_test_{self.tensor_name}_{self.format}.log"
+
+
+class FolderNames:
+    """Names of directories, none of which was given before."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def take(self, text: str) -> str:
+        """A name that says `text`; with a number behind it where others have taken that name."""
+        plain = safe_name(text)
+        name, number = plain, 1
+        while _key(name) in self._taken:
+            number += 1
+            name = f"{plain}_{number}"
+        self._taken.add(_key(name))
+        return name
+
+
+def titles_of(paths: Sequence[Path]) -> list[str]:
+    """The name of each file, with as many folders before it as tell it from the others, if its path does."""
+    titles = [path.name for path in paths]
+    for depth in range(2, max((len(path.parts) for path in paths), default=0) + 1):
+        counts = Counter(titles)
+        titles = [
+            title if counts[title] == 1 else str(Path(*path.parts[-depth:]))
+            for title, path in zip(titles, paths, strict=True)
+        ]
+    return titles
+
+
+def safe_name(text: str) -> str:
+    """The text as the name of a directory: letters, digits and `._-+=@`; never empty, hidden, or a way up."""
+    letters = unicodedata.normalize("NFC", text)
+    kept = "".join(letter if letter.isalnum() or letter in _PLAIN else "_" for letter in letters)
+    name = kept.lstrip(".-").rstrip(".") or "tensor"
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:  # a file system that has letters of one language only
+        name = "".join(letter if letter.isascii() else "_" for letter in name)
+        encoded = os.fsencode(name)
+    if len(encoded) <= MAX_NAME_NBYTES:
+        return name
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_HASH_LENGTH]
+    start = encoded[: MAX_NAME_NBYTES - _HASH_LENGTH - 1].decode(errors="ignore")
+    return f"{start}_{digest}"
+
+
+def make_folder(folder: Path) -> None:
+    """Make a directory and those above it.
+
+    Raises:
+        StorageError: it cannot be made; the kind says why.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(error, folder) from error
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Put a file in its place, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written; the kind says why.
+    """
+    partial = path.with_name(f".{os.getpid()}.partial")
+    try:
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError as error:
+        raise write_error(error, path) from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def write_error(error: OSError, path: Path) -> StorageError:
+    """The error to raise for a file or directory that could not be written."""
+    kind, way_out = StorageError, "move aside what is in the way, or give another --output-dir"
+    if error.errno in FULL:
+        kind, way_out = NoSpaceError, "free space or raise the quota, or give another --output-dir"
+    elif error.errno in REFUSED:
+        kind, way_out = AccessDeniedError, "mend the permissions, or give another --output-dir"
+    return kind(f"{printable(str(path))} cannot be written: {error.strerror or error}: {way_out}")
+
+
+def _key(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def stamped(text: str) -> str:
+    """A line with the time now before it: local, to the millisecond."""
+    return f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S.%f}"[:-3] + f"  {text}".rstrip()
+
+
+class SweepLog:
+    """A file of lines with time stamps, each of which is shown as well.
+
+    A line is in the file before the next one is written: whoever is interrupted has all that was said.
+    """
+
+    def __init__(self, path: Path, *, show: Callable[[str], object]) -> None:
+        """Begin a log, in place of the one that is there.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        self._path = path
+        self._show = show
+        try:
+            self._file = path.open("w", encoding="utf-8", errors="backslashreplace", buffering=1)
+        except OSError as error:
+            raise write_error(error, path) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._file.close()
+        except OSError as failure:
+            raise write_error(failure, self._path) from failure
+
+    def write(self, lines: Iterable[str]) -> None:
+        """Add lines, each with the time now.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        for text in lines:
+            line = stamped(text)
+            try:
+                self._file.write(line + "\n")
+            except OSError as error:
+                raise write_error(error, self._path) from error
+            self._show(line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

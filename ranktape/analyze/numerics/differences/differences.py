@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.numerics.differences.bits import differing_elements, largest_ulp
-from ranktape.analyze.numerics.differences.kernels import SQUARES, SUMS, add_up, degrees
+from ranktape.analyze.numerics.differences.kernels import (
+    SQUARES,
+    SUMS,
+    add_up,
+    degrees,
+    differing_elements,
+    largest_ulp,
+)
 from ranktape.analyze.numerics.kernels import BLOCK
 
 if TYPE_CHECKING:

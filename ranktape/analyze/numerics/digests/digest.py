@@ -1,9 +1,4 @@
-"""What one pass over a record leaves, from which every question about single values can be answered.
-
-Of types of at most 16 bits: each value that occurs and how often, which is everything. Of wider ones: a quantile
-summary, in which no two sides of a limit of a format of at most six mantissa bits are taken for one, beside exact sums,
-counts and extremes.
-"""
+"""Gives the summary of a tensor that questions are answered from, and its finite values."""
 
 from __future__ import annotations
 
@@ -91,3 +86,37 @@ class Digest:
         total = int(ends[-1])
         places = [min(max(math.ceil(part * total), 1), total) for part in probabilities]
         return [float(self.values[index]) for index in np.searchsorted(ends, places)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Finite:
+    """The finite numbers of a digest; of complex values, the larger part of each."""
+
+    values: NDArray[np.float64]
+    """Those that occur, ascending."""
+    counts: NDArray[np.int64]
+    """How often each of `values` occurs."""
+
+    @property
+    def minimum(self) -> float:
+        """The smallest; NaN where there is none."""
+        return float(self.values[0]) if self.values.size else math.nan
+
+    @property
+    def maximum(self) -> float:
+        """The largest; NaN where there is none."""
+        return float(self.values[-1]) if self.values.size else math.nan
+
+    @property
+    def num_values(self) -> int:
+        """How many numbers there are, each as often as it occurs."""
+        return int(self.counts.sum())
+
+
+def finite(digest: Digest) -> Finite:
+    """The finite numbers of a digest: none where it has none, or where statistics alone were kept.
+
+    Where the digest is not exact, each of `values` stands for those just below it, too: `quantile_summary`.
+    """
+    is_finite = np.isfinite(digest.values) if digest.has_values else np.zeros(digest.values.size, dtype=bool)
+    return Finite(values=digest.values[is_finite], counts=digest.counts[is_finite])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.numerics.distributions.finite import Finite, finite
+from ranktape.analyze.numerics.digests.digest import Finite, finite
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

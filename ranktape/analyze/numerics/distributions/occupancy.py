@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.numerics.distributions.finite import finite
+from ranktape.analyze.numerics.digests.digest import finite
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

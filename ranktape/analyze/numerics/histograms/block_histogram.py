@@ -14,10 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from ranktape.analyze.numerics.histograms.block_classes import CUTS, classes_of, is_above, rows_of, significands_of
-from ranktape.analyze.numerics.histograms.block_tables import NO_CELLS, Counted, count_in_tables
+from ranktape.analyze.numerics.histograms.block_tables import (
+    CUTS,
+    NO_CELLS,
+    Counted,
+    classes_of,
+    count_in_tables,
+    is_above,
+    rows_of,
+    significands_of,
+)
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
-from ranktape.analyze.numerics.quantization.scales import Cut, ScaleRule, cut_of
+from ranktape.analyze.numerics.quantization.schemes import Cut, ScaleRule, cut_of
 from ranktape.errors import UsageError
 from ranktape.storage.format.block_counts import CUT_UNITS, BlockCounts
 from ranktape.storage.format.dtypes import dtype_name, dtype_row

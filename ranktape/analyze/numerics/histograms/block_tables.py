@@ -1,34 +1,223 @@
-"""How often does each magnitude occur in blocks of each kind, counted in little memory whatever the tensor's size?
-
-A piece of the tensor is looked at twice: first for the kind of each block, its row, then to count every element in the
-table of its block's row. There are few tables: when a piece has blocks of more rows, what was counted is put away, and
-what has no table yet is counted by further looks at the piece.
-"""
+"""Counts the elements of blocks by the kind of the largest magnitude of the block, in dense tables."""
 
 # Shapes: O = everything before the axis of the blocks, N = the axis, I = everything after it, B = blocks along
+# the axis, M = magnitudes, R = rows, T = tables.
 # the axis, M = magnitudes, R = rows.
 # ruff: noqa: N803, N806 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.numerics.histograms.block_classes import Rows, rows_of
-from ranktape.analyze.numerics.histograms.block_kernels import (
-    NUM_MAGNITUDES,
-    count_rows,
-    count_rows_inside,
-    find_rows,
-    find_rows_inside,
-    take_cells,
-)
-from ranktape.analyze.numerics.pieces import by_memory, in_three, pieces
-from ranktape.analyze.numerics.threads import each, num_threads
+from ranktape.analyze.numerics.histograms.histogram import pattern_values
+from ranktape.analyze.numerics.kernels import compiled
+from ranktape.analyze.numerics.pieces import by_memory, each, in_three, num_threads, pieces
+from ranktape.analyze.numerics.quantization.schemes import Cut
 from ranktape.errors import UsageError
+
+NUM_MAGNITUDES = 1 << 15
+"""Patterns of a 16-bit floating type without its sign."""
+
+_MAGNITUDE = np.int16(NUM_MAGNITUDES - 1)
+
+
+@compiled
+def find_rows(
+    patterns_ON: NDArray[np.int16],
+    block_size: int,
+    row_of_M: NDArray[np.uint16],
+    rows_OB: NDArray[np.uint16],
+    blocks_R: NDArray[np.int64],
+) -> None:
+    """Write the row of each block along the last axis, and add to `blocks_R` how many blocks each row has.
+
+    Magnitudes of a floating type are in the order of their patterns: the largest pattern is that of the largest value.
+    """
+    for before in range(patterns_ON.shape[0]):
+        line = patterns_ON[before]
+        for block in range(rows_OB.shape[1]):
+            patterns = line[block * block_size : (block + 1) * block_size]
+            largest = np.int16(0)
+            for position in range(patterns.size):
+                largest = max(largest, np.int16(patterns[position] & _MAGNITUDE))
+            row = row_of_M[largest]
+            rows_OB[before, block] = row
+            blocks_R[row] += 1
+
+
+@compiled
+def count_rows(
+    patterns_ON: NDArray[np.int16],
+    block_size: int,
+    rows_OB: NDArray[np.uint16],
+    table_of_R: NDArray[np.int64],
+    counts: NDArray[np.uint32],
+) -> None:
+    """Count the magnitudes of the blocks whose row has a table, in that; the others have -1 in `table_of_R`.
+
+    `counts` are the tables, one after the other.
+    """
+    for before in range(patterns_ON.shape[0]):
+        line = patterns_ON[before]
+        for block in range(rows_OB.shape[1]):
+            table = table_of_R[rows_OB[before, block]]
+            if table >= 0:
+                # Unsigned, so that no index is looked at for being negative.
+                first = np.uint64(table * NUM_MAGNITUDES)
+                for pattern in line[block * block_size : (block + 1) * block_size]:
+                    counts[first + np.uint64(pattern & _MAGNITUDE)] += np.uint32(1)
+
+
+@compiled
+def find_rows_inside(
+    patterns_ONI: NDArray[np.int16],
+    block_size: int,
+    row_of_M: NDArray[np.uint16],
+    rows_OBI: NDArray[np.uint16],
+    blocks_R: NDArray[np.int64],
+) -> None:
+    """The same for blocks along the middle one of three axes; memory is read as it lies."""
+    length, inner = patterns_ONI.shape[1], patterns_ONI.shape[2]
+    largest_I = np.zeros(inner, dtype=np.int16)
+    for before in range(patterns_ONI.shape[0]):
+        for block in range(rows_OBI.shape[1]):
+            largest_I[:] = 0
+            for position in range(block * block_size, min((block + 1) * block_size, length)):
+                line = patterns_ONI[before, position]
+                for index in range(inner):
+                    largest_I[index] = max(largest_I[index], np.int16(line[index] & _MAGNITUDE))
+            for index in range(inner):
+                row = row_of_M[largest_I[index]]
+                rows_OBI[before, block, index] = row
+                blocks_R[row] += 1
+
+
+@compiled
+def count_rows_inside(
+    patterns_ONI: NDArray[np.int16],
+    block_size: int,
+    rows_OBI: NDArray[np.uint16],
+    table_of_R: NDArray[np.int64],
+    counts: NDArray[np.uint32],
+) -> None:
+    """The same for blocks along the middle one of three axes."""
+    length, inner = patterns_ONI.shape[1], patterns_ONI.shape[2]
+    first_I = np.zeros(inner, dtype=np.int64)
+    for before in range(patterns_ONI.shape[0]):
+        for block in range(rows_OBI.shape[1]):
+            for index in range(inner):
+                first_I[index] = table_of_R[rows_OBI[before, block, index]] * NUM_MAGNITUDES
+            for position in range(block * block_size, min((block + 1) * block_size, length)):
+                line = patterns_ONI[before, position]
+                for index in range(inner):
+                    if first_I[index] >= 0:
+                        place = np.uint64(first_I[index]) + np.uint64(line[index] & _MAGNITUDE)
+                        counts[place] += np.uint32(1)
+
+
+@compiled
+def take_cells(
+    table: NDArray[np.uint32],
+    held_magnitudes: NDArray[np.uint16],
+    held_counts: NDArray[np.int64],
+    magnitudes: NDArray[np.uint16],
+    counts: NDArray[np.int64],
+) -> int:
+    """Write the cells of a table and those held of it before, in the order of magnitudes; return how many they are.
+
+    The table is empty then; pages of it that nothing was counted in are not written to.
+    """
+    number, held = 0, 0
+    for magnitude in range(table.size):
+        found = np.int64(table[magnitude])
+        is_held = held < held_magnitudes.size and held_magnitudes[held] == magnitude
+        if found:
+            table[magnitude] = 0
+        if is_held:
+            found += held_counts[held]
+            held += 1
+        if found:
+            magnitudes[number] = magnitude
+            counts[number] = found
+            number += 1
+    return number
+
+
+CUTS = (
+    Cut(1.0, is_inclusive=False),
+    Cut(1.5, is_inclusive=False),
+    Cut(1.75, is_inclusive=True),
+    Cut(1.75, is_inclusive=False),
+    Cut(1.875, is_inclusive=True),
+    Cut(1.875, is_inclusive=False),
+    Cut(1.9375, is_inclusive=True),
+    Cut(127 / 64, is_inclusive=False),
+    Cut(255 / 128, is_inclusive=True),
+)
+"""Where any rule changes its mind for the elements of any scheme."""
+
+
+def is_above(significands: NDArray[np.float64], cut: Cut) -> NDArray[np.bool_]:
+    """Which significands have passed the cut."""
+    return significands >= cut.at if cut.is_inclusive else significands > cut.at
+
+
+def classes_of(significands: NDArray[np.float64], *, cuts: tuple[Cut, ...]) -> NDArray[np.int64]:
+    """How many of the cuts each significand has passed."""
+    classes = np.zeros(significands.shape, dtype=np.int64)
+    for cut in cuts:
+        classes += is_above(significands, cut)
+    return classes
+
+
+@functools.cache
+def significands_of(dtype: np.dtype[Any]) -> NDArray[np.float64]:
+    """All significands of a floating type, in [1, 2)."""
+    num_bits = ml_dtypes.finfo(dtype).nmant  # type: ignore[no-untyped-call]
+    return 1 + np.arange(1 << num_bits) / (1 << num_bits)
+
+
+class Rows(NamedTuple):
+    """The kinds of blocks of a 16-bit type: row 0 is that of zeros, the last one that of NaN and infinities."""
+
+    of_magnitude: NDArray[np.uint16]
+    """The row of a block whose largest magnitude has that pattern; rows are in the order of magnitudes."""
+    exponents: NDArray[np.int16]
+    """Of each row; of no meaning for the first and the last."""
+    classes: NDArray[np.uint8]
+    """Of each row, as `exponents`."""
+    ends: NDArray[np.int64]
+    """Of each row the first pattern that no element of its blocks can have."""
+    infinity: int
+    """The pattern of infinity."""
+
+
+@functools.cache
+def rows_of(dtype: np.dtype[Any]) -> Rows:
+    """The rows of a 16-bit floating type, by `CUTS`."""
+    magnitudes = pattern_values(dtype)[:NUM_MAGNITUDES]
+    infinity = int(np.flatnonzero(np.isinf(magnitudes))[0])
+    halves, upper = np.frexp(magnitudes[1:infinity])
+    kinds = np.stack([upper - 1, classes_of(2 * halves, cuts=CUTS)])
+    is_first = np.any(np.diff(kinds, axis=1, prepend=kinds[:, :1] - 1), axis=0)
+    of_magnitude = np.zeros(NUM_MAGNITUDES, dtype=np.uint16)
+    of_magnitude[1:infinity] = np.cumsum(is_first)
+    of_magnitude[infinity:] = is_first.sum() + 1
+    exponents, classes = np.pad(kinds[:, is_first], ((0, 0), (1, 1)))
+    return Rows(
+        of_magnitude=of_magnitude,
+        exponents=exponents.astype(np.int16),
+        classes=classes.astype(np.uint8),
+        ends=np.searchsorted(of_magnitude, np.arange(exponents.size), side="right"),
+        infinity=infinity,
+    )
+
 
 NUM_TABLES = 128
 """Tables of all threads together, of 128 KiB each where all of it is used."""

@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.kernels import count, scan_keys
-from ranktape.analyze.numerics.pieces import by_memory, contiguous, frozen, pieces
-from ranktape.analyze.numerics.threads import each, num_threads
+from ranktape.analyze.numerics.pieces import by_memory, contiguous, each, frozen, num_threads, pieces
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import dtype_name, dtype_row
 from ranktape.storage.format.record_info import TALLY_KINDS, Overflow, Tally

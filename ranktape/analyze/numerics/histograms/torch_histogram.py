@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ranktape.analyze.numerics.histograms.block_classes import CUTS, rows_of
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
-from ranktape.analyze.numerics.histograms.block_kernels import NUM_MAGNITUDES
+from ranktape.analyze.numerics.histograms.block_tables import CUTS, NUM_MAGNITUDES, rows_of
 from ranktape.analyze.numerics.histograms.histogram import Histogram
 from ranktape.analyze.numerics.quantization.blocks import boxes, grouped_shape
 from ranktape.errors import UsageError

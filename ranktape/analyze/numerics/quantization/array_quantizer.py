@@ -1,9 +1,4 @@
-"""Arrays of numpy in low-precision formats.
-
-One piece after the other is copied to float64, divided by its scales, rounded by compiled loops and multiplied back:
-beyond the input and the result, memory is needed for one piece and for the scales. All arithmetic is exact or rounded
-once in float64, but for the float32 scales of NVFP4, whose operations are those of its reference.
-"""
+"""Quantises arrays of numpy piece by piece: divided by their scales, rounded, multiplied back."""
 
 # Shapes: O = everything before the axis of blocks, B = blocks, E = elements of a block, I = everything after.
 # ruff: noqa: N803, N806 - the letters of a shape end the name of the array
@@ -12,33 +7,148 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ranktape.analyze.numerics.formats import Format, Rounding, round_to
 from ranktape.analyze.numerics.formats.codes import NARROW_BITS, code_table
-from ranktape.analyze.numerics.formats.kernels import state_of
-from ranktape.analyze.numerics.quantization.blocks import BOX_SIZE, Box, boxes, grouped_shape
-from ranktape.analyze.numerics.quantization.element_kernels import (
-    COUNTS,
-    element_constants,
-    finish,
-    round_magnitudes,
-    round_randomly,
-    unbounded_constants,
+from ranktape.analyze.numerics.formats.kernels import (
+    RoundingConstants,
+    constants_of,
+    round_away,
+    round_even,
+    round_floor,
+    round_random,
+    state_of,
+    uniform_at,
 )
-from ranktape.analyze.numerics.quantization.encoded import Quantized
+from ranktape.analyze.numerics.kernels import compiled
+from ranktape.analyze.numerics.quantization.blocks import BOX_SIZE, Box, boxes, grouped_shape
+from ranktape.analyze.numerics.quantization.encoded import Losses, Quantized
 from ranktape.analyze.numerics.quantization.group_scales import GroupScales, group_scales, nvfp4_factors
-from ranktape.analyze.numerics.quantization.losses import Losses
-from ranktape.analyze.numerics.quantization.plan import Plan
-from ranktape.analyze.numerics.quantization.schemes import Recipe, Scaling
+from ranktape.analyze.numerics.quantization.schemes import Plan, Recipe, Scaling
 from ranktape.storage.format.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.numerics.histograms.histogram import AnyArray
+
+BEYOND = 4.0
+"""How far beyond the largest value of the format rounding goes on, where it must be seen that it goes beyond."""
+
+COUNTS = ("underflow", "flushed", "overflow", "spoiled", "nan", "inf")
+"""What is counted, in the order of the kernel: the fields of `Losses`."""
+
+
+class ElementConstants(NamedTuple):
+    """What the kernel knows of the element format and the rounding, besides how to round."""
+
+    maximum: float
+    """Largest finite value."""
+    beyond: float
+    """What is beyond becomes this."""
+    overflow_start: float
+    """Smallest magnitude that counts as overflow."""
+    min_normal: float
+    """Smallest positive normal value."""
+    has_negative_zero: bool
+    """Whether the sign of a zero is kept."""
+
+
+def element_constants(element: Format, *, rounding: Rounding, saturate: bool) -> ElementConstants:
+    """What `finish` takes of a format."""
+    return ElementConstants(
+        maximum=element.maximum,
+        beyond=element.overflow_value(saturate=saturate),
+        overflow_start=element.overflow_start_of(rounding),
+        min_normal=element.min_normal,
+        has_negative_zero=element.has_negative_zero,
+    )
+
+
+def unbounded_constants(element: Format) -> RoundingConstants:
+    """What rounding takes of a format, were it to go on beyond its largest value."""
+    return constants_of(element)._replace(maximum=BEYOND * element.maximum)
+
+
+def round_magnitudes(
+    magnitudes: NDArray[np.float64], *, constants: RoundingConstants, rounding: Rounding, rounded: NDArray[np.float64]
+) -> None:
+    """Write the values of the format that magnitudes round to; of NaN, anything."""
+    _ROUND[rounding](magnitudes, constants, rounded)
+
+
+@compiled
+def _even(magnitudes: NDArray[np.float64], constants: RoundingConstants, rounded: NDArray[np.float64]) -> None:
+    for index in range(magnitudes.size):
+        rounded[index] = round_even(magnitudes[index], constants)
+
+
+@compiled
+def _away(magnitudes: NDArray[np.float64], constants: RoundingConstants, rounded: NDArray[np.float64]) -> None:
+    for index in range(magnitudes.size):
+        rounded[index] = round_away(magnitudes[index], constants)
+
+
+@compiled
+def _floor(magnitudes: NDArray[np.float64], constants: RoundingConstants, rounded: NDArray[np.float64]) -> None:
+    for index in range(magnitudes.size):
+        rounded[index] = round_floor(magnitudes[index], constants)
+
+
+_ROUND = {Rounding.EVEN: _even, Rounding.AWAY: _away, Rounding.FLOOR: _floor}
+
+
+@compiled
+def round_randomly(
+    magnitudes: NDArray[np.float64],
+    constants: RoundingConstants,
+    state: int,
+    places: NDArray[np.int64],
+    rounded: NDArray[np.float64],
+) -> None:
+    """The same by the uniform numbers of the elements with these indices in C order."""
+    for index in range(magnitudes.size):
+        rounded[index] = round_random(magnitudes[index], constants, uniform_at(state, places[index]))
+
+
+@compiled
+def finish(
+    values: NDArray[np.float64],
+    magnitudes: NDArray[np.float64],
+    constants: ElementConstants,
+    rounded: NDArray[np.float64],
+    counts: NDArray[np.int64],
+) -> None:
+    """Bound rounded magnitudes, give them the signs of the values, and add up what is lost, in the order of `COUNTS`.
+
+    `magnitudes` are those before rounding: NaN where the value or its scale is.
+    """
+    underflow = flushed = overflow = spoiled = nan = inf = 0
+    for index in range(values.size):
+        value, magnitude, result = values[index], magnitudes[index], rounded[index]
+        is_number = magnitude == magnitude  # noqa: PLR0124 - NaN is not itself
+        is_finite = abs(value) < np.inf
+        is_counted = is_finite & is_number & (value != 0.0)
+        underflow += is_counted & (magnitude < constants.min_normal)
+        flushed += is_counted & (result == 0.0)
+        overflow += is_counted & (magnitude >= constants.overflow_start)
+        spoiled += is_finite & (not is_number)
+        is_nan = value != value  # noqa: PLR0124 - as above
+        nan += is_nan
+        inf += (not is_finite) & (not is_nan)
+        bounded = constants.beyond if result > constants.maximum else result
+        signed = np.copysign(bounded, value)
+        signed = signed if constants.has_negative_zero else signed + 0.0
+        rounded[index] = signed if is_number else np.nan
+    counts[0] += underflow
+    counts[1] += flushed
+    counts[2] += overflow
+    counts[3] += spoiled
+    counts[4] += nan
+    counts[5] += inf
 
 
 def quantize_array(array: AnyArray, *, plan: Plan) -> Quantized:

@@ -16,7 +16,7 @@ import numpy as np
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.formats.kernels import ONE_FIELD, RoundingConstants, round_away, round_even
 from ranktape.analyze.numerics.kernels import compiled
-from ranktape.analyze.numerics.quantization.nvfp4 import TensorScale, block_scale, factors_of
+from ranktape.analyze.numerics.quantization.group_scales import TensorScale, block_scale, factors_of
 from ranktape.analyze.numerics.quantization.schemes import Recipe
 
 if TYPE_CHECKING:

@@ -1,7 +1,4 @@
-"""What does a tensor become in a low-precision format?
-
-The door for tensors of every kind: options are read here, and the work is done where the tensor lies.
-"""
+"""Quantises what users pass, arrays of numpy, tensors of torch or lists, and warns of what is lost."""
 
 from __future__ import annotations
 
@@ -11,12 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ranktape.analyze.numerics.inputs import array_of, check_readable, tensor_or_array
 from ranktape.analyze.numerics.quantization.array_quantizer import quantize_array
-from ranktape.analyze.numerics.quantization.encoded import Quantized
-from ranktape.analyze.numerics.quantization.inputs import array_of, check_readable, tensor_or_array
-from ranktape.analyze.numerics.quantization.losses import QuantizationWarning, Severity
-from ranktape.analyze.numerics.quantization.plan import Plan, plan_of
-from ranktape.analyze.numerics.quantization.scales import MAX_SCALE_BITS
+from ranktape.analyze.numerics.quantization.encoded import QuantizationWarning, Quantized, Severity
+from ranktape.analyze.numerics.quantization.schemes import MAX_SCALE_BITS, Plan, plan_of
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES
 

@@ -1,9 +1,4 @@
-"""Torch tensors in low-precision formats, computed on the device where they are.
-
-The twin of `quantizer` in torch operations, equal bit for bit: for tensors that are not in the memory of the CPU.
-Boxes of a fixed number of elements are quantised one after the other, so that the memory beyond the result is bounded;
-the scales of the groups are made of their largest magnitudes on the CPU, by the same code.
-"""
+"""Quantises tensors of torch on the device where they are, bit for bit as numpy arrays are."""
 
 # Shapes: O = everything before the axis of blocks, B = blocks, E = elements of a block, I = everything after.
 
@@ -17,25 +12,136 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats import Rounding
-from ranktape.analyze.numerics.quantization.blocks import Box, boxes, grouped_shape
-from ranktape.analyze.numerics.quantization.element_kernels import COUNTS
-from ranktape.analyze.numerics.quantization.encoded import Quantized
-from ranktape.analyze.numerics.quantization.group_scales import GroupScales, group_scales, nvfp4_factors
-from ranktape.analyze.numerics.quantization.losses import Losses
-from ranktape.analyze.numerics.quantization.plan import Plan, plan_of
-from ranktape.analyze.numerics.quantization.schemes import Recipe, Scaling
-from ranktape.analyze.numerics.quantization.torch_rounding import (
-    code_dtype,
-    encode_elements,
-    round_elements,
-    uniforms_at,
+from ranktape.analyze.numerics.formats import Format, Rounding, round_to
+from ranktape.analyze.numerics.formats.codes import NARROW_BITS, code_table, codes_of
+from ranktape.analyze.numerics.formats.kernels import (
+    FIRST_FACTOR,
+    GOLDEN,
+    HALF,
+    ONE_FIELD,
+    SECOND_FACTOR,
+    UNIFORM_UNIT,
+    state_of,
 )
+from ranktape.analyze.numerics.inputs import array_of
+from ranktape.analyze.numerics.quantization.array_quantizer import COUNTS
+from ranktape.analyze.numerics.quantization.blocks import Box, boxes, grouped_shape
+from ranktape.analyze.numerics.quantization.encoded import Losses, Quantized
+from ranktape.analyze.numerics.quantization.group_scales import GroupScales, group_scales, nvfp4_factors
+from ranktape.analyze.numerics.quantization.schemes import Plan, Recipe, Scaling, plan_of
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+
+FIELD_SHIFT = 52
+"""Bits of a float64 below its exponent field."""
+
+
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2.0 to each int64 exponent from -1022 to 1023, as float64."""
+    import torch
+
+    return ((exponent + ONE_FIELD) << FIELD_SHIFT).view(torch.float64)
+
+
+def exponent_of(magnitude: torch.Tensor) -> torch.Tensor:
+    """The exponent of each nonnegative float64, as int64: -1023 for zeros and subnormals, 1024 for NaN and Inf."""
+    import torch
+
+    return (magnitude.view(torch.int64) >> FIELD_SHIFT) - ONE_FIELD
+
+
+def uniforms_at(index: torch.Tensor, *, seed: int) -> torch.Tensor:
+    """`formats.uniforms` of the elements with these int64 indices in C order."""
+    import torch
+
+    def mix(state: torch.Tensor) -> torch.Tensor:
+        first = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * FIRST_FACTOR
+        second = (first ^ ((first >> 27) & 0x1FFFFFFFFF)) * SECOND_FACTOR
+        return second ^ ((second >> 31) & 0x1FFFFFFFF)
+
+    mixed = mix(state_of(seed) + (index + 1) * GOLDEN)
+    return ((mixed >> 11) & 0x1FFFFFFFFFFFFF).to(torch.float64) * UNIFORM_UNIT
+
+
+def round_elements(
+    scaled: torch.Tensor,
+    *,
+    target: Format,
+    rounding: Rounding,
+    saturate: bool,
+    uniform: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What `formats.round_to` gives for float64 elements.
+
+    Stochastic rounding takes the numbers `uniform`, hybrid rounding the bits of `source`, which holds the same
+    elements in the type that they came in.
+    """
+    import torch
+
+    if rounding is Rounding.HYBRID:
+        assert source is not None, "the caller gives what hybrid rounding looks at"
+        return _hybrid(source, target=target, saturate=saturate)
+    endless = _round(scaled.abs(), target=target, rounding=rounding, uniform=uniform)
+    overflow = target.overflow_value(saturate=saturate)
+    signed = torch.where(endless > target.maximum, overflow, endless).copysign(scaled)
+    return signed if target.has_negative_zero else signed + 0.0
+
+
+def _round(
+    magnitude: torch.Tensor, *, target: Format, rounding: Rounding, uniform: torch.Tensor | None
+) -> torch.Tensor:
+    step = float(np.ldexp(1.0, target.unit_exponent(target.emax)))
+    bounded = magnitude.clamp(max=target.maximum + 2 * step)
+    exponent = exponent_of(bounded).clamp(target.lowest_exponent, target.emax)
+    unit_exponent = exponent - target.mantissa_bits
+    for limit in target.taper:
+        unit_exponent += exponent.abs() > limit
+    # In units of the last place every value of the format is an integer, and powers of two scale exactly.
+    in_units = bounded * power_of_two(-unit_exponent)
+    if rounding is Rounding.EVEN:
+        return in_units.round() * power_of_two(unit_exponent)
+    whole = in_units.floor()
+    if rounding is Rounding.AWAY:
+        whole += in_units - whole >= HALF
+    elif rounding is Rounding.STOCHASTIC:
+        assert uniform is not None, "the caller draws what stochastic rounding compares with"
+        whole += uniform < in_units - whole
+    return whole * power_of_two(unit_exponent)
+
+
+def _hybrid(source: torch.Tensor, *, target: Format, saturate: bool) -> torch.Tensor:
+    """By the code for the CPU, on the CPU: it looks at bits of several types, and few ask for it."""
+    import torch
+
+    rounded = round_to(array_of(source.cpu()), target=target, rounding=Rounding.HYBRID, saturate=saturate)
+    return torch.from_numpy(rounded).to(source.device)
+
+
+def code_dtype(target: Format) -> torch.dtype:
+    """The type of the codes of a format."""
+    import torch
+
+    return {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}[max(NARROW_BITS, target.num_bits)]
+
+
+def encode_elements(rounded: torch.Tensor, *, target: Format) -> torch.Tensor:
+    """What `formats.encode` gives for float64 values of the format; of NaN 0 where there is no code for it."""
+    import torch
+
+    if target.num_bits > NARROW_BITS:
+        dtype = getattr(torch, target.dtype or "")
+        bits = rounded.to(dtype).view({16: torch.int16, 32: torch.int32}[target.num_bits])
+        # Each device has its own idea of the bits of a NaN.
+        bits[rounded.isnan()] = int(codes_of(np.nan, target=target))
+        return bits.view(code_dtype(target))
+    table = torch.tensor(code_table(target.name), device=rounded.device)
+    patterns = (rounded.to(torch.float32).view(torch.int32) >> 16) & 0xFFFF
+    return table[patterns]
+
 
 CPU_BOX_SIZE = 1 << 18
 """Elements that are quantised at once on a CPU, with some 30 MB of memory."""

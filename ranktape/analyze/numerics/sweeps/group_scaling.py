@@ -1,9 +1,4 @@
-"""The sums of what a tensor loses with a scale for each block or channel, for many offsets at once, from its values.
-
-For what counts of a block histogram do not answer: values of more than 16 bits, NVFP4, whose scales look at all bits
-of a block's maximum and at the tensor's, and channels. Memory is read once for all levels, and once before where a
-scale depends on more than what is at hand. Memory is needed for one box of values for each thread.
-"""
+"""Gives the sums of what a tensor loses with many scales, for many offsets at once."""
 
 # Shapes: O = everything before the axis, B = blocks, E = elements of a block, I = everything after the axis,
 # G = groups that share a scale, L = levels.
@@ -19,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranktape.analyze.numerics.histograms.histogram import pattern_values
 from ranktape.analyze.numerics.quantization.blocks import RUN, Box, boxes, grouped_shape
-from ranktape.analyze.numerics.quantization.nvfp4 import level_of
-from ranktape.analyze.numerics.quantization.plan import HIF8_TARGET
-from ranktape.analyze.numerics.quantization.scales import unbounded_exponents
-from ranktape.analyze.numerics.quantization.schemes import Scaling, Scheme
+from ranktape.analyze.numerics.quantization.group_scales import level_of
+from ranktape.analyze.numerics.quantization.schemes import HIF8_TARGET, Scaling, Scheme, unbounded_exponents
 from ranktape.analyze.numerics.sweeps.group_scaling_kernels import CODES, FLOATS, POWERS, Scales, sum_grouped
 from ranktape.analyze.numerics.sweeps.population import Population, population_of_parts
 from ranktape.analyze.numerics.sweeps.rounding_kernels import kernel_constants
@@ -37,12 +31,87 @@ from ranktape.analyze.numerics.sweeps.scaling import (
     shift_of,
     total_of,
 )
+from ranktape.analyze.numerics.sweeps.scaling_kernels import sum_scaled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ranktape.analyze.numerics.formats import Format, Rounding
+    from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
     from ranktape.analyze.numerics.histograms.histogram import AnyArray
+    from ranktape.analyze.numerics.quantization.schemes import ScaleRule
     from ranktape.analyze.numerics.sweeps.options import SweepOptions
+
+MERGED_FROM = 1 << 13
+"""From so many cells on, adding up those with the same magnitude takes less time than rounding each of them."""
+
+
+def sums_of_blocks(
+    histogram: BlockHistogram,
+    *,
+    element: Format,
+    rule: ScaleRule,
+    rounding: Rounding,
+    offsets: NDArray[np.int64],
+    scale_bits: int,
+) -> Sums:
+    """The sums over all elements of blocks without NaN and infinities, for each offset.
+
+    At least one of them must be nonzero.
+
+    Raises:
+        UsageError: the counts do not answer that rule for that format.
+    """
+    constants = kernel_constants(element, rounding=rounding)
+    end = (1 << (scale_bits - 1)) - 1
+
+    def part(exponent: int, values: NDArray[np.float64], counts: NDArray[np.int64]) -> Part:
+        scales_L = np.ldexp(1.0, np.clip(exponent + offsets, -end, end))
+        found = new_part(offsets.size)._replace(num_finite=int(counts.sum()))
+        sum_scaled(values, counts, scales_L, constants, found.sums_LK, found.counts_LC, found.own_K)
+        return found
+
+    def parts() -> Iterator[Part]:
+        yield new_part(offsets.size)._replace(num_finite=histogram.zero_elements)
+        for exponent, values, counts in _by_exponent(histogram, rule=rule, element=element):
+            yield part(exponent, values, counts)
+
+    largest = float(pattern_values(histogram.dtype)[histogram.magnitudes.max()])
+    return total_of(parts(), num_levels=offsets.size, shift=0, largest=largest)
+
+
+def _by_exponent(
+    histogram: BlockHistogram, *, rule: ScaleRule, element: Format
+) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.int64]]]:
+    """The magnitudes and counts of the cells whose blocks have the same scale, in the order of its exponent.
+
+    The cells are sorted by the exponent and the class of the maximum, and so by what a rule makes of them.
+    """
+    is_first = (np.diff(histogram.exponents, prepend=-1 << 14) != 0) | (np.diff(histogram.classes, prepend=0) != 0)
+    rows = np.flatnonzero(is_first)
+    firsts = dataclasses.replace(
+        histogram,
+        exponents=histogram.exponents[rows],
+        classes=histogram.classes[rows],
+        magnitudes=histogram.magnitudes[rows],
+        counts=histogram.counts[rows],
+    )
+    exponents = firsts.scale_exponents(rule, element)
+    values = pattern_values(histogram.dtype)
+    changes = np.flatnonzero(np.diff(exponents, prepend=exponents[:1] - 1))
+    starts = rows[changes].tolist()
+    for exponent, start, stop in zip(
+        exponents[changes].tolist(), starts, [*starts[1:], histogram.num_cells], strict=True
+    ):
+        patterns, counts = histogram.magnitudes[start:stop], histogram.counts[start:stop]
+        if patterns.size > MERGED_FROM:
+            # float64 holds all counts of less than 2**53 elements.
+            merged = np.bincount(patterns, weights=counts).astype(np.int64)
+            (found,) = np.nonzero(merged)
+            yield exponent, values[found], merged[found]
+        else:
+            yield exponent, values[patterns], counts
+
 
 BOX = 1 << 16
 """Values that a thread works on at a time."""

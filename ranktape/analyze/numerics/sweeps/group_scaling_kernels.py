@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ranktape.analyze.numerics.kernels import compiled
-from ranktape.analyze.numerics.quantization.group_scales import MIN_FLOAT32
-from ranktape.analyze.numerics.quantization.nvfp4 import MAX_FLOAT32, block_scale, factors_of, tensor_scale_of
+from ranktape.analyze.numerics.quantization.group_scales import (
+    MAX_FLOAT32,
+    MIN_FLOAT32,
+    block_scale,
+    factors_of,
+    tensor_scale_of,
+)
 from ranktape.analyze.numerics.quantization.schemes import Recipe
 from ranktape.analyze.numerics.sweeps.rounding_kernels import Constants
 from ranktape.analyze.numerics.sweeps.scaling_kernels import (

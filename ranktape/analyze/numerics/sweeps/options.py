@@ -12,9 +12,16 @@ import numpy as np
 
 from ranktape.analyze.numerics.formats import FORMATS, Coding, Rounding
 from ranktape.analyze.numerics.formats.rounding import parse_rounding
-from ranktape.analyze.numerics.quantization.plan import MIN_SCALE_BITS
-from ranktape.analyze.numerics.quantization.scales import MAX_SCALE_BITS, ScaleRule
-from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE, SCHEMES, Scaling, Scheme, parse_scheme
+from ranktape.analyze.numerics.quantization.schemes import (
+    MAX_SCALE_BITS,
+    MIN_SCALE_BITS,
+    MX_BLOCK_SIZE,
+    SCHEMES,
+    ScaleRule,
+    Scaling,
+    Scheme,
+    parse_scheme,
+)
 from ranktape.analyze.numerics.sweeps.scaling import largest_alignment, smallest_alignment
 from ranktape.errors import UsageError
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from ranktape.analyze.numerics.formats import Rounding, round_to
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
-from ranktape.analyze.numerics.pieces import frozen
+from ranktape.analyze.numerics.pieces import each, frozen
 from ranktape.analyze.numerics.sweeps.rounding_kernels import kernel_constants
 from ranktape.analyze.numerics.sweeps.scaling_kernels import (
     NUM_COUNTS,
@@ -31,7 +31,6 @@ from ranktape.analyze.numerics.sweeps.scaling_kernels import (
     magnitudes_of,
     sum_scaled,
 )
-from ranktape.analyze.numerics.threads import each
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -18,11 +18,10 @@ import numpy as np
 
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, count_few_cells
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
-from ranktape.analyze.numerics.quantization.inputs import numbers_of
-from ranktape.analyze.numerics.sweeps.block_scaling import sums_of_blocks
-from ranktape.analyze.numerics.sweeps.group_scaling import sums_of_groups
+from ranktape.analyze.numerics.inputs import numbers_of
+from ranktape.analyze.numerics.sweeps.group_scaling import sums_of_blocks, sums_of_groups
 from ranktape.analyze.numerics.sweeps.legacy import check_legacy, legacy_histogram, legacy_levels, legacy_note
-from ranktape.analyze.numerics.sweeps.metrics import Level, best, levels_of
+from ranktape.analyze.numerics.sweeps.metrics import Level, best, levels_of, settled
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
 from ranktape.analyze.numerics.sweeps.population import (
     Population,
@@ -31,7 +30,6 @@ from ranktape.analyze.numerics.sweeps.population import (
     population_of_values,
 )
 from ranktape.analyze.numerics.sweeps.scaling import magnitude_pairs, sums_of_pairs, sums_of_values
-from ranktape.analyze.numerics.sweeps.ties import settled
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Which array of numpy holds the numbers that somebody gives: an array, a list or a tensor of torch?"""
+"""Gives the numbers in what users pass: arrays of numpy, tensors of torch, nested lists."""
 
 from __future__ import annotations
 
