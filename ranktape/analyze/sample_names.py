@@ -1,4 +1,4 @@
-"""What are the samples of each record called?"""
+"""Gives the names of the samples of each record."""
 
 from __future__ import annotations
 

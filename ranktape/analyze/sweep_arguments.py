@@ -1,4 +1,4 @@
-"""Which options of the command line say what a sweep tries, and how it rounds?"""
+"""Gives the options of the command line that say what a sweep tries, and how it rounds."""
 
 from __future__ import annotations
 

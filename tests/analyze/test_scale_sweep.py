@@ -17,6 +17,7 @@ from ranktape.analyze.numerics.quantization.schemes import ScaleRule
 from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_formats
+from ranktape.analyze.questions.sweep import sweep
 from ranktape.analyze.questions.swept import is_sweepable
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
@@ -30,6 +31,19 @@ GAUSS = np.random.default_rng(0).standard_normal(1 << 20)
 def at(exponent: float, **options: Any) -> SweepOptions:
     """One level."""
     return SweepOptions(num_levels=1, max_scale_exp=exponent, **options)
+
+
+def test_an_array_has_the_table_of_a_record() -> None:
+    formats = ["fp8_e4m3", "mxfp8_e4m3"]
+    table = sweep(GAUSS[: 1 << 12], format=formats)
+    names = [column.name for column in table.columns]
+    found = [dict(zip(names, row, strict=True)) for row in table.rows]
+    expected = [one.recommended for one in sweep_formats(GAUSS[: 1 << 12], formats=formats)]
+    assert [row["format"] for row in found] == ["fp8_e4m3", "mxfp8_e4m3"]
+    assert [(row["exponent"], row["sqnr"]) for row in found] == [(one.exponent, one.sqnr) for one in expected if one]
+    assert len(sweep(GAUSS[: 1 << 12], format=formats, with_levels=True).rows) == 42
+    with pytest.raises(UsageError, match="this is an array"):
+        sweep(GAUSS, format="fp8_e4m3", by=["layer_idx"])
 
 
 def test_levels_go_from_the_largest_value_to_the_smallest() -> None:

@@ -44,7 +44,7 @@ class Measure(Protocol):
         ...
 
 
-BATCH_NBYTES = 64 << 20
+BATCH_NBYTES = 256 << 20
 """Records are measured together until they have so many bytes."""
 
 BATCH_RECORDS = 1024

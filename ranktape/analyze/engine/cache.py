@@ -1,4 +1,4 @@
-"""Where does what was counted rest, and how is it found again?
+"""Keeps what was counted beside the run, and finds it again.
 
 In the run itself, below `layout.ANALYSIS`; of a run that cannot be written, beside it; else, and of files, in the
 user's cache directory. For each measure and each iteration of a rank there are objects of many payloads

@@ -1,4 +1,4 @@
-"""How do the payloads of many records lie in one object, and what is refused of one that somebody else wrote?
+"""Packs the payloads of many records into one object, and refuses a damaged one.
 
 A head with a checksum, an index and the arrays, both packed with Zstandard. The index is JSON: the keys of the records,
 the forms that payloads have (names, types and dimensions of their arrays), and the shapes. Behind it, form by form and

@@ -1,4 +1,4 @@
-"""How does a worker process end at once, and leave nothing half-written?
+"""Ends a worker process at once, and leaves nothing half-written.
 
 The process that started it ends it (SIGTERM), on Ctrl-C too; the worker ends as soon as it is told, unless it is
 writing: then after the object that it writes. When its parent is gone it ends by itself.

@@ -1,4 +1,4 @@
-"""Which work does a question come to: which records are known already, and which are measured together?"""
+"""Plans the work of a question: which records are known already, and which are measured together."""
 
 from __future__ import annotations
 

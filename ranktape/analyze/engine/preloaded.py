@@ -1,4 +1,4 @@
-"""What does each worker need, and is loaded once by the process that they are forked from?
+"""Loads once what each worker needs, in the process that they are forked from.
 
 To be imported there: compiled code takes as long to load as a gigabyte to count.
 """

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -30,40 +30,22 @@ def progress(total: int, *, description: str) -> Iterator[Callable[[], object]]:
         yield lambda: bar.advance(task)
 
 
-class BytesLeft(Protocol):
-    """A bar of bytes."""
+class BytesLeft:
+    """The line of one question; without a terminal nothing is shown."""
+
+    def __init__(self, shown: Progress | None = None, task: TaskID | None = None) -> None:
+        self._shown, self._task, self._total = shown, task, 0
 
     def expect(self, nbytes: int) -> None:
         """There are so many more bytes to be counted."""
-        ...
+        self._total += nbytes
+        if self._shown is not None and self._task is not None:
+            self._shown.update(self._task, total=self._total)
 
     def advance(self, nbytes: int) -> None:
         """So many bytes have been read, or were known already."""
-        ...
-
-
-class _Silence:
-    def expect(self, nbytes: int) -> None:
-        """Say nothing."""
-
-    def advance(self, nbytes: int) -> None:
-        """Say nothing."""
-
-
-class _Bar:
-    """The line of one question."""
-
-    def __init__(self, shown: Progress, task: TaskID) -> None:
-        self._shown = shown
-        self._task = task
-        self._total = 0
-
-    def expect(self, nbytes: int) -> None:
-        self._total += nbytes
-        self._shown.update(self._task, total=self._total)
-
-    def advance(self, nbytes: int) -> None:
-        self._shown.advance(self._task, nbytes)
+        if self._shown is not None and self._task is not None:
+            self._shown.advance(self._task, nbytes)
 
 
 @dataclass(slots=True)
@@ -85,7 +67,7 @@ def bytes_left(*, is_shown: bool, description: str) -> Iterator[BytesLeft]:
     Each question has a line of its own, which never runs backwards, and is gone when the question is answered.
     """
     if not is_shown or not sys.stderr.isatty():
-        yield _Silence()
+        yield BytesLeft()
         return
     if not _screens:
         _screens.append(_Screen(_started()))
@@ -93,7 +75,7 @@ def bytes_left(*, is_shown: bool, description: str) -> Iterator[BytesLeft]:
     screen.num_users += 1
     task = screen.shown.add_task(description, total=None)
     try:
-        yield _Bar(screen.shown, task)
+        yield BytesLeft(screen.shown, task)
     finally:
         screen.num_users -= 1
         screen.shown.refresh()

@@ -1,4 +1,4 @@
-"""How is each record of a selection swept: from counts that were kept, or from its values?
+"""Sweeps each record of a selection, from counts that were kept or from its values.
 
 Of types of at most 16 bits, one scale for the tensor needs how often each value occurs, and blocks with power-of-two
 scales how often each magnitude occurs in blocks of each kind: both are measured once, kept, and answer every further
@@ -17,8 +17,7 @@ import numpy as np
 
 from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.values import View, read_block_histogram, read_numbers, read_values, viewed_dtype
-from ranktape.analyze.metrics.kinds import pick
+from ranktape.analyze.engine.values import View, pick, read_block_histogram, read_numbers, read_values, viewed_dtype
 from ranktape.analyze.numerics.histograms.block_histogram import APART, CELLS, BlockHistogram, count_few_cells
 from ranktape.analyze.numerics.histograms.block_tables import CUTS
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values

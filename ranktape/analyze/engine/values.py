@@ -1,4 +1,4 @@
-"""Which numbers of a record are judged: those that were seen, or those that the operation computed with?
+"""Gives the numbers of a record that are judged: those that were seen, or those that the operation computed with.
 
 Of a record whose histogram was kept, the numbers are known and their places are not: every question about single
 values has the same answer.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ranktape.storage.format.record_info import Keep
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.storage import Record
+    from ranktape.storage import Record, Records
 
 
 class View(enum.StrEnum):
@@ -49,6 +50,14 @@ def viewed_dtype(*, dtype: str, compute_dtype: str, view: View) -> str:
         and computed.min_subnormal <= seen.min_subnormal
     )
     return dtype if is_held else compute_dtype
+
+
+def pick(records: Records, is_wanted: Callable[[str, str, str], bool]) -> tuple[NDArray[np.bool_], Records]:
+    """For each record whether its dtype, compute dtype and what was kept of it are wanted; and those that are."""
+    kinds = list(zip(*(records.column(field).tolist() for field in ("dtype", "compute_dtype", "keep")), strict=True))
+    wanted = {kind for kind in set(kinds) if is_wanted(*kind)}
+    mask = np.array([kind in wanted for kind in kinds], dtype=np.bool_)
+    return mask, records if mask.all() else records.take(np.flatnonzero(mask).tolist())
 
 
 def read_values(record: Record, *, view: View) -> NDArray[Any]:

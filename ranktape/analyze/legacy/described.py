@@ -1,4 +1,4 @@
-"""What do the name of a file and the file itself say that its tensor is?
+"""Reads from the name of a file and from the file itself what its tensor is.
 
 Names come first, as they are what people see and change; what a name does not say is taken from what the tools before
 us embedded, or from the record that our own export embedded under `RECORD_KEY`. A stranger may have written any of

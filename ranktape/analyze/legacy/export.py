@@ -1,4 +1,4 @@
-"""How do records become `.pt` files that the tools before us read, and that we read back without a loss?
+"""Writes records as `.pt` files that older tools read, and that are read back without a loss.
 
 Each file appears under its name complete or not at all; names are escaped so that none leaves the folder. A file that
 is there and holds the same is left as it is, so that an export that was interrupted can be run again.

@@ -1,4 +1,4 @@
-"""Which tensors are in a folder of `.pt` files? The same questions as of a run are asked of it.
+"""Reads a folder of `.pt` files as records, which answer the same questions as those of a run.
 
 Names are listed when the folder is opened. A file is opened when something is asked that its name does not say, and
 its values are read when they are asked for; always only of the files that are still in the selection.
@@ -7,188 +7,18 @@ its values are read when they are asked for; always only of the files that are s
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ranktape.analyze.legacy.described import RECORD_KEY, About, described_fields, named_fields, told_fields
-from ranktape.analyze.legacy.payload import TensorFile, read_header, read_plain, read_values
-from ranktape.analyze.legacy.table import FileRecords, FileTable, for_each
-from ranktape.analyze.numerics.histograms.histogram import measure
-from ranktape.errors import DataError, StorageError, UsageError
-from ranktape.storage.format.encode import checksum
-from ranktape.storage.format.legacy_names import (
-    LayerFile,
-    LayerOutputName,
-    SeedName,
-    parse_layer_output_name,
-    parse_seed_name,
-)
-from ranktape.storage.format.parts import split
-from ranktape.storage.format.record_info import Overflow
-from ranktape.storage.records.record import Record
+from ranktape.analyze.legacy.described import RECORD_KEY, About, told_fields
+from ranktape.analyze.legacy.payload import read_plain
+from ranktape.analyze.legacy.table import FileRecords, FileTable, FolderReader, SourceFile, for_each
+from ranktape.errors import DataError, StorageError
+from ranktape.storage.format.legacy_names import LayerFile, parse_layer_output_name, parse_seed_name
 from ranktape.storage.records.records import Records
-
-_LARGE_NBYTES = 1 << 26
-"""Values of which only one tensor at a time is in memory to be counted: the threads would hold one each."""
-
-_large = threading.Lock()
-
-
-class SourceFile:
-    """One file with one tensor; what has been read of it stays."""
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        seed: SeedName | None,
-        layer: LayerOutputName | None,
-        about: About | None = None,
-        is_first_enough: bool = False,
-    ) -> None:
-        self.path = path
-        """Where it is."""
-        self.seed = seed
-        """What its name says, if it is one of a single tensor."""
-        self.about = about or About()
-        """What its folder says of it."""
-        self.named = named_fields(seed, layer, self.about.told)
-        """The fields of the record that need not be looked up in the file."""
-        self.call = 0
-        """How many tensors of the same fields were written before it."""
-        self.site = path.name
-        """What the record says of where it is: the name, or where that is not plain ASCII what stands for it."""
-        self._layer = layer
-        self._is_first_enough = is_first_enough
-        self._header: TensorFile | None = None
-        self._fields: dict[str, Any] | None = None
-        self._measured: tuple[Overflow, str] | None = None
-
-    def __repr__(self) -> str:
-        return f"<SourceFile {self.path}>"
-
-    def field(self, name: str) -> Any:
-        """One of the record's fields, from the name where that says it."""
-        return self.named[name] if name in self.named else self.fields()[name]
-
-    def fields(self) -> dict[str, Any]:
-        """Every field of the record that takes no values.
-
-        Raises:
-            DataError: the file holds no tensor that a record can hold.
-            StorageError: it cannot be read.
-        """
-        if self._fields is None:
-            header = read_header(self.path, is_first_enough=self._is_first_enough)
-            fields = described_fields(
-                header,
-                seed=self.seed,
-                layer=self._layer,
-                stem=self.path.stem,
-                about=self.about,
-                place=str(self.path),
-            )
-            self._header, self._fields = header.without_words(), {"call": self.call} | fields
-        return self._fields
-
-    def values(self) -> Any:
-        """The values, read from the file.
-
-        Raises:
-            DataError: they are not what was listed.
-            StorageError: the file cannot be read.
-        """
-        self.fields()
-        assert self._header is not None
-        return read_values(self.path, self._header)
-
-    def measured(self) -> tuple[Overflow, str]:
-        """What the values do at the limits of their dtype, and their checksum.
-
-        Raises:
-            DataError: they are not what the file says of them.
-            StorageError: the file cannot be read.
-        """
-        if self._measured is None:
-            with _large if self.fields()["nbytes"] > _LARGE_NBYTES else nullcontext():
-                self.values_measured()
-        assert self._measured is not None
-        return self._measured
-
-    def values_measured(self) -> tuple[Any, Overflow, str]:
-        """The values, what they do at the limits of their dtype, and their checksum: all three of one reading.
-
-        Raises:
-            DataError: they are not what the file says of them.
-            StorageError: the file cannot be read.
-        """
-        values = self.values()
-        found, said = checksum(values), self.fields()["record_checksum"]
-        if said and said != found:
-            raise DataError(f"the values in {self.path} are damaged: their checksum is {found}, not {said}")
-        if self._measured is None or self._measured[1] != found:
-            self._measured = measure(values, sample_dim=self.fields()["sample_dim"]), found
-        return values, *self._measured
-
-
-class FolderReader:
-    """Where the records of a folder get their values."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.files: dict[str, SourceFile] = {}
-
-    def read(self, record: Record, *, sample: int | None) -> Any:
-        """The values of a record; with `sample` of one sample, without the dimension of samples.
-
-        Raises:
-            DataError: the file has changed since it was listed, or is damaged.
-            StorageError: it cannot be read.
-        """
-        file = self.files[record.location.site]
-        values = file.values()
-        if checksum(values) != record.checksum:
-            raise DataError(f"{file.path} has changed since it was listed: its checksum is not {record.checksum} now")
-        return values if sample is None else values.take(sample, axis=record.sample_dim)
-
-    def parts(self, record: Record) -> Iterator[Any]:
-        """The values of a record in parts, of which all are in memory.
-
-        Raises:
-            DataError: the file has changed since it was listed, or is damaged.
-            StorageError: it cannot be read.
-        """
-        return split(self.read(record, sample=None), sample_dim=record.sample_dim)
-
-    def only(self, files: Iterable[SourceFile]) -> FolderReader:
-        """A reader of some files, which is sent to another process with less."""
-        narrow = FolderReader(self.url)
-        narrow.files = {file.site: file for file in files}
-        return narrow
-
-    def open_array(self, path: str) -> Any:
-        """Nothing.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(f"{self.url}/{path} is a .pt file, not a Zarr array: use read(), or 'ranktape import'")
-
-    def siblings(self, record: Record) -> Any:
-        """Nothing.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            f"{self.url} holds files, and {record.location.site} does not say which other ones are parts of the same "
-            f"tensor: select them and use assemble(), or 'ranktape import' the folder first"
-        )
 
 
 class Folder:

@@ -1,4 +1,4 @@
-"""How does a folder of `.pt` files become a run: iterations, ranks, commits, and a verdict that is met?
+"""Makes a run of a folder of `.pt` files: iterations, ranks, commits, and a verdict that is met.
 
 The run belongs to the folder as it is: importing it again goes on where it was interrupted, and a folder that has
 changed since is another launch, which the run refuses.
@@ -31,7 +31,8 @@ from ranktape.storage.recording.writer import RankWriter
 from ranktape.storage.records.run import Run
 
 if TYPE_CHECKING:
-    from ranktape.analyze.legacy.folder import Folder, SourceFile
+    from ranktape.analyze.legacy.folder import Folder
+    from ranktape.analyze.legacy.table import SourceFile
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.format.status import Verdict
     from ranktape.storage.places.backend import Backend

@@ -1,4 +1,4 @@
-"""Does a URL name a run, or a folder of other people's `.pt` files? Every reader of the one takes the other."""
+"""Opens a URL as a run, or as a folder of `.pt` files of other tools."""
 
 from __future__ import annotations
 

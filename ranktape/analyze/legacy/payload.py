@@ -1,4 +1,4 @@
-"""Where in a `.pt` file are the values of its tensor, and what does the file say of it?
+"""Finds where in a `.pt` file the values of its tensor are, and what the file says of it.
 
 Both forms that torch writes: the archive, and the older one of pickles and bytes one after the other, which the saver
 before us used. Values are read when somebody looks at them, into memory of our own: a file that is cut or written

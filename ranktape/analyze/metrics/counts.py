@@ -12,8 +12,7 @@ import numpy as np
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sweep_measure import Job, sweep_records
-from ranktape.analyze.engine.values import View, read_numbers, viewed_dtype
-from ranktape.analyze.metrics.kinds import pick
+from ranktape.analyze.engine.values import View, pick, read_numbers, viewed_dtype
 from ranktape.analyze.metrics.target import Target, tells_apart
 from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
 from ranktape.analyze.numerics.histograms.histogram import Histogram, Tallies, scan, scan_histogram

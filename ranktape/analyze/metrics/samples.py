@@ -13,9 +13,8 @@ import numpy as np
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sweep_measure import sweep_samples
-from ranktape.analyze.engine.values import View, read_values, viewed_dtype
+from ranktape.analyze.engine.values import View, pick, read_values, viewed_dtype
 from ranktape.analyze.metrics.counts import NAMES, Counts, Row, block_job, block_row, refuse_statistics, unknown_row
-from ranktape.analyze.metrics.kinds import pick
 from ranktape.analyze.metrics.target import Target
 from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
 from ranktape.analyze.numerics.histograms.histogram import scan

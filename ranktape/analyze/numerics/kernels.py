@@ -1,4 +1,4 @@
-"""What does the compiled code do with each element?
+"""Compiles the loops over elements, and keeps what was compiled.
 
 Loops that the compiler turns into vector instructions; everything that needs Python stays outside of them.
 """

@@ -1,32 +1,310 @@
-"""Which scale does each tensor of a selection need in a format, and what does it lose with it?"""
+"""Answers which scale each tensor of a selection needs in a format, and what it loses with it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.advice.recommendation import DEFAULT_TARGET_SQNR
+from ranktape.analyze.advice.recommendation import DEFAULT_TARGET_SQNR, best_by, best_format
+from ranktape.analyze.advice.verdict import direction_of, keeps_nothing
+from ranktape.analyze.engine.sweep_measure import sweep_numbers
 from ranktape.analyze.engine.values import View
+from ranktape.analyze.identity import are_files, group_columns, group_row, identity_columns
 from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.questions.sweep_tables import group_table, levels_table, records_table
-from ranktape.analyze.questions.swept import answerable, parse_request, sweep_selection, sweepable
-from ranktape.analyze.questions.swept_groups import grouped
-from ranktape.analyze.sample_names import SAMPLE, sample_names
+from ranktape.analyze.numerics.inputs import numbers_of
+from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
+from ranktape.analyze.numerics.sweeps.metrics import Level
+from ranktape.analyze.numerics.sweeps.options import SweepMode
+from ranktape.analyze.numerics.sweeps.scaling import scale_of
+from ranktape.analyze.questions.swept import (
+    Swept,
+    answerable,
+    grouped,
+    jobs_of,
+    parse_request,
+    sweep_selection,
+    sweepable,
+    with_samples,
+)
+from ranktape.analyze.sample_names import SAMPLE
+from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.storage.format.record_info import Keep
+from ranktape.storage.records.records import Records
 
 if TYPE_CHECKING:
+    from ranktape.analyze.advice.recommendation import CommonScale, FormatChoice
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.numerics.sweeps.options import SweepOptions
-    from ranktape.analyze.questions.swept import SweepRequest, Swept
-    from ranktape.analyze.table import Table
-    from ranktape.storage import Records
+    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+    from ranktape.analyze.questions.swept import SweepRequest, SweptGroup
+
+SOURCE_COLUMN = Column(name="source", kind=Kind.TEXT, is_key=True)
+"""Which run, folder or file a record is of, where there are several."""
+
+SCHEME_COLUMNS = (
+    Column(name="format", kind=Kind.TEXT, is_key=True),
+    Column(name="sweep_mode", head="levels", kind=Kind.TEXT, is_key=True),
+)
+"""What a row's levels are of."""
+
+LEVEL_COLUMNS = (
+    Column(name="exponent", kind=Kind.FLOAT),
+    Column(name="scale", kind=Kind.FLOAT, is_detail=True),
+    Column(name="mse", kind=Kind.FLOAT),
+    Column(name="rmse", kind=Kind.FLOAT, is_detail=True),
+    Column(name="mae", kind=Kind.FLOAT, is_detail=True),
+    Column(name="max_abs_error", kind=Kind.FLOAT, is_detail=True),
+    Column(name="relative_error", head="rel. error", kind=Kind.RATIO),
+    Column(name="cosine", kind=Kind.COSINE),
+    Column(name="psnr", kind=Kind.FLOAT, unit="dB"),
+    Column(name="sqnr", kind=Kind.FLOAT, unit="dB"),
+    Column(name="overflow_count", kind=Kind.INTEGER, is_detail=True),
+    Column(name="overflow_ratio", head="overflow", kind=Kind.RATIO),
+    Column(name="underflow_count", kind=Kind.INTEGER, is_detail=True),
+    Column(name="underflow_ratio", head="underflow", kind=Kind.RATIO),
+    Column(name="flushed_count", kind=Kind.INTEGER, is_detail=True),
+    Column(name="flushed_ratio", head="flushed", kind=Kind.RATIO),
+    Column(name="score", kind=Kind.FLOAT),
+)
+"""The fields of `Level`."""
+
+_INHERITED = {field.name for field in dataclasses.fields(Level)}
+
+LEGACY_COLUMNS = tuple(
+    Column(name=field.name, kind=Kind.INTEGER if field.name.endswith("_count") else Kind.FLOAT, is_detail=True)
+    for field in dataclasses.fields(LegacyLevel)
+    if field.name not in _INHERITED
+)
+"""What the tool of the seeds counted otherwise; in legacy sweeps."""
+
+COUNTED = ("num_elements", "nan", "inf", "spoiled", "zero")
+"""What a sweep counts of a tensor."""
+
+BEST_BY = ("mse", "cosine", "psnr")
+"""Metrics whose best level is named beside the recommended one."""
+
+TENSOR_COLUMNS = (
+    *(Column(name=name.removeprefix("num_"), kind=Kind.INTEGER, is_detail=True) for name in COUNTED),
+    *(Column(name=f"best_{name}_exponent", kind=Kind.FLOAT, is_detail=True) for name in BEST_BY),
+)
+"""What is said of a tensor beside its recommended level."""
+
+CHOICE_COLUMNS = (
+    Column(name="best_format", kind=Kind.TEXT),
+    Column(name="best_format_bits", head="bits", kind=Kind.FLOAT, is_detail=True),
+    Column(name="best_format_sqnr", head="its SQNR", kind=Kind.FLOAT, unit="dB"),
+    Column(name="meets_target", head="enough", kind=Kind.TEXT),
+)
+"""The narrowest of the formats that keeps the target SQNR, or else the one that keeps most."""
+
+NOTE_COLUMN = Column(name="note", kind=Kind.TEXT)
+
+
+def records_table(swept: Sequence[Swept], *, target_sqnr: float) -> Table:
+    """One row for each record and format: its recommended level; of several formats also the best one."""
+    shape = _Shape(swept)
+    rows = []
+    for record in swept:
+        choice = _choice([record], target_sqnr=target_sqnr) if shape.has_formats else None
+        for found in record.sweeps:
+            bests = [best_by(found, name) for name in BEST_BY]
+            tensor = [getattr(found, name) for name in COUNTED]
+            tensor += [None if level is None else level.exponent for level in bests]
+            rows.append(
+                (
+                    *shape.start(record, found),
+                    *tensor,
+                    *shape.level(found.recommended),
+                    *(_choice_row(choice) if shape.has_formats else ()),
+                    _note(found),
+                )
+            )
+    return Table(
+        title=f"recommended scale of each tensor in {shape.formats}: the level with the best score",
+        columns=(
+            *shape.start_columns,
+            *TENSOR_COLUMNS,
+            *shape.level_columns,
+            *(CHOICE_COLUMNS if shape.has_formats else ()),
+            NOTE_COLUMN,
+        ),
+        rows=tuple(rows),
+        notes=tuple(_notes(swept)),
+    )
+
+
+def levels_table(swept: Sequence[Swept]) -> Table:
+    """One row for each record, format and level."""
+    shape = _Shape(swept)
+    rows = []
+    for record in swept:
+        for found in record.sweeps:
+            start, chosen = shape.start(record, found), found.recommended
+            rows += [(*start, *shape.level(level), "recommended" if level is chosen else "") for level in found.levels]
+            if not found.levels:
+                rows.append((*start, *shape.level(None), found.note))
+    return Table(
+        title=f"every level in {shape.formats}",
+        columns=(*shape.start_columns, *shape.level_columns, NOTE_COLUMN),
+        rows=tuple(rows),
+        notes=tuple(_notes(swept)),
+    )
+
+
+def _column(name: str, *, head: str = "", kind: Kind = Kind.FLOAT, unit: str = "", is_detail: bool = False) -> Column:
+    return Column(name=name, head=head or name.replace("_", " "), kind=kind, unit=unit, is_detail=is_detail)
+
+
+GROUP_COLUMNS: tuple[tuple[Column, Callable[[Level], float], Callable[[Sequence[float]], float]], ...] = (
+    (_column("lowest_exponent", head="exponent from"), lambda level: level.exponent, min),
+    (_column("median_exponent", head="median"), lambda level: level.exponent, statistics.median),
+    (_column("highest_exponent", head="to"), lambda level: level.exponent, max),
+    (_column("median_mse", is_detail=True), lambda level: level.mse, statistics.median),
+    (_column("worst_cosine", kind=Kind.COSINE), lambda level: level.cosine, min),
+    (_column("worst_psnr", unit="dB"), lambda level: level.psnr, min),
+    (_column("median_psnr", unit="dB"), lambda level: level.psnr, statistics.median),
+    (_column("worst_sqnr", unit="dB", is_detail=True), lambda level: level.sqnr, min),
+    (_column("median_sqnr", unit="dB", is_detail=True), lambda level: level.sqnr, statistics.median),
+    (_column("worst_overflow_ratio", head="overflow", kind=Kind.RATIO), lambda level: level.overflow_ratio, max),
+    (_column("worst_flushed_ratio", head="flushed", kind=Kind.RATIO), lambda level: level.flushed_ratio, max),
+)
+"""What is said of a group: a figure of the recommended level of each tensor, and what is made of all of them."""
+
+COMMON_COLUMNS = (
+    _column("common_exponent", head="common exponent"),
+    _column("common_scale", is_detail=True),
+    _column("common_score", is_detail=True),
+    _column("median_common_price", head="its median price", unit="dB"),
+    _column("worst_common_price", head="worst price", unit="dB"),
+)
+"""The one scale, or the one offset, that all tensors of a group would bear best, and what sharing it costs in SQNR."""
+
+
+def group_table(groups: Sequence[SweptGroup], *, by: Sequence[str], target_sqnr: float) -> Table:
+    """One row for each group and format: its recommended levels, the best common one, and the best format."""
+    swept = [record for group in groups for record in group.members]
+    shape = _Shape(swept)
+    rows = []
+    for group in groups:
+        choice = _choice_row(_choice(group.members, target_sqnr=target_sqnr))
+        key = group_row(group.key, num_records=len(group.members))
+        for index, common in enumerate(group.commons):
+            sweeps = [record.sweeps[index] for record in group.members]
+            levels = [level for found in sweeps if (level := found.recommended) is not None]
+            figures = (
+                combine([figure(level) for level in levels]) if levels else None for _, figure, combine in GROUP_COLUMNS
+            )
+            rows.append((*key[:-1], *_scheme_row(sweeps[0]), key[-1], *figures, *_common_row(common), *choice))
+    keys = group_columns(by)
+    return Table(
+        title=f"recommended scales in {shape.formats}, each tensor with its own scale, and the best common scale",
+        columns=(
+            *keys[:-1],
+            *SCHEME_COLUMNS,
+            keys[-1],
+            *(column for column, _, _ in GROUP_COLUMNS),
+            *COMMON_COLUMNS,
+            *CHOICE_COLUMNS,
+        ),
+        rows=tuple(rows),
+        notes=(*_notes(swept), f"enough: an SQNR of {target_sqnr:g} dB with the best level of every tensor"),
+    )
+
+
+class _Shape:
+    """Which columns the sweeps of these records have."""
+
+    def __init__(self, swept: Sequence[Swept]) -> None:
+        sweeps = swept[0].sweeps
+        self.formats = ", ".join(found.scheme.name for found in sweeps)
+        self.has_formats = len(sweeps) > 1
+        self._has_sources = len({record.source for record in swept}) > 1
+        self._is_legacy = sweeps[0].mode is SweepMode.LEGACY
+        selections = [record.records for record in swept if record.records is not None]
+        of_files = next(filter(are_files, selections), None) or next(iter(selections), None)
+        self._identity = () if of_files is None else identity_columns(of_files)
+        sources = (SOURCE_COLUMN,) if self._has_sources else ()
+        self.start_columns = (*sources, *self._identity, *SCHEME_COLUMNS)
+        self.level_columns = (*LEVEL_COLUMNS, *(LEGACY_COLUMNS if self._is_legacy else ()))
+
+    def start(self, record: Swept, found: ScaleSweep) -> tuple[Any, ...]:
+        """Which record and format a row is about."""
+        source = (record.source,) if self._has_sources else ()
+        # A run beside files has no names of files.
+        nothing = (None,) * (len(self._identity) - len(record.identity))
+        return (*source, *record.identity, *nothing, *_scheme_row(found))
+
+    def level(self, level: Level | None) -> tuple[Any, ...]:
+        """The figures of a level; nothing known without one."""
+        return tuple(None if level is None else getattr(level, column.name) for column in self.level_columns)
+
+
+def _scheme_row(found: ScaleSweep) -> tuple[str, str]:
+    return found.scheme.name, found.mode.value
+
+
+def _common_row(common: CommonScale | None) -> tuple[float | None, ...]:
+    if common is None:
+        return (None,) * len(COMMON_COLUMNS)
+    return common.exponent, scale_of(common.exponent), common.score, common.median_price, common.worst_price
+
+
+def _choice(swept: Sequence[Swept], *, target_sqnr: float) -> FormatChoice | None:
+    sweeps: dict[str, list[ScaleSweep]] = {}
+    for record in swept:
+        for found in record.sweeps:
+            sweeps.setdefault(found.scheme.name, []).append(found)
+    return best_format(sweeps, target_sqnr=target_sqnr)
+
+
+def _choice_row(choice: FormatChoice | None) -> tuple[Any, ...]:
+    """What `CHOICE_COLUMNS` hold; nothing where no tensor needs a scale."""
+    if choice is None:
+        return (None,) * len(CHOICE_COLUMNS)
+    return (
+        choice.scheme.name,
+        choice.bits_per_element,
+        choice.worst_sqnr,
+        "yes" if choice.meets_target else "no",
+    )
+
+
+def _note(found: ScaleSweep) -> str:
+    """What is unusual about the tensor, and whether the recommended level is none to use."""
+    notes = [found.note] if found.note else []
+    chosen = found.recommended
+    if chosen is not None and keeps_nothing(found.levels):
+        direction = direction_of(found.levels, chosen, is_tapered=bool(found.target.taper))
+        notes.append(f"no level keeps anything: try {direction} scales")
+    return "; ".join(notes)
+
+
+def _notes(swept: Sequence[Swept]) -> Iterator[str]:
+    """What is said of all records together, of each format apart; then of what they hold."""
+    for index, first in enumerate(swept[0].sweeps):
+        exponents = [level.exponent for record in swept if (level := record.sweeps[index].recommended) is not None]
+        if len(exponents) > 1:
+            median = statistics.median(exponents)
+            what = "offsets" if first.has_offsets else "exponents"
+            start = f"{first.scheme.name}: " if len(swept[0].sweeps) > 1 else ""
+            yield (
+                f"{start}recommended {what} of {len(exponents)} tensors: median {median:.4g} "
+                f"(scale {scale_of(median):.4g}), from {min(exponents):.4g} to {max(exponents):.4g}"
+            )
+    firsts = [record.sweeps[0] for record in swept]
+    num_special = sum(1 for found in firsts if found.nan or found.inf)
+    if num_special:
+        yield f"{num_special} of {len(swept)} tensors hold NaN or Inf, which are left out of the figures"
+    num_without = sum(1 for found in firsts if not found.levels)
+    if num_without:
+        yield f"{num_without} of {len(swept)} tensors hold no finite number other than zero: no scale"
 
 
 def sweep(
-    records: Records,
+    records: Records | Any,
     *,
     format: str | Sequence[str],  # noqa: A002 - the option's name
     by: Sequence[str] = (),
@@ -38,6 +316,8 @@ def sweep(
     on_record: Callable[[], object] = lambda: None,
 ) -> Table:
     """The recommended scale of every record and what is lost with it; with `by`, one row for each group.
+
+    In the place of records an array of numpy, a tensor of torch or nested lists may be given: the table has its row.
 
     Several formats have a row each. Values of at most 16 bits are counted once, and the counts kept: a further format
     reads nothing; wider ones, and those for NVFP4 and channels, are read every time. `by` may name `sample`: then each
@@ -54,6 +334,12 @@ def sweep(
     """
     asked = parse_request(format, options=options, view=view)
     check_shape(by=by, with_levels=with_levels, target_sqnr=target_sqnr)
+    if not isinstance(records, Records):
+        if by:
+            raise UsageError(f"by={list(by)} groups records, and this is an array: leave it out")
+        sweeps = sweep_numbers(numbers_of(records), jobs_of(asked))
+        alone = [Swept(source="", identity=(), key={}, sweeps=sweeps, records=None, index=0)]
+        return levels_table(alone) if with_levels else records_table(alone, target_sqnr=target_sqnr)
     chosen = sweepable(records)
     if not len(chosen):
         raise UsageError("no record holds floating-point numbers, and for integers and bool no scale is sought")
@@ -80,22 +366,6 @@ def sweep(
         on_record=on_record,
     )
     return dataclasses.replace(table, notes=(*table.notes, *filter(None, notes)))
-
-
-def with_samples(records: Records) -> tuple[Records, str]:
-    """The records whose samples can be told apart, and a sentence on the others.
-
-    Raises:
-        UsageError: there is none.
-    """
-    with_values = records.where(f"keep == '{Keep.VALUES}' and numel > 0")
-    chosen = with_values.take([place for place, names in enumerate(sample_names(with_values)) if names])
-    left_out = len(records) - len(chosen)
-    if not len(chosen):
-        raise UsageError(
-            f"none of {len(records)} records has samples that can be told apart, and values: leave sample out of --by"
-        )
-    return chosen, f"{left_out} of {len(records)} records have no samples, and are left out" if left_out else ""
 
 
 def check_shape(*, by: Sequence[str], with_levels: bool, target_sqnr: float) -> None:

@@ -1,4 +1,4 @@
-"""What does `ranktape analyze sweep` do: a table of all tensors, files about each of them, or both?"""
+"""Answers `ranktape analyze sweep`: a table of all tensors, files about each of them, or both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does each tensor of several sources lose, where a source or a tensor may fail without ending the others?
+"""Sweeps the tensors of several sources, where one that fails does not end the others.
 
 A source is a run, a folder of `.pt` files, or one such file. Tensors are swept one after the other; files are written
 of each, if they are asked for, before the next is read.
@@ -20,8 +20,7 @@ from ranktape.analyze.legacy.outputs.text import DOUBLE, Subject
 from ranktape.analyze.legacy.outputs.write import FolderNames, Stopwatch, TensorReport, titles_of
 from ranktape.analyze.numerics.sweeps.options import resolve
 from ranktape.analyze.options import say_what_is_left_out
-from ranktape.analyze.questions.sweep import with_samples
-from ranktape.analyze.questions.swept import is_sweepable, sweep_selection, sweepable
+from ranktape.analyze.questions.swept import is_sweepable, sweep_selection, sweepable, with_samples
 from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError, WorkersError
 from ranktape.storage.places.failures import printable

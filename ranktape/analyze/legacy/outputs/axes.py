@@ -1,4 +1,4 @@
-"""How are the axes of plots divided, and which letters can be drawn beside them?"""
+"""Divides the axes of plots, and gives the letters that can be drawn beside them."""
 
 from __future__ import annotations
 

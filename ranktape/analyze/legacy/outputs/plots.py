@@ -1,4 +1,4 @@
-"""What does a sweep look like: how does each figure move from level to level, and where are the format's limits?
+"""Draws a sweep: each metric from level to level, and the limits of the format.
 
 Two plots of one tensor: six panels with every figure, and a summary of three beside a box of statistics. No global
 state of matplotlib is touched, so that plots can be drawn from any thread.

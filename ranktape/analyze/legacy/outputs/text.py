@@ -1,4 +1,4 @@
-"""What does a report say of a sweep? The sections of the tool that the seeds describe, under its headings."""
+"""Writes the report of a sweep in the sections of the older tool, under its headings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which words do reports and plots speak of a sweep, its levels and the limits of its format?"""
+"""Gives the words in which reports and plots speak of a sweep, its levels and the limits of its format."""
 
 from __future__ import annotations
 

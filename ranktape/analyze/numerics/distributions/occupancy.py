@@ -1,4 +1,4 @@
-"""How many values are in each power of two, and which of them does a format hold?"""
+"""Gives how many values are in each power of two, and which of them a format holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which bits stand for a value of a format, and which value do bits stand for?
+"""Gives the bits that stand for a value of a format, and the value that bits stand for.
 
 A code is an integer whose lowest `num_bits` bits are those of the format, the sign first: of fp4_e2m1 -6 is 0b1111.
 """

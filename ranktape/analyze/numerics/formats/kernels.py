@@ -1,4 +1,4 @@
-"""To which value of a format does a magnitude round, inside compiled loops?
+"""Rounds magnitudes to the values of a format, inside compiled loops.
 
 Scalar functions without branches on nonnegative finite float64 numbers, for kernels that run over many values and many
 scales: the compiler inlines them and turns the loop around them into vector instructions. What is beyond the largest

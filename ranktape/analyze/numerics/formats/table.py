@@ -1,4 +1,4 @@
-"""Which numbers can each low-precision format hold?
+"""Gives the table of low-precision formats and the numbers that each holds.
 
 One row for each format; a new format is one row, and everything that rounds, encodes or sweeps takes it from here.
 """

@@ -1,4 +1,4 @@
-"""Of blocks that share a scale, how often does each value occur beside each kind of block maximum?
+"""Counts, of blocks that share a scale, how often each value occurs beside each kind of block maximum.
 
 All that a power-of-two scale can depend on, by any of the scale rules, is the exponent of the block's largest
 magnitude and on which side of a few cuts its significand lies. Counts of (exponent, class of the significand,

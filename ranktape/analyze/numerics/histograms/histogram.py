@@ -1,4 +1,4 @@
-"""What do the elements of a tensor add up to: how often each pattern occurs, how many are beyond a limit?
+"""Counts the elements of a tensor: how often each pattern occurs, and how many are beyond a limit.
 
 Every element is read once, by kernels that release the GIL and count in integers: the numbers are the same
 for any memory layout. The writer process loads this module, so it imports neither torch nor zarr.

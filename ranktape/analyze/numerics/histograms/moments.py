@@ -1,4 +1,4 @@
-"""What do the finite values of an array, or of a histogram, add up to?
+"""Adds up the finite values of an array, or of a histogram, to its statistics.
 
 Many values of at most 16 bits are counted first, and the patterns that occur are added up. Others are added up in
 blocks, in float64 and twice: the mean, then the differences from it. The writer process loads this module, so it

@@ -1,4 +1,4 @@
-"""How often does each pattern of a torch tensor occur, counted on the device where it is?
+"""Counts how often each pattern of a torch tensor occurs, on the device where it is.
 
 The twin of `histogram` and `block_histogram` in torch operations: for tensors that are not in the memory of the CPU.
 Counts are integers, equal to those that the compiled code gives, and only they leave the device.

@@ -1,4 +1,4 @@
-"""How is a tensor cut into pieces that hold whole blocks, without a copy of all of it?
+"""Cuts a tensor into pieces that hold whole blocks, without a copy of all of it.
 
 A piece is a box: a range of indices along each dimension. What is copied of a tensor at a time is one box, whatever
 its shape, its strides, the axis and the size of the blocks.

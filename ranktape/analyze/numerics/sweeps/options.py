@@ -1,4 +1,4 @@
-"""Which scales does a sweep try, and how does it round?"""
+"""Gives the scales that a sweep tries, and how it rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kinds of numbers does a tensor hold that a sweep is asked about?"""
+"""Counts the kinds of numbers that a tensor holds for a sweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""To which values of a format does a block of magnitudes round, inside compiled loops?
+"""Rounds blocks of magnitudes to the values of a format, inside compiled loops.
 
 The arithmetic of `formats.kernels`, with fewer operations for each value: sweeps round every value at every level.
 """

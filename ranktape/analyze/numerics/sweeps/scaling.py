@@ -1,4 +1,4 @@
-"""What does a tensor lose when it is divided by a scale, rounded to a format, and multiplied back?
+"""Adds up what a tensor loses when it is divided by a scale, rounded to a format, and multiplied back.
 
 The sums behind every metric, for many scales at once: from the histogram of an 8- or 16-bit type at a cost
 that does not grow with the tensor, and from the values of wider types in one pass over memory. All

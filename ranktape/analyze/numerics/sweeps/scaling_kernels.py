@@ -1,4 +1,4 @@
-"""What do the values of a tensor and their roundings add up to, at one scale after the other?
+"""Compiled loops that add up values and their roundings, at one scale after the other.
 
 For a block of values that stays in the first-level cache, and for each level: divide by the scale, round, add up. Each
 step is a loop of its own that the compiler turns into vector instructions. Sums are kept in lanes, in an order that

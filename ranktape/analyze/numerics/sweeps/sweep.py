@@ -1,4 +1,4 @@
-"""Which scale of one tensor loses least in a format?
+"""Finds the scale of one tensor that loses least in a format.
 
 A value x becomes s * round(x / s) with a scale s. In `tensor` mode one scale serves the whole tensor: a power of two
 with a fractional exponent, spread evenly from the alignment of the largest value, where nothing overflows, to that
