@@ -21,8 +21,20 @@ DEADLINE_SECONDS = 240
 GRACE_SECONDS = 40
 """torchrun gives its ranks 30."""
 
-# What a surrounding torchrun has set must not reach the processes under test.
-_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "MASTER_", "RANKTAPE_", "TENSOR_SAVE")
+# What a surrounding torchrun has set must not reach the processes under test; and where nothing is buffered, `print`
+# writes the end of a line apart: lines of ranks that share a stream would be woven together.
+_FOREIGN = (
+    "PYTHONUNBUFFERED",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "MASTER_",
+    "RANKTAPE_",
+    "TENSOR_SAVE",
+)
 
 Ended = subprocess.CompletedProcess[str]
 

@@ -150,7 +150,7 @@ ONE_CANNOT = """
         try:
             rendezvous.gather("place", seconds=60)
         except FailedElsewhereError as error:
-            print("told:", error)
+            print(f"told: {error}\\n", end="", flush=True)
 """
 
 

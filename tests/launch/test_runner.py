@@ -29,7 +29,7 @@ TRAIN = """
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print("trained", sys.argv, loss.item().hex())
+    print("trained", sys.argv, loss.item().hex(), flush=True)
 """
 """The shortest training: one process, two linear layers."""
 
@@ -267,7 +267,7 @@ WITH_WORKERS = """
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            print("step", loss.item().hex(), flush=True)
+            print(f"step {loss.item().hex()}\\n", end="", flush=True)
 
     # In one write: several processes share stdout.
     print(f"loaded as {__name__}\\n", end="", flush=True)
