@@ -14,7 +14,8 @@ from ranktape.capture.guard import StrictCaptureError
 from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.rendezvous import keep_process_groups
-from ranktape.capture.settings.options import CaptureOptions, Policy
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.status import DISABLED

@@ -22,10 +22,10 @@ from ranktape.capture.passes.passes import checked_sample_ids
 from ranktape.capture.recorder import Recorder
 from ranktape.capture.rendezvous import Rendezvous, find_place
 from ranktape.capture.roles.known import known_layer_types
-from ranktape.capture.settings.cadence import Schedule, cadence_of
+from ranktape.capture.settings.cadence import Schedule
 from ranktape.capture.settings.config import checked, given_arguments, merge, stray_variables, with_config
-from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.settings.rules import check_layer_types
+from ranktape.capture.settings.options import CaptureOptions, check_layer_types
+from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.source import Source, Tags, TensorRole, site_of
 from ranktape.capture.staging.process import WriterProcess, default_host_budget_nbytes

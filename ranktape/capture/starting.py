@@ -21,8 +21,8 @@ import torch
 
 import ranktape
 from ranktape.capture.rendezvous import Rendezvous, collective_seconds
-from ranktape.capture.settings.cadence import cadence_of
 from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.staging.ring_file import boot_id, new_ring_path
 from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import LateError, RanktapeError, UsageError

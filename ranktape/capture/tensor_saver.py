@@ -19,8 +19,9 @@ from ranktape.capture import awaited
 from ranktape.capture.console import Console
 from ranktape.capture.roles.table import UNSAMPLED
 from ranktape.capture.session import Capture
-from ranktape.capture.settings.cadence import Schedule, ScheduleOfOne, cadence_of
+from ranktape.capture.settings.cadence import Schedule, ScheduleOfOne
 from ranktape.capture.settings.config import DEFAULT_SAVE_DIR, checked, merge, read_seed_environment, seed_values
+from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.source import Source, TensorRole
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.format.legacy_names import recorded_name

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.numerics.histograms.moments import warm_up
 from ranktape.capture.settings.cadence import Cadence
-from ranktape.capture.settings.options import Policy
+from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import Slot, SlotKind
 from ranktape.capture.writing.committing import Committer

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from ranktape.capture.settings.setting import SWITCH_WORDS
 from ranktape.errors import CaptureError, FailedElsewhereError, LateError, RanktapeError, UsageError
 from ranktape.launch.worker import HEAD_START_SECONDS, LAUNCHED, OWNER, Worker, one_line, stand_aside
 
@@ -139,6 +138,9 @@ class AutoStart:
         """
         if not _is_to_be_recorded(os.environ):
             return
+        # Not at the top, which runs with each import of torch.
+        from ranktape.capture.settings.table import SWITCH_WORDS
+
         stand_aside()
         is_strict = SWITCH_WORDS.get(os.environ.get("RANKTAPE_STRICT", "").strip().lower(), False)
         order: Order | None = None
@@ -236,7 +238,7 @@ def _is_to_be_recorded(environment: Mapping[str, str]) -> bool:
 def in_variables(text: str) -> str:
     """A message that names options by their variables: RANKTAPE_RESUME=true for --resume."""
     from ranktape.capture.settings.config import PREFIX
-    from ranktape.capture.settings.options import SETTINGS
+    from ranktape.capture.settings.table import SETTINGS
 
     variables = {
         setting.flag: PREFIX + setting.aliases[-1].upper() + ("=true" if setting.kind is bool else "")

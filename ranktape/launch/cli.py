@@ -1,7 +1,4 @@
-"""Which commands does `ranktape` have, and where are they?
-
-Nothing of them is imported before it is asked for: help answers at once.
-"""
+"""The commands of `ranktape`, each imported when it is asked for, so that help answers at once."""
 
 from __future__ import annotations
 
@@ -16,16 +13,16 @@ COMMANDS = {
     "plan": "ranktape.launch.plan:command",
     "status": "ranktape.launch.status:command",
     "watch": "ranktape.launch.watch:command",
-    "runs": "ranktape.launch.runs:command",
-    "check": "ranktape.launch.check:command",
-    "repair": "ranktape.launch.repair:command",
-    "recover": "ranktape.launch.recover:command",
-    "push": "ranktape.launch.push:command",
-    "cp": "ranktape.launch.cp:command",
-    "prune": "ranktape.launch.prune:command",
-    "rm": "ranktape.launch.rm:command",
-    "export": "ranktape.launch.export:command",
-    "import": "ranktape.launch.import_:command",
+    "runs": "ranktape.launch.maintain:runs_command",
+    "check": "ranktape.launch.maintain:check_command",
+    "repair": "ranktape.launch.maintain:repair_command",
+    "recover": "ranktape.launch.exchange:recover_command",
+    "push": "ranktape.launch.exchange:push_command",
+    "cp": "ranktape.launch.exchange:cp_command",
+    "prune": "ranktape.launch.maintain:prune_command",
+    "rm": "ranktape.launch.maintain:rm_command",
+    "export": "ranktape.launch.exchange:export_command",
+    "import": "ranktape.launch.exchange:import_command",
     "analyze": "ranktape.analyze.cli:cli",
 }
 """Where each command is."""

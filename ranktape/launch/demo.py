@@ -18,7 +18,6 @@ from typing import Any
 import click
 
 from ranktape.analyze.console import say
-from ranktape.capture.settings.options import CaptureOptions
 from ranktape.errors import CaptureError, RunExistsError, RunNotFoundError, UsageError
 from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.place import read_options
@@ -129,6 +128,9 @@ def plan_capture(values: Mapping[str, Any], *, steps: int, quant_type: str) -> d
     Raises:
         UsageError: the training ends before the guaranteed iterations are captured.
     """
+    # Not at the top: the help page does without what it needs.
+    from ranktape.capture.settings.options import CaptureOptions
+
     target = CaptureOptions.from_mapping(values).target_iterations
     # Evenly over the training, and neither its first step nor its last.
     share = steps // (target + 2)
@@ -196,6 +198,7 @@ what is wrong, a plot, and all of it in one page."""
 
 def _refuse_existing(url: str, *, settings: Mapping[str, Any]) -> None:
     """The launcher refuses too, but under torchrun that takes seconds and a page of output."""
+    from ranktape.capture.settings.options import CaptureOptions
     from ranktape.storage import open_run
 
     options = CaptureOptions.from_mapping(settings)

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ranktape.capture.settings.options import SETTINGS
-from ranktape.capture.settings.setting import Setting, is_given
+from ranktape.capture.settings.table import SETTINGS, Setting, is_given
 from ranktape.errors import UsageError
 
 AnyCommand = TypeVar("AnyCommand", bound=Callable[..., Any])
@@ -64,7 +63,7 @@ def capture_arguments(values: Mapping[str, Any]) -> list[str]:
         if setting.kind is bool:
             words.append(setting.flag)
             continue
-        for item in value if setting.multiple and not isinstance(value, str) else (value,):
+        for item in value if setting.takes_several and not isinstance(value, str) else (value,):
             words += [setting.flag, str(item)]
     return words
 
@@ -77,7 +76,7 @@ def _option(setting: Setting, *, default: Any) -> Callable[[AnyCommand], AnyComm
         setting.name,
         type=click.Choice(setting.choices) if setting.choices else setting.kind,
         is_flag=setting.kind is bool,
-        multiple=setting.multiple,
+        multiple=setting.takes_several,
         default=default,
         metavar=(setting.metavar or setting.kind.__name__.upper()) if is_plain else None,
         # click's own `show_default` knows only the command's default, which is None for "not given".

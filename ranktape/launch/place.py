@@ -1,21 +1,36 @@
-"""How does a command take the place of a run, and name it without giving away how it is opened?"""
+"""What commands share: the place of a run, how it is named, and a command made from the signature of its function."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ranktape.errors import UsageError
+from ranktape.errors import CheckFoundError, UsageError
 from ranktape.storage.places.backend import without_credentials
 from ranktape.storage.places.failures import printable
 from ranktape.storage.places.urls import parse_storage_options
 
 if TYPE_CHECKING:
+    from ranktape.analyze.table import Table
     from ranktape.storage.places.retry import RetryingBackend
+
+Progress = Callable[[int, int], object]
+"""Called with the pieces of work done and all that are known."""
+
+
+def quiet(_done: int, _total: int) -> None:
+    """Tells nobody of progress."""
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
+"""The option of every command with an answer for programs."""
 
 storage_options_option = click.option("--storage-options", metavar="JSON", help="JSON object for fsspec.")
 """The option of every command that opens a store; `read_options` reads its value."""
@@ -31,7 +46,7 @@ def read_options(text: str | None) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def open_backend_of(run: str, options: dict[str, Any] | None) -> Iterator[RetryingBackend]:
+def open_backend_of(run: str, options: Mapping[str, Any] | None) -> Iterator[RetryingBackend]:
     """The store of a run that a command was given; where no run is there, the error names similar places.
 
     Raises:
@@ -81,3 +96,108 @@ def work_bar(description: str) -> Iterator[Callable[[int, int], object]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a command says when its function has returned."""
+
+    text: Table | str
+    """For people."""
+    document: Any = None
+    """For programs; None for a command without `--json`."""
+    problem: str | None = None
+    """Why it exits with 3, as it has found something; None where it has not."""
+
+
+def command_of(
+    function: Callable[..., Any],
+    *,
+    helps: Mapping[str, str | Mapping[str, Any]],
+    working: str = "",
+    question: Callable[[Any], str | None] | None = None,
+    each: Callable[[Any], str] | None = None,
+    has_json: bool = True,
+) -> Callable[[Callable[..., Answer]], click.Command]:
+    """A decorator that makes a function's command: it is given what the function returns, and gives the answer.
+
+    The function's own arguments become those of the command, what can only be named its options; `--storage-options`
+    is read as JSON, and `on_progress` is a bar.
+
+    Args:
+        function: Named as the command is, with the help page as its docstring.
+        helps: For each option the help, or what click is told of it.
+        working: What the bar says.
+        question: Gives, for what a dry run has returned, what is asked before something is removed; None for nothing.
+        each: Gives a line for each thing that the function tells of by `on_done`.
+        has_json: Whether it has `--json`.
+    """
+    from ranktape.analyze.console import say
+
+    def decorate(tell: Callable[..., Answer]) -> click.Command:
+        def run(*, as_json: bool = False, yes: bool = False, **given: Any) -> None:
+            if "storage_options" in given:
+                given["storage_options"] = read_options(given["storage_options"])
+            if (
+                question is not None
+                and not given["dry_run"]
+                and (asked := question(function(**{**given, "dry_run": True})))
+            ):
+                confirm(asked, is_yes=yes)
+            with work_bar(working) if working else contextlib.nullcontext(quiet) as on_progress:
+                told: dict[str, Any] = {"on_progress": on_progress} if working else {}
+                if each is not None and not as_json:
+                    told["on_done"] = lambda one: say(each(one))
+                found = function(**given, **told)
+            _write(tell(found, given), as_json=as_json)
+
+        command = click.command(name=function.__name__.partition("_")[0], help=inspect.cleandoc(function.__doc__ or ""))
+        made: Any = run
+        if question is not None:
+            made = click.option("--yes", is_flag=True, help="Do not ask.")(made)
+        if "storage_options" in inspect.signature(function).parameters:
+            made = storage_options_option(made)
+        made = json_option(made) if has_json else made
+        for parameter in reversed(list(inspect.signature(function).parameters.values())):
+            if parameter.name not in {"storage_options", "on_done", "on_progress"}:
+                made = _option(parameter, helps.get(parameter.name, {}))(made)
+        return command(made)
+
+    return decorate
+
+
+def _option(parameter: inspect.Parameter, about: str | Mapping[str, Any]) -> Callable[[Any], Any]:
+    """What click is told of one of a function's arguments."""
+    told: dict[str, Any] = {"help": about} if isinstance(about, str) else dict(about)
+    kind = _KINDS[parameter.annotation.partition(" ")[0]]
+    if kind is Path:
+        told.setdefault("type", click.Path(path_type=Path))
+    if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+        return click.argument(parameter.name, **{"metavar": parameter.name.upper(), **told})
+    flag = told.pop("flag", "--" + parameter.name.replace("_", "-"))
+    if kind is bool:
+        return click.option(flag, parameter.name, is_flag=True, **told)
+    return click.option(flag, parameter.name, default=parameter.default, **{"type": kind, **told})
+
+
+_KINDS: Mapping[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "Path": Path}
+"""What an annotation, which is text, may begin with."""
+
+
+def _write(answer: Answer, *, as_json: bool) -> None:
+    """Write an answer.
+
+    Raises:
+        CheckFoundError: it has found something.
+    """
+    from ranktape.analyze.console import say, say_json
+    from ranktape.analyze.table import write_table
+
+    if as_json:
+        say_json(answer.document)
+    elif isinstance(answer.text, str):
+        say(answer.text)
+    else:
+        write_table(answer.text)
+    if answer.problem is not None:
+        raise CheckFoundError(answer.problem)

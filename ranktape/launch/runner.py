@@ -100,8 +100,7 @@ def _run(request: Request, *, worker: Worker) -> int:
     script.enter()
 
     from ranktape.capture.roles.known import known_layer_types
-    from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.capture.settings.rules import check_layer_types
+    from ranktape.capture.settings.options import CaptureOptions, check_layer_types
     from ranktape.capture.starting import open_place, try_place
     from ranktape.launch.autostart import AutoStart, Order, hand_down
     from ranktape.storage.format.attempt import read_attempts

@@ -327,13 +327,13 @@ def test_words_in_quotes_are_no_keywords() -> None:
         ("- check: std < 1\n  allow_empty: 1", "allow_empty is to be true or false, and is 1"),
         ("- check: std < 1\n  missing: maybe", "missing is to be one of fail, pass"),
         ("- check: std < 1\n  by: 3", "by is to be a field, or a list of fields"),
-        ("- check: std < 1\n  check: std < 2", "line 2 is not YAML that is read here: the name 'check' is given twice"),
+        ("- check: std < 1\n  check: std < 2", "is not YAML that is read here: line 2: 'check' is given twice"),
         ("- &a {check: std < 1}\n- *a", "aliases"),
         ("- {check: std < 1, name: a}\n- {check: std < 2, name: a}", "entry 2: the name 'a' is that of entry 1"),
         ("- check: !!python/object:os.system x", "the tag .*os.system' is not allowed"),
         ("- check: !!bool x", "the tag .*bool' is not allowed"),
         ("- [", "line 1|line 2"),
-        ("- check: " + "[" * 50, "line 1 .*: it is nested deeper than rules are"),
+        ("- check: " + "[" * 50, "line 1: it is nested too deep"),
         ("- check: \x07", "cannot be read as YAML: unacceptable character"),
     ],
 )
@@ -347,9 +347,9 @@ def test_mistakes_in_files(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read: No such file"):
+    with pytest.raises(UsageError, match=r"cannot be read \(No such file"):
         read_rule_file(tmp_path / "none.yaml")
-    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+    with pytest.raises(UsageError, match="is not a file"):
         read_rule_file(tmp_path)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="not text in UTF-8"):

@@ -115,7 +115,7 @@ def test_outputs_are_the_product_and_the_bias_to_the_bit(
 def test_a_bias_is_expected_where_there_is_one(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
     model.get_parameter("2.bias").requires_grad = False
-    run = capture(model, tmp_path / "run", layer_types="linear")
+    run = capture(model, tmp_path / "run", layer_type="linear")
     assert {name for name in named(run, "0") if "bias" in name} == {"bias", "grad_bias"}
     assert not {name for name in named(run, "1") if "bias" in name}
     assert {name for name in named(run, "2") if "bias" in name} == {"bias"}
@@ -132,7 +132,7 @@ def test_a_bias_can_be_left_out(tmp_path: Path) -> None:
 
 def test_a_generation_stores_each_bias_once(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2).out_proj).eval()
-    with Capture(tmp_path / "run", modes="eval", min_iterations=4), torch.no_grad():
+    with Capture(tmp_path / "run", mode="eval", min_iterations=4), torch.no_grad():
         for token in range(4):
             if token == 2:
                 model.get_parameter("1.bias").add_(1)

@@ -13,7 +13,8 @@ import pytest
 
 from ranktape.capture import Capture, add_arguments
 from ranktape.capture.settings.config import given_arguments, merge, read_config, resolve, stray_variables
-from ranktape.capture.settings.options import SETTINGS, CaptureOptions
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.settings.table import SETTINGS
 from ranktape.errors import UsageError
 
 YAML = """\
@@ -28,7 +29,7 @@ quant_type: no          # a tag, not a false
 resume: true
 block_timeout_seconds: 1e1
 storage_options: {anon: true, retries: 5}
-selections:
+select:
   - {layer_type: attention, every: 100, keep: histogram}
   - keep=statistics samples=0-3
 max_iterations: ~
@@ -44,7 +45,7 @@ tensor_name = "grad_*"
 quant_type = "no"
 resume = true
 block_timeout_seconds = 10.0
-selections = [{layer_type = "attention", every = 100, keep = "histogram"}, "keep=statistics samples=0-3"]
+select = [{layer_type = "attention", every = 100, keep = "histogram"}, "keep=statistics samples=0-3"]
 [storage_options]
 anon = true
 retries = 5
@@ -54,14 +55,14 @@ SAID = {
     "capture": "s3://bucket/run",
     "min_iterations": 3,
     "iteration": ("10:20:2",),
-    "layer_types": ("linear", "hidden"),
+    "layer_type": ("linear", "hidden"),
     "rank": ("0", "2"),
     "tensor_name": ("grad_*",),
     "quant_type": "no",
     "resume": True,
     "block_timeout_seconds": 10.0,
     "storage_options": {"anon": True, "retries": 5},
-    "selections": (
+    "select": (
         {"layer_type": ("attention",), "every": 100, "keep": "histogram"},
         "keep=statistics samples=0-3",
     ),
@@ -82,7 +83,7 @@ def test_a_file_says_what_a_command_line_can(text: str, name: str, tmp_path: Pat
     assert read_config(path) == SAID
     url, settings = resolve({"capture_config": str(path)}, environment={})
     assert url == "s3://bucket/run"
-    assert CaptureOptions(**settings).document()["selections"] == [
+    assert CaptureOptions(**settings).document()["select"] == [
         {"layer_type": ["attention"], "every": 100, "keep": "histogram"},
         "keep=statistics samples=0-3",
     ]
@@ -103,54 +104,54 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
     given: dict[str, Any] = {"capture_config": str(write(tmp_path, "policy: skip\n"))}
     environment = {}
     if speaks["file"]:
-        write(tmp_path, "every: 3\nlayer_types: [linear]\nmanual: false\ncapture: file\n")
+        write(tmp_path, "every: 3\nlayer_type: [linear]\nmanual: false\ncapture: file\n")
     if speaks["environment"]:
         environment = {
             "RANKTAPE_EVERY": "2",
-            "RANKTAPE_LAYER_TYPES": "attention,hidden",
+            "RANKTAPE_LAYER_TYPE": "attention,hidden",
             "RANKTAPE_MANUAL": "true",
             "RANKTAPE_CAPTURE": "environment",
         }
     if speaks["command line"]:
-        given |= {"every": 1, "layer_types": ("embedding",), "capture": "command line"}
+        given |= {"every": 1, "layer_type": ("embedding",), "capture": "command line"}
     url, settings = resolve(given, environment=environment)
     first = next((source for source in SOURCES if speaks[source]), None)
     assert url == first
     every = {"command line": 1, "environment": 2, "file": 3, None: CaptureOptions().every}
     assert settings["every"] == every[first]
     types = {"command line": ("embedding",), "environment": ("attention", "hidden"), "file": ("linear",), None: ()}
-    assert settings["layer_types"] == types[first]
+    assert settings["layer_type"] == types[first]
     # A flag is on or not given on a command line: it is never taken back by it.
     assert settings["manual"] is speaks["environment"]
 
 
 def test_the_environment_can_name_the_file_and_every_setting(tmp_path: Path) -> None:
     path = write(tmp_path, "every: 7\ncapture: here\n")
-    url, values = merge({"every": None, "modules": ()}, environment={"RANKTAPE_CAPTURE_CONFIG": str(path)})
+    url, values = merge({"every": None, "module": ()}, environment={"RANKTAPE_CAPTURE_CONFIG": str(path)})
     assert (url, values["every"]) == ("here", 7)
     environment = {
         "RANKTAPE_MIN_ITERATIONS": "3",
         "RANKTAPE_BLOCK_TIMEOUT_SECONDS": "0.5",
-        "RANKTAPE_MODULES": "a.*, b",
+        "RANKTAPE_MODULE": "a.*, b",
         "RANKTAPE_START_AT": "4",
         "RANKTAPE_RESUME": "Yes",
         "RANKTAPE_LAYERS": "0,30",
         "RANKTAPE_SAMPLES": "0-3",
         "RANKTAPE_WHERE": "layer_idx < 3",
-        "RANKTAPE_SELECTIONS": "layer_type=linear,attention every=10; keep=histogram",
+        "RANKTAPE_SELECT": "layer_type=linear,attention every=10; keep=histogram",
         "RANKTAPE_STORAGE_OPTIONS": '{"anon": true}',
         "RANKTAPE_EVERY": "",
     }
     assert merge({}, environment=environment)[1] == {
         "min_iterations": 3,
         "block_timeout_seconds": 0.5,
-        "modules": ("a.*", "b"),
+        "module": ("a.*", "b"),
         "start": 4,
         "resume": True,
         "layers": "0,30",
         "samples": "0-3",
         "where": "layer_idx < 3",
-        "selections": ("layer_type=linear,attention every=10; keep=histogram",),
+        "select": ("layer_type=linear,attention every=10; keep=histogram",),
         "storage_options": {"anon": True},
     }
     for setting in SETTINGS:
@@ -174,9 +175,9 @@ def test_variables_that_nobody_reads_are_named_with_the_nearest() -> None:
         ({"RANKTAPE_RESUME": "maybe"}, "RANKTAPE_RESUME='maybe' is not allowed: set it to true or false"),
         ({"RANKTAPE_KEEP": "counts"}, "RANKTAPE_KEEP: --keep counts is not allowed: give one of values, histogram"),
         ({"RANKTAPE_WHERE": "layer_idx <"}, "RANKTAPE_WHERE: expected a field"),
-        ({"RANKTAPE_SELECTIONS": "a=b"}, "RANKTAPE_SELECTIONS: --select, rule 1: tensors have no field 'a'"),
+        ({"RANKTAPE_SELECT": "a=b"}, "RANKTAPE_SELECT: --select, rule 1: tensors have no field 'a'"),
         ({"RANKTAPE_STORAGE_OPTIONS": "{"}, "RANKTAPE_STORAGE_OPTIONS: --storage-options is not JSON"),
-        ({"RANKTAPE_MODULE": "a", "RANKTAPE_MODULES": "b"}, "is given twice, by two of its names"),
+        ({"RANKTAPE_START": "1", "RANKTAPE_START_AT": "2"}, "is given twice, by two of its names"),
         ({"RANKTAPE_CAPTURE_CONFIG": "nowhere.yaml"}, "nowhere.yaml cannot be read"),
     ],
 )
@@ -209,19 +210,19 @@ LAUGHS = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
         ("capture: 5", "give the URL of a run"),
         ("capture_config: b.yaml", "a file names no other file"),
         ("every: 1\nevery: 2", "line 2: 'every' is given twice"),
-        ("module: a\nmodules: b", "is given twice, by two of its names"),
-        ("modules: {a: b}", "is not something a field can hold"),
-        ("modules: [[a]]", "is not something a field can hold"),
+        ("start: 1\nstart_at: 2", "is given twice, by two of its names"),
+        ("module: {a: b}", "is not something a field can hold"),
+        ("module: [[a]]", "is not something a field can hold"),
         ("layers: {a: b}", "is not something a field can hold"),
         ("layers: -3", "counted from 0"),
         ("samples: [x]", "holds numbers and 'x' is not one"),
-        ("advance_on: [1]", "give a text"),
+        ("advance_on: [1]", "give optimizer, forward, step"),
         ("where: overflow.nan.count > 0", "overflow.nan.count is not known yet when a tensor is captured"),
         ("where: [a]", "give a text"),
-        ("selections: [[a]]", "is no rule"),
-        ("selections: {layertype: a}", "tensors have no field 'layertype': did you mean layer_type?"),
-        ("selections: {every: a}", "every 'a' is not allowed"),
-        ("selections: {layer_type: {a: b}}", "is not something a field can hold"),
+        ("select: [[a]]", "is no rule"),
+        ("select: {layertype: a}", "tensors have no field 'layertype': did you mean layer_type?"),
+        ("select: {every: a}", "every 'a' is not allowed"),
+        ("select: {layer_type: {a: b}}", "is not something a field can hold"),
         ("storage_options: [1]", "--storage-options is a list"),
         ("- every", "holds a list, not settings by name"),
         ("every", "holds a str, not settings by name"),
@@ -305,7 +306,7 @@ def test_the_examples_on_the_page_are_settings(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "selection.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     _, settings = resolve({"capture_config": str(write(tmp_path, text))}, environment={})
-    assert len(CaptureOptions(**settings).selections) == 3
+    assert len(CaptureOptions(**settings).select) == 3
     words = [
         word
         for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL)
@@ -313,7 +314,7 @@ def test_the_examples_on_the_page_are_settings(tmp_path: Path) -> None:
     ]
     given = [word for word in words if not word.startswith("--") and word.strip()]
     where, *rules = given
-    assert len(CaptureOptions(where=where, selections=rules).selections) == 3
+    assert len(CaptureOptions(where=where, select=rules).select) == 3
     variables = dict(re.findall(r"`(RANKTAPE_\w+)=\"?([^`\"]+)\"?`", page))
     assert len(variables) == 4
     resolve({}, environment=variables)
@@ -341,13 +342,13 @@ def test_a_script_keeps_its_own_options_and_ours_have_a_second_name(
     args = parser.parse_args([*words, "--capture-phase", "pre,post"])
     assert (args.dtype, args.resume) == ("fp32", True)
     given = {name: value for name, value in given_arguments(args).items() if value is not None}
-    assert given == {"dtype": ["bfloat16"], "every": 2, "modes": ["eval"], "phase": ["pre,post"]}
+    assert given == {"dtype": ["bfloat16"], "every": 2, "mode": ["eval"], "phase": ["pre,post"]}
     assert not Capture.from_arguments(args).is_recording
     monkeypatch.setenv("RANKTAPE_CAPTURE", str(tmp_path / "run"))
     monkeypatch.setenv("RANKTAPE_KEEP", "histogram")
     capture = Capture.from_arguments(args)
     assert isinstance(capture, Capture)
     assert capture.options == CaptureOptions(
-        dtype=("bfloat16",), every=2, modes=("eval",), phase=("pre", "post"), keep="histogram"
+        dtype=("bfloat16",), every=2, mode=("eval",), phase=("pre", "post"), keep="histogram"
     )
     assert "--capture-where EXPR" in parser.format_help()

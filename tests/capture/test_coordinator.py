@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranktape.capture.settings.cadence import Cadence, cadence_of
+from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.writing.coordinator import Coordinator, Goal
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.format.layout import Mark
@@ -143,7 +144,7 @@ def test_a_rank_that_does_not_come_is_looked_for_less_and_less_often(tmp_path: P
 
 
 def test_further_iterations_follow_the_rules_and_may_come_to_an_end(tmp_path: Path) -> None:
-    rules = cadence_of(CaptureOptions(iteration="0-10,1000", selections="layer_idx=0 every=5; every=4"))
+    rules = cadence_of(CaptureOptions(iteration="0-10,1000", select="layer_idx=0 every=5; every=4"))
     watched = Watched(tmp_path / "run", planned=(8, 10), target=2, cadence=rules)
     watched.step = 11
     failed = (Mark.COMMITTED, Mark.FAILED)

@@ -96,7 +96,7 @@ def test_what_no_hook_sees_is_named_with_its_share(tmp_path: Path, capsys: pytes
 
 def test_of_attention_that_is_seen_or_not_asked_for_nothing_is_said(tmp_path: Path) -> None:
     model = nn.Sequential(SelfAttention())
-    with Capture(tmp_path / "run", model=model, layer_types=("linear",), advance_on="step") as capture:
+    with Capture(tmp_path / "run", model=model, layer_type=("linear",), advance_on="step") as capture:
         model(torch.randn(BATCH, LENGTH, WIDTH)).sum().backward()
         capture.step()
     [status] = open_run(tmp_path / "run").status()

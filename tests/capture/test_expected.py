@@ -133,7 +133,7 @@ def test_a_branch_of_which_one_call_has_no_gradient_is_not_whole(tmp_path: Path)
 
 def test_evaluation_alone_lacks_nothing(tmp_path: Path) -> None:
     model = nn.Sequential(linear(), linear()).eval()
-    with Capture(tmp_path / "run", model=model, modes=("eval",)) as capture, torch.no_grad():
+    with Capture(tmp_path / "run", model=model, mode=("eval",)) as capture, torch.no_grad():
         model(torch.randn(4, WIDTH))
         capture.step()
     (status,) = open_run(tmp_path / "run").status()
@@ -167,7 +167,7 @@ def test_what_runs_only_in_evaluation_is_told_from_what_never_runs(tmp_path: Pat
 
 
 def test_what_was_not_selected_is_not_missing(tmp_path: Path) -> None:
-    (status,) = train(Experts(), tmp_path / "run", tensor_name=("input",), modules=("first", "experts.0"))
+    (status,) = train(Experts(), tmp_path / "run", tensor_name=("input",), module=("first", "experts.0"))
     assert silent(status) == {}
     assert (status.num_expected, status.num_recorded) == (2, 2)
 
@@ -249,7 +249,7 @@ class Mixed(nn.Module):
     [
         {"compute_dtype": "bfloat16"},
         {"where": "tensor_name == 'output' or microbatch == 7"},
-        {"where": "mode == 'eval' or tensor_name == 'output'", "modes": ("train", "eval")},
+        {"where": "mode == 'eval' or tensor_name == 'output'", "mode": ("train", "eval")},
         {"where": "microbatch == 7 and phase == 'pre' or tensor_name == 'output'"},
         {"where": "dtype == 'float32'"},
     ],
@@ -289,7 +289,7 @@ def test_an_evaluation_with_gradients_is_not_taken_for_a_training_pass() -> None
 
 def test_nothing_is_missing_in_inference(tmp_path: Path) -> None:
     model = nn.Sequential(linear(), nn.ReLU(), linear())
-    with Capture(tmp_path / "run", model=model, modes="eval", advance_on="step", min_iterations=2) as capture:
+    with Capture(tmp_path / "run", model=model, mode="eval", advance_on="step", min_iterations=2) as capture:
         for step in range(2):
             if step:
                 model.train()(torch.randn(4, WIDTH))  # not recorded, and not missing

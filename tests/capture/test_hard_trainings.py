@@ -240,7 +240,7 @@ def test_bare_layers_have_names_of_their_own(tmp_path: Path) -> None:
 def test_frozen_layers_have_microbatches_too(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 16).requires_grad_(requires_grad=False), nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    with Capture(tmp_path / "run", modules=("0",)):
+    with Capture(tmp_path / "run", module=("0",)):
         for _ in range(3):
             model(torch.randn(2, 16)).sum().backward()
         optimizer.step()

@@ -208,7 +208,7 @@ def test_layers_and_linear_layers_together(tmp_path: Path) -> None:
     task = Task(
         make=lambda: Model(keys=["4", "5", "6"]),
         batch=tokens,
-        options={"layers": [5], "layer_types": ("linear",)},
+        options={"layers": [5], "layer_type": ("linear",)},
     )
     trained = train_twice(task, tmp_path / "run", steps=1)
     assert trained.is_equal
@@ -266,7 +266,7 @@ def test_hostile_names_of_modules_are_only_data(tmp_path: Path, name: str) -> No
         model = nn.Sequential()
         model.add_module(name, nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Capture(tmp_path / "deep" / "run", layer_types=["linear"]) as capture:
+    with Capture(tmp_path / "deep" / "run", layer_type=["linear"]) as capture:
         model(torch.randn(2, WIDTH)).sum().backward()
         optimizer.step()
     assert capture.close().met

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ranktape.launch.push import command
+from ranktape.launch.exchange import push_command as command
 from ranktape.storage import IterationState, open_run
 from tests.capture.gate import Gate
 from tests.capture.light import LightTrainer, tensors

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from ranktape.capture.staging.ring_file import SlotKind, Words, boot_id, lock_ring
 from ranktape.capture.writing.recover import find_rings, recover_ring
 from ranktape.errors import CaptureError
-from ranktape.launch.recover import command
+from ranktape.launch.exchange import recover_command as command
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.places.urls import open_backend
 from tests.capture.light import LightTrainer, tensors

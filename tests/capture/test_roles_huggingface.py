@@ -92,7 +92,7 @@ def test_llama_with_grouped_heads(tmp_path: Path, attention: str) -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_gpt2_with_transposed_and_tied_weights(tmp_path: Path, attention: str) -> None:
     layer_types = ("linear", "attention", "embedding")
-    trained = train_twice(task(gpt2, attention, layer_types=layer_types), tmp_path / "run")
+    trained = train_twice(task(gpt2, attention, layer_type=layer_types), tmp_path / "run")
     assert trained.is_equal
     assert is_whole(trained)
     counts = verify_run(trained.run)

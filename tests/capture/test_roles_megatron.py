@@ -54,7 +54,7 @@ def train(capture):
     return bits
 
 plain = train(None)
-captured = train(Capture(sys.argv[1], layers="all", layer_types=("linear", "attention", "embedding")))
+captured = train(Capture(sys.argv[1], layers="all", layer_type=("linear", "attention", "embedding")))
 assert plain[0] == captured[0]
 assert all(torch.equal(one, other) for one, other in zip(plain[1:], captured[1:], strict=True))
 """

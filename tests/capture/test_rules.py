@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.settings.rule_text import parse_rules
-from ranktape.capture.settings.rules import check_layer_types, read_layers, read_selection
+from ranktape.capture.settings.options import CaptureOptions, check_layer_types
+from ranktape.capture.settings.rules import parse_rules, read_layers, read_selection
 from ranktape.errors import UnknownFieldError, UsageError
 
 KNOWN = ("linear", "attention", "embedding", "hidden")
@@ -70,10 +69,10 @@ def test_any_text_can_stand_in_quotes(rule: dict[str, str]) -> None:
 @given(st.text(max_size=60))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        CaptureOptions(selections=text)
+        CaptureOptions(select=text)
     except UsageError:
         return
-    read_selection(CaptureOptions(selections=text))
+    read_selection(CaptureOptions(select=text))
 
 
 def test_a_text_and_a_mapping_say_the_same() -> None:
@@ -87,7 +86,7 @@ def test_a_text_and_a_mapping_say_the_same() -> None:
         "where": "call < 2",
     }
     for each in (text, [text], (mapping,), mapping):
-        general, (rule,) = read_selection(CaptureOptions(selections=each, every=50))
+        general, (rule,) = read_selection(CaptureOptions(select=each, every=50))
         assert (general.filters, general.where) == ((), None)
         assert [one.field for one in rule.filters] == ["layer_type", "layer_idx"]
         assert (rule.every, rule.keep) == (100, "histogram")
@@ -96,7 +95,7 @@ def test_a_text_and_a_mapping_say_the_same() -> None:
 
 
 def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
-    options = CaptureOptions(every=10, keep="statistics", samples=0, selections="layer_type=linear; every=20 samples=1")
+    options = CaptureOptions(every=10, keep="statistics", samples=0, select="layer_type=linear; every=20 samples=1")
     _, (first, second) = read_selection(options)
     assert (first.every, first.keep) == (10, "statistics")
     assert (second.every, second.keep) == (20, "statistics")
@@ -107,11 +106,11 @@ def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
     ("options", "message"),
     [
         (
-            {"selections": "layertype=a"},
+            {"select": "layertype=a"},
             "--select, rule 1: tensors have no field 'layertype': did you mean layer_type?",
         ),
-        ({"selections": "call=1; evry=2"}, "--select, rule 2: tensors have no field 'evry': did you mean every?"),
-        ({"selections": "checksum=1"}, "checksum is not known yet when a tensor is captured"),
+        ({"select": "call=1; evry=2"}, "--select, rule 2: tensors have no field 'evry': did you mean every?"),
+        ({"select": "checksum=1"}, "checksum is not known yet when a tensor is captured"),
         ({"where": "overflow.ratio > 0"}, "overflow.ratio is not known yet when a tensor is captured"),
         ({"where": "sample_ids == '1'"}, "sample_ids is not known yet when a tensor is captured"),
         ({"where": "layer_type == 1"}, "layer_type holds text and 1 is a number"),
@@ -125,22 +124,22 @@ def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
         ({"layer_idx": {"a": 1}}, "is not something a field can hold"),
         ({"operation": "foward"}, "operation 'foward' is not allowed: did you mean forward?"),
         ({"operation": "x"}, "operation 'x' is not allowed: give forward or backward"),
-        ({"modes": "test"}, "--mode test is not allowed: give one of train, eval"),
+        ({"mode": "test"}, "--mode test is not allowed: give one of train, eval"),
         ({"keep": "counts"}, "--keep counts is not allowed: give one of values, histogram, statistics"),
-        ({"selections": "keep=counts"}, "keep 'counts' is not allowed"),
-        ({"selections": "every=15", "every": 10}, "every 15 is not a multiple of --every 10"),
-        ({"selections": "every=0"}, "every '0' is not allowed"),
-        ({"selections": "every=two"}, "every 'two' is not allowed"),
-        ({"selections": {"every": 2.0}}, "every 2.0 is not allowed"),
-        ({"selections": "samples=-1"}, "counted from 0"),
+        ({"select": "keep=counts"}, "keep 'counts' is not allowed"),
+        ({"select": "every=15", "every": 10}, "every 15 is not a multiple of --every 10"),
+        ({"select": "every=0"}, "every '0' is not allowed"),
+        ({"select": "every=two"}, "every 'two' is not allowed"),
+        ({"select": {"every": 2.0}}, "every 2.0 is not allowed"),
+        ({"select": "samples=-1"}, "counted from 0"),
         ({"samples": "0.5"}, "counted from 0"),
         ({"samples": "0,-1"}, "counted from 0"),
         ({"samples": "none"}, "counted from 0"),
         ({"samples": [True]}, "counted from 0"),
         ({"samples": 1.5}, "counted from 0"),
-        ({"selections": [{}]}, "rule 1 is empty"),
-        ({"selections": [3]}, "3 is no rule"),
-        ({"selections": "keep=histogram; call=1"}, "rule 2 is never asked: rule 1 fits everything"),
+        ({"select": [{}]}, "rule 1 is empty"),
+        ({"select": [3]}, "3 is no rule"),
+        ({"select": "keep=histogram; call=1"}, "rule 2 is never asked: rule 1 fits everything"),
         ({"layers": "some"}, "layers holds numbers and 'some' is not one"),
         ({"layers": -1}, "counted from 0"),
         ({"layers": [0, None]}, "counted from 0"),
@@ -153,12 +152,12 @@ def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
         ({"finish_timeout_seconds": float("inf")}, "--finish-timeout-seconds inf is not allowed: give a finite number"),
         ({"block_timeout_seconds": 1e300}, "--block-timeout-seconds 1e+300 is not allowed: give a finite number"),
         ({"store_timeout_seconds": float("-inf")}, "--store-timeout-seconds -inf is not allowed"),
-        ({"selections": {"layer-type": "a", "layer_type": "b"}}, "rule 1 says layer_type twice"),
-        ({"selections": {"operation": None}}, "operation None is not allowed"),
-        ({"selections": "call=1; mode=eval", "modes": "train"}, "rule 2, is for passes in mode eval, and --mode train"),
-        ({"selections": "mode=eval", "where": "mode == 'train'"}, "is for passes in mode eval, and --where takes only"),
-        ({"selections": "mode=eval where='mode == \"train\"'"}, "is for passes in mode neither train nor eval"),
-        ({"where": "mode == 'eval'", "modes": "train"}, ", with --mode train, takes neither training nor evaluation"),
+        ({"select": {"layer-type": "a", "layer_type": "b"}}, "rule 1 says layer_type twice"),
+        ({"select": {"operation": None}}, "operation None is not allowed"),
+        ({"select": "call=1; mode=eval", "mode": "train"}, "rule 2, is for passes in mode eval, and --mode train"),
+        ({"select": "mode=eval", "where": "mode == 'train'"}, "is for passes in mode eval, and --where takes only"),
+        ({"select": "mode=eval where='mode == \"train\"'"}, "is for passes in mode neither train nor eval"),
+        ({"where": "mode == 'eval'", "mode": "train"}, ", with --mode train, takes neither training nor evaluation"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_before_the_training(options: dict[str, Any], message: str) -> None:
@@ -169,7 +168,7 @@ def test_what_cannot_be_followed_is_refused_before_the_training(options: dict[st
 
 def test_whatever_is_called_by_hostile_names_is_data() -> None:
     hostile = "'; __import__('os').system('x') #{\n../../etc"
-    options = CaptureOptions(modules=hostile, tensor_name=[hostile], selections=[{"module": hostile}])
+    options = CaptureOptions(module=hostile, tensor_name=[hostile], select=[{"module": hostile}])
     assert options.wants_module(hostile)
     assert not options.wants_module("a")
 
@@ -181,12 +180,12 @@ def test_whatever_is_called_by_hostile_names_is_data() -> None:
     ("options", "types"),
     [
         ({}, ("linear", "attention")),
-        ({"layer_types": "linear"}, ("linear",)),
+        ({"layer_type": "linear"}, ("linear",)),
         ({"layers": True}, ("embedding", "hidden")),
-        ({"layers": "0-3", "layer_types": ["linear"]}, ("linear", "embedding", "hidden")),
+        ({"layers": "0-3", "layer_type": ["linear"]}, ("linear", "embedding", "hidden")),
         ({"layers": False}, ("linear", "attention")),
-        ({"selections": "layer_type=hidden; keep=statistics"}, ("hidden", "linear", "attention")),
-        ({"selections": "layer_type=hidden", "layers": "all"}, ("hidden", "embedding")),
+        ({"select": "layer_type=hidden; keep=statistics"}, ("hidden", "linear", "attention")),
+        ({"select": "layer_type=hidden", "layers": "all"}, ("hidden", "embedding")),
         ({"where": "layer_idx == 0"}, ("linear", "attention")),
     ],
 )
@@ -199,7 +198,7 @@ def test_layers_are_attached_to_that_something_asks_for(options: dict[str, Any],
 
 
 def test_layer_outputs_pass_the_filter_that_names_other_layers() -> None:
-    general, _ = read_selection(CaptureOptions(layers="all", layer_types="linear"))
+    general, _ = read_selection(CaptureOptions(layers="all", layer_type="linear"))
     (chosen,) = general.filters
     assert chosen.alternatives == ("linear", "embedding", "hidden")
 
@@ -207,10 +206,10 @@ def test_layer_outputs_pass_the_filter_that_names_other_layers() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer_types": "atention"}, "no kind of layer is called 'atention' (--layer-type): did you mean attention?"),
-        ({"layer_types": ["linear", "hiden"]}, "did you mean hidden?"),
-        ({"layer_types": "conv"}, "no kind of layer is called 'conv' (--layer-type): give one of linear, attention"),
-        ({"selections": "layer_type=atention"}, "did you mean attention?"),
+        ({"layer_type": "atention"}, "no kind of layer is called 'atention' (--layer-type): did you mean attention?"),
+        ({"layer_type": ["linear", "hiden"]}, "did you mean hidden?"),
+        ({"layer_type": "conv"}, "no kind of layer is called 'conv' (--layer-type): give one of linear, attention"),
+        ({"select": "layer_type=atention"}, "did you mean attention?"),
     ],
 )
 def test_a_kind_of_layer_that_nobody_knows_is_named_with_the_nearest(options: dict[str, Any], message: str) -> None:
@@ -219,14 +218,14 @@ def test_a_kind_of_layer_that_nobody_knows_is_named_with_the_nearest(options: di
 
 
 def test_kinds_that_are_recorded_by_hand_are_nobodys_business() -> None:
-    check_layer_types(CaptureOptions(layer_types=["linear", "rotary"]), known=KNOWN)
-    check_layer_types(CaptureOptions(layer_types=["rotary"], manual=True), known=KNOWN)
-    check_layer_types(CaptureOptions(layer_types="lin*"), known=KNOWN)
+    check_layer_types(CaptureOptions(layer_type=["linear", "rotary"]), known=KNOWN)
+    check_layer_types(CaptureOptions(layer_type=["rotary"], manual=True), known=KNOWN)
+    check_layer_types(CaptureOptions(layer_type="lin*"), known=KNOWN)
 
 
 @pytest.mark.parametrize(("given", "is_named"), [(None, False), ((), False), ("emb*", True), (["linear"], False)])
 def test_layers_alone_name_no_kind(*, given: Any, is_named: bool) -> None:
-    options = CaptureOptions(layers="all", layer_types=given)
+    options = CaptureOptions(layers="all", layer_type=given)
     assert options.wants_layer_type("embedding")
     assert options.names_layer_type("embedding") == is_named
 
@@ -241,24 +240,24 @@ def test_decoder_layers_are_counted_from_0(layers: Any, wanted: list[int]) -> No
     assert options.wants_layers
     assert options.wanted_modes == ("train", "eval")
     assert not CaptureOptions().wants_layers
-    assert CaptureOptions(layers="all", modes="train").wanted_modes == ("train",)
+    assert CaptureOptions(layers="all", mode="train").wanted_modes == ("train",)
 
 
 @pytest.mark.parametrize(
     ("options", "modes"),
     [
         ({}, ("train",)),
-        ({"selections": "mode=eval"}, ("eval",)),
-        ({"selections": "mode=eval layer_type=attention; keep=statistics"}, ("train", "eval")),
-        ({"selections": "mode='*'"}, ("train", "eval")),
-        ({"selections": "where='mode == \"eval\" and call == 0'"}, ("eval",)),
+        ({"select": "mode=eval"}, ("eval",)),
+        ({"select": "mode=eval layer_type=attention; keep=statistics"}, ("train", "eval")),
+        ({"select": "mode='*'"}, ("train", "eval")),
+        ({"select": "where='mode == \"eval\" and call == 0'"}, ("eval",)),
         ({"where": "mode != 'train'"}, ("eval",)),
-        ({"where": "mode == 'eval'", "selections": "call=0"}, ("eval",)),
+        ({"where": "mode == 'eval'", "select": "call=0"}, ("eval",)),
         ({"where": "mode == 'eval' or layer_idx == 0"}, ("train", "eval")),
         ({"where": "layer_idx == 0"}, ("train",)),
-        ({"modes": ["eval", "train"], "selections": "mode=eval"}, ("eval",)),
-        ({"modes": "eval", "selections": "call=0"}, ("eval",)),
-        ({"layers": "all", "selections": "mode=train"}, ("train",)),
+        ({"mode": ["eval", "train"], "select": "mode=eval"}, ("eval",)),
+        ({"mode": "eval", "select": "call=0"}, ("eval",)),
+        ({"layers": "all", "select": "mode=train"}, ("train",)),
     ],
 )
 def test_the_modes_are_those_that_something_asks_for(options: dict[str, Any], modes: tuple[str, ...]) -> None:
@@ -266,7 +265,7 @@ def test_the_modes_are_those_that_something_asks_for(options: dict[str, Any], mo
 
 
 def test_a_field_that_is_none_is_missing_as_in_a_query() -> None:
-    _, (rule,) = read_selection(CaptureOptions(selections=[{"tensor_name": None, "where": None, "keep": None}]))
+    _, (rule,) = read_selection(CaptureOptions(select=[{"tensor_name": None, "where": None, "keep": None}]))
     assert [(one.field, one.alternatives) for one in rule.filters] == [("tensor_name", (None,))]
     assert (rule.where, rule.keep) == (None, "values")
 

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.capture.passes.tracker import Call
-from ranktape.capture.settings.cadence import Beat, Cadence, cadence_of
+from ranktape.capture.settings.cadence import Beat, Cadence
 from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.settings.selecting import Decision, Selecting
 from ranktape.capture.sites import ids_at, keep_samples
 from ranktape.capture.source import Source, TensorRole
@@ -172,7 +173,7 @@ def test_a_capture_takes_what_a_query_selects(data: st.DataObject) -> None:
     if not rule:
         return
     try:
-        options = CaptureOptions(selections=[rule])
+        options = CaptureOptions(select=[rule])
     except UsageError as error:
         # Iterations that never come are the one thing that only a capture minds.
         assert "--min-iterations" in str(error)  # noqa: PT017  (either way is right)
@@ -193,7 +194,7 @@ def test_the_first_rule_that_fits_decides_among_what_holds_for_all(data: st.Data
     )
     keeps = ["histogram", "statistics", "values"]
     rules = [{**rule, "keep": keep} for rule, keep in zip(given_rules, keeps, strict=False)]
-    options = CaptureOptions(selections=rules, **general)
+    options = CaptureOptions(select=rules, **general)
     left = set(queried(records, {name: value for name, value in general.items() if value != []}, None))
     expected: dict[int, str] = dict.fromkeys(left, "values") if not rules else {}
     for rule, keep in zip(given_rules, keeps, strict=False):
@@ -206,7 +207,7 @@ def test_the_first_rule_that_fits_decides_among_what_holds_for_all(data: st.Data
 def test_a_rule_that_is_not_due_still_decides() -> None:
     info = dataclasses.replace(describe(np.zeros(1, dtype=np.float32)), layer_type="attention")
     options = CaptureOptions(
-        selections=[{"layer_type": "attention", "every": 10, "keep": "histogram"}, {"keep": "statistics"}]
+        select=[{"layer_type": "attention", "every": 10, "keep": "histogram"}, {"keep": "statistics"}]
     )
     selecting = Selecting(options, rank=0)
     kept = {}
@@ -237,14 +238,14 @@ def test_quantised_operands_are_chosen_by_their_own_names() -> None:
     [
         ({}, [0, 1, 2, 3, 4]),
         ({"start": 10, "every": 5}, [10, 15, 20, 25, 30]),
-        ({"selections": "layer_type=linear every=4; every=6"}, [0, 4, 6, 8, 12]),
-        ({"start": 3, "every": 2, "selections": "layer_type=linear every=4; every=6"}, [3, 7, 9, 11, 15]),
+        ({"select": "layer_type=linear every=4; every=6"}, [0, 4, 6, 8, 12]),
+        ({"start": 3, "every": 2, "select": "layer_type=linear every=4; every=6"}, [3, 7, 9, 11, 15]),
         ({"iteration": "10:20:3"}, [10, 13, 16, 19]),
         ({"iteration": ["3-4", 9], "every": 3}, [3, 9]),
         ({"start": 100, "where": "iteration >= 200 and layer_idx < 3"}, [200, 201, 202, 203, 204]),
         ({"where": "not (iteration < 7 or rank == 1)"}, [7, 8, 9, 10, 11]),
         ({"where": "iteration == microbatch"}, [0, 1, 2, 3, 4]),
-        ({"selections": "iteration=0-2 layer_type=linear; every=50 keep=histogram"}, [0, 1, 2, 50, 100]),
+        ({"select": "iteration=0-2 layer_type=linear; every=50 keep=histogram"}, [0, 1, 2, 50, 100]),
     ],
 )
 def test_iterations_are_those_in_which_a_rule_is_due(options: dict[str, Any], iterations: list[int]) -> None:
@@ -263,7 +264,7 @@ def test_iterations_are_those_in_which_a_rule_is_due(options: dict[str, Any], it
     limited=st.booleans(),
 )
 def test_a_cadence_is_what_it_says(start: int, everys: list[int], after: int, limited: bool) -> None:  # noqa: FBT001
-    options = CaptureOptions(selections=[{"call": index, "every": every} for index, every in enumerate(everys)])
+    options = CaptureOptions(select=[{"call": index, "every": every} for index, every in enumerate(everys)])
     cadence = dataclasses.replace(cadence_of(options), start=start)
     if limited:
         beats = tuple(dataclasses.replace(beat, wheres=("iteration != 77",)) for beat in cadence.beats)
@@ -287,7 +288,7 @@ def test_large_distances_are_not_searched_one_by_one() -> None:
         {"iteration": "3-4", "min_iterations": 3},
         {"where": "iteration < 2", "min_iterations": 3},
         {"iteration": 5, "every": 2},
-        {"selections": "iteration=1", "start": 2},
+        {"select": "iteration=1", "start": 2},
     ],
 )
 def test_iterations_that_never_come_are_refused(options: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[str]]:
 def chosen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[str]]:
     """A run of the same training with rules, with its losses."""
     url = tmp_path_factory.mktemp("chosen") / "run"
-    losses, _ = train(STEPS, capture=Capture(url, min_iterations=5, selections=RULES))
+    losses, _ = train(STEPS, capture=Capture(url, min_iterations=5, select=RULES))
     return open_run(url), losses
 
 
@@ -125,7 +125,7 @@ def test_a_selection_takes_the_records_that_the_same_query_selects(
     where = filters.pop("where", None)
     found = whole[0].select(**filters)
     selected = {record.counter for record in (found if where is None else found.where(where))}
-    selecting = Selecting(CaptureOptions(selections=[query]), rank=0)
+    selecting = Selecting(CaptureOptions(select=[query]), rank=0)
     taken = set()
     for record in whole[0].select():
         info = record.info
@@ -154,9 +154,9 @@ def test_a_selection_takes_the_records_that_the_same_query_selects(
 def test_samples_carry_the_users_ids_and_iterations_that_are_not_due_do_not_count(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"modules": "embed", "samples": "1-2", "operation": "forward"}
+    options: dict[str, Any] = {"module": "embed", "samples": "1-2", "operation": "forward"}
     rules = ["tensor_name=input every=3", "tensor_name=output every=5"]
-    with Capture(tmp_path / "run", min_iterations=3, selections=rules, **options) as capture:
+    with Capture(tmp_path / "run", min_iterations=3, select=rules, **options) as capture:
         for step in range(12):
             capture.set_sample_ids([f"{step}-{index}" for index in range(4)])
             model(torch.randn(4, 2, WIDTH)).square().mean().backward()
@@ -176,7 +176,7 @@ def test_samples_carry_the_users_ids_and_iterations_that_are_not_due_do_not_coun
 def test_a_selection_that_fits_nothing_is_an_error_with_the_way_out(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"where": "layer_idx > 90", "modules": "*"}
+    options: dict[str, Any] = {"where": "layer_idx > 90", "module": "*"}
 
     def one_step() -> None:
         with Capture(tmp_path / "run", **options):
@@ -188,6 +188,6 @@ def test_a_selection_that_fits_nothing_is_an_error_with_the_way_out(tmp_path: Pa
 
 
 def test_a_kind_of_layer_that_nobody_knows_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="did you mean attention"), Capture(tmp_path / "run", layer_types="atention"):
+    with pytest.raises(UsageError, match="did you mean attention"), Capture(tmp_path / "run", layer_type="atention"):
         pass
     assert Capture.current is None

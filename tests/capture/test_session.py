@@ -155,7 +155,7 @@ def test_frozen_layers_and_layers_called_twice(tmp_path: Path) -> None:
 
 
 def test_only_what_is_selected_is_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with Capture(tmp_path / "run", modules=("layers.1.*",), layer_types=("linear",)):
+    with Capture(tmp_path / "run", module=("layers.1.*",), layer_type=("linear",)):
         steps(Net(), 2)
     records = open_run(tmp_path / "run").select()
     assert set(records.column("layer_idx")) == {1}
@@ -168,7 +168,7 @@ def test_only_what_is_selected_is_recorded(tmp_path: Path, capfd: pytest.Capture
 def test_no_match_names_the_nearest(tmp_path: Path) -> None:
     with (
         pytest.raises(CaptureError, match=r"no module matches --module layer\.0\.up; nearest: .*layers\.0\.up"),
-        Capture(tmp_path / "run", modules=("layer.0.up",)),
+        Capture(tmp_path / "run", module=("layer.0.up",)),
     ):
         steps(Net(), 2)
 
@@ -488,7 +488,7 @@ def test_arguments_of_a_script(tmp_path: Path) -> None:
     capture = Capture.from_arguments(parser.parse_args(text.split()))
     assert isinstance(capture, Capture)
     assert capture.options == CaptureOptions(
-        start=1, every=2, modules=("a.*", "b"), layer_types=("linear",), overwrite=True
+        start=1, every=2, module=("a.*", "b"), layer_type=("linear",), overwrite=True
     )
     with pytest.raises(UsageError, match="--storage-options is not JSON"):
         Capture.from_arguments(parser.parse_args(["--capture", "x", "--storage-options", "{"]))

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
-from ranktape.launch.push import command
+from ranktape.launch.exchange import push_command as command
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.format.progress import write_verdict
 from ranktape.storage.maintenance.check import check_run

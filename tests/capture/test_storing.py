@@ -19,7 +19,7 @@ import pytest
 
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.histograms.moments import statistics_of
-from ranktape.capture.settings.options import Policy
+from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.ring import RingConsumer, RingProducer
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.capture.writing import storing

@@ -260,7 +260,7 @@ def called_in_each(capture: Capture, model: Model, *, is_training: bool, steps: 
         (False, False, {}, [1, 1, 1, 1]),
         (True, True, {}, [0, 1, 1, 1]),
         (False, True, {}, [0, 1, 1, 1]),
-        (True, False, {"modes": "eval"}, [0, 1, 1, 1]),
+        (True, False, {"mode": "eval"}, [0, 1, 1, 1]),
         (False, False, {"advance_on": "forward"}, [0, 1, 1, 1]),
         (False, False, {"advance_on": "forward", "start": 2, "max_iterations": 1}, [0, 1, 0, 1, 1]),
     ],
@@ -279,6 +279,6 @@ def test_which_first_iteration_runs_as_written(
     with Capture(tmp_path / "run", **chosen) as capture:
         if runs_before:
             model.blocks[0](torch.randn(2, 3, WIDTH))
-        is_training = options.get("modes") != "eval"
+        is_training = options.get("mode") != "eval"
         assert called_in_each(capture, model, is_training=is_training, steps=len(expected)) == expected
     torch._dynamo.reset()

@@ -30,20 +30,20 @@ def warnings_of(folder: Path, capfd: pytest.CaptureFixture[str], **options: Any)
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"tensor_name": ["input", "grad_*"], "phase": "pre", "modules": ["0", "[2]"], "dtype": "float32"}, []),
+        ({"tensor_name": ["input", "grad_*"], "phase": "pre", "module": ["0", "[2]"], "dtype": "float32"}, []),
         ({"tensor_name": ["input", "grad_ouput"]}, [("--tensor-name 'grad_ouput'", GRAD)]),
         ({"phase": ["post", "prre"]}, [("--phase 'prre'", PHASE)]),
         ({"component": ["linear", "fa"]}, [("--component 'fa'", "seen were linear")]),
-        ({"modules": ["0", "3"]}, [("--module '3'", "seen were 0, 1, 2")]),
+        ({"module": ["0", "3"]}, [("--module '3'", "seen were 0, 1, 2")]),
         ({"layer_idx": "0,2,7"}, [("--layer-idx '7'", "seen were 0 to 2")]),
         ({"rank": "0,5"}, [("--rank '5'", "")]),
         ({"dtype": ["float32", "bfloat61"]}, [("--dtype 'bfloat61'", "")]),
-        ({"layer_types": ["linear", "attention"]}, [("--layer-type 'attention'", "seen were linear")]),
+        ({"layer_type": ["linear", "attention"]}, [("--layer-type 'attention'", "seen were linear")]),
         ({"iteration": "0-9", "call": "0,9", "microbatch": "0,9"}, []),
-        ({"layer_types": "linear", "layers": None, "where": "phase in ['pre', 'prre']"}, []),
-        ({"selections": "tensor_name=inpt; keep=statistics"}, [("--select, rule 1: tensor_name 'inpt'", "input")]),
-        ({"selections": "phase=post tensor_name=weight; keep=statistics"}, [("--select, rule 1: matches nothing", "")]),
-        ({"selections": "tensor_name=input iteration=1; every=2"}, []),
+        ({"layer_type": "linear", "layers": None, "where": "phase in ['pre', 'prre']"}, []),
+        ({"select": "tensor_name=inpt; keep=statistics"}, [("--select, rule 1: tensor_name 'inpt'", "input")]),
+        ({"select": "phase=post tensor_name=weight; keep=statistics"}, [("--select, rule 1: matches nothing", "")]),
+        ({"select": "tensor_name=input iteration=1; every=2"}, []),
     ],
 )  # fmt: skip
 def test_a_name_that_nothing_has_is_told_of_with_the_nearest(

@@ -133,7 +133,7 @@ def test_a_weight_is_recorded_again_when_it_changes_within_an_iteration(tmp_path
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
-    run = both(make, step, tmp_path / "run", modes=("train", "eval"))
+    run = both(make, step, tmp_path / "run", mode=("train", "eval"))
     assert verify_run(run)["output"] == 2 * 2 * 3
     weights = run.select(iteration=0, module="0", tensor_name="weight")
     found = {(one.mode, one.microbatch): one.tensor() for one in weights}
@@ -184,7 +184,7 @@ def test_layers_that_treat_their_operands_unusually_are_recorded_as_they_compute
     def step(model: nn.Module, place: int) -> None:
         model((batch(place)[..., 0].abs() * 5).long().clamp(0, 19)).square().mean().backward()
 
-    run = both(Unusual, step, tmp_path / "run", layer_types=("linear", "attention", "embedding"))
+    run = both(Unusual, step, tmp_path / "run", layer_type=("linear", "attention", "embedding"))
     true = train(Unusual, step, contextlib.nullcontext())
     for iteration in run.iterations:
         for module in ("embedding", "own"):

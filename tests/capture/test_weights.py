@@ -18,7 +18,7 @@ def weights(url: Path) -> list[tuple[int, str]]:
 
 def test_a_generation_stores_each_weight_once(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
-    with Capture(tmp_path / "run", modes="eval", min_iterations=5), torch.no_grad():
+    with Capture(tmp_path / "run", mode="eval", min_iterations=5), torch.no_grad():
         for token in range(5):
             if token == 3:
                 model.get_parameter("1.weight").mul_(2)
@@ -34,7 +34,7 @@ def test_a_generation_stores_each_weight_once(tmp_path: Path) -> None:
 
 def test_where_iterations_are_removed_each_has_the_weights(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
-    with Capture(tmp_path / "run", modes="eval", max_iterations=3, keep_last=2), torch.no_grad():
+    with Capture(tmp_path / "run", mode="eval", max_iterations=3, keep_last=2), torch.no_grad():
         for _ in range(3):
             model(torch.randn(1, 8))
     assert weights(tmp_path / "run") == [(1, "0"), (1, "1"), (2, "0"), (2, "1")]
@@ -42,7 +42,7 @@ def test_where_iterations_are_removed_each_has_the_weights(tmp_path: Path) -> No
 
 def test_a_training_stores_them_in_each_iteration(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
-    with Capture(tmp_path / "run", modes=("train", "eval"), min_iterations=3, advance_on="step") as capture:
+    with Capture(tmp_path / "run", mode=("train", "eval"), min_iterations=3, advance_on="step") as capture:
         for _ in range(3):
             model.train()(torch.randn(2, 8)).sum().backward()
             with torch.no_grad():

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape import __version__
-from ranktape.capture.settings.options import SETTINGS
+from ranktape.capture.settings.table import SETTINGS
 from ranktape.launch.cli import COMMANDS, cli
 from tests.launch.processes import python
 
@@ -21,10 +21,10 @@ HEAVY = ("torch", "zarr", "numpy", "numba", "matplotlib", "fsspec", "rich")
 """Packages that help must not import."""
 
 CAPTURE = {
-    "start", "every", "min_iterations", "max_iterations", "first_iteration", "quant_type", "modules", "layer_types",
+    "start", "every", "min_iterations", "max_iterations", "first_iteration", "quant_type", "module", "layer_type",
     "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name", "dtype", "compute_dtype", "rank",
     "microbatch",
-    "call", "iteration", "modes", "where", "samples", "keep", "selections", "layers", "layer_offset", "master",
+    "call", "iteration", "mode", "where", "samples", "keep", "select", "layers", "layer_offset", "master",
     "advance_on", "sample_dim", "policy", "host_budget_nbytes", "begin_timeout_seconds", "block_timeout_seconds",
     "finish_timeout_seconds", "store_timeout_seconds", "store_concurrency", "compression", "keep_last", "ring_dir",
     "spill_dir", "strict", "capture_config", "manual", "resume", "overwrite", "add", "storage_options",
@@ -41,7 +41,7 @@ OPTIONS = {
     "check": {"run", "deep", "as_json", "storage_options"},
     "repair": {"run", "dry_run", "min_age", "as_json", "storage_options"},
     "recover": {"directory", "trust_other_boots", "as_json", "storage_options"},
-    "push": {"directory", "url", "keep", "as_json", "storage_options"},
+    "push": {"directory", "to", "keep", "as_json", "storage_options"},
     "prune": {"run", "keep_last", "iteration", "yes", "dry_run", "as_json", "storage_options"},
     "rm": {"run", "yes", "dry_run", "storage_options"},
     "cp": {

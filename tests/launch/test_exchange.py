@@ -18,7 +18,7 @@ from tests.analyze.pt_files import save, seed_file
 from tests.analyze.runs import model_tensors, store
 from tests.launch.processes import python
 
-COMMANDS = {"export": "ranktape.launch.export:command", "import": "ranktape.launch.import_:command"}
+COMMANDS = {name: f"ranktape.launch.exchange:{name}_command" for name in ("export", "import")}
 
 
 def invoke(*words: str | Path) -> Result:

@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 from torch.distributed.run import get_args_parser as torch_parser
 
-from ranktape.capture.settings.options import SETTINGS, CaptureOptions
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.settings.table import SETTINGS
 from ranktape.launch.options import capture_arguments, capture_options, capture_request
 
 EXAMPLES: dict[type, str] = {int: "2097152", float: "2.5", str: "layers.*"}
@@ -20,7 +21,7 @@ OWN_EXAMPLES = {
     **dict.fromkeys(("layer_idx", "rank", "microbatch", "call", "iteration", "samples"), "0-3"),
     "operation": "forward",
     "where": "layer_idx < 4",
-    "selections": "layer_type=attention every=10 keep=histogram",
+    "select": "layer_type=attention every=10 keep=histogram",
     "layers": "all",
     "advance_on": "optimizer:1",
     "storage_options": '{"anon": true}',
@@ -56,7 +57,7 @@ def test_what_is_not_given_is_left_to_the_one_table_of_defaults() -> None:
 def test_a_setting_goes_to_words_and_back(setting: Any) -> None:
     value = setting.choices[0] if setting.choices else OWN_EXAMPLES.get(setting.name, EXAMPLES.get(setting.kind))
     words = [setting.flag] if setting.kind is bool else [setting.flag, str(value)]
-    if setting.multiple:
+    if setting.takes_several:
         words *= 2
     received, result = parse(words)
     assert result.exit_code == 0, result.output

@@ -72,7 +72,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root, found = tmp_path_factory.mktemp("runs"), {}
     for quant in (demo.UNQUANTIZED, *CAPTURED):
         model = _model(quant)
-        with Capture(root / quant, start=0, min_iterations=1, model=model, layer_types=["linear"]):
+        with Capture(root / quant, start=0, min_iterations=1, model=model, layer_type=["linear"]):
             found[quant] = Captured(root / quant, _train(model, steps=3))
         unregister_role(ROLE)
     return found

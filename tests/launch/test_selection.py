@@ -16,7 +16,7 @@ capture: run
 min-iterations: 3
 every: 2
 policy: skip
-selections:
+select:
   - {layer_type: attention, every: 4, keep: statistics}
   - tensor_name=input rank=1
 """

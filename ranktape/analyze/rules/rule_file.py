@@ -1,8 +1,4 @@
-"""What does a file of rules say?
-
-A YAML list of mappings, each a rule. The file is data: it is small, nothing in it is run, and nothing in it stands for
-something larger than itself.
-"""
+"""Reads a file of rules: a YAML list of mappings, each a rule."""
 
 from __future__ import annotations
 
@@ -11,18 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ranktape.analyze.findings.finding import Severity
 from ranktape.analyze.rules.rule import Missing, Rule, checked
 from ranktape.errors import UsageError
 from ranktape.storage.places.failures import printable
-
-MAX_NBYTES = 1 << 16
-"""Bytes of a file."""
-
-MAX_DEPTH = 8
-"""Lists and mappings within one another."""
+from ranktape.yaml_file import parse_yaml, read_text
 
 MAX_SHOWN = 60
 """Characters of a value in a message."""
@@ -34,18 +23,7 @@ def read_rule_file(path: Path) -> list[Rule]:
     Raises:
         UsageError: it cannot be read, or an entry is no rule; the message names the file and the entry.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_NBYTES + 1)
-    except (OSError, ValueError) as error:  # the latter for a name with a zero in it
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"--rule-file {path} cannot be read: {reason}") from error
-    if len(data) > MAX_NBYTES:
-        raise UsageError(f"--rule-file {path} has more than {MAX_NBYTES} bytes: that is no list of rules")
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--rule-file {path} is not text in UTF-8 (byte {error.start}): save it as UTF-8") from error
+    text = read_text(path, option="--rule-file", wanted="a .yaml file", holds="rules")
     return parse_rules(text, place=str(path))
 
 
@@ -55,14 +33,7 @@ def parse_rules(text: str, *, place: str) -> list[Rule]:
     Raises:
         UsageError: it is no such list.
     """
-    try:
-        entries = yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader, and stricter)
-    except yaml.MarkedYAMLError as error:
-        mark: Any = error.problem_mark or error.context_mark
-        where = "" if mark is None else f", line {mark.line + 1}"
-        raise UsageError(f"{place}{where} is not YAML that is read here: {error.problem or error.context}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"{place} cannot be read as YAML: {' '.join(str(error).split())[:200]}") from error
+    entries = parse_yaml(text, place=place)
     if not isinstance(entries, list):
         raise UsageError(f"{place} holds {_kind(entries)}, not a list of rules: write '- check: overflow.ratio == 0'")
     if not entries:
@@ -76,39 +47,6 @@ def parse_rules(text: str, *, place: str) -> list[Rule]:
             )
         names[rule.name] = number
     return rules
-
-
-class _Loader(yaml.SafeLoader):
-    """Without aliases, by which a small file becomes a large one, without tags, and without names given twice."""
-
-    _depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """A node that is written out."""
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        start = event.start_mark
-        if isinstance(event, yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed", problem_mark=start)
-        if event.tag is not None:
-            raise yaml.MarkedYAMLError(problem=f"the tag {_shown(event.tag)} is not allowed", problem_mark=start)
-        if self._depth > MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem="it is nested deeper than rules are", problem_mark=start)
-        self._depth += 1
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002  (PyYAML's signature)
-        """A mapping, each name of which is text, and given once."""
-        names: set[str] = set()
-        for key, _ in node.value:
-            name = self.construct_object(key, deep=True)
-            if not isinstance(name, str) or name in names:
-                what = "is given twice" if isinstance(name, str) else "is no text"
-                raise yaml.MarkedYAMLError(problem=f"the name {_shown(name)} {what}", problem_mark=key.start_mark)
-            names.add(name)
-        return super().construct_mapping(node, deep)
 
 
 def _text(value: Any) -> str:

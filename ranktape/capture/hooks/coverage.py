@@ -131,7 +131,7 @@ _MAX_NAMED = 5
 
 def explain_silence(options: CaptureOptions, recorder: Recorder, *, paths: Collection[str], has_stack: bool) -> str:
     """Why nothing was recorded of models with modules at these paths, and the way out."""
-    globs = listed(options.modules)
+    globs = listed(options.module)
     if globs and not any(map(options.wants_module, paths)):
         close = {name for glob in globs for name in difflib.get_close_matches(glob, paths, _MAX_NAMED, 0)}
         return (

@@ -24,7 +24,7 @@ from ranktape.capture.hooks.hook import Replacement
 from ranktape.capture.passes.circumstances import in_backward, in_nested_backward, in_nested_step, untraced
 from ranktape.capture.passes.forwards import Arguments, ForwardClock
 from ranktape.capture.passes.tracker import mode_of
-from ranktape.capture.settings.setting import is_given
+from ranktape.capture.settings.table import is_given
 from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class Clock:
         """
         self._modes = options.wanted_modes
         self._is_by_forward = options.advance_on == "forward"
-        is_asked = is_given(options.modes) or not options.wants_layers
+        is_asked = is_given(options.mode) or not options.wants_layers
         self._is_over_training = is_asked and Mode.TRAIN in self._modes
         self._on_forward = on_forward
         self._num_forwards = 0

@@ -14,7 +14,7 @@ import numpy as np
 
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.capture.console import size_text
-from ranktape.capture.settings.options import Policy
+from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.process import default_host_budget_nbytes
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.capture.writing.kept_nbytes import kept_nbytes

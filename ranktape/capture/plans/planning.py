@@ -23,7 +23,7 @@ from ranktape.capture.console import Console
 from ranktape.capture.plans.forecast import Footprint, footprint_of
 from ranktape.capture.rendezvous import Rendezvous
 from ranktape.capture.session import Capture
-from ranktape.capture.settings.cadence import cadence_of
+from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.staging.process import WriterProcess
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import PREFIX_NBYTES, Counter, Slot, SlotKind, aligned, unnamed_file

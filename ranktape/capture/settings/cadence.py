@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +21,6 @@ from ranktape.storage.query.columns import Span
 from ranktape.storage.query.filters import Filter
 from ranktape.storage.query.partial import can_hold
 from ranktape.storage.query.where import parse_where
-
-if TYPE_CHECKING:
-    from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.capture.settings.rules import Rule
-
 
 _CHUNK = 1 << 12
 """Iterations that are looked at together, at first."""
@@ -98,11 +93,6 @@ class Cadence:
         """Each so manieth iteration."""
         return cls(start=start, beats=(Beat(every=every),), first=first)
 
-    @classmethod
-    def of_rules(cls, general: Rule, rules: Sequence[Rule], *, start: int, first: int = 0) -> Cadence:
-        """The iterations in which a rule is due, among those that hold for all of them."""
-        return cls(start=start, beats=tuple(_beat(general, rule) for rule in rules), first=first)
-
     @property
     def is_limited(self) -> bool:
         """Whether there may be an end to it."""
@@ -155,28 +145,6 @@ class Cadence:
         """Rebuild what `to_json` wrote."""
         beats = tuple(Beat.from_json(beat) for beat in document["beats"])
         return cls(start=document["start"], beats=beats, first=document["first"])
-
-
-def cadence_of(options: CaptureOptions) -> Cadence:
-    """The iterations that a capture's options ask for.
-
-    Raises:
-        UsageError: their rules are none.
-    """
-    if not options.selects:
-        return Cadence.regular(start=options.start, every=options.every, first=options.first_iteration)
-    from ranktape.capture.settings.rules import read_selection
-
-    return Cadence.of_rules(*read_selection(options), start=options.start, first=options.first_iteration)
-
-
-def _beat(general: Rule, rule: Rule) -> Beat:
-    both = (general, rule)
-    return Beat(
-        every=rule.every,
-        filters=tuple(one for each in both for one in each.filters if one.field == "iteration"),
-        wheres=tuple(each.where.text for each in both if each.where is not None and "iteration" in each.where.names),
-    )
 
 
 def _written(alternative: Any) -> Any:

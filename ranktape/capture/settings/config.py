@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ranktape.capture.settings.options import SETTINGS, CaptureOptions, given_settings
-from ranktape.capture.settings.setting import SWITCH_WORDS, Setting, shown, split_texts
+from ranktape.capture.settings.options import CaptureOptions, given_settings, in_python
+from ranktape.capture.settings.table import SETTINGS, SWITCH_WORDS, Setting, shown
 from ranktape.errors import UsageError
-from ranktape.storage.places.urls import parse_storage_options
 
 DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
 """Where the older tools saved when they were told nothing."""
@@ -155,11 +154,9 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         UsageError: it cannot be read, a name is unknown, or a value not allowed; the message names the file.
     """
-    from ranktape.capture.settings.config_file import read_config_file
-
     file = Path(path).expanduser()
     values: dict[str, Any] = {}
-    for key, value in read_config_file(file).items():
+    for key, value in _read_file(file).items():
         name = key.replace("-", "_")
         label = f"{file}: {key}"
         if name == _URL:
@@ -175,8 +172,24 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         if setting.name == "capture_config":
             raise UsageError(f"{label} is not allowed: a file names no other file")
         if value is not None:
-            values[setting.name] = _alone(setting, label, lambda: _of_file(setting, value))  # noqa: B023  (called here)
+            values[setting.name] = _alone(setting, label, lambda: in_python(setting.name, value))  # noqa: B023  (called here)
     return values
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    # Not at the top: PyYAML is loaded only where there is such a file.
+    from ranktape.yaml_file import parse_toml, parse_yaml, read_text
+
+    suffix = path.suffix.lower()
+    if suffix not in {".yaml", ".yml", ".toml"}:
+        raise UsageError(f"--capture-config {path} is neither .yaml nor .toml: name it by its language")
+    text = read_text(path, option="--capture-config", wanted="a .yaml or .toml file", holds="settings")
+    words = (parse_toml if suffix == ".toml" else parse_yaml)(text, place=str(path))
+    if not isinstance(words, dict | None):
+        raise UsageError(
+            f"{path} holds a {type(words).__name__}, not settings by name: write lines such as 'every: 10'"
+        )
+    return words or {}
 
 
 def stray_variables(environment: Mapping[str, str] | None = None) -> list[str]:
@@ -215,8 +228,6 @@ def _alone(setting: Setting, label: str, read: Callable[[], Any]) -> Any:
 
 
 def _of_text(setting: Setting, text: str, *, label: str) -> Any:
-    if setting.name == "storage_options":
-        return parse_storage_options(text)
     if setting.kind is bool:
         if text.lower() not in SWITCH_WORDS:
             raise UsageError(f"{label}={text!r:.60} is not allowed: set it to true or false")
@@ -226,34 +237,7 @@ def _of_text(setting: Setting, text: str, *, label: str) -> Any:
             return setting.kind(text)
         except ValueError as error:
             raise UsageError(f"{label}={text!r:.60} is not allowed: set it to a number") from error
-    if setting.name == "selections":
-        return (text,)
-    return split_texts([text]) if setting.multiple else text
-
-
-def _of_file(setting: Setting, value: Any) -> Any:
-    if setting.name == "storage_options":
-        return parse_storage_options(value) if isinstance(value, str) else value
-    if setting.name == "selections":
-        return tuple(_rule_of_file(rule) for rule in (value if isinstance(value, list) else [value]))
-    if setting.multiple:
-        return split_texts(value if isinstance(value, list) else [value])
-    if setting.name == "advance_on" and not isinstance(value, str):
-        raise UsageError(f"{shown(value)} is not allowed: give a text")
-    return value
-
-
-def _rule_of_file(rule: Any) -> Any:
-    if not isinstance(rule, Mapping):
-        return rule
-    from ranktape.capture.settings.rules import FIELDS
-
-    return {
-        name: split_texts(value if isinstance(value, list) else [value])
-        if name.replace("-", "_") in FIELDS and value is not None
-        else value
-        for name, value in rule.items()
-    }
+    return in_python(setting.name, text)
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
@@ -286,7 +270,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             *flags,
             type=setting.kind,
-            action="append" if setting.multiple else "store",
+            action="append" if setting.takes_several else "store",
             choices=setting.choices or None,
             metavar=None if setting.choices else setting.metavar,
             **about,

@@ -1,7 +1,18 @@
-"""Which tensors does a capture choose, by which rules, and are these rules that can be followed?
+"""The rules by which a capture chooses tensors, checked once, before the training begins.
 
-The filters are those of queries (`ranktape.storage.query`), on the fields that are known when a tensor is
-captured. What a rule says is checked here, once, before the training begins.
+The filters are those of queries (`ranktape.storage.query`), on the fields that are known when a tensor is captured.
+A rule such as `layer_type=attention every=100 where="call > 0"` is read word by word:
+
+    rules  = rule { ";" rule }
+    rule   = item { white-space item }
+    item   = name "=" value
+    value  = bare | quoted
+    bare   = characters other than white-space, quotes and ";"
+    quoted = characters in single or double quotes, with a backslash before a quote or a backslash
+
+Names are a record's fields, `where`, `every`, `samples` and `keep`; a hyphen in a name is an underscore. Values are
+those of the options of the same names. The text is data: it is read by the expression below, and nothing of it is
+ever run.
 """
 
 from __future__ import annotations
@@ -15,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.capture.settings.rule_text import parse_rules
-from ranktape.capture.settings.setting import MAX_NUMBER, is_given, shown, split_texts
+from ranktape.capture.settings.cadence import Beat, Cadence
+from ranktape.capture.settings.table import MAX_NUMBER, SETTINGS, Settings, is_given, shown, split_texts
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.storage.format.record_info import Keep, Mode, Operation
 from ranktape.storage.query.columns import Span, StringColumn, glob
@@ -25,7 +36,6 @@ from ranktape.storage.query.partial import can_hold
 from ranktape.storage.query.where import Where, parse_where
 
 if TYPE_CHECKING:
-    from ranktape.capture.settings.options import CaptureOptions
     from ranktape.storage.query.columns import Column, ColumnSource, Mask
 
 TEXT_FIELDS = (
@@ -45,6 +55,23 @@ KEEPS = tuple(keep.value for keep in Keep)
 DEFAULT_LAYER_TYPES = ("linear", "attention")
 LAYER_OUTPUTS = ("embedding", "hidden")
 """The kinds of layers that `layers` asks for."""
+
+
+MAX_LENGTH = 20_000
+"""Characters of a text."""
+
+_ITEM = re.compile(
+    r"""\s*(?:
+      (?P<end>\Z)
+    | (?P<next>;)
+    | (?P<name>[A-Za-z][\w.-]*)=(?:'(?P<single>(?:[^'\\]|\\.)*)'|"(?P<double>(?:[^"\\]|\\.)*)"|(?P<bare>[^\s'";]+))
+      (?=[\s;]|\Z)
+    )""",
+    re.VERBOSE | re.DOTALL,
+)
+
+_CONTEXT = 30
+"""Characters shown from a mistake on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +124,7 @@ class Rule:
         return found
 
 
-def read_selection(options: CaptureOptions) -> tuple[Rule, tuple[Rule, ...]]:
+def read_selection(options: Settings) -> tuple[Rule, tuple[Rule, ...]]:
     """What holds for all tensors, and the rules of which the first that fits decides; one of them at least.
 
     Raises:
@@ -106,7 +133,7 @@ def read_selection(options: CaptureOptions) -> tuple[Rule, tuple[Rule, ...]]:
     general = _rule(_top_level(options), options=options, label="")
     rules = tuple(
         _rule(words, options=options, label=f"--select, rule {number}: ")
-        for number, words in enumerate(rule_words(options.selections), start=1)
+        for number, words in enumerate(rule_words(options.select), start=1)
     )
     for number, rule in enumerate(rules[:-1], start=1):
         if not (rule.filters or rule.where):
@@ -115,39 +142,86 @@ def read_selection(options: CaptureOptions) -> tuple[Rule, tuple[Rule, ...]]:
     return general, rules or (alone,)
 
 
-def check_selection(options: CaptureOptions) -> None:
-    """Let options pass that choose tensors by fields, values and rules that there are.
+def wants_layers(options: Settings) -> bool:
+    """Whether the outputs of the embedding and of decoder layers are recorded."""
+    return is_given(options.layers) and options.layers is not False
+
+
+def leaves_out(options: Settings) -> list[str]:
+    """The options that were given and leave tensors out."""
+    return [
+        setting.flag
+        for setting in SETTINGS
+        if (setting.is_filter or setting.name in {"where", "select", "samples"})
+        and is_given(getattr(options, setting.name))
+    ]
+
+
+def cadence_of(options: Settings) -> Cadence:
+    """The iterations that a capture's options ask for.
 
     Raises:
-        UsageError: they do not; the message names the option.
+        UsageError: their rules are none.
     """
+    if options.keep == Keep.VALUES and not leaves_out(options):
+        return Cadence.regular(start=options.start, every=options.every, first=options.first_iteration)
     general, rules = read_selection(options)
-    read_layers(options.layers)
-    modes_of(options)
-    # Here, because a cadence is made of rules.
-    from ranktape.capture.settings.cadence import Cadence
+    beats = tuple(_beat(general, rule) for rule in rules)
+    return Cadence(start=options.start, beats=beats, first=options.first_iteration)
 
-    # What lies before the first step may be complete already in a run that is continued.
-    first = 0 if options.resume else options.first_iteration
-    cadence = Cadence.of_rules(general, rules, start=options.start, first=first)
-    if cadence.is_limited:
-        count = len(cadence.following(count=options.min_iterations))
-        if count < options.min_iterations:
+
+def _beat(general: Rule, rule: Rule) -> Beat:
+    both = (general, rule)
+    return Beat(
+        every=rule.every,
+        filters=tuple(one for each in both for one in each.filters if one.field == "iteration"),
+        wheres=tuple(each.where.text for each in both if each.where is not None and "iteration" in each.where.names),
+    )
+
+
+def parse_rules(text: str, *, label: str) -> list[dict[str, str]]:
+    """The rules of a text, each with the text of every name; `label` is what messages call the text.
+
+    Raises:
+        UsageError: it is none; says where, and what was expected there.
+    """
+    if len(text) > MAX_LENGTH:
+        raise UsageError(f"{label} has {len(text)} characters: give at most {MAX_LENGTH}")
+    rules: list[dict[str, str]] = [{}]
+    start = 0
+    while True:
+        match = _ITEM.match(text, start)
+        if match is None:
+            rest = text[start:].lstrip()
             raise UsageError(
-                f"--start-at, --every, --iteration, --where and --select leave {count} iteration{'s' * (count != 1)}, "
-                f"fewer than --min-iterations {options.min_iterations}: choose more, or guarantee fewer"
+                f"{label}: expected NAME=VALUE at character {len(text) - len(rest) + 1}, found {rest[:_CONTEXT]!r}: "
+                f"write a rule as in \"layer_type=attention every=100 where='call > 0'\""
             )
+        start = match.end()
+        if match["end"] is not None:
+            break
+        if match["next"] is not None:
+            rules.append({})
+            continue
+        name = match["name"].replace("-", "_")
+        if name in rules[-1]:
+            raise UsageError(f"{label} says {name} twice in one rule: separate alternatives with commas")
+        quoted = match["single"] if match["single"] is not None else match["double"]
+        rules[-1][name] = match["bare"] if quoted is None else re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL)
+    if not all(rules):
+        raise UsageError(f"{label} {text[:_CONTEXT]!r} has a rule that says nothing: write NAME=VALUE, or leave it out")
+    return rules
 
 
-def rule_words(selections: Any) -> list[dict[str, Any]]:
+def rule_words(given: Any) -> list[dict[str, Any]]:
     """What each rule says, by name; of texts each comma separates alternatives.
 
     Raises:
         UsageError: they are not rules.
     """
-    several = selections if isinstance(selections, list | tuple) else (selections,)
+    several = given if isinstance(given, list | tuple) else (given,)
     rules: list[dict[str, Any]] = []
-    for rule in several if is_given(selections) else ():
+    for rule in several if is_given(given) else ():
         if isinstance(rule, str):
             rules += [
                 {name: _alternatives(name, text) for name, text in words.items()}
@@ -155,10 +229,10 @@ def rule_words(selections: Any) -> list[dict[str, Any]]:
             ]
         elif isinstance(rule, Mapping):
             if not rule:
-                raise UsageError(f"selections: rule {len(rules) + 1} is empty: give it a field, every, samples or keep")
+                raise UsageError(f"select: rule {len(rules) + 1} is empty: give it a field, every, samples or keep")
             rules.append(_named_once(rule, number=len(rules) + 1))
         else:
-            raise UsageError(f"selections: {shown(rule)} is no rule: give a mapping of fields, or a text for --select")
+            raise UsageError(f"select: {shown(rule)} is no rule: give a mapping of fields, or a text for --select")
     return rules
 
 
@@ -167,69 +241,9 @@ def _named_once(rule: Mapping[Any, Any], *, number: int) -> dict[str, Any]:
     for given, value in rule.items():
         name = str(given).replace("-", "_")
         if name in words:
-            raise UsageError(f"selections: rule {number} says {name} twice, by two of its names: give it once")
+            raise UsageError(f"select: rule {number} says {name} twice, by two of its names: give it once")
         words[name] = value
     return words
-
-
-def wanted_layer_types(options: CaptureOptions) -> tuple[str, ...]:
-    """The kinds of layers to attach to: names or globs."""
-    outputs = LAYER_OUTPUTS if options.wants_layers else ()
-    if is_given(options.layer_types):
-        found = listed(options.layer_types)
-    elif is_given(options.selections):
-        found = [one for words in rule_words(options.selections) for one in _types_of(words)]
-    else:
-        found = [] if outputs else list(DEFAULT_LAYER_TYPES)
-    return tuple(dict.fromkeys((*found, *outputs)))
-
-
-def modes_of(options: CaptureOptions) -> tuple[str, ...]:
-    """The modes of the passes that are recorded: those that the options and rules ask for, by default `train`.
-
-    Raises:
-        UsageError: a rule, or `where`, is for a mode that the options leave out, or for none.
-    """
-    general, rules = read_selection(options)
-    usual = CLOSED["mode"] if options.wants_layers else (Mode.TRAIN.value,)
-    allowed = _modes_that_fit(general) if "mode" in general.names else CLOSED["mode"]
-    asked = f"--mode {','.join(listed(options.modes))}" if is_given(options.modes) else "--where"
-    if not allowed:
-        with_modes = f", with {asked}," if is_given(options.modes) else ""
-        raise UsageError(f"--where {options.where!r:.60}{with_modes} takes neither training nor evaluation: change it")
-    if "mode" not in general.names and not any("mode" in rule.names for rule in rules):
-        return tuple(usual)
-    found: set[str] = set()
-    for number, rule in enumerate(rules, start=1):
-        own = _modes_that_fit(rule)
-        if not set(own) & set(allowed):
-            raise UsageError(
-                f"--select, rule {number}, is for passes in mode {' or '.join(own) or 'neither train nor eval'}, and "
-                f"{asked} takes only {' and '.join(allowed)}: change one of them"
-            )
-        found |= set(own if "mode" in rule.names else allowed if "mode" in general.names else usual)
-    return tuple(mode for mode in allowed if mode in found)
-
-
-def _modes_that_fit(rule: Rule) -> tuple[str, ...]:
-    modes = CLOSED["mode"]
-    column = StringColumn(codes=np.arange(len(modes)), table=modes)
-    fitting = rule.can_hold(lambda _: column, known={"mode"}, num_rows=len(modes))
-    return tuple(mode for mode, fits_it in zip(modes, fitting, strict=True) if fits_it)
-
-
-def check_layer_types(options: CaptureOptions, *, known: Sequence[str]) -> None:
-    """Let kinds of layers pass that there are; besides these, one that is recorded by hand.
-
-    Raises:
-        UsageError: none is known, or one has nearly the name of one that is; says which.
-    """
-    unknown = [] if options.manual else [one for one in options.wanted_layer_types if not any(map(glob(one), known))]
-    for pattern in unknown:
-        near = difflib.get_close_matches(pattern, known, n=1)
-        if near or len(unknown) == len(options.wanted_layer_types):
-            hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(known)}"
-            raise UsageError(f"no kind of layer is called {pattern!r:.60} (--layer-type): {hint}")
 
 
 def _read_numbers(value: Any, label: str, example: str) -> Numbers:
@@ -273,20 +287,18 @@ def read_samples(value: Any) -> Numbers:
     return _read_numbers(value, "samples", "numbers such as 0, 0-3 or 0:8:2")
 
 
-def _top_level(options: CaptureOptions) -> dict[str, Any]:
-    from ranktape.capture.settings.options import SETTINGS
-
+def _top_level(options: Settings) -> dict[str, Any]:
     words = {
-        setting.filters: getattr(options, setting.name)
+        setting.name: getattr(options, setting.name)
         for setting in SETTINGS
-        if setting.filters and is_given(getattr(options, setting.name))
+        if setting.is_filter and is_given(getattr(options, setting.name))
     }
-    if "layer_type" in words and options.wants_layers:
+    if "layer_type" in words and wants_layers(options):
         words["layer_type"] = [*listed(words["layer_type"]), *LAYER_OUTPUTS]
     return {**words, "where": options.where, "samples": options.samples, "keep": options.keep}
 
 
-def _rule(words: Mapping[str, Any], *, options: CaptureOptions, label: str) -> Rule:
+def _rule(words: Mapping[str, Any], *, options: Settings, label: str) -> Rule:
     # None is a missing value, as in a query; of what is no field it stands for 'not given'.
     given = {name: value for name, value in words.items() if value is not None or name in FIELDS}
     every = given.pop("every", options.every)
@@ -377,7 +389,3 @@ def fits(patterns: tuple[str, ...], text: str) -> bool:
 def listed(value: Any) -> list[str]:
     """The texts of a value that is one or several."""
     return [value] if isinstance(value, str) else [str(one) for one in value]
-
-
-def _types_of(words: Mapping[str, Any]) -> Sequence[str]:
-    return listed(words["layer_type"]) if is_given(words.get("layer_type")) else DEFAULT_LAYER_TYPES

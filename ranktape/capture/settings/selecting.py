@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.capture.settings.cadence import cadence_of
-from ranktape.capture.settings.rules import LAYER_OUTPUTS, TEXT_FIELDS, read_selection
+from ranktape.capture.settings.rules import LAYER_OUTPUTS, TEXT_FIELDS, cadence_of, read_selection
 from ranktape.storage.query.columns import StringColumn
 from ranktape.storage.query.filters import Filter
 
@@ -71,9 +70,8 @@ def find_unmatched(options: CaptureOptions, seen: Sightings, *, paths: Collectio
     if not seen.sites:
         return  # there was nothing to match, as in a capture of evaluation before that comes
     general, rules = read_selection(options)
-    flags = _flags()
     yield from (
-        f"{flags[one.field]} {text}"
+        f"--{one.field.replace('_', '-')} {text}"
         for one in general.filters
         for text in _unmatched_of(one, seen, paths=paths, without=LAYER_OUTPUTS if options.wants_layers else ())
     )
@@ -124,12 +122,6 @@ def _texts(values: Sequence[Any]) -> StringColumn:
     table = list(dict.fromkeys(map(str, values)))
     numbers = {text: number for number, text in enumerate(table)}
     return StringColumn(codes=np.array([numbers[str(value)] for value in values], dtype=np.int64), table=table)
-
-
-def _flags() -> dict[str, str]:
-    from ranktape.capture.settings.options import SETTINGS
-
-    return {setting.filters: setting.flag for setting in SETTINGS if setting.filters}
 
 
 MAX_ANSWERS = 1 << 17

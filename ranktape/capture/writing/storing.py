@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.numerics.histograms.histogram import measure
-from ranktape.capture.settings.options import Policy
+from ranktape.capture.settings.table import Policy
 from ranktape.capture.writing.counting import is_countable, reduce_to
 from ranktape.capture.writing.patience import Budget, Patience
 from ranktape.errors import CaptureError, NoSpaceError, RanktapeError, UnreachableError

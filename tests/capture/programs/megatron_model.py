@@ -30,7 +30,7 @@ MICROBATCHES = 2
 VOCABULARY = 32
 LENGTH = 8
 BATCH = 3
-OPTIONS: dict[str, Any] = {"host_budget_nbytes": 32 << 20, "layers": "all", "layer_types": ("linear", "attention")}
+OPTIONS: dict[str, Any] = {"host_budget_nbytes": 32 << 20, "layers": "all", "layer_type": ("linear", "attention")}
 """Of every capture."""
 
 

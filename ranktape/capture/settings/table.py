@@ -1,0 +1,389 @@
+"""The settings of a capture: one table from which Python, the command line, a file and the environment take them.
+
+A setting has one name everywhere: `host_budget_nbytes` in Python is `--host-budget-nbytes` on a command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import numbers
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ranktape.errors import UsageError
+from ranktape.storage.format.documents import Compression
+from ranktape.storage.format.record_info import Keep, Mode, check_term
+from ranktape.storage.recording.stack import STORE_CONCURRENCY
+
+MAX_NUMBER = 2**53
+"""Whole numbers above it are no number of anything: what is computed with them stays within 64 bits."""
+
+SWITCH_WORDS: Mapping[str, bool] = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+"""What a variable of the environment may say of a switch."""
+
+_SHOWN = 60
+"""Characters of a wrong value that a message shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How one field of `Settings` is written on a command line, in a file and in the environment."""
+
+    name: str = ""
+    """The field's name."""
+    default: Any
+    """What holds when it is not given."""
+    help: str
+    """One sentence for the help page."""
+    kind: type[int | float | str | bool] = str
+    """What the text is parsed into; `bool` is a flag without a value."""
+    choices: tuple[str, ...] = ()
+    """The allowed values; empty where any is."""
+    least: float | None = None
+    """The smallest number allowed; None where any is, and for text."""
+    is_filter: bool = False
+    """Whether it filters that field of a record, in the forms of a query; it may be given several times then."""
+    is_multiple: bool = False
+    """Whether it may be given several times without being a filter."""
+    is_free: bool = False
+    """Whether Python may give it a value of another kind, which is checked where it is read."""
+    metavar: str | None = None
+    """What stands for its value on a help page; the kind's name where None."""
+    long_name: str | None = None
+    """The name of the long option where it is another."""
+
+    @property
+    def flag(self) -> str:
+        """The long option."""
+        return "--" + (self.long_name or self.name).replace("_", "-")
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The names by which a file may call it: the field's, and that of the flag."""
+        return tuple(dict.fromkeys((self.name, self.long_name or self.name)))
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether a command line may give it several times."""
+        return self.is_filter or self.is_multiple
+
+    def check(self, value: Any) -> None:
+        """Let a value pass that the setting allows.
+
+        Raises:
+            UsageError: it does not; the message names the option.
+        """
+        name = self.flag
+        if value is None or self.is_free or (self.is_filter and not self.choices):
+            return
+        for item in value if self.takes_several and isinstance(value, list | tuple | set | frozenset) else (value,):
+            self._check_kind(item, name=name)
+            if self.least is not None and not item >= self.least:
+                raise UsageError(f"{name} {item} is not allowed: give {self.least} or more")
+            if self.choices and item not in self.choices:
+                raise UsageError(f"{name} {item} is not allowed: give one of {', '.join(self.choices)}")
+
+    def _check_kind(self, item: Any, *, name: str) -> None:
+        if self.kind is bool:
+            fits, wanted = isinstance(item, bool), "true or false"
+        elif self.kind is str:
+            fits, wanted = isinstance(item, str | os.PathLike), "a text"
+        elif self.kind is int:
+            fits, wanted = isinstance(item, numbers.Integral) and not isinstance(item, bool), "a whole number"
+        else:
+            fits, wanted = isinstance(item, numbers.Real) and not isinstance(item, bool), "a number"
+        if not fits:
+            raise UsageError(f"{name} {shown(item)} is not allowed: give {wanted}")
+        if self.kind is int and abs(item) > MAX_NUMBER:
+            raise UsageError(f"{name} {shown(item)} is not allowed: give {MAX_NUMBER} or less")
+        if self.kind is float and not abs(item) <= MAX_NUMBER:
+            # Documents in JSON have no word for infinity.
+            allowed = "a number" if math.isnan(item) else f"a finite number, {MAX_NUMBER} or less"
+            raise UsageError(f"{name} {shown(item)} is not allowed: give {allowed}")
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it, however long it is."""
+    if isinstance(value, Mapping):
+        return "{...}"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # Python writes no number of thousands of digits.
+        return f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def split_texts(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Alternatives of which each text may hold several, with commas between them."""
+    return tuple(
+        part for value in values for part in (map(str.strip, value.split(",")) if isinstance(value, str) else (value,))
+    )
+
+
+def is_given(value: Any) -> bool:
+    """Whether a value says anything: None and an empty list stand for 'not given'."""
+    return not (value is None or (isinstance(value, list | tuple | set | frozenset) and not value))
+
+
+def option(default: Any, *, is_secret: bool = False, **about: Any) -> Any:
+    """A field of `Settings`, with what `Setting` says of it."""
+    return field(default=default, metadata={"setting": Setting(default=default, **about)}, repr=not is_secret)
+
+
+class Policy(enum.StrEnum):
+    """What happens when an iteration does not fit into the host budget, because the store is slow or does not answer.
+
+    Until the guaranteed minimum is stored it is always `block`.
+    """
+
+    BLOCK = "block"
+    """The training waits for the writer, at most `block_timeout_seconds`."""
+    SKIP = "skip"
+    """The whole iteration is skipped on every rank, and the run says so."""
+    HISTOGRAM = "histogram"
+    """While the training waits, large tensors are counted instead of stored, and their records say so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of a capture, each checked by itself; `CaptureOptions` has checked the rules among them, too.
+
+    Raises:
+        UsageError: a value is outside of what its field allows; the message names the option.
+    """
+
+    # torchrun takes --start, wherever it stands, for an abbreviation of two options of its own.
+    start: int = option(0, kind=int, least=0, long_name="start_at", help="First iteration to capture, counted from 0.")
+    every: int = option(1, kind=int, least=1, help="Capture each N-th iteration from the first one on.")
+    min_iterations: int = option(
+        1, kind=int, least=1, help="Iterations guaranteed to be stored complete from all ranks."
+    )
+    max_iterations: int | None = option(
+        None, kind=int, least=1, help="Go on to this many complete iterations; the guaranteed minimum by default."
+    )
+    first_iteration: int = option(
+        0,
+        kind=int,
+        least=0,
+        help="Number of the first training step, after a checkpoint; none before it is captured.",
+    )
+    quant_type: str | None = option(
+        None, metavar="TAG", help="Tag: what the run computes in (bf16, mxfp8, ...); the compute dtype by default."
+    )
+    module: Any = option(
+        (), is_filter=True, metavar="GLOB", help="Only modules of these dotted paths, such as 'layers.*.attn.*'."
+    )
+    layer_type: Any = option(
+        (),
+        is_filter=True,
+        metavar="TYPE",
+        help="Only these kinds of layers: linear, attention, embedding, hidden, or one of your own; "
+        "linear and attention by default.",
+    )
+    layer_idx: Any = option(
+        (), is_filter=True, help="Only these layers of the stack, as in 0-3 or 0:32:8; -1 is outside of it."
+    )
+    layer_stack: Any = option(
+        (),
+        is_filter=True,
+        help="Only layers of these stacks, where a model has several: decoder.block, '*encoder*'.",
+    )
+    operation: Any = option((), is_filter=True, help="Only forward, or only backward.")
+    phase: Any = option((), is_filter=True, help="Only pre, or only post.")
+    component: Any = option((), is_filter=True, help="Only these components: FA, linear.")
+    tensor_name: Any = option((), is_filter=True, help="Only these tensors, such as 'grad_*'.")
+    dtype: Any = option((), is_filter=True, help="Only tensors of these dtypes: bfloat16.")
+    compute_dtype: Any = option((), is_filter=True, help="Only what is computed in these dtypes.")
+    rank: Any = option((), is_filter=True, help="Only these ranks: 0-3.")
+    microbatch: Any = option((), is_filter=True, help="Only these passes of an iteration: 0.")
+    call: Any = option((), is_filter=True, help="Only these calls of a module within a pass: 0.")
+    iteration: Any = option(
+        (), is_filter=True, help="Only these of the iterations that --start-at and --every name: 100-199."
+    )
+    mode: Any = option(
+        (),
+        is_filter=True,
+        choices=tuple(map(str, Mode)),
+        help="Passes in training mode, in evaluation mode, or both; by default what --where and --select name, "
+        "else train, and both with --layers.",
+    )
+    where: str | None = option(
+        None, metavar="EXPR", help="Only tensors for which it holds, as in \"layer_idx < 4 or phase == 'post'\"."
+    )
+    samples: Any = option(
+        None,
+        is_free=True,
+        metavar="SAMPLES",
+        help="Samples kept of activations, counted within the batch: 0, 0-3 or 0:8:2; all by default.",
+    )
+    keep: str = option("values", choices=tuple(map(str, Keep)), help="What is kept of each tensor.")
+    select: Any = option(
+        (),
+        is_multiple=True,
+        metavar="RULE",
+        is_free=True,
+        help="Fields, cadence and what is kept, as in 'layer_type=attention every=100 keep=histogram'; "
+        "of several rules the first that fits a tensor decides, and what none fits is not captured.",
+    )
+    layers: Any = option(
+        None,
+        is_free=True,
+        metavar="LAYERS",
+        help="Record the embedding's output and those of all decoder layers ('all'), or of some: 0,30,61. "
+        "Linear and attention layers are left out unless --layer-type names them.",
+    )
+    layer_offset: int = option(
+        0, kind=int, least=0, help="Added to the index of each layer, on a later pipeline stage."
+    )
+    master: bool = option(
+        # torchrun takes --master for an abbreviation of several options of its own.
+        default=False,
+        kind=bool,
+        long_name="with_master",
+        help="Record the weights that the optimizer updates, and their reduced gradients, too.",
+    )
+    advance_on: Any = option(
+        "optimizer",
+        is_free=True,
+        metavar="EVENT",
+        help="What ends an iteration: optimizer (the first that steps), optimizer:N (the N-th, from 0), forward "
+        "(each outermost forward pass), or step (the script calls capture.step()).",
+    )
+    sample_dim: int | None = option(
+        None, kind=int, least=0, help="Dimension of activations that holds samples; found from the batch by default."
+    )
+    policy: str = option(
+        Policy.BLOCK.value,
+        choices=tuple(policy.value for policy in Policy),
+        help="What to do, once the minimum is there, when an iteration does not fit into the budget.",
+    )
+    host_budget_nbytes: int | None = option(
+        None,
+        kind=int,
+        least=1 << 20,
+        help="Host memory for staged tensors, in bytes per rank; from the free memory by default.",
+    )
+    begin_timeout_seconds: float | None = option(
+        None,
+        kind=float,
+        least=0,
+        help="Longest wait of a rank at its first forward for rank 0 to reach its own; then no rank is recorded and "
+        "the training goes on. By default half of what a collective of the training waits.",
+    )
+    block_timeout_seconds: float = option(
+        120.0, kind=float, least=0, help="Longest wait of the training for the writer; then capture disables itself."
+    )
+    finish_timeout_seconds: float = option(
+        300.0, kind=float, least=0, help="Longest wait at the end for what is not stored yet."
+    )
+    store_timeout_seconds: float = option(
+        120.0,
+        kind=float,
+        least=0,
+        help="Longest time that a write is tried again while the store does not answer; then its iteration fails.",
+    )
+    store_concurrency: int = option(
+        STORE_CONCURRENCY,
+        kind=int,
+        least=1,
+        help="Tensors, or stacks of small ones, that each rank sends to the store at the same time.",
+    )
+    compression: str = option(
+        Compression.NONE.value,
+        choices=tuple(compression.value for compression in Compression),
+        help="How values are packed: zstd leaves about four fifths of bf16, blosc (bits shuffled first) seven tenths.",
+    )
+    keep_last: int | None = option(
+        None,
+        kind=int,
+        least=1,
+        help="Delete all but the last N complete iterations, as --max-iterations of them come: never more than N are "
+        "there, and one while the next is committed; all stay by default.",
+    )
+    ring_dir: str | None = option(
+        None, help="Directory for the staged tensors, from which 'ranktape recover' stores them should all be killed."
+    )
+    spill_dir: str | None = option(
+        None, help="Directory that takes an iteration when the store cannot, until 'ranktape push' brings it there."
+    )
+    strict: bool = option(
+        default=False, kind=bool, help="End the training with an error when the capture fails inside."
+    )
+    capture_config: str | None = option(
+        None, metavar="FILE", help="YAML or TOML file with settings by these names; the command line has the last word."
+    )
+    manual: bool = option(default=False, kind=bool, help="Attach no hooks: record only what save_tensor is given.")
+    resume: bool = option(default=False, kind=bool, help="Continue the run that is at the URL, as a new attempt.")
+    overwrite: bool = option(default=False, kind=bool, help="Delete the run that is at the URL first.")
+    add: bool = option(
+        default=False, kind=bool, help="Add to the run that is at the URL: what it holds is shown beside what comes."
+    )
+    storage_options: Mapping[str, Any] | None = option(
+        None,
+        is_secret=True,
+        is_free=True,
+        metavar="JSON",
+        help='JSON object for fsspec, such as \'{"endpoint_url": "http://host:9000"}\'.',
+    )
+
+    def __post_init__(self) -> None:
+        """Check every value against what its field allows."""
+        for setting in SETTINGS:
+            setting.check(getattr(self, setting.name))
+        if self.max_iterations is not None and self.max_iterations < self.min_iterations:
+            raise UsageError(
+                f"--max-iterations {self.max_iterations} is below --min-iterations {self.min_iterations}: raise it"
+            )
+        if self.keep_last is not None and self.keep_last < self.min_iterations:
+            raise UsageError(
+                f"--keep-last {self.keep_last} is below --min-iterations {self.min_iterations}, which are guaranteed: "
+                f"raise it"
+            )
+        if self.quant_type is not None:
+            check_term(self.quant_type, field="quant_type")
+        _check_advance_on(self.advance_on)
+        given: Any = self.storage_options  # callers without type checks pass anything
+        if not isinstance(given, Mapping | None):
+            kind = type(given).__name__
+            raise UsageError(f"--storage-options is a {kind}: give an object such as {{'anon': True}}")
+        try:
+            json.dumps(self.storage_options)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"--storage-options cannot be passed on as JSON ({error}): give text and numbers"
+            ) from error
+        if self.resume + self.overwrite + self.add > 1:
+            raise UsageError("--resume, --overwrite and --add exclude each other: give one")
+
+
+def _check_advance_on(value: Any) -> None:
+    """Let the name of an event pass, or an optimizer.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    events = ("optimizer", "forward", "step")
+    name, _, number = value.partition(":") if isinstance(value, str) else ("", "", "")
+    is_numbered = name == "optimizer" and number.isdecimal() and len(number) < _MAX_DIGITS
+    if value not in events and not is_numbered and not callable(getattr(value, "step", None)):
+        raise UsageError(
+            f"--advance-on {value!r:.60} is not allowed: give {', '.join(events)}, optimizer:N, or an optimizer"
+        )
+
+
+_MAX_DIGITS = 10
+
+
+SETTINGS: Sequence[Setting] = tuple(
+    dataclasses.replace(item.metadata["setting"], name=item.name) for item in dataclasses.fields(Settings)
+)
+"""Every setting, in the order of `Settings`."""

@@ -1,0 +1,316 @@
+"""The commands that bring tensors from one place to another, each with its function: `cp`, `push`, `recover` and more.
+
+`push` and `recover` are two ends of one outbox: what the store did not take lies in a directory of the host, under the
+keys that it would have had, and what the writer did not come to lies in its ring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ranktape.analyze.console import say, say_json
+from ranktape.analyze.options import MAX_NAMED_FILES, NamedPath, Selection, selection_options
+from ranktape.analyze.table import nbytes_text
+from ranktape.errors import RanktapeError, UsageError
+from ranktape.launch.place import Answer, Progress, command_of, count_text, json_option, read_options, shown, work_bar
+
+if TYPE_CHECKING:
+    from ranktape.analyze.legacy.into_run import ImportReport
+    from ranktape.capture.writing.recover import RingReport
+    from ranktape.storage.maintenance.push import PushReport, Spill
+    from ranktape.storage.places.retry import RetryingBackend
+
+
+@click.command(name="cp")
+@selection_options
+@click.argument("url", metavar="URL")
+@click.option("--no-verify", is_flag=True, help="Trust the sizes of values instead of reading them back.")
+@json_option
+@click.option("--target-storage-options", metavar="JSON", help="The same for URL; those of RUN by default.")
+def cp_command(
+    *,
+    selection: Selection,
+    url: str,
+    no_verify: bool,
+    as_json: bool,
+    target_storage_options: str | None,
+) -> None:
+    """Copy RUN to URL: a directory or an object store.
+
+    A copy that was interrupted goes on where it stopped, and is a run only when it is whole. Every object is read
+    back and compared. A run that is being recorded is copied as far as it is committed; copying it again brings the
+    rest.
+
+    With filters only the records that match are copied, into a run of their own: its iterations are complete when
+    those records are there, and say how many others were left out. Such a copy does not go on where it stopped.
+    """
+    from ranktape.storage.maintenance.copy import copy_run
+    from ranktape.storage.maintenance.runs import suggest_nearest
+    from ranktape.storage.places.urls import open_backend
+
+    run, options = selection.run, selection.storage_options
+    target_options = read_options(target_storage_options) if target_storage_options else options
+    with suggest_nearest(run, storage_options=options), work_bar("copying") as on_progress:
+        source = open_backend(run, storage_options=options if "://" in run else None)
+        target = _open(url, target_options)
+        if selection.filters or selection.where:
+            report, text = _copy_selection(source, target, selection=selection, on_progress=on_progress)
+        else:
+            copied = report = copy_run(source, target, verify=not no_verify, on_progress=on_progress)
+            text = f"{copied.num_copied} objects ({nbytes_text(copied.nbytes_copied)}) copied"
+            if copied.num_present:
+                text += f"; {copied.num_present} ({nbytes_text(copied.nbytes_present)}) were there"
+            if copied.left_out:
+                text += f"; {len(copied.left_out)} that are no part of what is committed were left out"
+    if as_json:
+        say_json({"run": shown(run), "url": shown(url), **dataclasses.asdict(report)})
+    else:
+        say(f"{shown(url)}: {text}")
+
+
+def _copy_selection(
+    source: RetryingBackend, target: RetryingBackend, *, selection: Selection, on_progress: Progress
+) -> tuple[Any, str]:
+    """Copy the records that match; what was copied, and that in words."""
+    from ranktape.storage.maintenance.copy_selection import copy_records
+    from ranktape.storage.records.run import Run
+
+    run = selection.source()
+    if not isinstance(run, Run):
+        raise UsageError(f"{selection.run} is a folder of files and no run: use 'ranktape import'")
+    words = [f"--{field.replace('_', '-')} {text}" for field, texts in selection.filters.items() for text in texts]
+    filters = " ".join([*words, *([f"--where {selection.where!r}"] if selection.where else [])])
+    report = copy_records(
+        source, target, run=run, records=selection.chosen(run), filters=filters, on_progress=on_progress
+    )
+    return report, (
+        f"{count_text(report.num_records, 'record')} ({nbytes_text(report.nbytes)}) of "
+        f"{count_text(len(report.iterations), 'iteration')} copied; {report.num_left_out} others left out"
+    )
+
+
+def _open(url: str, options: Mapping[str, Any] | None) -> RetryingBackend:
+    """The store at a URL, or in a directory, which has no use for options."""
+    from ranktape.storage.places.urls import open_backend
+
+    return open_backend(url, storage_options=options if "://" in url else None)
+
+
+def push(
+    directory: Path, *, to: str | None = None, keep: bool = False, storage_options: Mapping[str, Any] | None = None
+) -> list[tuple[Spill, PushReport | None, str | None]]:
+    """Bring the iterations that wait in DIR, the --spill-dir of a capture, to the run that they belong to.
+
+    Everything that a commit names is read back from the run and compared before the commit is made. What was brought
+    is removed from DIR. A push that was interrupted can be repeated. Exits with 3 when something has to stay.
+    """
+    from ranktape.storage.maintenance.push import find_spills, push_spill
+
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is no directory: give the --spill-dir of a capture")
+    results: list[tuple[Spill, PushReport | None, str | None]] = []
+    for spill in find_spills(directory):
+        try:
+            report = push_spill(spill, _open(to or spill.url, storage_options), keep=keep)
+            results.append((spill, report, None))
+        except RanktapeError as error:
+            results.append((spill, None, str(error)))
+    return results
+
+
+@command_of(
+    push,
+    helps={
+        "directory": {"metavar": "DIR"},
+        "to": {"metavar": "URL", "help": "The run, where it is not the one that DIR names."},
+        "keep": "Leave everything in DIR, too.",
+    },
+)
+def push_command(results: Sequence[tuple[Spill, PushReport | None, str | None]], given: Mapping[str, Any]) -> Answer:
+    """What was brought of each rank, and what stays."""
+    directory = given["directory"]
+    lines = [line for result in results for line in _push_lines(*result)]
+    stays = [spill for spill, report, _ in results if report is None or report.problems or report.unfinished]
+    spills = [
+        {
+            "url": spill.url,
+            "attempt": spill.attempt,
+            "rank": spill.rank,
+            "error": error,
+            "pushed": None if report is None else dataclasses.asdict(report),
+        }
+        for spill, report, error in results
+    ]
+    return Answer(
+        text="\n".join(lines or [f"nothing waits in {directory}"]),
+        document={"directory": str(directory), "spills": spills},
+        problem=f"something of {len(stays)} of {len(results)} ranks stays in {directory}" if stays else None,
+    )
+
+
+def _push_lines(spill: Spill, report: PushReport | None, error: str | None) -> list[str]:
+    head = f"rank {spill.rank} of {spill.url}, {spill.attempt}"
+    if report is None:
+        return [f"{head}: not pushed: {error}"]
+    named = _listed(report.iterations) or "none"
+    lines = [f"{head}: iterations {named} pushed ({report.num_objects} objects, {nbytes_text(report.nbytes)})"]
+    others = {
+        "complete with all ranks": report.finished,
+        "never committed": report.uncommitted,
+        "still being recorded": report.unfinished,
+    }
+    lines += [f"  {what}: iterations {_listed(iterations)}" for what, iterations in others.items() if iterations]
+    return lines + [f"  stays: iteration {iteration}: {reason}" for iteration, reason in report.problems.items()]
+
+
+def _listed(iterations: Sequence[int]) -> str:
+    return ", ".join(map(str, iterations))
+
+
+def recover(
+    directory: Path, *, trust_other_boots: bool = False, storage_options: Mapping[str, Any] | None = None
+) -> list[RingReport]:
+    """Store what killed processes left in the rings in DIR, the --ring-dir of a capture.
+
+    An iteration is committed when every tensor of it is found, in the ring or in the store; of others the run says
+    why they are lost. A ring is removed once nothing in it is of use. Rings whose processes run are left alone. Exits
+    with 3 when a ring remains or an iteration is lost.
+    """
+    from ranktape.capture.writing.recover import RingReport, find_rings, recover_ring
+
+    def recovered(path: Path) -> RingReport:
+        try:
+            return recover_ring(
+                path, open_run=lambda url: _open(url, storage_options), trusts_other_boots=trust_other_boots
+            )
+        except RanktapeError as error:
+            return RingReport(path=path, remains=str(error))
+
+    return [recovered(path) for path in find_rings(directory)]
+
+
+@command_of(
+    recover,
+    helps={
+        "directory": {"metavar": "DIR"},
+        "trust_other_boots": "Take rings that another host wrote, or an earlier start of this one: what it wrote last "
+        "may be missing if it did not go down in order.",
+    },
+)
+def recover_command(reports: Sequence[RingReport], given: Mapping[str, Any]) -> Answer:
+    """What was stored of each ring, and what is lost."""
+    directory = given["directory"]
+    left = sum(report.remains is not None for report in reports)
+    lost = sum(len(report.failed) for report in reports)
+    problem = f"{left} of {len(reports)} rings remain in {directory}" if left else None
+    if lost and not left:
+        problem = f"{lost} iterations are lost; the status of the run says why"
+    rings = [{**dataclasses.asdict(report), "path": str(report.path)} for report in reports]
+    return Answer(
+        text="\n".join(line for report in reports for line in _ring_lines(report)) or f"no ring in {directory}",
+        document={"directory": str(directory), "rings": rings},
+        problem=problem,
+    )
+
+
+def _ring_lines(report: RingReport) -> list[str]:
+    if report.remains is not None:
+        return [f"{report.path} remains: {report.remains}"]
+    whose = f"rank {report.rank} of {report.url}" if report.url else "nothing was captured"
+    lines = [f"{report.path} ({whose}) is settled and removed"]
+    if report.committed:
+        tensors = f"{report.num_tensors} tensors from the ring"
+        lines.append(f"  committed: iterations {_listed(report.committed)} ({tensors})")
+    if report.finished:
+        lines.append(f"  complete with all ranks: iterations {_listed(report.finished)}")
+    return lines + [f"  lost: iteration {iteration}: {reason}" for iteration, reason in report.failed.items()]
+
+
+@click.command(name="export")
+@selection_options
+@click.argument("folder", metavar="DIR", type=NamedPath(path_type=Path, file_okay=False))
+@click.option(
+    "--form",
+    type=click.Choice(["seeds", "layers"]),
+    default="seeds",
+    show_default=True,
+    help="One tagged file for each tensor, or embedding_output.pt, layer_N_output.pt and their statistics.",
+)
+@click.option("--per-sample", is_flag=True, help="One file for each sample, where a tensor has samples.")
+@click.option("--overwrite", is_flag=True, help="Replace files that hold something else.")
+def export_command(*, selection: Selection, folder: Path, form: str, per_sample: bool, overwrite: bool) -> None:
+    """Write the tensors of RUN as .pt files into DIR.
+
+    Their names and what is embedded in them are those of the tools before us, and `ranktape import` makes the same
+    run of them. Files that are there and hold the same are left as they are. Filters are those of the analyze
+    commands.
+    """
+    from ranktape.analyze.engine.progress import progress
+    from ranktape.analyze.legacy.export import ExportForm, export_records
+
+    records = selection.records()
+    with progress(len(records), description="exporting") as on_record:
+        report = export_records(
+            records,
+            folder,
+            form=ExportForm(form),
+            per_sample=per_sample,
+            overwrite=overwrite,
+            on_record=on_record,
+        )
+    kept = f"; {report.num_kept} were there already" if report.num_kept else ""
+    say(f"{report.num_written} files written to {folder}, {nbytes_text(report.nbytes)} of values{kept}")
+
+
+def import_files(
+    folder: Path,
+    run: str,
+    *,
+    skip_unreadable: bool = False,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ImportReport:
+    """Store the .pt files of DIR as the run RUN.
+
+    DIR holds files under the names of the tools before us, tagged ones or the outputs of layers; nothing in them is
+    ever executed. An import that was interrupted goes on where it was when the command is given again.
+    """
+    from ranktape.analyze.engine.progress import progress
+    from ranktape.analyze.legacy.into_run import import_folder
+    from ranktape.analyze.legacy.open import open_folder
+
+    opened = open_folder(folder, skip_unreadable=skip_unreadable)
+    with progress(len(opened), description="importing") as on_record:
+        return import_folder(
+            opened,
+            run,
+            storage_options=None if storage_options is None else dict(storage_options),
+            overwrite=overwrite,
+            skip_unreadable=skip_unreadable,
+            on_record=on_record,
+        )
+
+
+@command_of(
+    import_files,
+    helps={
+        "folder": {"metavar": "DIR"},
+        "skip_unreadable": "Name and leave out files that cannot be read or are not known.",
+        "overwrite": "Delete the run that is at RUN.",
+    },
+    has_json=False,
+)
+def import_command(report: ImportReport, given: Mapping[str, Any]) -> Answer:
+    """What was stored, and on stderr what was left out."""
+    for name, reason in list(report.left_out.items())[:MAX_NAMED_FILES]:
+        say(f"left out: {name}: {reason}", err=True)
+    if len(report.left_out) > MAX_NAMED_FILES:
+        say(f"left out: {len(report.left_out)} files in all", err=True)
+    stored = f"{report.num_records} tensors stored in {given['run']}, {nbytes_text(report.nbytes)}"
+    already = "everything was stored before" if not report.num_records else stored
+    return Answer(text=f"{already}; {report.verdict.message()}")

@@ -1,0 +1,260 @@
+"""The commands that look after runs, each with its function: `runs`, `check`, `repair`, `prune` and `rm`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ranktape.analyze.table import Column, Kind, Table, nbytes_text
+from ranktape.errors import RanktapeError
+from ranktape.launch.place import Answer, Progress, command_of, count_text, open_backend_of, quiet, shown
+
+if TYPE_CHECKING:
+    from ranktape.storage.maintenance.finding import CheckReport, Finding
+    from ranktape.storage.maintenance.prune import PruneReport
+    from ranktape.storage.maintenance.repair import RepairReport
+    from ranktape.storage.maintenance.runs import RunSummary
+    from ranktape.storage.places.backend import Backend
+
+COLUMNS = (
+    Column(name="run", kind=Kind.TEXT),
+    Column(name="state", kind=Kind.TEXT),
+    Column(name="iterations", kind=Kind.INTEGER),
+    Column(name="ranks", kind=Kind.INTEGER),
+    Column(name="attempts", kind=Kind.INTEGER),
+    Column(name="records", kind=Kind.INTEGER),
+    Column(name="size", kind=Kind.NBYTES, unit="bytes"),
+    Column(name="created", kind=Kind.TEXT),
+)
+"""One row is one run."""
+
+
+def runs(url: str, *, depth: int | None = None, storage_options: Mapping[str, Any] | None = None) -> list[RunSummary]:
+    """List the runs at and below URL.
+
+    A run is met or unmet (it is closed, and its guaranteed minimum is there or not), open (it is being recorded,
+    or its processes were lost), empty or unreadable. The size is that of the values of its complete iterations.
+    """
+    from ranktape.storage.maintenance.runs import MAX_DEPTH, find_runs, suggest_nearest
+
+    with suggest_nearest(url, storage_options=storage_options):
+        return find_runs(url, storage_options=storage_options, max_depth=MAX_DEPTH if depth is None else depth)
+
+
+@command_of(
+    runs,
+    helps={"depth": {"type": click.IntRange(min=0), "help": "Levels of names that are looked through. [default: 4]"}},
+)
+def runs_command(found: Sequence[RunSummary], given: Mapping[str, Any]) -> Answer:
+    """One row for each run; below, why some cannot be read."""
+    rows = tuple(
+        (
+            run.path or ".",
+            run.state.value,
+            len(run.iterations),
+            run.world_size,
+            run.num_attempts,
+            run.num_records,
+            run.nbytes,
+            _created_text(run.created),
+        )
+        for run in found
+    )
+    unreadable = tuple(f"{run.path or '.'}: {run.message}" for run in found if run.state == "unreadable")
+    notes = unreadable if found else ("no run lies here",)
+    return Answer(
+        text=Table(title=shown(given["url"]), columns=COLUMNS, rows=rows, notes=notes),
+        document={"url": shown(given["url"]), "runs": [dataclasses.asdict(run) for run in found]},
+    )
+
+
+def _created_text(created: float | None) -> str:
+    """A time of UTC to the second; empty where it is not known."""
+    return "" if created is None else datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def check(
+    run: str,
+    *,
+    deep: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    on_progress: Progress = quiet,
+) -> CheckReport:
+    """Verify that RUN is whole, and what was written.
+
+    Errors are what was committed and is lost or wrong; they make it exit with 3. Notes are the rest: debris, what
+    is not finished, what is not ours. Nothing is changed: 'ranktape repair' does that.
+    """
+    from ranktape.storage.maintenance.check import check_run
+
+    with open_backend_of(run, storage_options) as backend:
+        return check_run(backend, deep=deep, on_progress=on_progress)
+
+
+@command_of(check, helps={"deep": "Read every byte and compare it with its checksums."}, working="checking")
+def check_command(report: CheckReport, _given: Mapping[str, Any]) -> Answer:
+    """Each finding in a line, errors first, and what was looked at below."""
+    looked = (
+        f"{count_text(report.num_iterations, 'complete iteration')}, {count_text(report.num_records, 'record')}, "
+        f"{count_text(report.num_objects, 'object')}, {nbytes_text(report.nbytes)}"
+    )
+    how = "every byte was read" if report.deep else "sizes and documents were compared, --deep reads every byte"
+    errors = count_text(len(report.errors), "error")
+    told = f"{errors}, {count_text(len(report.notes), 'note')}; {looked} ({how})"
+    return Answer(
+        text="\n".join([*(one.text() for one in (*report.errors, *report.notes)), told]),
+        document=report.to_json(),
+        problem=f"{errors} in {report.url}" if report.errors else None,
+    )
+
+
+def repair(
+    run: str,
+    *,
+    dry_run: bool = False,
+    min_age: float = 3600.0,
+    storage_options: Mapping[str, Any] | None = None,
+    on_done: Callable[[Finding], object] | None = None,
+    on_progress: Progress = quiet,
+) -> RepairReport:
+    """Put RUN in order after processes were lost.
+
+    Removes what crashed writers left behind, restores markers and documents that were lost, and writes the commits
+    of iterations that all ranks have committed. Exits with 3 if errors are left that it cannot mend. Where a ring
+    or a spill directory is left, run 'ranktape recover' or 'ranktape push' first: they need what is removed here.
+    """
+    from ranktape.storage.maintenance.repair import repair_run
+
+    with open_backend_of(run, storage_options) as backend:
+        return repair_run(backend, dry_run=dry_run, min_age_seconds=min_age, on_done=on_done, on_progress=on_progress)
+
+
+def _mend(finding: Finding) -> str:
+    return f"{finding.mend}: {finding.text()}"
+
+
+@command_of(
+    repair,
+    helps={
+        "dry_run": "Change nothing, and say what would be done.",
+        "min_age": {
+            "type": click.FloatRange(min=0),
+            "show_default": True,
+            "help": "Seconds; what was written since may belong to a writer at work, and is left alone.",
+        },
+    },
+    working="checking",
+    each=_mend,
+)
+def repair_command(report: RepairReport, given: Mapping[str, Any]) -> Answer:
+    """What was done, what was left alone and what cannot be mended."""
+    word = "to be mended" if report.dry_run else "mended"
+    lines = [f"would {_mend(finding)}" for finding in report.done] if report.dry_run else []
+    lines += [f"left alone, as it is younger than {given['min_age']:g} s: {_mend(one)}" for one in report.young]
+    lines += [f"cannot be mended: {finding.text()}" for finding in report.left]
+    told = f"{len(report.done)} {word}, {len(report.young)} left alone, {len(report.left)} cannot be mended"
+    return Answer(
+        text="\n".join((*lines, told)),
+        document=report.to_json(),
+        problem=f"{count_text(len(report.left), 'error')} left in {report.url}" if report.left else None,
+    )
+
+
+def prune(
+    run: str,
+    *,
+    keep_last: int | None = None,
+    iteration: str | None = None,
+    dry_run: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    on_progress: Progress = quiet,
+) -> PruneReport:
+    """Remove complete iterations from RUN.
+
+    Of each iteration first the commit goes, so that no reader takes what is left for the whole, then the values; what
+    was interrupted goes on when the command is said again, or with 'ranktape repair'. Iterations that were removed
+    still count for the guaranteed minimum. A run that is being recorded is refused.
+    """
+    from ranktape.storage.maintenance.prune import prune_run
+
+    with open_backend_of(run, storage_options) as backend:
+        return prune_run(backend, keep_last=keep_last, iteration=iteration, dry_run=dry_run, on_progress=on_progress)
+
+
+def _prune_question(plan: PruneReport) -> str | None:
+    what = f"{count_text(len(plan.removed), 'iteration')} ({_named(plan.removed)})"
+    return f"Remove {what} from {plan.url}?" if plan.removed else None
+
+
+@command_of(
+    prune,
+    helps={
+        "keep_last": {"type": click.IntRange(min=0), "metavar": "N", "help": "Remove all but the last N iterations."},
+        "iteration": {
+            "metavar": "SPEC",
+            "help": "Remove these: a number, a range (0-3, 10:20:2) or several (0,2,5).",
+        },
+        "dry_run": "Change nothing, and say what would be removed.",
+    },
+    working="removing",
+    question=_prune_question,
+)
+def prune_command(report: PruneReport, _given: Mapping[str, Any]) -> Answer:
+    """How many iterations are gone, or would be, and which are left."""
+    word = "to be removed" if report.dry_run and report.removed else "removed"
+    removed = f" ({_named(report.removed)})" if report.removed else ""
+    kept = f" ({_named(report.kept)})" if report.kept else ""
+    count = count_text(len(report.removed), "iteration")
+    return Answer(
+        text=f"{report.url}: {count} {word}{removed}, {len(report.kept)} kept{kept}",
+        document=dataclasses.asdict(report),
+    )
+
+
+def _named(iterations: tuple[int, ...]) -> str:
+    from ranktape.storage.records.notebook import spans
+
+    return spans(iterations)
+
+
+def rm(run: str, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Delete RUN, and nothing that lies beside its parts.
+
+    A damaged run is deleted as well; one that is being recorded is refused. What was interrupted goes on when the
+    command is said again.
+    """
+    from ranktape.storage.maintenance.prune import delete_run, expect_run
+
+    with open_backend_of(run, storage_options) as backend:
+        expect_run(backend)
+        what = _described(backend)
+        if not dry_run:
+            delete_run(backend)
+    return f"{'to be deleted' if dry_run else 'deleted'}: {what}"
+
+
+@command_of(
+    rm,
+    helps={"dry_run": "Change nothing, and say what would be deleted."},
+    question=lambda told: f"Delete {told.partition(': ')[2]}?",
+    has_json=False,
+)
+def rm_command(told: str, _given: Mapping[str, Any]) -> Answer:
+    """What was deleted."""
+    return Answer(text=told)
+
+
+def _described(backend: Backend) -> str:
+    """The run, and how much is in it, as far as it can be read."""
+    from ranktape.storage.maintenance.runs import summarize
+
+    try:
+        run = summarize(backend)
+    except RanktapeError as error:
+        return f"{backend.url}, which cannot be read ({error})"
+    complete = count_text(len(run.iterations), "complete iteration")
+    return f"{backend.url} ({complete}, {count_text(run.num_records, 'record')}, {nbytes_text(run.nbytes)})"
