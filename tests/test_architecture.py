@@ -60,7 +60,7 @@ ALLOWED_AT_TOP = {
 }
 """What the files beside the folders may import."""
 
-TORCH_IN_STORAGE = "Record.tensor"
+TORCH_IN_STORAGE = "to_torch"
 """The one place in storage that may import torch."""
 
 HOMELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "misc"}
@@ -229,7 +229,7 @@ ALLOWED = {
         "from . import layout",
         "from ranktape import __version__",
         "import ranktape\n\nranktape.__version__",
-        "class Record:\n    def tensor(self):\n        import torch",
+        "def to_torch(values):\n    import torch",
         "if TYPE_CHECKING:\n    import torch",
         "import torchvision_is_not_torch",
         "from ranktape.storage.format.layout import capture_path",

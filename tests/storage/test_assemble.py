@@ -18,9 +18,8 @@ import torch
 from ranktape.analyze.legacy.open import open_source
 from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError, UsageError
 from ranktape.storage import Records, open_run
-from ranktape.storage.format.dtypes import DTYPES
+from ranktape.storage.format.dtypes import DTYPES, round_once
 from ranktape.storage.format.record_info import RecordInfo
-from ranktape.storage.format.rounding import round_once
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import FindingKind
 from ranktape.storage.places.urls import open_backend

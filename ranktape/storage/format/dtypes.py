@@ -1,4 +1,4 @@
-"""Which element types can a record hold, and what does each library call them?
+"""The element types that a record can hold, and what each library calls them.
 
 One row for each type. The names are torch's, without "torch."; numpy, ml_dtypes, Zarr and tensorstore use
 the same words. The types at the end of the table have no name in torch: stores written by other tools
@@ -16,7 +16,10 @@ import numpy as np
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
+    import torch
 
 FillValue = bool | int | float | str | list[float]
 """What a fill value looks like in a `zarr.json`."""
@@ -136,3 +139,39 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
             f"convert the array with .astype({row.numpy_dtype.str!r})"
         )
     return row.name
+
+
+def round_once(values: np.ndarray[Any, Any], *, row: DtypeRow) -> np.ndarray[Any, Any]:
+    """The nearest values of the type, ties to even; NaN stays NaN, and what is too large is what the type makes of it.
+
+    ml_dtypes rounds float64 to float32 on the way to its own types, and then again: a number just above the middle of
+    two becomes the middle, and then the even one. What is between two float32 becomes the one with an odd last bit
+    here, which is in the middle of nothing that is shorter.
+    """
+    if not row.is_ml_dtype or values.dtype != np.float64:
+        return values.astype(row.numpy_dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        single = values.astype(np.float32)
+        widened = single.astype(np.float64)
+        bits = np.atleast_1d(single).view(np.uint32)
+        is_inexact = np.atleast_1d(np.isfinite(values) & (widened != values))
+        is_beyond = np.atleast_1d(np.abs(widened) > np.abs(values))
+        odd = np.where(is_inexact, (bits - (is_inexact & is_beyond)) | 1, bits).astype(np.uint32)
+        return odd.view(np.float32).reshape(values.shape).astype(row.numpy_dtype)
+
+
+def to_torch(values: np.ndarray[Any, Any], *, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """Values as a torch tensor of the type of that name, on the CPU; a copy of them.
+
+    Raises:
+        UsageError: torch has no such dtype.
+    """
+    import torch
+
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise UsageError(f"torch has no dtype {dtype}: use read() for a numpy array")
+    if not values.size:
+        return torch.empty(tuple(shape), dtype=torch_dtype)
+    raw = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
+    return raw.view(torch_dtype).reshape(tuple(shape))

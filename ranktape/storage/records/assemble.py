@@ -1,4 +1,4 @@
-"""What was the whole tensor of which each rank recorded a part?
+"""Puts a tensor together from the parts that ranks recorded.
 
 The placements of the records say where the parts lie, which of them are copies of one another, and which are to be
 added up. Copies are compared by their checksums and read once. What is missing is an error, never zeros.
@@ -6,30 +6,25 @@ added up. Copies are compared by their checksums and read once. What is missing 
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
 from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError, UsageError
-from ranktape.storage.format.dtypes import dtype_row
-from ranktape.storage.format.parts import split
+from ranktape.storage.format.dtypes import dtype_row, round_once, to_torch
 from ranktape.storage.format.record_info import Keep
-from ranktape.storage.format.rounding import round_once
 from ranktape.storage.format.site_paths import Site
+from ranktape.storage.records.interfaces import AnyRecord, ReadableRecord
 from ranktape.storage.records.placement import Kind, Placement, parse_placement
 
 if TYPE_CHECKING:
     import torch
-    import zarr
-
-    from ranktape.storage.records.record import Record
 
 _MAX_CELLS = 1 << 22
 """Of the grid on which it is seen whether parts cover a tensor: a mesh of many thousand ranks has as many."""
@@ -40,7 +35,7 @@ _MAX_CUT = 16
 _MAX_NAMED = 8
 """Ranks in a message."""
 
-Part = tuple["Record", Placement | None]
+Part = tuple[AnyRecord, Placement | None]
 """A record, and where it lies."""
 
 
@@ -53,31 +48,31 @@ class Replicas(enum.StrEnum):
     """The first of them counts."""
 
 
-class GlobalView:
+class GlobalView(Generic[AnyRecord]):
     """A tensor as it was over all ranks that held parts of it; nothing is read before `read`."""
 
-    def __init__(self, parts: Sequence[Part], *, replicas: Replicas) -> None:
-        self.records: tuple[Record, ...] = tuple(record for record, _ in parts)
+    def __init__(self, parts: Sequence[Part[AnyRecord]], *, replicas: Replicas) -> None:
+        self.records: tuple[AnyRecord, ...] = tuple(record for record, _ in parts)
         """Its parts and their copies, in the order of the selection."""
         self._placements = [placement for _, placement in parts]
         self._replicas = replicas
         first, placement = parts[0]
-        self.dtype: str = first.dtype
+        self.dtype: str = first.info.dtype
         """Of its elements."""
-        self.shape: tuple[int, ...] = first.shape if placement is None else placement.global_shape
+        self.shape: tuple[int, ...] = first.info.shape if placement is None else placement.global_shape
         """Of the whole tensor, in elements."""
         self.is_partial: bool = placement is not None and placement.is_partial
         """Whether ranks had summands of it: `read` puts them together as no rank did."""
         self.placement: str = "" if placement is None else ", ".join(map(str, placement.axes))
         """What each axis of the mesh does, as `dp=2 replicate, tp=2 shard(1)`; empty for a tensor of one rank."""
-        known = {record.rank for record in self.records}
+        known = {record.info.rank for record in self.records}
         self.missing_ranks: tuple[int, ...] = (
             () if placement is None else tuple(rank for rank in placement.ranks if rank not in known)
         )
         """Ranks of its mesh of which there is no record here."""
 
     def __repr__(self) -> str:
-        first = self.records[0]
+        first = self.records[0].info
         what = f"{first.module or '(no module)'} {first.operation} {first.phase} {first.tensor_name}"
         where = f"iteration={first.iteration} microbatch={first.microbatch} call={first.call}"
         return f"<GlobalView {what} {where} {self.dtype}{list(self.shape)} of {len(self.records)} records>"
@@ -85,9 +80,9 @@ class GlobalView:
     def differing_replicas(self) -> list[tuple[int, ...]]:
         """The ranks that hold copies of one part, for each part whose copies are not the same bits."""
         return [
-            tuple(record.rank for record, _ in copies)
+            tuple(record.info.rank for record, _ in copies)
             for copies in self._grouped(Kind.REPLICATE)
-            if len({(record.shape, record.checksum) for record, _ in copies}) > 1
+            if len({(record.info.shape, record.info.checksum) for record, _ in copies}) > 1
         ]
 
     def read(self) -> np.ndarray[Any, Any]:
@@ -109,7 +104,7 @@ class GlobalView:
         boxes = [self._summands(box) for box in self._grouped(Kind.REPLICATE, Kind.PARTIAL)]
         # The largest first: nothing is allocated for parts that nobody has seen the bytes of.
         boxes = sorted(
-            (box for box in boxes if math.prod(box[0][0].shape)), key=lambda box: -math.prod(box[0][0].shape)
+            (box for box in boxes if math.prod(box[0][0].info.shape)), key=lambda box: -math.prod(box[0][0].info.shape)
         )
         spans = [_spans(box[0]) for box in boxes]
         self._check_cover(spans)
@@ -128,15 +123,11 @@ class GlobalView:
             DataError: as `read`.
             UsageError: as `read`; or torch has no such dtype.
         """
-        from ranktape.storage.records.record import Record
+        return to_torch(self.read(), dtype=self.dtype, shape=self.shape)
 
-        first = self.records[0]
-        info = dataclasses.replace(first.info, shape=self.shape, placement=None)
-        return Record(info, location=first.location, reader=_WholeReader(self)).tensor()
-
-    def _grouped(self, *kinds: Kind) -> list[list[Part]]:
+    def _grouped(self, *kinds: Kind) -> list[list[Part[AnyRecord]]]:
         """The parts that differ in their coordinates along axes of these kinds alone."""
-        groups: dict[tuple[int | None, ...], list[Part]] = {}
+        groups: dict[tuple[int | None, ...], list[Part[AnyRecord]]] = {}
         for record, placement in zip(self.records, self._placements, strict=True):
             key = () if placement is None else placement.fixed(*kinds)
             groups.setdefault(key, []).append((record, placement))
@@ -151,7 +142,7 @@ class GlobalView:
                 + ": read each record, or take the first with replicas='ignore'"
             )
 
-    def _summands(self, box: Sequence[Part]) -> list[Part]:
+    def _summands(self, box: Sequence[Part[AnyRecord]]) -> list[Part[AnyRecord]]:
         """Of each summand of a part one copy, in the order of the mesh; one where it is no sum.
 
         Raises:
@@ -159,7 +150,7 @@ class GlobalView:
             IncompleteTensorError: one is missing.
             UsageError: of one the values were not kept.
         """
-        copies: dict[tuple[int | None, ...], Part] = {}
+        copies: dict[tuple[int | None, ...], Part[AnyRecord]] = {}
         for record, placement in box:
             assert placement is not None
             copies.setdefault(placement.fixed(Kind.REPLICATE), (record, placement))
@@ -169,9 +160,11 @@ class GlobalView:
         if len(copies) < count:
             raise IncompleteTensorError(f"{count - len(copies)} of {count} summands of {self!r} {self._why_missing()}")
         chosen = [copies[key] for key in sorted(copies, key=lambda key: [-1 if at is None else at for at in key])]
-        if reduced := next((record for record, _ in chosen if record.keep != Keep.VALUES), None):
-            raise UsageError(f"of {reduced!r} the {reduced.keep} of a part were kept, and values alone are assembled")
-        if any((record.shape, record.dtype) != (first.shape, self.dtype) for record, _ in chosen):
+        if reduced := next((record for record, _ in chosen if record.info.keep != Keep.VALUES), None):
+            raise UsageError(
+                f"of {reduced!r} the {reduced.info.keep} of a part were kept, and values alone are assembled"
+            )
+        if any((record.info.shape, record.info.dtype) != (first.info.shape, self.dtype) for record, _ in chosen):
             raise DataError(f"parts of {self!r} have several shapes or dtypes: see 'ranktape check'")
         return chosen
 
@@ -196,7 +189,7 @@ class GlobalView:
             return f"are missing: there is no record of {_ranks(self.missing_ranks)} here"
         return "are missing: of parts not all samples were recorded"
 
-    def _put_together(self, summands: Sequence[Part]) -> np.ndarray[Any, Any]:
+    def _put_together(self, summands: Sequence[Part[AnyRecord]]) -> np.ndarray[Any, Any]:
         first, placement = summands[0]
         assert placement is not None
         if not placement.is_partial:
@@ -221,36 +214,7 @@ _OPERATIONS: dict[str, Any] = {"sum": np.add, "avg": np.add, "max": np.maximum, 
 """By the word of a partial placement."""
 
 
-class _WholeReader:
-    """Reads a view where a record's own bytes are read."""
-
-    def __init__(self, view: GlobalView) -> None:
-        self.url = repr(view)
-        self._view = view
-
-    def read(self, _: Record, *, sample: int | None) -> np.ndarray[Any, Any]:
-        """The whole tensor."""
-        assert sample is None
-        return self._view.read()
-
-    def parts(self, record: Record) -> Iterator[np.ndarray[Any, Any]]:
-        """The whole tensor in parts, after it was put together."""
-        return split(self._view.read(), sample_dim=record.sample_dim)
-
-    def open_array(self, path: str) -> zarr.Array[Any]:
-        """Nothing.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(f"{self.url} is put together from several arrays: use read() for {path}")
-
-    def siblings(self, record: Record) -> list[Record]:
-        """The tensor alone: it is whole."""
-        return [record]
-
-
-def assemble_records(records: Iterable[Record], *, replicas: str = Replicas.CHECK) -> list[GlobalView]:
+def assemble_records(records: Iterable[AnyRecord], *, replicas: str = Replicas.CHECK) -> list[GlobalView[AnyRecord]]:
     """The tensors of which records are parts, in the order of their first ones.
 
     Raises:
@@ -258,14 +222,16 @@ def assemble_records(records: Iterable[Record], *, replicas: str = Replicas.CHEC
         UsageError: `replicas` is neither "check" nor "ignore".
     """
     policy = _policy(replicas)
-    groups: dict[Any, list[Part]] = {}
+    groups: dict[Any, list[Part[AnyRecord]]] = {}
     for record in records:
         placement = parse_placement(record.info)
         groups.setdefault(_key(record, placement), []).append((record, placement))
     return [GlobalView(parts, replicas=policy) for parts in groups.values()]
 
 
-def view_of(record: Record, *, siblings: Iterable[Record], replicas: str = Replicas.CHECK) -> GlobalView:
+def view_of(
+    record: AnyRecord, *, siblings: Iterable[AnyRecord], replicas: str = Replicas.CHECK
+) -> GlobalView[AnyRecord]:
     """The tensor of which a record is a part, and its siblings may be others.
 
     Raises:
@@ -285,7 +251,7 @@ def _policy(replicas: str) -> Replicas:
         raise UsageError(f"replicas={replicas!r} is not allowed: use one of {', '.join(Replicas)}") from error
 
 
-def _is_alike(one: Record, record: Record) -> bool:
+def _is_alike(one: ReadableRecord, record: ReadableRecord) -> bool:
     """Whether the placements are of one mesh and one tensor, whatever else is wrong with the other one's."""
     alike = ("mesh", "placements", "global_shape")
     documents = [info.placement or {} for info in (one.info, record.info)]
@@ -293,7 +259,7 @@ def _is_alike(one: Record, record: Record) -> bool:
     return left == right
 
 
-def _key(record: Record, placement: Placement | None) -> Any:
+def _key(record: ReadableRecord, placement: Placement | None) -> Any:
     """What parts of one tensor have in common."""
     info = record.info
     common = (info.iteration, info.attempt, Site.of(info))
@@ -302,10 +268,10 @@ def _key(record: Record, placement: Placement | None) -> Any:
     return (*common, placement.axes, placement.ranks, placement.global_shape)
 
 
-def _spans(part: Part) -> list[list[tuple[int, int]]]:
+def _spans(part: Part[Any]) -> list[list[tuple[int, int]]]:
     record, placement = part
     assert placement is not None
-    return placement.spans(record.shape)
+    return placement.spans(record.info.shape)
 
 
 def _put(whole: np.ndarray[Any, Any], values: np.ndarray[Any, Any], spans: Sequence[list[tuple[int, int]]]) -> None:

@@ -1,4 +1,4 @@
-"""How do many records become one labelled array, whose values are read when they are computed with?
+"""Records as labelled arrays of xarray, whose values are read when they are used.
 
 Each field that tells the records apart is a dimension, before those of the tensors. A chunk is one record; where one
 sample of it is taken, no more than the sample is read.
@@ -19,13 +19,12 @@ from ranktape.errors import RunFormatError, UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.format.validation import check_sample_ids
-from ranktape.storage.records.kept import otherwise_kept
+from ranktape.storage.records.interfaces import otherwise_kept
 
 if TYPE_CHECKING:
     import xarray
 
-    from ranktape.storage.records.record import Record
-    from ranktape.storage.records.records import Records
+    from ranktape.storage.records.interfaces import ReadableRecord, RecordColumns
 
 _PLACE = (
     "layer_idx",
@@ -67,13 +66,13 @@ class _Dim:
 class Grid:
     """The records as an array that dask can slice: each slice reads the records that are in it."""
 
-    def __init__(self, records: Sequence[Record], positions: np.ndarray[Any, Any]) -> None:
+    def __init__(self, records: RecordColumns | Sequence[ReadableRecord], positions: np.ndarray[Any, Any]) -> None:
         first = records[0]
         self._records = records
         self._positions = positions
-        self._sample_dim = first.sample_dim
-        self.dtype = numpy_dtype(first.dtype)
-        self.shape = (*positions.shape, *first.shape)
+        self._sample_dim = first.info.sample_dim
+        self.dtype = numpy_dtype(first.info.dtype)
+        self.shape = (*positions.shape, *first.info.shape)
         self.ndim = len(self.shape)
 
     def __getitem__(self, key: tuple[Any, ...]) -> np.ndarray[Any, Any]:
@@ -93,12 +92,12 @@ class Grid:
         # Records of a selection go to other processes without the catalogues of the run.
         return {**self.__dict__, "_records": list(self._records)}
 
-    def _read(self, record: Record, inner: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+    def _read(self, record: ReadableRecord, inner: tuple[Any, ...]) -> np.ndarray[Any, Any]:
         dim = self._sample_dim
         if dim is None:
             return np.asarray(record.read()[inner])
         # As a range: an array of the places would be as long as a catalogue says.
-        wanted = range(record.shape[dim])[inner[dim]]
+        wanted = range(record.info.shape[dim])[inner[dim]]
         if not isinstance(wanted, range):
             return np.asarray(record.read(sample=wanted)[(*inner[:dim], *inner[dim + 1 :])])
         if len(wanted) != 1:
@@ -107,7 +106,7 @@ class Grid:
         return values[(*inner[:dim], slice(None), *inner[dim + 1 :])]
 
 
-def stack_records(records: Records) -> xarray.DataArray:
+def stack_records(records: RecordColumns) -> xarray.DataArray:
     """The records as one array over the fields in which they differ and the tensors' own dimensions; nothing is read.
 
     Fields that follow from others are coordinates, those that all share attributes.
@@ -139,12 +138,12 @@ def stack_records(records: Records) -> xarray.DataArray:
         coordinates[dim.name] = (leading.name, labels_of([dim.values[place] for place in dim.places[rows]]))
     coordinates |= _sample_coordinate(records, positions, dims)
     shared = {name: dim.values[0] for name, dim in fields.items() if len(dim.values) == 1}
-    shared |= {name: getattr(records[0], name) for name in ("dtype", "layout")}
+    shared |= {name: getattr(records[0].info, name) for name in ("dtype", "layout")}
     name = shared.get("tensor_name")
     return xarray.DataArray(values, dims=names, coords=coordinates, name=name, attrs=shared)
 
 
-def _check_alike(records: Records) -> None:
+def _check_alike(records: RecordColumns) -> None:
     for name in _ALIKE:
         values = _dim(records, name).values
         if len(values) > 1:
@@ -153,11 +152,11 @@ def _check_alike(records: Records) -> None:
                 f"records of several values of {name} cannot be stacked ({shown}): "
                 f"select one of them first, such as .select({name}={values[0]!r})"
             )
-    if records[0].keep != Keep.VALUES:
-        raise UsageError(f"of these records {otherwise_kept(records[0].keep, wanted=Keep.VALUES)} of each")
+    if records[0].info.keep != Keep.VALUES:
+        raise UsageError(f"of these records {otherwise_kept(records[0].info.keep, wanted=Keep.VALUES)} of each")
 
 
-def _dim(records: Records, name: str) -> _Dim:
+def _dim(records: RecordColumns, name: str) -> _Dim:
     column = records.column(name).tolist()
     # A missing value is NaN, which is not equal to itself.
     plain = [None if value != value else value for value in column]  # noqa: PLR0124
@@ -224,13 +223,13 @@ def _words(dims: Sequence[_Dim], combination: Sequence[int]) -> str:
     return " ".join(f"{dim.name}={dim.values[place]!r}" for dim, place in zip(dims, combination, strict=True))
 
 
-def own_names(record: Record) -> list[str]:
+def own_names(record: ReadableRecord) -> list[str]:
     """Names of the tensors' own dimensions: letters of the layout where there are some, none of them twice."""
-    letters = list(record.layout)
-    if len(letters) != len(record.shape) or len(set(letters)) < len(letters):
-        letters = [f"dim{dim}" for dim in range(len(record.shape))]
-    if record.sample_dim is not None:
-        letters[record.sample_dim] = SAMPLE
+    letters = list(record.info.layout)
+    if len(letters) != len(record.info.shape) or len(set(letters)) < len(letters):
+        letters = [f"dim{dim}" for dim in range(len(record.info.shape))]
+    if record.info.sample_dim is not None:
+        letters[record.info.sample_dim] = SAMPLE
     return letters
 
 
@@ -243,10 +242,10 @@ def labels_of(values: Sequence[Any]) -> np.ndarray[Any, Any]:
     return labels
 
 
-def _sample_coordinate(records: Records, positions: np.ndarray[Any, Any], dims: Sequence[_Dim]) -> dict[str, Any]:
+def _sample_coordinate(records: RecordColumns, positions: np.ndarray[Any, Any], dims: Sequence[_Dim]) -> dict[str, Any]:
     """The samples' identifiers: of the dimension where all records have the same, else over the fields that matter."""
     texts = np.asarray(records.column("sample_ids")[positions], dtype=object)
-    dim = records[0].sample_dim
+    dim = records[0].info.sample_dim
     if dim is None or "null" in set(texts.reshape(-1).tolist()):
         return {}
     names = [one.name for one in dims]
@@ -259,7 +258,7 @@ def _sample_coordinate(records: Records, positions: np.ndarray[Any, Any], dims: 
         lists = [check_sample_ids(json.loads(text)) for text in texts.reshape(-1).tolist()]
     except (RecursionError, ValueError) as error:
         raise RunFormatError(f"the sample_ids of {records!r} are damaged: {error}: see 'ranktape check'") from error
-    if {len(ids) for ids in lists} != {records[0].shape[dim]}:
+    if {len(ids) for ids in lists} != {records[0].info.shape[dim]}:
         return {}
     labels = labels_of([label for ids in lists for label in ids]).reshape(*texts.shape, -1)
     return {SAMPLE if not names else "sample_ids": ([*names, SAMPLE], labels)}

@@ -1,4 +1,4 @@
-"""How does one record become a labelled array, whose values are read when they are used? Imports xarray."""
+"""One record as a labelled array, whose values are read when they are used. Imports xarray."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import xarray
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-from ranktape.storage.format.record_info import Keep
-from ranktape.storage.records.kept import expect
 from ranktape.storage.records.labelled import SAMPLE, Grid, labels_of, own_names
 
 if TYPE_CHECKING:
-    from ranktape.storage.records.record import Record
+    from ranktape.storage.records.interfaces import ReadableRecord
 
 
 class LazyRecord(BackendArray):
     """The values of a record, as xarray asks for parts of a file."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: ReadableRecord) -> None:
         self._grid = Grid([record], np.zeros((), dtype=np.int64))
         self.dtype, self.shape = self._grid.dtype, self._grid.shape
 
@@ -31,18 +29,15 @@ class LazyRecord(BackendArray):
         )
 
 
-def record_array(record: Record) -> xarray.DataArray:
+def record_array(record: ReadableRecord) -> xarray.DataArray:
     """The values under the names of their dimensions; `attrs` are the record's fields, samples have their identifiers.
 
     Nothing is read before it is used. One sample is read alone.
-
-    Raises:
-        UsageError: the values were not kept.
     """
-    expect(record, Keep.VALUES)
-    fields = record.info.to_json()
+    info = record.info
+    fields = info.to_json()
     ids = fields.pop("sample_ids")
     values = xarray.Variable(own_names(record), indexing.LazilyIndexedArray(LazyRecord(record)))
-    is_labelled = ids is not None and record.sample_dim is not None and len(ids) == record.shape[record.sample_dim]
+    is_labelled = ids is not None and info.sample_dim is not None and len(ids) == info.shape[info.sample_dim]
     coordinates = {SAMPLE: (SAMPLE, labels_of(ids))} if is_labelled else {}
-    return xarray.DataArray(values, coords=coordinates, name=record.tensor_name, attrs=fields)
+    return xarray.DataArray(values, coords=coordinates, name=info.tensor_name, attrs=fields)

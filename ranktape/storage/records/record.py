@@ -1,27 +1,29 @@
-"""What is known of one captured tensor, and how are its values read when they are asked for?"""
+"""One captured tensor: its fields, and its values, which are read when they are asked for."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
-from ranktape.errors import UsageError
-from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES
+from ranktape.errors import DataError, UsageError
+from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, unpack_blocks
+from ranktape.storage.format.dtypes import to_torch
 from ranktape.storage.format.record_info import Keep
-from ranktape.storage.records.kept import block_counts_in, expect, statistics_in
+from ranktape.storage.format.statistics import Statistics
+from ranktape.storage.records.interfaces import expect
+from ranktape.storage.records.notebook import fields_html
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     import xarray
     import zarr
 
     from ranktape.storage.format.block_counts import BlockCounts
     from ranktape.storage.format.record_info import Overflow, RecordInfo
-    from ranktape.storage.format.statistics import Statistics
     from ranktape.storage.records.assemble import GlobalView
 
 
@@ -120,9 +122,13 @@ class Record:
         return f"<Record {what} {place} {info.dtype}{list(info.shape)}>"
 
     def _repr_html_(self) -> str:
-        from ranktape.storage.records.notebook import record_html
-
-        return record_html(self)
+        document = self.info.to_json()
+        overflow = document.pop("overflow")
+        overflow.pop("per_sample")
+        counts = {
+            f"overflow.{name}": value["count"] if isinstance(value, dict) else value for name, value in overflow.items()
+        }
+        return fields_html("Record", {"path": self.path, **document, **counts})
 
     @property
     def path(self) -> str:
@@ -188,7 +194,7 @@ class Record:
             UsageError: something else was kept; blocks along that axis were not counted, as before schema 4.
         """
         expect(self, Keep.HISTOGRAM)
-        return block_counts_in(self._reader.read(self, sample=None), record=self, axis=axis)
+        return _block_counts_in(self._reader.read(self, sample=None), record=self, axis=axis)
 
     def statistics(self) -> Statistics:
         """What the finite values add up to, where the statistics were kept: mean, deviation, extremes and others.
@@ -198,7 +204,7 @@ class Record:
             UsageError: something else was kept.
         """
         expect(self, Keep.STATISTICS)
-        return statistics_in(self._reader.read(self, sample=None), record=self)
+        return _statistics_in(self._reader.read(self, sample=None), record=self)
 
     def tensor(self) -> torch.Tensor:
         """The values as a torch tensor of the captured dtype, on the CPU.
@@ -207,16 +213,7 @@ class Record:
             DataError: as `read`.
             UsageError: torch has no such dtype.
         """
-        import torch
-
-        values = self.read()
-        dtype = getattr(torch, self.info.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UsageError(f"torch has no dtype {self.info.dtype}: use read() for a numpy array")
-        if not values.size:
-            return torch.empty(self.info.shape, dtype=dtype)
-        raw = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
-        return raw.view(dtype).reshape(self.info.shape)
+        return to_torch(self.read(), dtype=self.info.dtype, shape=self.info.shape)
 
     def to_xarray(self) -> xarray.DataArray:
         """The values under the names of their dimensions, those of samples with their identifiers; read when used.
@@ -231,9 +228,10 @@ class Record:
             from ranktape.storage.records.labelled_record import record_array
         except ImportError as error:
             raise UsageError(f"to_xarray() needs xarray ({error}): pip install 'ranktape[notebook]'") from error
+        expect(self, Keep.VALUES)
         return record_array(self)
 
-    def global_view(self, *, replicas: str = "check") -> GlobalView:
+    def global_view(self, *, replicas: str = "check") -> GlobalView[Record]:
         """The tensor over all ranks of which this record is a part, from the parts that all of them recorded.
 
         Copies of one part must be the same bits, unless `replicas` is `"ignore"`: the first of them counts then.
@@ -256,3 +254,36 @@ class Record:
         if not 0 <= index < count:
             raise UsageError(f"sample {sample} is not in {self!r}: it has samples 0 to {count - 1}")
         return index
+
+
+def _statistics_in(vector: np.ndarray[Any, Any], *, record: Record) -> Statistics:
+    """The statistics of a record, from what was kept of it.
+
+    Raises:
+        DataError: they are of another tensor.
+    """
+    statistics = Statistics.from_vector(vector)
+    if statistics.num_elements != math.prod(record.shape):
+        raise DataError(f"the statistics of {record!r} are damaged: they are of {statistics.num_elements} elements")
+    return statistics
+
+
+def _block_counts_in(words: np.ndarray[Any, Any], *, record: Record, axis: str) -> BlockCounts:
+    """The counts of the blocks of a record along an axis, from what was kept of it.
+
+    Raises:
+        DataError: they are damaged, or of another tensor.
+        UsageError: such blocks were not counted.
+    """
+    try:
+        found = {one.axis: one for one in unpack_blocks(words)}
+    except DataError as error:
+        raise DataError(f"{record!r} is damaged: {error}") from error
+    if axis not in found:
+        raise UsageError(
+            f"of {record!r} no blocks along {axis!r} were counted, but {', '.join(found) or 'single values alone'}: "
+            f"since schema 4 blocks are counted along {' and '.join(BLOCK_AXES)}"
+        )
+    if found[axis].num_elements != math.prod(record.shape):
+        raise DataError(f"the counts of blocks of {record!r} are damaged: they are of other elements than it had")
+    return found[axis]

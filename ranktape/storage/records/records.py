@@ -1,4 +1,4 @@
-"""What was captured: which records are in a selection, and how is another selected from it?"""
+"""Selections of records: lazy sequences that filters and expressions narrow."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ranktape.storage.places.failures import printable
 from ranktape.storage.query.columns import StringColumn, widened
 from ranktape.storage.query.filters import check_fields, filter_from_text, parse_filter, parse_where
 from ranktape.storage.query.groups import equal_rows
+from ranktape.storage.records.notebook import MAX_SHOWN_ROWS, clipped, html_table
 from ranktape.storage.records.record import Location, Record
 from ranktape.storage.records.rows import read_rows
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 _NUM_THREADS = 16
 """Catalogues in which a column is looked up at once."""
+
+_LISTED = ("iteration", "rank", "microbatch", "module", "operation", "phase", "tensor_name", "dtype", "shape", "nbytes")
+"""Fields that a notebook shows."""
 
 _ROWS_AT_ONCE = 1024
 """Records that are taken from the columns together, where one after the other is asked for."""
@@ -103,9 +107,16 @@ class Records(Sequence[Record]):
         return f"<Records: {len(self)} in {printable(self._reader.url)}>"
 
     def _repr_html_(self) -> str:
-        from ranktape.storage.records.notebook import records_html
-
-        return records_html(self, url=self._reader.url)
+        first = self[:MAX_SHOWN_ROWS]
+        rows = list(zip(*([str(value) for value in first.column(name).tolist()] for name in _LISTED), strict=True))
+        rest = len(self) - len(rows)
+        return html_table(
+            _LISTED,
+            [[clipped(text) for text in row] for row in rows],
+            is_left=[name not in {"iteration", "rank", "microbatch", "nbytes"} for name in _LISTED],
+            heading=[f"Records: {len(self)} in {clipped(self._reader.url)}"],
+            notes=[f"the first {len(rows)} of {len(self)}"] if rest else [],
+        )
 
     def select(self, **filters: Any) -> Records:
         """The records whose fields have the values asked for.
@@ -176,7 +187,7 @@ class Records(Sequence[Record]):
             for key, positions in equal_rows(keys)
         ]
 
-    def assemble(self, *, replicas: str = "check") -> list[GlobalView]:
+    def assemble(self, *, replicas: str = "check") -> list[GlobalView[Record]]:
         """The tensors over all ranks of which the records of this selection are parts; a whole one is one itself.
 
         Parts that are not in the selection are missing. Copies of one part must be the same bits when a tensor is

@@ -1,4 +1,4 @@
-"""What is in a run, and how far is it?"""
+"""Opens a run: its complete iterations, its records, and how far it is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ranktape.storage.places.failures import printable
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.query.columns import Mask
 from ranktape.storage.query.filters import parse_filter
-from ranktape.storage.records.notebook import run_html, spans
+from ranktape.storage.records.notebook import fields_html, spans
 from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.records import Records
 
@@ -58,7 +58,15 @@ class Run:
         return f"<Run {printable(self.url)}: complete iterations {spans(self.iterations)}>"
 
     def _repr_html_(self) -> str:
-        return run_html(self)
+        environment, options = (self.attributes.get(name) for name in ("environment", "options"))
+        shown = {
+            "url": self.url,
+            "complete iterations": spans(self.iterations),
+            "schema": self.attributes.get("ranktape_schema"),
+            "quant_type": options.get("quant_type") if isinstance(options, dict) else None,
+            **(environment if isinstance(environment, dict) else {}),
+        }
+        return fields_html("Run", shown)
 
     @property
     def url(self) -> str:
