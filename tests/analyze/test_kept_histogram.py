@@ -40,7 +40,7 @@ def kept_as_histogram(tensor: Tensor) -> Tensor:
     return reduced
 
 
-def kept_before_schema_4(tensor: Tensor) -> Tensor:
+def kept_without_blocks(tensor: Tensor) -> Tensor:
     """The same without counts of blocks."""
     words, info = kept_as_histogram(tensor)
     return words[: 1 << 16], dataclasses.replace(info, nbytes=4 << 16)
@@ -125,7 +125,7 @@ def test_blocks_are_not_looked_at_in_another_type(tmp_path: Path) -> None:
 def test_histograms_without_blocks_answer_what_they_did(tmp_path: Path) -> None:
     tensor = describe_tensor(sizes("bfloat16"))
     values = store(tmp_path / "values", [tensor])
-    earlier = store(tmp_path / "earlier", [kept_before_schema_4(tensor)])
+    earlier = store(tmp_path / "earlier", [kept_without_blocks(tensor)])
     assert overflow(earlier.select(), format="fp4_e2m1").rows == overflow(values.select(), format="fp4_e2m1").rows
     with pytest.raises(UsageError, match="no blocks along 'features' were counted, but single values alone"):
         read_block_histogram(earlier.select()[0], view=View.SEEN)

@@ -24,6 +24,8 @@ from ranktape.storage.format.site_paths import Site
 from ranktape.storage.records.run import open_run
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+RUNS = {"restarted": 66, "modes": 22, "blocks": 16}
+"""The records in each golden run."""
 STATISTICS = (
     *("num_elements", "num_finite", "sum", "moment_2", "moment_3", "moment_4", "sum_magnitudes"),
     *("minimum", "maximum", "absmax"),
@@ -46,8 +48,7 @@ class PlainRun:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.schema = self.document("")["attributes"]["ranktape_schema"]
-        assert self.schema in {1, 2, 3, 4}
+        assert self.document("")["attributes"]["ranktape_schema"] == 1
 
     def document(self, path: str) -> dict[str, Any]:
         """A document, compared with its checksum."""
@@ -229,7 +230,7 @@ def plain_blocks(blocks: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["schema_1", "schema_2", "schema_3", "schema_4"])
+@pytest.mark.parametrize("name", RUNS)
 def test_a_reader_written_from_the_page_reads_the_same_bits(name: str) -> None:
     plain, run = PlainRun(GOLDEN / name), open_run(GOLDEN / name)
     assert sorted(plain.complete()) == run.iterations
@@ -255,14 +256,13 @@ def test_a_reader_written_from_the_page_reads_the_same_bits(name: str) -> None:
                 if ours.keep == "histogram":
                     words, sections = plain_histogram(theirs)
                     assert words == values.tolist()
-                    assert len(sections) == (2 if plain.schema >= 4 else 0)
+                    assert len(sections) == (2 if name == "blocks" else 0)
                     assert sections == [plain_blocks(ours.block_counts(axis=section["axis"])) for section in sections]
                 else:
                     assert theirs.values == np.ascontiguousarray(values).tobytes()
                 of_the_array = {"ranktape_checksum", "sample_checksums"}
                 attributes = {key: value for key, value in theirs.attributes.items() if key not in of_the_array}
-                defaults = {"keep": "values", "mode": "train", "layer_stack": ""}
-                assert defaults | attributes == ours.info.to_json()
+                assert attributes == ours.info.to_json()
                 for sample, checksum in enumerate(theirs.attributes.get("sample_checksums", [])):
                     one = np.ascontiguousarray(ours.read(sample=sample)).tobytes()
                     assert f"crc32c:{google_crc32c.value(one):08x}" == checksum
@@ -272,10 +272,10 @@ def test_a_reader_written_from_the_page_reads_the_same_bits(name: str) -> None:
                     *(site.quant_type, site.tensor_name, f"m{site.microbatch}", f"c{site.call}"),
                     *([] if site.mode == "train" else [site.mode]),
                 ]
-    assert total == {"schema_1": 20, "schema_2": 66, "schema_3": 22, "schema_4": 16}[name]
+    assert total == RUNS[name]
 
 
-@pytest.mark.parametrize("name", ["schema_1", "schema_2", "schema_3", "schema_4"])
+@pytest.mark.parametrize("name", RUNS)
 def test_the_columns_are_those_of_the_page(name: str) -> None:
     plain, run = PlainRun(GOLDEN / name), open_run(GOLDEN / name)
     page = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text()
@@ -283,17 +283,15 @@ def test_the_columns_are_those_of_the_page(name: str) -> None:
         rows = [record.columns for record in plain.records(attempt, iteration)]
         records = run.select(iteration=iteration)
         for column in rows[0]:
-            if column != "path":
-                np.testing.assert_array_equal(records.column(column), [row[column] for row in rows])
+            np.testing.assert_array_equal(records.column(column), [row[column] for row in rows])
             assert f"`{column}`" in page or re.fullmatch(r"overflow\.\w+\.count", column)
         derived = {f"overflow.{kind}" for kind in ("total", "ratio")}
         derived |= {f"overflow.{kind}.ratio" for kind in ("upper", "lower", "underflow", "nan", "inf", "zero")}
-        later = {"layer_stack"} | {1: {"keep", "stack", "index", "mode"}, 2: {"mode"}}.get(plain.schema, set())
-        assert set(COLUMNS) - derived - later == set(rows[0]) - {"path"}
+        assert set(COLUMNS) - derived == set(rows[0])
 
 
 def test_every_document_of_a_run_has_its_checksum() -> None:
-    plain = PlainRun(GOLDEN / "schema_2")
+    plain = PlainRun(GOLDEN / "restarted")
     paths = [path.parent.relative_to(plain.folder).as_posix() for path in plain.folder.rglob("zarr.json")]
     assert len(paths) > 100
     for path in paths:
@@ -301,7 +299,7 @@ def test_every_document_of_a_run_has_its_checksum() -> None:
 
 
 def test_consolidated_documents_are_those_under_their_keys() -> None:
-    plain = PlainRun(GOLDEN / "schema_2")
+    plain = PlainRun(GOLDEN / "restarted")
     for commit in plain.folder.glob("attempt_*/rank_*/iter_*/zarr.json"):
         text = commit.read_bytes()
         members = json.loads(text)["consolidated_metadata"]["metadata"]

@@ -1,11 +1,10 @@
-"""Can runs of every schema that was ever written still be read, bit for bit?"""
+"""Reads runs that were written once, bit for bit."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,26 +15,22 @@ import pytest
 
 from ranktape.errors import UsageError
 from ranktape.storage.format.block_counts import BLOCK_AXES
-from ranktape.storage.format.commit import finish_iteration
-from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.records.record import Record
 from ranktape.storage.records.run import Run, open_run
-from tests.runs import describe, start
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 FILES = {
-    "schema_1": "b4be5c3c3bac8c5a5bdd439979329783cc693950eef9eb682549fe0e781d9d20",
-    "schema_2": "cb82266df3e09f46a12d5c963260f8f39dff133b377904dc535492f367b20eca",
-    "schema_3": "8ca7cd3ea2681204bfe7d5c1f01de33a87129a1f3a2a2190a6979ef9fd51c2ba",
-    "schema_4": "1fbfb720682c976a0dfb675960e77c925a6731500f516c0d5c1f6e32b9022fb8",
+    "restarted": "2ac3c7622f7fad3954cf6695d9efcab6b85e355f566564ddfd3f8072170668ff",
+    "modes": "1a0e2a92de2c42d8101a7d6b5b2818adbf7b62fd8ece19672b24948b5c689d74",
+    "blocks": "7a3e2c66b5f72943a1b974ff4986ddc16e1fbba675e464afc00d0475e5ab99f5",
 }
 """SHA-256 over the names and bytes of all files: a golden run is never written anew."""
 
-LATEST = {"schema_1": [(0, 0), (5, 0)], "schema_2": [(0, 1), (2, 1)], "schema_3": [(0, 0)], "schema_4": [(0, 0)]}
+LATEST = {"restarted": [(0, 1), (2, 1)], "modes": [(0, 0)], "blocks": [(0, 0)]}
 """Iterations and attempts that readers show where they are not asked for a certain attempt."""
 
 
@@ -97,7 +92,7 @@ def place(record: dict[str, Any]) -> tuple[int, ...]:
 @pytest.mark.parametrize("name", FILES)
 def test_single_samples_are_read(name: str) -> None:
     records = [record for record in golden(name).select(keep="values") if record.sample_dim is not None]
-    assert len({record.sample_dim for record in records}) == (2 if name == "schema_2" else 1)
+    assert len({record.sample_dim for record in records}) == (2 if name == "restarted" else 1)
     for record in records:
         assert record.sample_dim is not None
         for sample in range(record.shape[record.sample_dim]):
@@ -120,18 +115,8 @@ def test_nothing_is_wrong_in_it(name: str) -> None:
     assert [finding.message for finding in report.findings if finding.severity == "error"] == []
 
 
-def test_the_statuses_of_schema_1() -> None:
-    run = golden("schema_1")
-    statuses = [(one.iteration, one.attempt, one.state.value, one.num_records, one.nbytes) for one in run.status()]
-    assert statuses == [(0, 0, "complete", 10, 9328), (5, 0, "complete", 10, 9328)]
-    assert run.status()[0].silent_sites == {1: {"gone": "its hook did not fire"}}
-    assert run.verdict().met
-    assert run.verdict().final
-    assert run.attributes["ranktape_schema"] == 1
-
-
-def test_the_statuses_of_schema_2() -> None:
-    run = golden("schema_2")
+def test_the_statuses_of_restarted() -> None:
+    run = golden("restarted")
     statuses = [(one.iteration, one.attempt, one.state.value, one.committed_ranks) for one in run.status()]
     assert statuses == [
         (0, 0, "complete", [0, 1]),
@@ -146,37 +131,21 @@ def test_the_statuses_of_schema_2() -> None:
     assert run.status()[3].missing == {1: "ended before it (killed by signal 9)"}
     assert run.status()[5].missing == {1: "the ring was full"}
     assert run.verdict().message() == "minimum met: 2 of 2 guaranteed iterations are stored complete (0, 2)"
-    assert run.attributes["ranktape_schema"] == 2
+    assert run.attributes["ranktape_schema"] == 1
     assert run.attributes["environment"] == {"host": "node-0"}
 
 
-def test_the_status_of_schema_3() -> None:
-    run = golden("schema_3")
+def test_the_status_of_modes() -> None:
+    run = golden("modes")
     (status,) = run.status()
     assert (status.iteration, status.state.value, status.committed_ranks) == (0, "complete", [0, 1])
     assert (status.num_expected, status.num_recorded, status.num_missing) == (24, 22, 2)
     assert status.silent_sites == {rank: {"gone": "its hook did not fire"} for rank in (0, 1)}
-    assert run.attributes["ranktape_schema"] == 3
+    assert run.attributes["ranktape_schema"] == 1
 
 
-def test_the_columns_of_schema_1() -> None:
-    records = golden("schema_1").select(iteration=5, rank=1)
-    assert records.column("tensor_name").tolist() == ["scale", "codes", "empty", "input", "weight"]
-    assert records.column("nbytes").tolist() == [8, 512, 0, 4096, 48]
-    assert records.column("checksum").tolist() == [2212089578, 1883895340, 0, 3093591870, 1577032937]
-    assert records.column("overflow.nan.count").tolist() == [0, 2, 0, 1, 0]
-    assert records.column("sample_dim").tolist()[3] == 0
-    assert records.column("sample_ids").tolist()[2:4] == ["null", '["a","b","c","d"]']
-    assert records.column("keep").tolist() == ["values"] * 5
-    assert records.column("mode").tolist() == ["train"] * 5
-    assert records.column("stack").tolist() == [""] * 5
-    assert records.column("index").tolist() == [-1] * 5
-    assert records[4].metadata == {"note": "ü"}
-    assert records[0].path.startswith("attempt_000-6df2158f/rank_00001/iter_00000005/%C2%B5%2Fodd%2Cname%20xx")
-
-
-def test_the_columns_of_schema_2() -> None:
-    records = golden("schema_2").select(iteration=0, attempt=0, rank=1)
+def test_the_columns_of_restarted() -> None:
+    records = golden("restarted").select(iteration=0, attempt=0, rank=1)
     assert records.column("tensor_name").tolist() == [
         *("input", "key", "weight", "input", "input", "input", "empty", "scale", "scale", "grad_output"),
     ]
@@ -210,8 +179,8 @@ def test_the_columns_of_schema_2() -> None:
     assert int(records[9].counts().sum()) == 700
 
 
-def test_the_columns_of_schema_3() -> None:
-    records = golden("schema_3").select(rank=1)
+def test_the_columns_of_modes() -> None:
+    records = golden("modes").select(rank=1)
     assert records.column("mode").tolist() == ["train"] * 2 + ["eval"] * 2 + ["train"] * 3 + ["eval"] + ["train"] * 3
     kept = ["values"] * 4 + ["statistics"] * 3 + ["histogram"] + ["values"] * 3
     assert records.column("keep").tolist() == kept
@@ -229,16 +198,8 @@ def test_the_columns_of_schema_3() -> None:
     }
 
 
-def test_the_values_of_schema_1() -> None:
-    records = golden("schema_1").select(iteration=5, rank=1)
-    np.testing.assert_array_equal(records.select(tensor_name="weight")[0].read(), np.arange(12.0).reshape(3, 4))
-    assert records.select(tensor_name="scale")[0].read() == 2.5
-    start = records.select(tensor_name="input")[0].read()[0, 0, :4]
-    assert start.view(np.uint16).tolist() == [0x7FC0, 0x7F80, 0x40A0, 0x40A0]
-
-
-def test_the_values_of_schema_2() -> None:
-    records = golden("schema_2").select(iteration=2, rank=1)
+def test_the_values_of_restarted() -> None:
+    records = golden("restarted").select(iteration=2, rank=1)
     start = records.select(tensor_name="input", module="layers.0.query")[0].read()[0, 0, :4]
     assert start.view(np.uint16).tolist() == [0x7FC0, 0x7F80, 0x8000, 0x0000]
     stacked = [record.read()[0].view(np.uint16).tolist() for record in records.select(module="layers.*.mlp")]
@@ -246,8 +207,8 @@ def test_the_values_of_schema_2() -> None:
     assert [float(record.read()) for record in records.select(tensor_name="scale")] == [3.5, -0.0]
 
 
-def test_the_values_of_schema_3() -> None:
-    records = golden("schema_3").select(rank=1)
+def test_the_values_of_modes() -> None:
+    records = golden("modes").select(rank=1)
     statistics = records.select(tensor_name="grad_float32")[0].statistics()
     assert (statistics.num_elements, statistics.num_finite, statistics.sum) == (12, 12, 30.0)
     assert (statistics.mean, statistics.moment_2, statistics.moment_3) == (2.5, 143.0, 0.0)
@@ -263,8 +224,8 @@ def test_the_values_of_schema_3() -> None:
 
 
 @pytest.mark.parametrize("axis", BLOCK_AXES)
-def test_the_blocks_of_schema_4_are_those_of_the_values(axis: str) -> None:
-    run = golden("schema_4")
+def test_the_counted_blocks_are_those_of_the_values(axis: str) -> None:
+    run = golden("blocks")
     names = ["bf16", "bf16_like", "cut", "fp16", "wide", "line", "one", "empty"]
     assert run.select(keep="histogram").column("tensor_name").tolist() == names
     for name in names:
@@ -293,34 +254,8 @@ def test_the_blocks_of_schema_4_are_those_of_the_values(axis: str) -> None:
         assert (counted.nan, counted.inf) == (int((patterns > infinity).sum()), int((patterns == infinity).sum()))
 
 
-@pytest.mark.parametrize("name", ["schema_2", "schema_3"])
-def test_histograms_of_earlier_schemas_have_no_blocks(name: str) -> None:
+@pytest.mark.parametrize("name", ["restarted", "modes"])
+def test_histograms_of_patterns_alone_have_no_blocks(name: str) -> None:
     for record in golden(name).select(keep="histogram"):
         with pytest.raises(UsageError, match="no blocks along 'tokens' were counted, but single values alone"):
             record.block_counts(axis="tokens")
-
-
-@pytest.mark.parametrize("name", ["schema_1", "schema_2", "schema_3"])
-def test_a_run_that_is_continued_has_the_schema_of_what_continues_it(name: str, tmp_path: Path) -> None:
-    shutil.copytree(GOLDEN / name, tmp_path / "run")
-    backend, attempt, writers = start(str(tmp_path / "run"), world_size=2, resume=True)
-    assert attempt.number > 0
-    open_iteration(backend, attempt=attempt, iteration=7)
-    for rank, writer in enumerate(writers):
-        array = np.ones(3, np.float32)
-        for mode in ("train", "eval"):
-            writer.write(array, info=describe(array, iteration=7, rank=rank, attempt=attempt.number, mode=mode))
-        writer.commit(7, expected=[], silent_sites={})
-    finish_iteration(backend, attempt=attempt, iteration=7)
-    run = open_run(tmp_path / "run")
-    before = golden(name).attributes
-    kept = {key: value for key, value in before.items() if key not in {"ranktape_schema", "ranktape_checksum"}}
-    assert run.attributes | kept == run.attributes
-    assert run.attributes["ranktape_schema"] == 4
-    assert run.iterations == [iteration for iteration, _ in LATEST[name]] + [7]
-    records = run.select()
-    assert len(records.select(mode="eval", iteration=7)) == 2
-    assert all(stored(record) is not None for record in records)
-    assert run.attributes["first_schema"] == before["ranktape_schema"]
-    report = check_run(backend, deep=True)
-    assert [finding.message for finding in report.findings if finding.is_error] == []

@@ -17,7 +17,7 @@ from tests.runs import describe, write_run
 from tests.storage.test_zarr_types import NOT_IN_TENSORSTORE
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-RUNS = ["schema_2", "schema_3", "schema_4", "large"]
+RUNS = ["restarted", "modes", "blocks", "large"]
 
 
 def bits(values: Any) -> bytes:

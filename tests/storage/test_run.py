@@ -303,7 +303,7 @@ def test_what_is_no_run_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "zarr.json").write_text(
         '{"zarr_format": 3, "node_type": "group", "attributes": {"ranktape_schema": 99}}'
     )
-    with pytest.raises(RunFormatError, match="schema 99, this version reads up to 4: update"):
+    with pytest.raises(RunFormatError, match="schema 99, this version reads schema 1: read it with"):
         open_run(tmp_path)
 
 

@@ -19,7 +19,7 @@ from tests.storage.whole_run import whole_run
 
 LABELS: dict[str, dict[str, Any]] = {
     "later": {"ranktape_schema": 99},
-    "strange": {"ranktape_schema": 2, "created": 1e300},
+    "strange": {"ranktape_schema": 1, "created": 1e300},
 }
 """Documents of runs that are made by hand."""
 
@@ -59,7 +59,7 @@ def test_runs_are_found_below_a_prefix(s3_server: S3Server) -> None:
     url = s3_server.new_url()
     client = s3_server.client()
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    document = encode_document(group_document({"ranktape_schema": 2}), key="zarr.json")
+    document = encode_document(group_document({"ranktape_schema": 1}), key="zarr.json")
     for name in ("x", "y/z"):
         client.put_object(Bucket=bucket, Key=f"{prefix}/{name}/zarr.json", Body=document)
     client.put_object(Bucket=bucket, Key=f"{prefix}/data/c.0", Body=b"values")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage.format import layout
-from ranktape.storage.format.documents import FIRST_SCHEMA_KEY, SCHEMA_KEY, SCHEMA_VERSION, decode_document
+from ranktape.storage.format.documents import SCHEMA_KEY, SCHEMA_VERSION, decode_document
 from ranktape.storage.format.group_documents import MAX_DOCUMENT_NBYTES, read_document, read_fields
 from ranktape.storage.format.validation import MAX_WORLD_SIZE, Fields
 
@@ -175,21 +175,12 @@ def run_attributes(data: bytes | None, *, place: str) -> dict[str, Any]:
     version = attributes.get(SCHEMA_KEY)
     if version is None:
         raise RunFormatError(f"{place} holds a Zarr group, but no run: check the URL")
-    if Fields(attributes, place=place).integer(SCHEMA_KEY, low=1) > SCHEMA_VERSION:
+    if Fields(attributes, place=place).integer(SCHEMA_KEY, low=1) != SCHEMA_VERSION:
         raise RunFormatError(
-            f"the run at {place} has schema {version}, this version reads up to {SCHEMA_VERSION}: update ranktape"
+            f"the run at {place} has schema {version}, this version reads schema {SCHEMA_VERSION}: read it with the "
+            f"version that wrote it"
         )
     return dict(attributes)
-
-
-def oldest_schema(attributes: Mapping[str, Any], *, place: str) -> int:
-    """The schema of the oldest attempt in a run, from its attributes.
-
-    Raises:
-        RunFormatError: they name none.
-    """
-    fields = Fields(attributes, place=place)
-    return fields.integer(FIRST_SCHEMA_KEY, low=1, default=fields.integer(SCHEMA_KEY, low=1))
 
 
 def complete_iterations(backend: Backend, attempt: Attempt) -> list[int]:

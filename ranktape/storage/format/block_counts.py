@@ -99,7 +99,7 @@ def padded(num_words: int) -> int:
 
 
 def unpack_blocks(words: NDArray[Any]) -> list[BlockCounts]:
-    """The counts of blocks in what is kept of a tensor; none where there are none, as before schema 4.
+    """The counts of blocks in what is kept of a tensor; none where patterns alone were counted.
 
     Raises:
         DataError: they are damaged.

@@ -23,7 +23,7 @@ from ranktape.errors import RunFormatError
 from ranktape.storage.format.archive import ARCHIVE_DAMAGE, ColumnArchive, pack_columns
 from ranktape.storage.format.encode import crc_of
 from ranktape.storage.format.layout import rank_iteration_path
-from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, Keep, Mode, RecordInfo
+from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, RecordInfo
 from ranktape.storage.format.validation import check_floats, check_integers, check_optional_integers
 from ranktape.storage.query.columns import StringColumn, narrowed, widened
 
@@ -134,16 +134,6 @@ _DERIVED = (*(f"overflow.{kind}.ratio" for kind in TALLY_KINDS), "overflow.total
 COLUMNS = (*_NUMBERS, *_STRINGS, *_DERIVED)
 """The names that filters may use."""
 
-_LATER = {
-    "keep": Keep.VALUES.value,
-    "mode": Mode.TRAIN.value,
-    "layer_stack": "",
-    "stack": "",
-    "index": "",
-    "site": "",
-}
-"""Columns that runs of earlier versions do not have, with their value for text."""
-
 _LOW = {"layer_idx": -1, "index": -1}
 """The lowest value of a column of whole numbers, where it is not 0."""
 
@@ -233,8 +223,6 @@ class Catalogue:
 
     def _load(self, name: str) -> Column:
         try:
-            if name in _LATER and name not in self._archive:
-                return self._fill(name)
             return self._archive.text(name) if name in _STRINGS else self._checked(name)
         except ARCHIVE_DAMAGE as error:
             message = f"column {name} of the catalogue {self._place} is damaged: {error}: see 'ranktape check'"
@@ -245,20 +233,6 @@ class Catalogue:
         column = self._archive.numbers(name)
         check_numbers(name, column)
         return column
-
-    def _fill(self, name: str) -> Column:
-        """A column that runs of earlier versions do not have.
-
-        In schema 1 each tensor has an array of its own, and all values; before schema 3 every pass is a training pass.
-        Which stack a layer is in nobody knew in schema 3, and in the first runs of schema 4.
-        """
-        if name == "index":
-            return np.full(self.num_rows, -1, dtype=np.int64)
-        if name == "site":
-            paths = self._archive.text("path")
-            # attempt, rank and iteration come before it
-            return StringColumn(codes=paths.codes, table=[str(path).split("/", 3)[-1] for path in paths.table])
-        return StringColumn(codes=np.zeros(self.num_rows, dtype=np.uint32), table=[_LATER[name]])
 
     def _derive(self, name: str) -> Column:
         total = name in {"overflow.total", "overflow.ratio"}

@@ -41,7 +41,7 @@ class RankCommit:
     silent_sites: dict[str, str]
     """The tensors that were expected and not recorded, each with the reason."""
     checksum: str | None
-    """Of the commit's document; None in runs of schema 1."""
+    """Of the commit's document; None where it has none."""
     num_expected: int | None = None
     """Tensors that were expected; None where the commit does not say."""
     num_missing: int | None = None
@@ -120,7 +120,7 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
     marker = read_attributes(backend, path, max_nbytes=MAX_COMMIT_NBYTES) or {}
     fields = Fields(marker, place=f"{backend.url}/{layout.document_key(path)}")
     if "commit" not in marker:
-        # Of schema 1, or lost: the commit's document says the same.
+        # It was lost: the commit's document says the same.
         return read_whole_commit(backend, attempt, rank, iteration)
     if backend.size(layout.document_key(group)) is None:
         raise DataError(_lost_message(backend, group, rank=rank, iteration=iteration))
@@ -144,7 +144,7 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
 
 
 def read_whole_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> RankCommit:
-    """The same, from the documents of all arrays in the commit: slower, and of every schema.
+    """The same, from the documents of all arrays in the commit: slower.
 
     Raises:
         DataError: there is no commit, or it does not hold as many records as it says.

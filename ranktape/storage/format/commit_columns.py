@@ -12,17 +12,13 @@ import numpy as np
 
 from ranktape.storage.format.catalogue import SOURCES, check_numbers, encode_text
 from ranktape.storage.format.layout import CATALOGUE
-from ranktape.storage.format.record_info import EXTREMES, RecordInfo
+from ranktape.storage.format.record_info import EXTREMES
 from ranktape.storage.format.site_paths import Site, site_path
 
 if TYPE_CHECKING:
     from ranktape.storage.query.columns import Column
 
 _SITE_FIELDS = tuple(field.name for field in dataclasses.fields(Site))
-_DEFAULTS = {
-    field.name: field.default for field in dataclasses.fields(RecordInfo) if field.default is not dataclasses.MISSING
-}
-"""Of fields that runs of earlier schemas do not have."""
 
 
 def commit_columns(members: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,8 +72,7 @@ class _Described:
         """What is at a path in each record."""
         name, *inner = path
         if not any(name in capture for capture in self.captures):
-            value = self.common[name] if name not in _DEFAULTS else self.common.get(name, _DEFAULTS[name])
-            return [convert(_inner(value, inner))] * len(self.captures)
+            return [convert(_inner(self.common[name], inner))] * len(self.captures)
         parents = [capture if name in capture else self.common for capture in self.captures]
         return [convert(_inner(parent[name], inner)) for parent in parents]
 

@@ -81,7 +81,7 @@ class StoredArray:
     attributes: Mapping[str, Any]
     """What the document says beside it."""
     sample_checksums: tuple[str, ...] | None
-    """Of the values of each sample; None where samples have no chunks of their own, and in runs of schema 1."""
+    """Of the values of each sample; None where samples have no chunks of their own."""
 
     @property
     def key(self) -> str:
@@ -136,7 +136,9 @@ def parse_array(document: Mapping[str, Any], *, path: str, place: str) -> Stored
             compression=compression,
         )
         cut_axis = None if inner is None else _cut_axis(shape, inner)
-        checksums = document["attributes"].get("sample_checksums")
+        attributes = document["attributes"]
+        is_stack = "captures" in attributes
+        checksums = None if cut_axis is None or is_stack else tuple(map(str, attributes["sample_checksums"]))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise RunFormatError(f"{place} is not an array that ranktape writes ({error!r}): {_ASK}") from error
     if expected != document:
@@ -148,8 +150,8 @@ def parse_array(document: Mapping[str, Any], *, path: str, place: str) -> Stored
         inner_chunk=inner,
         cut_axis=cut_axis,
         compression=compression,
-        attributes=document["attributes"],
-        sample_checksums=None if checksums is None else tuple(map(str, checksums)),
+        attributes=attributes,
+        sample_checksums=checksums,
     )
 
 

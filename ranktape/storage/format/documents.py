@@ -18,14 +18,11 @@ import google_crc32c
 
 from ranktape.errors import DataError, RunFormatError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 1
 """Of the layout, the documents and the catalogue; readers refuse what is newer."""
 
 SCHEMA_KEY = "ranktape_schema"
 """The attribute of a run's document that holds the schema version."""
-
-FIRST_SCHEMA_KEY = "first_schema"
-"""The attribute that holds the schema of a run's first attempts, where a later version has continued it."""
 
 CHECKSUM_KEY = "ranktape_checksum"
 """The first attribute of every document."""

@@ -83,7 +83,7 @@ def stored_shape(info: RecordInfo) -> tuple[int, ...]:
 
 
 def _has_wide_words(info: RecordInfo) -> bool:
-    # Before schema 4 a large tensor without a large count had narrow words, and nothing but counts of patterns.
+    # Counts of patterns alone are narrow where none of them is large.
     is_narrow = info.nbytes == np.dtype(np.uint32).itemsize * NUM_CODES
     return math.prod(info.shape) >= WIDE_FROM and not is_narrow
 

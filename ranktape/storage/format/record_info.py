@@ -254,8 +254,8 @@ class RecordInfo:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RecordInfo:
-        """Rebuild what `to_json` wrote; unknown keys of later versions are ignored."""
-        values = {field: document[field] for field in FIELDS if field in document or field not in _LATER_FIELDS}
+        """Rebuild what `to_json` wrote; unknown keys are ignored."""
+        values = {field: document[field] for field in FIELDS}
         values["shape"] = tuple(document["shape"])
         values["overflow"] = Overflow.from_json(document["overflow"])
         return cls(**values)
@@ -269,6 +269,3 @@ _fields = operator.attrgetter(*FIELDS)
 _TEXTS = tuple(field.name for field in dataclasses.fields(RecordInfo) if field.type == "str")
 
 _texts = operator.attrgetter(*_TEXTS)
-
-_LATER_FIELDS = frozenset({"keep", "mode", "layer_stack"})
-"""Fields that runs of earlier versions do not have."""

@@ -37,9 +37,6 @@ _SEGMENT_LENGTH = 200
 _CONTINUED = "+/"
 """Between two segments of a long path. Encoding leaves no `+` in a field: what one of them ends is no whole name."""
 
-_CONTINUED_BEFORE = "/+"
-"""The same in runs of schema 1."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
@@ -93,7 +90,7 @@ def site_path(site: Site) -> str:
     """
     words = (site.operation, site.phase, site.component, site.quant_type, site.tensor_name)
     begin = _begin_name(site.module, site.layer_type, site.layer_idx, *words)
-    # Training is what is left out: its names are those of every schema.
+    # Training is what is left out.
     end = "" if site.mode == Mode.TRAIN else f",{site.mode}"
     name = f"{begin},m{site.microbatch},c{site.call}{end}"
     if len(name) > MAX_PATH_LENGTH:
@@ -108,7 +105,7 @@ def parse_site_path(path: str) -> Site:
     Raises:
         RunFormatError: the path is not one of a site, or it was shortened.
     """
-    name = path.replace(_CONTINUED, "").replace(_CONTINUED_BEFORE, "")
+    name = path.replace(_CONTINUED, "")
     if _SHORTENED in name:
         raise RunFormatError(f"{path!r} is a name that was shortened: its record has the whole")
     fields = [_decode(field) for field in name.split(",")]

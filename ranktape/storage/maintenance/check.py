@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage.format import layout
-from ranktape.storage.format.attempt import oldest_schema, read_attempt, read_run, run_attributes
+from ranktape.storage.format.attempt import read_attempt, read_run, run_attributes
 from ranktape.storage.format.documents import document_checksum, is_document_intact
 from ranktape.storage.format.group_documents import read_document
 from ranktape.storage.format.layout import Mark
@@ -36,9 +36,6 @@ _NUM_GROUPS = 4
 
 _NUM_THREADS = 16
 """Requests in flight besides."""
-
-_STAMPED_SCHEMA = 2
-"""The first in which every document has a checksum."""
 
 _MAX_NAMED = 100
 """Foreign objects, and ranks that left nothing, that are named before the rest is counted."""
@@ -72,7 +69,7 @@ def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress |
 
     Raises:
         RunNotFoundError: there is no run.
-        RunFormatError: the run is of a later schema.
+        RunFormatError: the run is of another schema.
         StorageError: the store cannot be read.
     """
     found = Findings()
@@ -80,7 +77,7 @@ def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress |
     names = backend.list_names("")
     attempts = _read_attempts(backend, names, found)
     has_attempts = any(layout.parse_attempt(name) is not None for name in names)
-    is_stamped = _check_run_document(backend, found, has_attempts=has_attempts)
+    _check_run_document(backend, found, has_attempts=has_attempts)
     _note_others(backend, names, found)
     progress = on_progress or (lambda _done, _known: None)
     ages = []
@@ -93,7 +90,6 @@ def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress |
                 backend,
                 attempt,
                 is_last=is_last,
-                is_stamped=is_stamped,
                 deep=deep,
                 leaves=leaves,
                 earlier=complete | dropped,
@@ -142,26 +138,23 @@ def _list_debris(backend: Backend, found: Findings) -> list[Debris]:
         return []
 
 
-def _check_run_document(backend: Backend, found: Findings, *, has_attempts: bool) -> bool:
-    """Look at the document of the run; whether all documents below it must have a checksum."""
+def _check_run_document(backend: Backend, found: Findings, *, has_attempts: bool) -> None:
+    """Look at the document of the run."""
     key = layout.document_key("")
     data: bytes | None = None
     try:
         data = read_run(backend)
-        is_stamped = oldest_schema(run_attributes(data, place=backend.url), place=backend.url) >= _STAMPED_SCHEMA
-        decode_stamped(data or b"", key=key, place=backend.url, is_stamped=is_stamped)
+        run_attributes(data, place=backend.url)
+        decode_stamped(data or b"", key=key, place=backend.url)
     except RunNotFoundError:
         if not has_attempts:
             raise
         found.error(FindingKind.MISSING, "the run's document is missing: nobody can open the run", key=key)
-        return False
     except (DataError, RunFormatError) as error:
-        # One that is whole, of a later version or of something else, is not ours to judge.
+        # One that is whole, of another version or of something else, is not ours to judge.
         if not has_attempts or is_document_intact(data or b"", key=key):
             raise
         found.error(FindingKind.DAMAGED, str(error), key=key)
-        return False
-    return is_stamped
 
 
 def _read_attempts(backend: Backend, names: list[str], found: Findings) -> list[Attempt]:
@@ -219,16 +212,13 @@ class _AttemptCheck:
         attempt: Attempt,
         *,
         is_last: bool,
-        is_stamped: bool,
         deep: bool,
         leaves: ThreadPoolExecutor,
         earlier: set[int],
     ) -> None:
         self._found = Findings(attempt=attempt.number)
-        # A run of schema 1 that was continued has attempts of both schemas.
         key = layout.document_key(attempt.path)
-        has_stamp = document_checksum(read_document(backend, attempt.path) or b"") is not None
-        if is_stamped and not has_stamp:
+        if document_checksum(read_document(backend, attempt.path) or b"") is None:
             self._found.error(FindingKind.DAMAGED, "the attempt's document has lost its checksum", key=key)
         self._is_last = is_last
         self._seen: set[int] = set()
@@ -243,7 +233,6 @@ class _AttemptCheck:
             objects=objects,
             is_open=is_last and not is_closed,
             is_closed=is_closed,
-            is_stamped=is_stamped or has_stamp,
             deep=deep,
             leaves=leaves,
             memory=Budget(BUDGET_NBYTES),
@@ -369,12 +358,9 @@ class _AttemptCheck:
         """Documents that an attempt has from its beginning, and those that a closed one has at its end."""
         view = self.view
         path = view.attempt.path
-        filled = {key.removeprefix(f"{path}/").partition("/")[0] for key in view.objects}
         for group in layout.ATTEMPT_GROUPS:
             key = layout.document_key(f"{path}/{group}")
-            # Attempts of schema 1 have no group of dropped iterations.
-            is_due = view.is_stamped or group in filled or group != "dropped"
-            if is_due and view.nbytes(key) is None:
+            if view.nbytes(key) is None:
                 self._found.error(
                     FindingKind.MISSING, "the group's document is missing", key=key, mend=Mend.RESTORE_GROUP
                 )

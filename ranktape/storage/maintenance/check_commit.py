@@ -42,7 +42,7 @@ class RankResult:
     catalogue: RecordTable
     """Its records, from the documents of its arrays."""
     checksum: str | None
-    """Of its document; None in runs of schema 1."""
+    """Of its document; None where it has none."""
     nbytes: int
     """Bytes of what is kept of its records."""
     silent_sites: dict[str, str]

@@ -35,8 +35,6 @@ class AttemptView:
     """Whether ranks may still be writing: what was not listed may be there all the same."""
     is_closed: bool
     """Whether its coordinator has written a verdict."""
-    is_stamped: bool
-    """Whether every document of it was written with a checksum, as all are since schema 2."""
     deep: bool
     """Whether every byte is read."""
     leaves: ThreadPoolExecutor
@@ -100,17 +98,17 @@ class AttemptView:
             DataError: it is not what was written there.
             RunFormatError: it is not a document of Zarr.
         """
-        return decode_stamped(data, key=key, place=self.place(key), is_stamped=self.is_stamped)
+        return decode_stamped(data, key=key, place=self.place(key))
 
 
-def decode_stamped(data: bytes, *, key: str, place: str, is_stamped: bool) -> dict[str, Any]:
-    """A document, compared with its checksum, which it must have where it is said to be stamped.
+def decode_stamped(data: bytes, *, key: str, place: str) -> dict[str, Any]:
+    """A document, compared with its checksum, which it must have.
 
     Raises:
         DataError: it is not what was written there.
         RunFormatError: it is not a document of Zarr.
     """
     document = decode_document(data, place=place, key=key)
-    if is_stamped and document_checksum(data) is None:
+    if document_checksum(data) is None:
         raise DataError(f"{place} is not what was written there: it has lost its checksum")
     return document

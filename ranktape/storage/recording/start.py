@@ -27,8 +27,6 @@ from ranktape.storage.format.attempt import (
 )
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.documents import (
-    CHECKSUM_KEY,
-    FIRST_SCHEMA_KEY,
     SCHEMA_KEY,
     SCHEMA_VERSION,
     encode_document,
@@ -190,15 +188,6 @@ def _make_or_continue_run(
         key = layout.document_key("")
         if not backend.create(key, encode_document(group_document(attributes), key=key)) and not add:
             raise RunExistsError(f"another launch made a run at {backend.url} just now: choose another URL")
-    else:
-        _raise_schema(backend, run_attributes(data, place=backend.url))
-
-
-def _raise_schema(backend: Backend, attributes: dict[str, Any]) -> None:
-    """Say of a run that is continued that it holds what an earlier version does not read."""
-    if attributes[SCHEMA_KEY] < SCHEMA_VERSION:
-        attributes.pop(CHECKSUM_KEY, None)
-        write_group(backend, "", {FIRST_SCHEMA_KEY: attributes[SCHEMA_KEY], **attributes, SCHEMA_KEY: SCHEMA_VERSION})
 
 
 def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) -> Attempt:

@@ -169,7 +169,7 @@ def parse_placement(info: RecordInfo) -> Placement | None:
 def _parse(document: Mapping[str, Any], info: RecordInfo) -> Placement:
     mesh, words = document["mesh"], document["placements"]
     if not isinstance(mesh, Mapping):
-        raise TypeError(f"its mesh names no ranks ({str(mesh)[:_SHOWN]}), as those of earlier versions")
+        raise TypeError(f"its mesh names no ranks ({str(mesh)[:_SHOWN]})")
     names, sizes = mesh["axes"], _integers(mesh["shape"], "mesh shape", low=1)
     is_complete = isinstance(names, list) and isinstance(words, list) and len(names) == len(sizes) == len(words)
     if not is_complete or len(sizes) > MAX_DIMENSIONS:

@@ -112,7 +112,7 @@ class RunReader:
             StorageError: the store cannot be read.
         """
         info, location = record.info, record.location
-        expected: str | None = info.checksum
+        expected = info.checksum
         is_sample = False
         with self._explained(record):
             stored = self._opened(record)
@@ -121,11 +121,10 @@ class RunReader:
             elif sample is not None and info.sample_dim == stored.cut_axis:
                 is_sample = True
                 values = read_stored(self.backend, stored, index=sample, axis=stored.cut_axis or 0)
-                # Runs of schema 1 do not say what a sample must be.
-                expected = stored.sample_checksums[sample] if stored.sample_checksums else None
+                expected = (stored.sample_checksums or ())[sample]
             else:
                 values = read_stored(self.backend, stored)
-        if expected is not None and (actual := checksum(values)) != expected:
+        if (actual := checksum(values)) != expected:
             raise self._is_other(record, actual=actual, expected=expected)
         return values if sample is None or is_sample else values.take(sample, axis=info.sample_dim)
 
@@ -141,7 +140,7 @@ class RunReader:
             stored = self._opened(record)
         if record.location.stack or not stored.chunk_nbytes:
             yield from split(self.read(record, sample=None), sample_dim=info.sample_dim)
-        elif info.sample_dim is not None and info.sample_dim == stored.cut_axis and stored.sample_checksums:
+        elif info.sample_dim is not None and info.sample_dim == stored.cut_axis:
             yield from self._samples(record, stored)
         elif info.sample_dim is None and _is_readable_in_runs(stored):
             yield from self._runs(record, stored)

@@ -191,7 +191,7 @@ class Record:
 
         Raises:
             DataError: bytes are missing, or are not those written.
-            UsageError: something else was kept; blocks along that axis were not counted, as before schema 4.
+            UsageError: something else was kept; blocks along that axis were not counted.
         """
         expect(self, Keep.HISTOGRAM)
         return _block_counts_in(self._reader.read(self, sample=None), record=self, axis=axis)
@@ -282,7 +282,7 @@ def _block_counts_in(words: np.ndarray[Any, Any], *, record: Record, axis: str) 
     if axis not in found:
         raise UsageError(
             f"of {record!r} no blocks along {axis!r} were counted, but {', '.join(found) or 'single values alone'}: "
-            f"since schema 4 blocks are counted along {' and '.join(BLOCK_AXES)}"
+            f"the capture counts blocks along {' and '.join(BLOCK_AXES)}"
         )
     if found[axis].num_elements != math.prod(record.shape):
         raise DataError(f"the counts of blocks of {record!r} are damaged: they are of other elements than it had")

@@ -43,7 +43,7 @@ class Run:
 
         Raises:
             RunNotFoundError: there is no run.
-            RunFormatError: it is not a run, or of a later schema.
+            RunFormatError: it is not a run, or of another schema.
             StorageError: the store cannot be read.
         """
         self._reader = RunReader(backend)
@@ -161,7 +161,7 @@ def open_run(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | N
 
     Raises:
         RunNotFoundError: there is no run.
-        RunFormatError: what is there is not a run, or of a later schema.
+        RunFormatError: what is there is not a run, or of another schema.
         StorageError: the store cannot be reached or read.
         UsageError: the URL or the options are not usable.
     """
