@@ -33,8 +33,8 @@ from ranktape.analyze.table import Kind
 from ranktape.capture.plans.forecast import Forecast
 from ranktape.capture.plans.planning import RankPlan
 from ranktape.capture.writing.recover import RingReport
+from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
 from ranktape.storage import open_run
-from ranktape.storage.format.catalogue import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS
 from ranktape.storage.format.status import IterationStatus, Verdict
 from ranktape.storage.maintenance.copy import CopyReport

@@ -31,7 +31,10 @@ MAY_IMPORT = {
 EXCEPTIONS = {("capture", "ranktape.analyze.numerics")}
 """Single folders across a closed border: the writer counts and adds up values with the kernels that analysis uses."""
 
-SHARED = {"ranktape.errors", "ranktape.yaml_file", "ranktape.__version__", "ranktape.__file__", "ranktape.public_names"}
+SHARED = {
+    *("ranktape.errors", "ranktape.fields", "ranktape.yaml_file"),
+    *("ranktape.__version__", "ranktape.__file__", "ranktape.public_names"),
+}
 """What every folder may take from the top of the package; its public names are for users."""
 
 NUMERICS = ("analyze", "numerics")
@@ -56,6 +59,7 @@ LEGACY_DOORS = {
 ALLOWED_AT_TOP = {
     "__init__.py": {"ranktape"},
     "errors.py": {"ranktape.errors"},
+    "fields.py": {"ranktape.fields"},
     "yaml_file.py": {"ranktape.errors"},
 }
 """What the files beside the folders may import."""
@@ -120,7 +124,7 @@ def _targets(node: ast.AST, *, package: str) -> list[str]:
 def violations(package: Path) -> list[str]:
     """What is wrong in the tree of the package, one line each with file and line; empty when all is well."""
     found = [
-        f"{entry.name}: only {', '.join(MAY_IMPORT)} stand beside __init__, errors and yaml_file"
+        f"{entry.name}: only {', '.join(MAY_IMPORT)} stand beside {', '.join(ALLOWED_AT_TOP)}"
         for entry in sorted(package.iterdir())
         if entry.name not in {*MAY_IMPORT, *ALLOWED_AT_TOP, "py.typed", "__pycache__"}
     ]

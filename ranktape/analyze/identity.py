@@ -9,34 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.sample_names import SAMPLE
 from ranktape.analyze.table import Column, Kind
+from ranktape.fields import INT_FIELDS, OPTIONAL_INT_FIELDS, field_names
 
 if TYPE_CHECKING:
     from ranktape.storage import Records
 
-IDENTITY = (
-    "iteration",
-    "rank",
-    "attempt",
-    "microbatch",
-    "call",
-    "mode",
-    "layer_type",
-    "layer_stack",
-    "layer_idx",
-    "module",
-    "operation",
-    "phase",
-    "component",
-    "quant_type",
-    "tensor_name",
-    "dtype",
-    "compute_dtype",
-    "shape",
-)
+IDENTITY = field_names(lambda field: field.is_identity)
 """The fields that tell one record from another, in the order in which tables show them."""
 
-NUMBER_FIELDS = ("iteration", "rank", "attempt", "microbatch", "call", "layer_idx", "batch_size", "sample_dim")
-"""The fields of an identity that hold whole numbers."""
+NUMBER_FIELDS = (*INT_FIELDS, *OPTIONAL_INT_FIELDS)
+"""The fields that hold whole numbers."""
 
 SAMPLE_COLUMN = Column(name=SAMPLE, kind=Kind.TEXT, is_key=True)
 """What a sample is called, in a table with one row for each."""

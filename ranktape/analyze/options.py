@@ -17,6 +17,7 @@ from ranktape.analyze.console import say
 from ranktape.analyze.sweep_arguments import SWEEP_MODES
 from ranktape.analyze.table import Form, Table, write_table
 from ranktape.errors import NoRecordsError, UsageError
+from ranktape.fields import RECORD_FIELDS
 from ranktape.storage.places.urls import parse_storage_options
 
 if TYPE_CHECKING:
@@ -25,26 +26,7 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 
-FILTERS: dict[str, str] = {
-    "iteration": "Training step: 20, 10:20:2, 0-9.",
-    "rank": "Global rank: 3, 0-3, 0,2,5.",
-    "attempt": "Restart count of the worker group; the latest of each iteration by default.",
-    "microbatch": "Index of the forward and backward pass within the step.",
-    "call": "How many times the same place had fired before within the microbatch.",
-    "mode": "train or eval; both by default.",
-    "module": "Dotted path of the module: 'layers.*.attn.*'.",
-    "layer_type": "attention, linear, or the user's own.",
-    "layer_idx": "Index of the layer in its stack; -1 outside of any.",
-    "layer_stack": "Which of several stacks of layers: encoder.block, '*decoder*'.",
-    "operation": "forward or backward.",
-    "phase": "pre, post, or the user's own.",
-    "component": "FA, linear, or the user's own.",
-    "quant_type": "bf16, mxfp8, or the user's own.",
-    "tensor_name": "query, input, grad_weight, ...; 'grad_*'.",
-    "dtype": "As captured: bfloat16.",
-    "compute_dtype": "What the operation computed in.",
-    "batch_size": "Samples in the microbatch.",
-}
+FILTERS = {field.name: field.help for field in RECORD_FIELDS if field.help}
 """The fields that have an option of their own, with what its help says; `--where` knows all."""
 
 FORMAT_HELP = "Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16, fp16."

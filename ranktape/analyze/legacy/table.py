@@ -18,7 +18,8 @@ from ranktape.analyze.legacy.described import About, described_fields, named_fie
 from ranktape.analyze.legacy.payload import TensorFile, read_header, read_values
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, UsageError
-from ranktape.storage.format.catalogue import JSON_FIELDS, OPTIONAL_INT_FIELDS, Catalogue, empty_catalogue
+from ranktape.fields import JSON_FIELDS, OPTIONAL_INT_FIELDS
+from ranktape.storage.format.catalogue import Catalogue, empty_catalogue
 from ranktape.storage.format.encode import checksum
 from ranktape.storage.format.legacy_names import LayerOutputName, SeedName
 from ranktape.storage.format.parts import split

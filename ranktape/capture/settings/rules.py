@@ -29,6 +29,7 @@ import numpy as np
 from ranktape.capture.settings.cadence import Beat, Cadence
 from ranktape.capture.settings.table import MAX_NUMBER, SETTINGS, Settings, is_given, shown, split_texts
 from ranktape.errors import UnknownFieldError, UsageError
+from ranktape.fields import FieldKind, field_names
 from ranktape.storage.format.record_info import Keep, Mode, Operation
 from ranktape.storage.query.columns import Span, StringColumn, glob
 from ranktape.storage.query.filters import Filter, parse_filter
@@ -38,11 +39,9 @@ from ranktape.storage.query.where import Where, parse_where
 if TYPE_CHECKING:
     from ranktape.storage.query.columns import Column, ColumnSource, Mask
 
-TEXT_FIELDS = (
-    "module", "layer_type", "layer_stack", "operation", "phase", "component", "tensor_name", "quant_type", "dtype",
-    "compute_dtype", "mode", "shape",
-)  # fmt: skip
-NUMBER_FIELDS = ("layer_idx", "rank", "microbatch", "call", "iteration", "batch_size", "numel", "nbytes")
+_TEXT_KINDS = (FieldKind.TEXT, FieldKind.JSON)
+TEXT_FIELDS = field_names(lambda field: field.is_early and field.kind in _TEXT_KINDS)
+NUMBER_FIELDS = (*field_names(lambda field: field.is_early and field.kind not in _TEXT_KINDS), "numel")
 FIELDS = (*TEXT_FIELDS, *NUMBER_FIELDS)
 """What is known of a tensor when it is captured."""
 

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ranktape.errors import RunFormatError
+from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
 from ranktape.storage.format.archive import ARCHIVE_DAMAGE, ColumnArchive, pack_columns
 from ranktape.storage.format.encode import crc_of
 from ranktape.storage.format.layout import rank_iteration_path
@@ -29,25 +30,6 @@ from ranktape.storage.query.columns import StringColumn, narrowed, widened
 
 if TYPE_CHECKING:
     from ranktape.storage.query.columns import Column, ColumnSource
-
-INT_FIELDS = ("iteration", "rank", "attempt", "microbatch", "call", "layer_idx", "counter", "nbytes")
-OPTIONAL_INT_FIELDS = ("sample_dim", "batch_size")
-STRING_FIELDS = (
-    "module",
-    "layer_type",
-    "layer_stack",
-    "operation",
-    "phase",
-    "component",
-    "quant_type",
-    "tensor_name",
-    "dtype",
-    "layout",
-    "compute_dtype",
-    "keep",
-    "mode",
-)
-JSON_FIELDS = ("shape", "sample_ids", "placement", "metadata")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

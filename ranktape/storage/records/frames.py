@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.errors import RunFormatError, UsageError
-from ranktape.storage.format.catalogue import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
+from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
 from ranktape.storage.format.record_info import EXTREMES, FIELDS, TALLY_KINDS
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import RunFormatError
-from ranktape.storage.format.catalogue import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
+from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, Overflow, RecordInfo, Tally
 from ranktape.storage.format.validation import check_document, check_records, parse_shape
 from ranktape.storage.query.columns import Column, StringColumn, values_of, widened
