@@ -32,8 +32,7 @@ from ranktape.capture.staging.process import WriterProcess, default_host_budget_
 from ranktape.capture.starting import judge_end, open_place, ring_path, start_writer
 from ranktape.capture.tensors.master import MasterWeights
 from ranktape.errors import CaptureError, UsageError
-from ranktape.storage.format.layout import rank_iteration_path
-from ranktape.storage.format.site_paths import site_path
+from ranktape.storage.format.layout import rank_iteration_path, site_path
 from ranktape.storage.format.status import Verdict
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from ranktape.storage.format.layout import Site
 from ranktape.storage.format.record_info import Operation
-from ranktape.storage.format.site_paths import Site
 
 if TYPE_CHECKING:
     from ranktape.capture.passes.tracker import Call

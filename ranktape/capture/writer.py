@@ -32,12 +32,11 @@ from ranktape.capture.writing.recover import Recovery, read_slots, site_of
 from ranktape.capture.writing.storing import COUNT_FROM_NBYTES, HOLD_SECONDS, Staged, Storer, StoringOptions
 from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import RanktapeError, StorageError
-from ranktape.storage.format.attempt import Launch, lost_message, read_attempt
+from ranktape.storage.format.attempt import Launch, Plan, lost_message, read_attempt, read_plan
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.maintenance.spill import SpillingBackend
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.recording.plan import Plan, read_plan
 from ranktape.storage.recording.stack import STACK_BELOW_NBYTES
 from ranktape.storage.recording.start import begin_attempt, claim_run, join_attempt
 from ranktape.storage.recording.writer import RankWriter

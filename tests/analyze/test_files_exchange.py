@@ -22,9 +22,9 @@ from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, NoRecordsError, UsageError
 from ranktape.storage import Run, open_run
 from ranktape.storage.format.dtypes import dtype_name
+from ranktape.storage.format.layout import Site, site_path
 from ranktape.storage.format.legacy_names import MAX_NAME_NBYTES, parse_seed_name
 from ranktape.storage.format.record_info import RecordInfo
-from ranktape.storage.format.site_paths import Site, site_path
 from tests.analyze.pt_files import save, seed_file
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
 from tests.runs import describe

@@ -24,7 +24,7 @@ from ranktape.analyze.rules.rule import Missing, Rule, parse_rule
 from ranktape.analyze.rules.rule_file import parse_rules, read_rule_file
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records, Run, open_run
-from ranktape.storage.query.filters import parse_where
+from ranktape.storage.query.where import parse_where
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
 
 

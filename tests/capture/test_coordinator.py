@@ -15,10 +15,10 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.writing.coordinator import Coordinator, Goal
 from ranktape.storage import IterationState, open_run
+from ranktape.storage.format.attempt import Plan, read_plan
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration
-from ranktape.storage.maintenance.retention import drop_iteration
-from ranktape.storage.recording.plan import Plan, read_plan
+from ranktape.storage.maintenance.prune import drop_iteration
 from tests.runs import describe, start
 
 

@@ -16,6 +16,7 @@ import pytest
 from ranktape.errors import RanktapeError
 from ranktape.storage import open_run
 from ranktape.storage.format import layout
+from ranktape.storage.format.attempt import Plan, write_plan
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.format.record_info import Keep
@@ -23,7 +24,6 @@ from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import Severity
 from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.recording.plan import Plan, write_plan
 from tests.faults.truth import NUM_RANKS, Tensor, tensors, values
 from tests.runs import describe, start
 from tests.strategies import raw_bytes

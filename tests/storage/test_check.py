@@ -15,6 +15,7 @@ import pytest
 
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError
 from ranktape.storage import open_run
+from ranktape.storage.format.attempt import Plan, write_plan
 from ranktape.storage.format.documents import encode_document, group_document
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration, write_verdict
@@ -22,7 +23,6 @@ from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import Finding, FindingKind, Severity
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.recording.plan import Plan, write_plan
 from tests.runs import start
 from tests.storage.whole_run import LONG_NAME, record, tensors, whole_run
 

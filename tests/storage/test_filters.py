@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.storage.query.columns import Column, StringColumn
-from ranktape.storage.query.filters import check_fields, filter_from_text, parse_filter, parse_where
+from ranktape.storage.query.filters import check_fields, filter_from_text, parse_filter
+from ranktape.storage.query.where import parse_where
 from tests.storage.test_where import FLOATS, INTS, ROWS, TEXTS, Row, source, texts
 
 

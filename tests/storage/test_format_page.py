@@ -20,7 +20,7 @@ import pytest
 from numcodecs import zstd  # for the one thing that Python's standard library cannot do before 3.14
 
 from ranktape.storage.format.catalogue import COLUMNS
-from ranktape.storage.format.site_paths import Site
+from ranktape.storage.format.layout import Site
 from ranktape.storage.records.run import open_run
 
 GOLDEN = Path(__file__).parent.parent / "golden"

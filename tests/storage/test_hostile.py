@@ -16,17 +16,16 @@ import pytest
 
 from ranktape.analyze.legacy.export import export_records
 from ranktape.errors import DataError, ObjectTooLargeError, RunFormatError
-from ranktape.storage.format.attempt import read_attempts
+from ranktape.storage.format.attempt import Plan, read_attempts, read_plan, write_plan
 from ranktape.storage.format.blob import WHOLE_NBYTES, blob_key, blob_parts, open_blob, split_checksum
 from ranktape.storage.format.commit import finish_iteration, read_whole_commit
 from ranktape.storage.format.documents import encode_document
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import Progress, open_iteration
 from ranktape.storage.format.status import IterationState
-from ranktape.storage.maintenance.retention import drop_iteration
+from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.recording.plan import Plan, read_plan, write_plan
 from ranktape.storage.records.run import open_run
 from tests.runs import describe, start
 from tests.storage.test_hostile_catalogue import npy, packed, table

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranktape.errors import RunFormatError
-from ranktape.storage.format.site_paths import MAX_PATH_LENGTH, Site, parse_site_path, site_path
+from ranktape.storage.format.layout import MAX_PATH_LENGTH, Site, parse_site_path, site_path
 from tests import strategies
 
 SITE = Site(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.storage.query.partial import can_hold
+from ranktape.storage.query.filters import can_hold
 from ranktape.storage.query.where import parse_where
 
 NAMES = ("a", "b")

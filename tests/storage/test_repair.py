@@ -17,8 +17,8 @@ from ranktape.storage.format.group_documents import write_group
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import Mend
+from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.maintenance.repair import MIN_AGE_SECONDS, RepairReport, repair_run
-from ranktape.storage.maintenance.retention import drop_iteration
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.writer import RankWriter

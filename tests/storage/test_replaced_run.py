@@ -13,12 +13,11 @@ import pytest
 
 from ranktape.errors import CaptureError, DataError, RunNotFoundError, StorageError
 from ranktape.storage import open_run
-from ranktape.storage.format.attempt import Attempt
+from ranktape.storage.format.attempt import Attempt, Plan, read_plan, write_plan
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration, read_progress, write_verdict
 from ranktape.storage.places.backend import Backend
-from ranktape.storage.recording.plan import Plan, read_plan, write_plan
 from ranktape.storage.recording.stack import STACK_BELOW_NBYTES
 from ranktape.storage.recording.writer import RankWriter
 from tests.runs import describe, start, write_run

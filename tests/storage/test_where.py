@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ranktape.errors import UsageError
 from ranktape.storage.query.columns import Column, StringColumn
-from ranktape.storage.query.filters import parse_where
+from ranktape.storage.query.where import parse_where
 from tests.strategies import terms
 
 Row = dict[str, Any]

@@ -17,11 +17,11 @@ import pytest
 from ranktape.errors import CaptureError, DataError, StorageError, UsageError
 from ranktape.storage import open_run
 from ranktape.storage.format.commit import finish_iteration, read_whole_commit
+from ranktape.storage.format.layout import Site, site_path
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.format.record_info import Keep
-from ranktape.storage.format.site_paths import Site, site_path
 from ranktape.storage.maintenance.check import check_run
-from ranktape.storage.maintenance.retention import drop_iteration
+from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.places.backend import Buffer
 from ranktape.storage.places.local import LocalBackend
 from ranktape.storage.query.columns import StringColumn

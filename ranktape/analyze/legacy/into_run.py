@@ -21,10 +21,10 @@ from ranktape.analyze.legacy.table import for_each
 from ranktape.errors import DataError, RanktapeError, RunExistsError, RunNotFoundError, StorageError, UsageError
 from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.layout import Site, site_path
 from ranktape.storage.format.legacy_names import parse_seed_name
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.format.record_info import RecordInfo
-from ranktape.storage.format.site_paths import Site, site_path
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.start import begin_attempt, claim_run
 from ranktape.storage.recording.writer import RankWriter

@@ -16,7 +16,7 @@ from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.questions.swept import sweepable
 from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import UsageError
-from ranktape.storage.query.groups import equal_rows
+from ranktape.storage.query.columns import equal_rows
 
 if TYPE_CHECKING:
     from typing import Any

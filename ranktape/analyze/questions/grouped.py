@@ -11,7 +11,7 @@ import numpy as np
 
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.numerics.digests.quantile_summary import push
-from ranktape.storage.query.groups import equal_rows
+from ranktape.storage.query.columns import equal_rows
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine

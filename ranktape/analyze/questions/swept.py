@@ -17,7 +17,7 @@ from ranktape.analyze.sample_names import SAMPLE, sample_names
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import Keep
-from ranktape.storage.query.groups import equal_rows
+from ranktape.storage.query.columns import equal_rows
 
 if TYPE_CHECKING:
     from ranktape.analyze.advice.recommendation import CommonScale

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ranktape.analyze.findings.finding import Severity
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.places.failures import printable
-from ranktape.storage.query.filters import Where, parse_where
+from ranktape.storage.query.where import Where, parse_where
 
 
 class Missing(enum.StrEnum):

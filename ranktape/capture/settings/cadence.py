@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from ranktape.storage.query.columns import Span
-from ranktape.storage.query.filters import Filter
-from ranktape.storage.query.partial import can_hold
+from ranktape.storage.query.filters import Filter, can_hold
 from ranktape.storage.query.where import parse_where
 
 _CHUNK = 1 << 12

@@ -32,8 +32,7 @@ from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.fields import FieldKind, field_names
 from ranktape.storage.format.record_info import Keep, Mode, Operation
 from ranktape.storage.query.columns import Span, StringColumn, glob
-from ranktape.storage.query.filters import Filter, parse_filter
-from ranktape.storage.query.partial import can_hold
+from ranktape.storage.query.filters import Filter, can_hold, parse_filter
 from ranktape.storage.query.where import Where, parse_where
 
 if TYPE_CHECKING:

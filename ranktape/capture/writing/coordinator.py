@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.errors import RanktapeError, StorageError
-from ranktape.storage.format.attempt import complete_iterations, is_attempt_there, read_attempts
+from ranktape.storage.format.attempt import Plan, complete_iterations, is_attempt_there, read_attempts, write_plan
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import Progress, read_progress, write_verdict
-from ranktape.storage.maintenance.retention import drop_iteration, finish_drops
-from ranktape.storage.recording.plan import Plan, write_plan
+from ranktape.storage.maintenance.prune import drop_iteration, finish_drops
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt

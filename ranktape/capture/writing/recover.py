@@ -25,9 +25,8 @@ from ranktape.storage.format.commit import entries_of, finish_iteration
 from ranktape.storage.format.decode import parse_array, read_stored
 from ranktape.storage.format.documents import decode_document
 from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_attributes, read_document, write_group
-from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.layout import Mark, Site, site_path
 from ranktape.storage.format.progress import open_iteration, read_progress, write_verdict
-from ranktape.storage.format.site_paths import Site, site_path
 from ranktape.storage.maintenance.push import commit_summary
 from ranktape.storage.recording.writer import RankWriter
 

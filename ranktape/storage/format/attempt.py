@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.errors import RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.documents import SCHEMA_KEY, SCHEMA_VERSION, decode_document
-from ranktape.storage.format.group_documents import MAX_DOCUMENT_NBYTES, read_document, read_fields
+from ranktape.storage.format.group_documents import MAX_DOCUMENT_NBYTES, read_document, read_fields, write_group
 from ranktape.storage.format.validation import MAX_WORLD_SIZE, Fields
 
 if TYPE_CHECKING:
@@ -203,3 +203,42 @@ def dropped_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:
 def _iterations_below(backend: Backend, path: str) -> frozenset[int]:
     found = (layout.parse_iteration(key) for key in backend.list_keys(path))
     return frozenset(iteration for iteration in found if iteration is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The iterations of an attempt."""
+
+    iterations: tuple[int, ...]
+    """All that are or were to be captured, ascending."""
+    is_done: bool
+    """Whether capture ends: enough iterations are complete, or no more can be."""
+    is_enough: bool = False
+    """Whether it ends because enough iterations are complete."""
+
+
+def write_plan(backend: Backend, *, attempt: Attempt, plan: Plan) -> None:
+    """Announce a plan to every rank of an attempt.
+
+    Raises:
+        StorageError: the run was deleted or replaced, or cannot be written.
+    """
+    check_attempt(backend, attempt)
+    attributes = {"iterations": list(plan.iterations), "is_done": plan.is_done, "is_enough": plan.is_enough}
+    write_group(backend, layout.plan_path(attempt.path), attributes)
+
+
+def read_plan(backend: Backend, *, attempt: Attempt) -> Plan | None:
+    """The plan that was announced last; None where none was.
+
+    Raises:
+        DataError: its document is not what was written.
+        RunFormatError: it says what no plan does.
+        StorageError: the store cannot be read.
+    """
+    fields = read_fields(backend, layout.plan_path(attempt.path))
+    if fields is None:
+        return None
+    return Plan(
+        iterations=fields.integers("iterations"), is_done=fields.flag("is_done"), is_enough=fields.flag("is_enough")
+    )

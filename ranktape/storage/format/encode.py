@@ -21,9 +21,8 @@ import numpy as np
 from ranktape.errors import DataError, UsageError
 from ranktape.storage.format.block_counts import NUM_CODES, WIDE_FROM
 from ranktape.storage.format.crc import combine
-from ranktape.storage.format.documents import Compression, array_document
+from ranktape.storage.format.documents import MAX_PACKED_NBYTES, Compression, array_document, pack
 from ranktape.storage.format.dtypes import DTYPES
-from ranktape.storage.format.packing import MAX_PACKED_NBYTES, pack
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.format.statistics import STATISTICS
 

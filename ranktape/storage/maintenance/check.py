@@ -21,8 +21,7 @@ from ranktape.storage.format.group_documents import read_document
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.maintenance.check_commit import check_commit
 from ranktape.storage.maintenance.check_iteration import check_iteration
-from ranktape.storage.maintenance.check_listing import Listing, sort_keys
-from ranktape.storage.maintenance.check_view import AttemptView, decode_stamped
+from ranktape.storage.maintenance.check_view import AttemptView, Listing, decode_stamped, sort_keys
 from ranktape.storage.maintenance.copy import BUDGET_NBYTES, Budget
 from ranktape.storage.maintenance.finding import AttemptAge, CheckReport, Finding, FindingKind, Findings, Mend
 

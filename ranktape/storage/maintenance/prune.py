@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,14 +13,22 @@ import numpy as np
 
 from ranktape.errors import UsageError
 from ranktape.storage.format import layout
-from ranktape.storage.format.attempt import Launch, complete_iterations, read_attempts, read_run, run_attributes
-from ranktape.storage.maintenance.retention import drop_iteration, finish_drops
+from ranktape.storage.format.attempt import (
+    Launch,
+    check_attempt,
+    complete_iterations,
+    read_attempts,
+    read_run,
+    run_attributes,
+)
+from ranktape.storage.format.group_documents import read_attributes, write_group
 from ranktape.storage.query.filters import filter_from_text
 from ranktape.storage.recording.lease import Lease
 from ranktape.storage.recording.start import delete_parts
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.places.backend import Backend
     from ranktape.storage.places.retry import RetryingBackend
 
 
@@ -129,3 +139,47 @@ def _plan(
 def _lease(backend: RetryingBackend) -> Lease:
     """The right to change the run, which no launch that records has at the same time."""
     return Lease(backend, launch=Launch(launch_id=f"upkeep-{uuid.uuid4().hex}", restart=0, world_size=1))
+
+
+_NUM_THREADS = 16
+"""Ranks whose data are removed at once."""
+
+
+def drop_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
+    """Remove a complete iteration; its state is `dropped` then. Can be repeated.
+
+    Raises:
+        StorageError: the run was deleted or replaced, or the store cannot be written.
+    """
+    check_attempt(backend, attempt)
+    path = layout.dropped_path(attempt.path, iteration)
+    words = {"dropped": time.time(), "removed": False}
+    write_group(backend, path, words)
+    backend.flush()
+    commit = layout.iteration_path(attempt.path, iteration)
+    backend.delete_keys([layout.document_key(commit)])
+    ranks = attempt.launch.ranks
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        removals = [
+            pool.submit(backend.delete, layout.rank_iteration_path(attempt.path, rank, iteration)) for rank in ranks
+        ]
+    for removal in removals:
+        removal.result()
+    backend.delete(commit)
+    backend.delete(layout.opened_path(attempt.path, iteration))
+    write_group(backend, path, {**words, "removed": True})
+
+
+def finish_drops(backend: Backend, *, attempt: Attempt) -> None:
+    """Remove what is left of the iterations whose removal was interrupted.
+
+    Raises:
+        StorageError: the run was deleted or replaced, or the store cannot be written.
+    """
+    for key in backend.list_keys(f"{attempt.path}/dropped"):
+        iteration = layout.parse_iteration(key)
+        if iteration is None:
+            continue
+        words = read_attributes(backend, layout.dropped_path(attempt.path, iteration))
+        if words is not None and not words.get("removed"):
+            drop_iteration(backend, attempt=attempt, iteration=iteration)

@@ -23,7 +23,7 @@ from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import write_verdict
 from ranktape.storage.maintenance.check import OnProgress, check_run
 from ranktape.storage.maintenance.finding import CheckReport, Finding, Mend
-from ranktape.storage.maintenance.retention import drop_iteration
+from ranktape.storage.maintenance.prune import drop_iteration
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt

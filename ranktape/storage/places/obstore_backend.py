@@ -20,13 +20,14 @@ from ranktape.errors import StorageError, UsageError
 from ranktape.storage.places.backend import (
     Debris,
     ObjectInfo,
+    answered,
     byte_view,
     range_within,
     refuse_escape,
+    seconds_left,
     too_large,
     without_credentials,
 )
-from ranktape.storage.places.deadline import answered, seconds_left
 from ranktape.storage.places.failures import Redactor, StoreFailures, answer_of
 from ranktape.storage.places.obstore_options import StoreConfig
 

@@ -24,10 +24,10 @@ from ranktape.storage.places.backend import (
     byte_view,
     range_within,
     refuse_escape,
+    seconds_left,
     too_large,
     without_credentials,
 )
-from ranktape.storage.places.deadline import seconds_left
 from ranktape.storage.places.failures import Redactor, StoreFailures
 
 if TYPE_CHECKING:

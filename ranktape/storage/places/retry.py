@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ranktape.errors import StorageError
 from ranktape.storage.format.memory import available_nbytes, expect_memory
-from ranktape.storage.places.backend import Backend, Debris, ObjectInfo
-from ranktape.storage.places.deadline import Deadline
+from ranktape.storage.places.backend import Backend, Deadline, Debris, ObjectInfo
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store

@@ -22,8 +22,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsspec.asyn import sync
 
-from ranktape.storage.places.backend import Debris, ObjectInfo, byte_view, range_file, refuse_escape, too_large
-from ranktape.storage.places.deadline import answered, seconds_left
+from ranktape.storage.places.backend import (
+    Debris,
+    ObjectInfo,
+    answered,
+    byte_view,
+    range_file,
+    refuse_escape,
+    seconds_left,
+    too_large,
+)
 from ranktape.storage.places.failures import answer_of
 from ranktape.storage.places.remote import RemoteBackend
 

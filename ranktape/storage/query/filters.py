@@ -21,6 +21,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,26 +29,14 @@ import numpy as np
 
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.storage.query import columns
-from ranktape.storage.query.columns import Column, ColumnSource, Mask, Span, StringColumn
-from ranktape.storage.query.where import Where, parse_where
+from ranktape.storage.query.columns import Column, ColumnSource, Mask, Span
+from ranktape.storage.query.where import Compare, Either, Every, Field, Like, Not, OneOf, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Iterable
 
     from ranktape.storage.query.columns import Number
-
-__all__ = [
-    "Column",
-    "ColumnSource",
-    "Filter",
-    "Mask",
-    "StringColumn",
-    "Where",
-    "check_fields",
-    "filter_from_text",
-    "parse_filter",
-    "parse_where",
-]
+    from ranktape.storage.query.where import Condition
 
 MAX_TEXT_LENGTH = 10_000
 """Characters of one alternative."""
@@ -208,3 +197,37 @@ def _read_number(text: str, *, field: str) -> Number | Span | None:
     if colons:
         return _span(*(int(part) if part else None for part in colons.groups()), field=field)
     raise UsageError(f"{field} holds numbers and {text!r} is not one: {_EXPECTED}")
+
+
+def can_hold(where: Where, *, known: Collection[str], source: ColumnSource, num_rows: int) -> Mask:
+    """The rows for which the expression can hold; `source` has the columns that are `known`."""
+    return _bounds(where.condition, known=known, source=source, num_rows=num_rows)[0]
+
+
+def _bounds(condition: Condition, *, known: Collection[str], source: ColumnSource, num_rows: int) -> tuple[Mask, Mask]:
+    """The rows for which the condition can hold, and those for which it can fail."""
+
+    def of(inner: Condition) -> tuple[Mask, Mask]:
+        return _bounds(inner, known=known, source=source, num_rows=num_rows)
+
+    if isinstance(condition, Not):
+        holds, fails = of(condition.condition)
+        return fails, holds
+    if isinstance(condition, Every | Either):
+        inner = [of(one) for one in condition.conditions]
+        holds_each, fails_each = [holds for holds, _ in inner], [fails for _, fails in inner]
+        if isinstance(condition, Every):
+            return np.logical_and.reduce(holds_each), np.logical_or.reduce(fails_each)
+        return np.logical_or.reduce(holds_each), np.logical_and.reduce(fails_each)
+    if all(name in known for name in _names(condition)):
+        found = condition.mask(source, num_rows)
+        return found, ~found
+    anything = np.ones(num_rows, dtype=np.bool_)
+    return anything, anything
+
+
+def _names(condition: Condition) -> list[str]:
+    if isinstance(condition, Compare):
+        return [side.name for side in (condition.left, condition.right) if isinstance(side, Field)]
+    assert isinstance(condition, OneOf | Like)
+    return [condition.field.name]

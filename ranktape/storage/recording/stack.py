@@ -16,6 +16,7 @@ from ranktape.storage.format.record_info import Keep
 if TYPE_CHECKING:
     import numpy as np
 
+    from ranktape.storage.format.catalogue import Entry
     from ranktape.storage.format.record_info import RecordInfo
 
 STACK_BELOW_NBYTES = 2 << 20
@@ -86,3 +87,23 @@ def stack_key(info: RecordInfo) -> StackKey:
         # Those of all tensors are alike, and far smaller than the documents that arrays of their own would have.
         return (info.keep,)
     return (info.keep, info.dtype, info.shape, info.layout, info.nbytes)
+
+
+@dataclass(slots=True)
+class Pending:
+    """What was written of an iteration that is not committed yet."""
+
+    members: dict[str, bytes] = field(default_factory=dict)
+    """The documents of its arrays and groups, by their paths below the iteration."""
+    taken: set[str] = field(default_factory=set)
+    """The paths of tensors, from before they are written."""
+    entries: list[Entry] = field(default_factory=list)
+    """The tensors that are written."""
+    stacks: Stacks = field(default_factory=Stacks)
+    """The tensors that are kept."""
+    num_stacks: int = 0
+    """Stacks that were begun to be written."""
+    num_busy: int = 0
+    """Threads that are writing stacks."""
+    failure: Exception | None = None
+    """Why a stack could not be written."""

@@ -30,11 +30,10 @@ from ranktape.storage.format.encode import (
     stored_shape,
 )
 from ranktape.storage.format.group_documents import write_group
+from ranktape.storage.format.layout import Site, site_path
 from ranktape.storage.format.record_info import Keep
-from ranktape.storage.format.site_paths import Site, site_path
 from ranktape.storage.recording import stack
-from ranktape.storage.recording.pending import Pending
-from ranktape.storage.recording.stack import Held
+from ranktape.storage.recording.stack import Held, Pending
 
 if TYPE_CHECKING:
     import numpy as np

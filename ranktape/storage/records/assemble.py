@@ -18,8 +18,8 @@ import numpy as np
 
 from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError, UsageError
 from ranktape.storage.format.dtypes import dtype_row, round_once, to_torch
+from ranktape.storage.format.layout import Site
 from ranktape.storage.format.record_info import Keep
-from ranktape.storage.format.site_paths import Site
 from ranktape.storage.records.interfaces import AnyRecord, ReadableRecord
 from ranktape.storage.records.placement import Kind, Placement, parse_placement
 
