@@ -1,4 +1,4 @@
-"""Do the imports point one way, and has every file a name and a question it answers?
+"""The imports point one way and in no circle, and every file and every class has a name of its own.
 
     storage <- capture, storage <- analyze, all <- launch
 
@@ -71,6 +71,54 @@ HOMELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "misc"
 """If it has no name, it has no home yet."""
 
 
+ROOMS = {
+    "storage": ("places", "query", "format", "records", "recording", "maintenance"),
+    "analyze": ("numerics", "engine", "comparison", "metrics", "questions", "findings", "rules", "views", "commands"),
+}
+"""Folders inside a folder; each may import those before it."""
+
+CLIMBS = {
+    ("storage.places", "storage.format"),
+    ("analyze.metrics", "analyze.questions"),
+    ("analyze.questions", "analyze.findings"),
+}
+"""Folders that still import a later one. The list only gets shorter."""
+
+CIRCLES: list[set[str]] = [
+    {"ranktape.analyze.advice.recommendation", "ranktape.analyze.advice.sentences"},
+    {"ranktape.analyze.engine.batch", "ranktape.analyze.engine.cache", "ranktape.analyze.engine.cache_object"},
+    {"ranktape.analyze.views.plots.octaves", "ranktape.analyze.views.plots.survey"},
+    {"ranktape.capture.hooks.calls", "ranktape.capture.hooks.leaves"},
+    {"ranktape.capture.passes.passes", "ranktape.capture.passes.tracker"},
+    {"ranktape.capture.plans.forecast", "ranktape.capture.plans.planning"},
+    {"ranktape.capture.settings.cadence", "ranktape.capture.settings.options", "ranktape.capture.settings.rules"},
+    {"ranktape.capture.writing.committing", "ranktape.capture.writing.recover"},
+    {
+        "ranktape.storage.records.assemble",
+        "ranktape.storage.records.frames",
+        "ranktape.storage.records.kept",
+        "ranktape.storage.records.labelled",
+        "ranktape.storage.records.labelled_record",
+        "ranktape.storage.records.notebook",
+        "ranktape.storage.records.reader",
+        "ranktape.storage.records.record",
+        "ranktape.storage.records.records",
+        "ranktape.storage.records.run",
+    },
+]
+"""Modules that still import each other. The list only gets shorter."""
+
+# fmt: off
+CLASS_NAMES_TWICE: set[str] = {
+    "Budget", "Entry", "Event", "Failure", "Finding", "Form", "Goal", "Grid", "Held", "Kind", "Layer", "Line",
+    "Metric", "Operand", "Outcome", "Pair", "Panel", "Part", "Pass", "Place", "Plan", "Recipe", "Replacement",
+    "Rule", "Samples", "Severity", "Shown", "Site", "Source", "Span", "Survey", "Tally", "Tensor", "Verdict",
+    "View", "_Copy", "_Counted", "_Loader", "_Seen", "_Table", "_Thread", "_Totals", "_Word", "_Work",
+}
+# fmt: on
+"""Names of classes that still stand for two things. The list only gets shorter."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Import:
     """One import statement's reach for one module or name."""
@@ -134,7 +182,7 @@ def violations(package: Path) -> list[str]:
             found.append(f"{place}: a name that says nothing")
         tree = ast.parse(path.read_text(encoding="utf-8"))
         if not ast.get_docstring(tree):
-            found.append(f"{place}: no docstring that says which question it answers")
+            found.append(f"{place}: no docstring that says what it gives")
         dotted = ".".join([package.name, *place.parent.parts])
         found += [
             f"{place}:{item.line}: {wrong}"
@@ -179,6 +227,105 @@ def _is_within(target: str, name: str) -> bool:
 
 def test_the_tree_keeps_the_rules() -> None:
     assert violations(PACKAGE) == []
+
+
+def module_of(path: Path, *, package: Path) -> str:
+    """The dotted name of a source."""
+    place = path.relative_to(package.parent).with_suffix("")
+    return ".".join(place.parts).removesuffix(".__init__")
+
+
+def arrows(package: Path) -> dict[str, set[str]]:
+    """What each module imports of the package, wherever the import stands; text for importlib does not count."""
+    sources = {module_of(path, package=package): path for path in package.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for module, path in sources.items():
+        inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        targets = {target for node in statements for target in _targets(node, package=inside)} - SHARED
+        near = {target if target in sources else target.rpartition(".")[0] for target in targets}
+        found[module] = near & set(sources) - {module}
+    return found
+
+
+def circles(package: Path) -> set[frozenset[str]]:
+    """Groups of modules each of which imports each other one, in the end."""
+    direct = arrows(package)
+    reached: dict[str, set[str]] = {}
+    for module in direct:
+        seen: set[str] = set()
+        ahead = [module]
+        while ahead:
+            new = direct[ahead.pop()] - seen
+            seen |= new
+            ahead += new
+        reached[module] = seen
+    return {
+        frozenset(other for other in reached[module] if module in reached[other])
+        for module in direct
+        if module in reached[module]
+    }
+
+
+def class_names(package: Path) -> dict[str, list[str]]:
+    """Of each name of a class the modules that define it."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module_of(path, package=package))
+    return found
+
+
+def climbs(package: Path) -> set[tuple[str, str]]:
+    """Pairs of inner folders of which the first imports the second, and stands before it."""
+    heights = {f"{owner}.{room}": place for owner, rooms in ROOMS.items() for place, room in enumerate(rooms)}
+    found = set()
+    for module, targets in arrows(package).items():
+        for target in targets:
+            lower, upper = (".".join(name.split(".")[1:3]) for name in (module, target))
+            is_one_house = lower.partition(".")[0] == upper.partition(".")[0]
+            if is_one_house and {lower, upper} <= set(heights) and heights[lower] < heights[upper]:
+                found.add((lower, upper))
+    return found
+
+
+def test_no_folder_imports_a_later_one_but_those_named() -> None:
+    assert climbs(PACKAGE) - CLIMBS == set()
+
+
+def test_a_planted_climb_is_found(tmp_path: Path) -> None:
+    for place, source in {
+        "engine/run": "from ranktape.analyze.views.heat import draw",
+        "views/heat": "draw = 1",
+    }.items():
+        path = tmp_path / "ranktape" / "analyze" / f"{place}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(source, encoding="utf-8")
+    assert climbs(tmp_path / "ranktape") == {("analyze.engine", "analyze.views")}
+
+
+def test_no_modules_import_each_other_but_those_named() -> None:
+    assert [sorted(one) for one in circles(PACKAGE) if not any(one <= known for known in CIRCLES)] == []
+
+
+def test_no_class_name_exists_twice_but_those_named() -> None:
+    twice = {name: modules for name, modules in class_names(PACKAGE).items() if len(modules) > 1}
+    assert {name: modules for name, modules in twice.items() if name not in CLASS_NAMES_TWICE} == {}
+
+
+@pytest.mark.parametrize(
+    "source", ["from ranktape.storage.run import Run", "def f():\n    from . import run", "from .run import Run"]
+)
+def test_a_planted_circle_and_a_second_class_are_found(tmp_path: Path, source: str) -> None:
+    folder = tmp_path / "ranktape" / "storage"
+    folder.mkdir(parents=True)
+    (folder / "run.py").write_text("from ranktape.storage.layout import path\n\nclass Run: ...\n", encoding="utf-8")
+    (folder / "layout.py").write_text(f"{source}\n\nclass Run: ...\n", encoding="utf-8")
+    modules = ["ranktape.storage.layout", "ranktape.storage.run"]
+    assert circles(tmp_path / "ranktape") == {frozenset(modules)}
+    assert class_names(tmp_path / "ranktape") == {"Run": modules}
 
 
 def test_beside_the_package_stands_what_torch_calls_and_nothing_else() -> None:
@@ -265,7 +412,7 @@ def _cases(table: dict[str, list[str]]) -> list[tuple[str, str]]:
 def _violations_of(tmp_path: Path, place: str, source: str) -> list[str]:
     path = tmp_path / "ranktape" / place
     path.parent.mkdir(parents=True)
-    path.write_text(f'"""Which question?"""\n\n{source}\n', encoding="utf-8")
+    path.write_text(f'"""Gives something."""\n\n{source}\n', encoding="utf-8")
     return violations(tmp_path / "ranktape")
 
 
@@ -286,11 +433,11 @@ def test_a_file_without_a_home_is_found(tmp_path: Path, place: str) -> None:
     assert _violations_of(tmp_path, place, "")
 
 
-def test_a_module_without_a_question_is_found(tmp_path: Path) -> None:
+def test_a_module_without_a_docstring_is_found(tmp_path: Path) -> None:
     path = tmp_path / "ranktape" / "storage" / "run.py"
     path.parent.mkdir(parents=True)
     path.write_text("x = 1\n", encoding="utf-8")
-    assert violations(tmp_path / "ranktape") == ["storage/run.py: no docstring that says which question it answers"]
+    assert violations(tmp_path / "ranktape") == ["storage/run.py: no docstring that says what it gives"]
 
 
 HEAVY = ("torch", "zarr", "numpy", "numba", "matplotlib", "rich", "fsspec", "s3fs")
