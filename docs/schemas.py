@@ -36,10 +36,10 @@ from ranktape.capture.writing.recover import RingReport
 from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
 from ranktape.storage import open_run
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS
-from ranktape.storage.format.status import IterationStatus, Verdict
+from ranktape.storage.format.status import IterationStatus, RunVerdict
 from ranktape.storage.maintenance.copy import CopyReport
 from ranktape.storage.maintenance.copy_selection import SelectionReport
-from ranktape.storage.maintenance.finding import Finding
+from ranktape.storage.maintenance.finding import CheckFinding
 from ranktape.storage.maintenance.prune import PruneReport
 from ranktape.storage.maintenance.push import PushReport
 from ranktape.storage.maintenance.runs import RunSummary
@@ -305,7 +305,7 @@ def array_of(schema: Schema) -> Schema:
 
 def other_schemas() -> dict[str, Schema]:
     """Of the commands beside `ranktape analyze`, by their names."""
-    finding = dataclass_schema(Finding, without=["modified"])
+    finding = dataclass_schema(CheckFinding, without=["modified"])
     pushed = {"anyOf": [dataclass_schema(PushReport), {"type": "null"}]}
     spill = closed(url=TEXT, attempt=TEXT, rank=COUNT, error={"type": ["string", "null"]}, pushed=pushed)
     return {
@@ -314,7 +314,7 @@ def other_schemas() -> dict[str, Schema]:
             iterations=array_of(dataclass_schema(IterationStatus)),
             disabled={"type": "object", "additionalProperties": TEXT},
             troubles={"type": "object", "additionalProperties": TEXT},
-            verdict={"anyOf": [dataclass_schema(Verdict), {"type": "null"}]},
+            verdict={"anyOf": [dataclass_schema(RunVerdict), {"type": "null"}]},
         ),
         "check": closed(
             run=TEXT,

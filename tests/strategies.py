@@ -17,10 +17,10 @@ from ranktape.storage.format.record_info import (
     EXTREMES,
     MAX_TERM_LENGTH,
     TALLY_KINDS,
+    ElementTally,
     Operation,
     Overflow,
     RecordInfo,
-    Tally,
 )
 
 MAX_COUNT = 2**40
@@ -137,7 +137,7 @@ def overflows(draw: st.DrawFn, *, numel: int, num_samples: int | None) -> Overfl
     numbers = st.one_of(st.none(), st.floats(allow_nan=False))
     parts: dict[str, Any] = {name: draw(numbers) for name in EXTREMES}
     for kind, count in counts.items():
-        parts[kind] = Tally(count=count, ratio=count / numel if numel else 0.0)
+        parts[kind] = ElementTally(count=count, ratio=count / numel if numel else 0.0)
     return Overflow(
         **parts,
         per_sample=None

@@ -33,7 +33,7 @@ from ranktape.capture.starting import judge_end, open_place, ring_path, start_wr
 from ranktape.capture.tensors.master import MasterWeights
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage.format.layout import rank_iteration_path, site_path
-from ranktape.storage.format.status import Verdict
+from ranktape.storage.format.status import RunVerdict
 
 if TYPE_CHECKING:
     import argparse
@@ -97,7 +97,7 @@ class Capture(Iterations):
         self._model = model
         self._is_closing = False
         self._owner = os.getpid()
-        self._verdict: Verdict | None = None
+        self._verdict: RunVerdict | None = None
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace, *, model: nn.Module | None = None) -> Capture | NoCapture:
@@ -186,7 +186,7 @@ class Capture(Iterations):
         self._clock.step_by_hand()
         self._advance(following)
 
-    def close(self, *, reason: str | None = None) -> Verdict:
+    def close(self, *, reason: str | None = None) -> RunVerdict:
         """End the capture, wait until everything that was staged is stored, and return the verdict.
 
         The wait is bounded by `finish_timeout_seconds`; when the training failed (`reason` says why), by
@@ -366,7 +366,7 @@ class Capture(Iterations):
                 if ranks := self._rendezvous.given_up():
                     self._process.tell_of_given_up(ranks)
 
-    def _judge(self, words: dict[str, Any], *, waited_seconds: float) -> Verdict:
+    def _judge(self, words: dict[str, Any], *, waited_seconds: float) -> RunVerdict:
         return judge_end(
             words,
             waited_seconds=waited_seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ranktape.storage.format.layout import Site
+from ranktape.storage.format.layout import TensorSite
 from ranktape.storage.format.record_info import Operation
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ NO_TAGS = Tags()
 """Of a tensor that a hook recorded."""
 
 
-def site_of(source: Source, role: TensorRole, *, call: Call, quant_type: str | None) -> Site:
+def site_of(source: Source, role: TensorRole, *, call: Call, quant_type: str | None) -> TensorSite:
     """The place of a tensor in its iteration; what it was computed in is the call's where no other is given."""
-    return Site(
+    return TensorSite(
         module=source.module,
         layer_type=source.layer_type,
         layer_idx=source.layer_idx,

@@ -27,7 +27,7 @@ from ranktape.capture.staging.ring_file import boot_id, new_ring_path
 from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import LateError, RanktapeError, UsageError
 from ranktape.storage.format.progress import read_verdict
-from ranktape.storage.format.status import Verdict
+from ranktape.storage.format.status import RunVerdict
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.start import check_place
 
@@ -252,7 +252,7 @@ def judge_end(
     console: Console,
     required: int,
     ring: Path | None,
-) -> Verdict:
+) -> RunVerdict:
     """The writer's verdict on rank 0; elsewhere, and where there is none, what this rank knows.
 
     Args:
@@ -266,7 +266,7 @@ def judge_end(
     """
     console.pass_on(words)
     if "verdict" in words:
-        return Verdict(**words["verdict"])
+        return RunVerdict(**words["verdict"])
     problem = find_problem(words, waited_seconds=waited_seconds, ending=ending)
     if problem is not None:
         console.warn_once(problem)
@@ -292,7 +292,7 @@ def find_problem(words: Mapping[str, Any], *, waited_seconds: float, ending: str
     return None if problem is None else str(problem)
 
 
-def judge_from_outside(stored: Verdict | None, *, problem: str | None, rank: int, required: int) -> Verdict:
+def judge_from_outside(stored: RunVerdict | None, *, problem: str | None, rank: int, required: int) -> RunVerdict:
     """The verdict where the coordinator gave none: what the store says, and what this rank knows.
 
     Only rank 0 has a coordinator; the others answer for what they stored themselves.
@@ -300,10 +300,10 @@ def judge_from_outside(stored: Verdict | None, *, problem: str | None, rank: int
     named = [] if problem is None else [f"rank {rank}: {problem}"]
     if stored is not None:
         return stored if stored.met else dataclasses.replace(stored, missing=[*stored.missing, *named])
-    return Verdict(met=rank != 0 and problem is None, required=required, complete=[], missing=named, final=False)
+    return RunVerdict(met=rank != 0 and problem is None, required=required, complete=[], missing=named, final=False)
 
 
-def _stored_verdict(backend: Backend, console: Console) -> Verdict | None:
+def _stored_verdict(backend: Backend, console: Console) -> RunVerdict | None:
     """What the store says, where the writer could not; None where it cannot be read either."""
     try:
         judged = read_verdict(backend)

@@ -30,7 +30,7 @@ from ranktape.storage.format.record_info import Operation, check_term
 if TYPE_CHECKING:
     import torch
 
-    from ranktape.storage.format.status import Verdict
+    from ranktape.storage.format.status import RunVerdict
 
 
 class _OwnCapture(Capture):
@@ -59,7 +59,7 @@ class _OwnCapture(Capture):
             super()._begin_iteration()
         return super().record(tensor, **about)
 
-    def close(self, *, reason: str | None = None) -> Verdict:
+    def close(self, *, reason: str | None = None) -> RunVerdict:
         """As `Capture.close`; says what is missing."""
         is_first = self._verdict is None
         verdict = super().close(reason=reason)

@@ -32,7 +32,7 @@ from ranktape.capture.writing.recover import Recovery, read_slots, site_of
 from ranktape.capture.writing.storing import COUNT_FROM_NBYTES, HOLD_SECONDS, Staged, Storer, StoringOptions
 from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import RanktapeError, StorageError
-from ranktape.storage.format.attempt import Launch, Plan, lost_message, read_attempt, read_plan
+from ranktape.storage.format.attempt import IterationPlan, Launch, lost_message, read_attempt, read_plan
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.maintenance.spill import SpillingBackend
@@ -68,7 +68,7 @@ class Writer:
         heritage = {} if config.attempt is None else ring.heritage()
         self._words: dict[str, Any] = {"state": "starting", "num_committed": heritage.get("num_committed", 0)}
         self._words_lock = threading.Lock()
-        self._plan = Plan(iterations=(), is_done=False)
+        self._plan = IterationPlan(iterations=(), is_done=False)
         self._next_ask = 0.0
         self._ask_seconds = _ASK_SECONDS
         self._is_out = False
@@ -113,7 +113,7 @@ class Writer:
         completed = self._attempt.completed
         cadence = Cadence.from_json(config.cadence)
         planned = cadence.following(count=config.target - len(completed), without=completed)
-        self._plan = Plan(iterations=planned, is_done=not planned)
+        self._plan = IterationPlan(iterations=planned, is_done=not planned)
         if config.attempt is not None:
             self._plan = read_plan(self._backend, attempt=self._attempt) or self._plan
         self._coordinator = self._start_coordinator(cadence) if is_first else None

@@ -14,7 +14,7 @@ from ranktape.errors import RanktapeError
 from ranktape.launch.place import Answer, Progress, command_of, count_text, open_backend_of, quiet, shown
 
 if TYPE_CHECKING:
-    from ranktape.storage.maintenance.finding import CheckReport, Finding
+    from ranktape.storage.maintenance.finding import CheckFinding, CheckReport
     from ranktape.storage.maintenance.prune import PruneReport
     from ranktape.storage.maintenance.repair import RepairReport
     from ranktape.storage.maintenance.runs import RunSummary
@@ -118,7 +118,7 @@ def repair(
     dry_run: bool = False,
     min_age: float = 3600.0,
     storage_options: Mapping[str, Any] | None = None,
-    on_done: Callable[[Finding], object] | None = None,
+    on_done: Callable[[CheckFinding], object] | None = None,
     on_progress: Progress = quiet,
 ) -> RepairReport:
     """Put RUN in order after processes were lost.
@@ -133,7 +133,7 @@ def repair(
         return repair_run(backend, dry_run=dry_run, min_age_seconds=min_age, on_done=on_done, on_progress=on_progress)
 
 
-def _mend(finding: Finding) -> str:
+def _mend(finding: CheckFinding) -> str:
     return f"{finding.mend}: {finding.text()}"
 
 

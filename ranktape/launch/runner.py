@@ -25,7 +25,7 @@ from ranktape.launch.worker import Worker, stand_aside
 if TYPE_CHECKING:
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.launch.autostart import AutoStart
-    from ranktape.storage import Verdict
+    from ranktape.storage import RunVerdict
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.places.backend import Backend
 
@@ -141,7 +141,7 @@ def _run(request: Request, *, worker: Worker) -> int:
     return 0
 
 
-def _tell(verdict: Verdict, *, backend: Backend, url: str, worker: Worker) -> None:
+def _tell(verdict: RunVerdict, *, backend: Backend, url: str, worker: Worker) -> None:
     """Say what the run holds.
 
     Raises:
@@ -171,7 +171,7 @@ def _reason(stop: BaseException) -> str:
     return f"the training failed ({type(stop.__cause__ or stop).__name__})"
 
 
-def _verdict_on_others(backend: Backend, earlier: Sequence[Attempt]) -> Verdict | None:
+def _verdict_on_others(backend: Backend, earlier: Sequence[Attempt]) -> RunVerdict | None:
     """The verdict on what ranks have stored that the script started; None where they have not begun a capture."""
     from ranktape.storage.format.attempt import read_attempts
     from ranktape.storage.format.progress import read_verdict
@@ -180,9 +180,9 @@ def _verdict_on_others(backend: Backend, earlier: Sequence[Attempt]) -> Verdict 
     return None if judged is None or read_attempts(backend) == earlier else judged[0]
 
 
-def _no_verdict(start: AutoStart, options: CaptureOptions) -> Verdict:
+def _no_verdict(start: AutoStart, options: CaptureOptions) -> RunVerdict:
     """The verdict where no capture has begun."""
-    from ranktape.storage import Verdict
+    from ranktape.storage import RunVerdict
 
     why = f"nothing was recorded: {start.explain_nothing()}"
-    return Verdict(met=False, required=options.min_iterations, complete=[], missing=[why], final=True)
+    return RunVerdict(met=False, required=options.min_iterations, complete=[], missing=[why], final=True)

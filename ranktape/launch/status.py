@@ -16,7 +16,7 @@ from ranktape.launch.place import count_text, read_options, shown, storage_optio
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    from ranktape.storage import IterationStatus, Run, Verdict
+    from ranktape.storage import IterationStatus, Run, RunVerdict
     from ranktape.storage.places.backend import Backend
 
 COLUMNS = (
@@ -65,7 +65,7 @@ def command(run: str, *, as_json: bool, require_minimum: bool, storage_options: 
         raise CheckFoundError(verdict_line(verdict))
 
 
-def write_status(run: Run, *, url: str, as_json: bool = False) -> Verdict | None:
+def write_status(run: Run, *, url: str, as_json: bool = False) -> RunVerdict | None:
     """Write the status of a run to stdout; returns the verdict on its minimum, None where it has promised none."""
     statuses = run.status()
     verdict = run.verdict()
@@ -81,7 +81,7 @@ def write_status(run: Run, *, url: str, as_json: bool = False) -> Verdict | None
 def status_table(
     statuses: Sequence[IterationStatus],
     *,
-    verdict: Verdict | None,
+    verdict: RunVerdict | None,
     url: str,
     disabled: Mapping[int, str] | None = None,
     troubles: Mapping[int, str] | None = None,
@@ -113,7 +113,7 @@ def status_table(
 def status_document(
     statuses: Sequence[IterationStatus],
     *,
-    verdict: Verdict | None,
+    verdict: RunVerdict | None,
     url: str,
     disabled: Mapping[int, str] | None = None,
     troubles: Mapping[int, str] | None = None,
@@ -128,7 +128,7 @@ def status_document(
     }
 
 
-def verdict_line(verdict: Verdict | None) -> str:
+def verdict_line(verdict: RunVerdict | None) -> str:
     """Whether the guaranteed minimum is there, in one line."""
     if verdict is None:
         return "minimum not known: no attempt of this run has said what it guarantees"

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ranktape.storage.format.statistics import Statistics as Statistics
     from ranktape.storage.format.status import IterationState as IterationState
     from ranktape.storage.format.status import IterationStatus as IterationStatus
-    from ranktape.storage.format.status import Verdict as Verdict
+    from ranktape.storage.format.status import RunVerdict as RunVerdict
     from ranktape.storage.format.zarr_types import register as register
     from ranktape.storage.records.assemble import GlobalView as GlobalView
     from ranktape.storage.records.record import Record as Record
@@ -21,7 +21,7 @@ else:
         __name__,
         homes={
             "format.statistics": ["Statistics"],
-            "format.status": ["IterationState", "IterationStatus", "Verdict"],
+            "format.status": ["IterationState", "IterationStatus", "RunVerdict"],
             "format.zarr_types": ["register"],
             "records.assemble": ["GlobalView"],
             "records.record": ["Record"],

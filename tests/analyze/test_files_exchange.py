@@ -22,7 +22,7 @@ from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, NoRecordsError, UsageError
 from ranktape.storage import Run, open_run
 from ranktape.storage.format.dtypes import dtype_name
-from ranktape.storage.format.layout import Site, site_path
+from ranktape.storage.format.layout import TensorSite, site_path
 from ranktape.storage.format.legacy_names import MAX_NAME_NBYTES, parse_seed_name
 from ranktape.storage.format.record_info import RecordInfo
 from tests.analyze.pt_files import save, seed_file
@@ -137,7 +137,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(drawn=st.lists(tensors(), min_size=1, max_size=4, unique_by=lambda tensor: site_path(Site.of(tensor[1]))))
+@given(drawn=st.lists(tensors(), min_size=1, max_size=4, unique_by=lambda tensor: site_path(TensorSite.of(tensor[1]))))
 def test_any_tags_come_back_and_none_leaves_the_folder(
     tmp_path_factory: pytest.TempPathFactory, drawn: list[Tensor]
 ) -> None:

@@ -30,7 +30,7 @@ from ranktape.analyze.numerics.histograms.histogram import (
 from ranktape.analyze.numerics.kernels import BLOCK
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES
-from ranktape.storage.format.record_info import TALLY_KINDS, Overflow, Tally
+from ranktape.storage.format.record_info import TALLY_KINDS, ElementTally, Overflow
 from tests.strategies import arrays
 
 Array = np.ndarray[Any, Any]
@@ -128,7 +128,7 @@ def test_measure_says_what_scan_counts(array: Array) -> None:
     twin = counted(array, limits=own_limits(array.dtype), sample_dim=None)
     numbers = [value for value in (twin["minimum"], twin["maximum"]) if value is not None]
     assert measure(array, sample_dim=None) == Overflow(
-        **{kind: Tally(count=twin[kind], ratio=twin[kind] / max(1, array.size)) for kind in TALLY_KINDS},
+        **{kind: ElementTally(count=twin[kind], ratio=twin[kind] / max(1, array.size)) for kind in TALLY_KINDS},
         minimum=twin["minimum"],
         maximum=twin["maximum"],
         absmax=max(map(abs, numbers), default=None),

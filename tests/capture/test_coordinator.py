@@ -15,7 +15,7 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.writing.coordinator import Coordinator, Goal
 from ranktape.storage import IterationState, open_run
-from ranktape.storage.format.attempt import Plan, read_plan
+from ranktape.storage.format.attempt import IterationPlan, read_plan
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.maintenance.prune import drop_iteration
@@ -106,7 +106,7 @@ def test_a_rank_that_records_nothing_more_ends_the_capture_of_all(tmp_path: Path
     watched.coordinator.note_commit(15)
     eventually(lambda: read_plan(watched.backend, attempt=watched.attempt) is not None)
     # None could be complete that came after it.
-    assert read_plan(watched.backend, attempt=watched.attempt) == Plan(iterations=(10, 15), is_done=True)
+    assert read_plan(watched.backend, attempt=watched.attempt) == IterationPlan(iterations=(10, 15), is_done=True)
     alive.close(reason="the training ended")
     verdict = watched.coordinator.finish()
     assert (verdict.met, verdict.complete) == (False, [10])

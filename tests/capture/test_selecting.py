@@ -22,7 +22,7 @@ from ranktape.capture.sites import ids_at, keep_samples
 from ranktape.capture.source import Source, TensorRole
 from ranktape.capture.tensors.parts import Part
 from ranktape.errors import UsageError
-from ranktape.storage.format.catalogue import Catalogue, Entry, encode_catalogue
+from ranktape.storage.format.catalogue import Catalogue, CatalogueEntry, encode_catalogue
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.record_info import Mode, Operation, RecordInfo
 from ranktape.storage.records.records import Records
@@ -112,7 +112,7 @@ class Nowhere:
 def queried(records: list[RecordInfo], filters: dict[str, Any], where: str | None) -> list[int]:
     """Which of the records a query selects."""
     entries = [
-        Entry(site="site", stack="", index=-1, info=dataclasses.replace(info, counter=number))
+        CatalogueEntry(site="site", stack="", index=-1, info=dataclasses.replace(info, counter=number))
         for number, info in enumerate(records)
     ]
     catalogue = Catalogue.from_bytes(encode_catalogue(entries), place="here", attempt="attempt_000")

@@ -16,12 +16,12 @@ import pytest
 from ranktape.errors import RanktapeError
 from ranktape.storage import open_run
 from ranktape.storage.format import layout
-from ranktape.storage.format.attempt import Plan, write_plan
+from ranktape.storage.format.attempt import IterationPlan, write_plan
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.maintenance.check import check_run
-from ranktape.storage.maintenance.finding import Severity
+from ranktape.storage.maintenance.finding import CheckSeverity
 from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.places.urls import open_backend
 from tests.faults.truth import NUM_RANKS, Tensor, tensors, values
@@ -88,7 +88,7 @@ def recorded(iteration: int, rank: int, *, version: int) -> list[Tensor]:
 def write(url: Path, *, version: int) -> None:
     """A run with every kind of object."""
     backend, attempt, writers = start(str(url), world_size=NUM_RANKS, min_iterations=len(ITERATIONS))
-    write_plan(backend, attempt=attempt, plan=Plan(iterations=ITERATIONS, is_done=bool(version)))
+    write_plan(backend, attempt=attempt, plan=IterationPlan(iterations=ITERATIONS, is_done=bool(version)))
     for iteration in ITERATIONS:
         open_iteration(backend, attempt=attempt, iteration=iteration)
         for rank, writer in enumerate(writers):
@@ -183,7 +183,7 @@ def test_a_run_has_every_kind_of_object_and_a_check_finds_nothing_wrong(
     assert {kind_of(key) for key in keys_of(run)} == set(KINDS)
     report = check_run(open_backend(run), deep=True)
     (finding,) = report.findings
-    assert (finding.iteration, finding.severity) == (2, Severity.NOTE)  # it failed, and says so
+    assert (finding.iteration, finding.severity) == (2, CheckSeverity.NOTE)  # it failed, and says so
     assert read_problems(run, truth) == ([], [])
     assert report.num_records == len(truth)
 
@@ -215,7 +215,7 @@ def unnoticed(run: Path, key: str, truth: Truth, *, is_gone: bool) -> list[str]:
         folder = key.removesuffix(layout.DOCUMENT) if kind_of(key) == "rank commit" else key
         named = [finding for finding in findings if finding.key.startswith(folder)]
         # Some of what is gone may not have been written yet, or is told by other objects as well.
-        is_found = bool(named) if is_gone else any(finding.severity == Severity.ERROR for finding in named)
+        is_found = bool(named) if is_gone else any(finding.severity == CheckSeverity.ERROR for finding in named)
     except RanktapeError as error:
         findings, is_found = (), key in str(error) or str(run) in str(error)
     refused, wrong = read_problems(run, truth)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from ranktape.launch.cli import cli
 from ranktape.launch.status import COUNTED, status_document, status_table, verdict_line
-from ranktape.storage import IterationState, IterationStatus, Verdict
+from ranktape.storage import IterationState, IterationStatus, RunVerdict
 from ranktape.storage.format.status import judge
 
 STATUSES = [
@@ -43,8 +43,8 @@ STATUSES = [
     ),
 ]
 
-UNMET = Verdict(met=False, required=2, complete=[2], missing=["iteration 4 is partial (rank 1: gone)"], final=True)
-MET = Verdict(met=True, required=1, complete=[2], missing=[], final=False)
+UNMET = RunVerdict(met=False, required=2, complete=[2], missing=["iteration 4 is partial (rank 1: gone)"], final=True)
+MET = RunVerdict(met=True, required=1, complete=[2], missing=[], final=False)
 
 
 def test_the_table_has_one_row_for_each_iteration_and_the_verdict_below() -> None:
@@ -137,7 +137,7 @@ def test_what_a_stranger_wrote_does_not_command_the_terminal() -> None:
         num_records=0,
         nbytes=0,
     )
-    verdict = Verdict(met=False, required=1, complete=[], missing=[evil], final=True)
+    verdict = RunVerdict(met=False, required=1, complete=[], missing=[evil], final=True)
     text = status_table([status], verdict=verdict, url=f"runs/{evil}").to_text()
     assert "owned" in text
     assert all(line.isprintable() for line in text.splitlines())

@@ -11,7 +11,7 @@ from ranktape.errors import RunFormatError
 from ranktape.storage.format.catalogue import (
     COLUMNS,
     Catalogue,
-    Entry,
+    CatalogueEntry,
     concatenate,
     encode_catalogue,
     merge_catalogues,
@@ -29,7 +29,7 @@ def value(catalogue: Catalogue, name: str, *, row: int) -> object:
 
 @given(st.lists(record_infos(), max_size=5))
 def test_every_record_comes_back(infos: list[RecordInfo]) -> None:
-    entries = [Entry(site=f"s{index}", stack="x", index=index, info=info) for index, info in enumerate(infos)]
+    entries = [CatalogueEntry(site=f"s{index}", stack="x", index=index, info=info) for index, info in enumerate(infos)]
     catalogue = Catalogue.from_bytes(encode_catalogue(entries), place="test", attempt="a")
     assert catalogue.num_rows == len(infos)
     rows = list(read_rows(catalogue, np.arange(len(infos)), place="test"))
@@ -54,7 +54,7 @@ def test_every_field_of_a_record_is_a_column() -> None:
 def test_catalogues_can_be_joined(infos: list[RecordInfo], cut: int) -> None:
     parts = [
         Catalogue.from_bytes(
-            encode_catalogue([Entry(site="p", stack="", index=-1, info=info) for info in part]),
+            encode_catalogue([CatalogueEntry(site="p", stack="", index=-1, info=info) for info in part]),
             place="test",
             attempt="a",
         )

@@ -15,12 +15,12 @@ import pytest
 
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError
 from ranktape.storage import open_run
-from ranktape.storage.format.attempt import Plan, write_plan
+from ranktape.storage.format.attempt import IterationPlan, write_plan
 from ranktape.storage.format.documents import encode_document, group_document
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.maintenance.check import check_run
-from ranktape.storage.maintenance.finding import Finding, FindingKind, Severity
+from ranktape.storage.maintenance.finding import CheckFinding, CheckSeverity, FindingKind
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from tests.runs import start
@@ -35,7 +35,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def errors(path: Path, *, deep: bool = True) -> list[Finding]:
+def errors(path: Path, *, deep: bool = True) -> list[CheckFinding]:
     """What a check says is wrong."""
     return check_run(open_backend(path), deep=deep).errors
 
@@ -112,7 +112,7 @@ def test_a_finding_names_the_place_and_the_tensor(
     data[8] ^= 1
     (path / key).write_bytes(data)
     (found, *more) = errors(path)
-    assert (found.kind, found.severity, found.key) == (kind, Severity.ERROR, key)
+    assert (found.kind, found.severity, found.key) == (kind, CheckSeverity.ERROR, key)
     assert (found.attempt, found.iteration) == (0, 10)
     assert found.record.startswith(record)
     assert bool(found.record) == bool(record)
@@ -291,9 +291,9 @@ def test_a_verdict_that_does_not_fit_is_found(sound: Path, tmp_path: Path) -> No
 def test_a_plan_that_says_too_early_that_all_is_done_is_a_note(tmp_path: Path) -> None:
     backend, attempt, _ = whole_run(str(tmp_path / "run"), iterations=(0,), close=False, min_iterations=2)
     for is_done in (False, True):  # a rank that ended early ends the capture with what there is
-        write_plan(backend, attempt=attempt, plan=Plan(iterations=(0, 10), is_done=is_done))
+        write_plan(backend, attempt=attempt, plan=IterationPlan(iterations=(0, 10), is_done=is_done))
         assert [one.kind for one in check_run(backend).findings] == [FindingKind.UNFINISHED]
-    write_plan(backend, attempt=attempt, plan=Plan(iterations=(0, 10), is_done=True, is_enough=True))
+    write_plan(backend, attempt=attempt, plan=IterationPlan(iterations=(0, 10), is_done=True, is_enough=True))
     stale, _ = check_run(backend).findings
     assert (stale.kind, stale.message) == (FindingKind.STALE, "the plan says enough is complete, 1 are")
 

@@ -13,7 +13,7 @@ from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.check_columns import replica_key
-from ranktape.storage.maintenance.finding import FindingKind, Severity
+from ranktape.storage.maintenance.finding import CheckSeverity, FindingKind
 from tests.runs import describe, start
 
 
@@ -55,7 +55,7 @@ def test_weights_that_differ_between_ranks_are_a_note(tmp_path: Path) -> None:
         writer.commit(0, expected=[], silent_sites={})
     finish_iteration(backend, attempt=attempt, iteration=0)
     (found,) = [one for one in check_run(backend).findings if one.kind is FindingKind.REPLICAS]
-    assert found.severity is Severity.NOTE
+    assert found.severity is CheckSeverity.NOTE
     assert found.message.startswith("1 weights differ between ranks")
 
 

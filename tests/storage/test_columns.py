@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.storage.format.catalogue import Catalogue, Entry, encode_catalogue, merge_catalogues
-from ranktape.storage.format.record_info import Tally
+from ranktape.storage.format.catalogue import Catalogue, CatalogueEntry, encode_catalogue, merge_catalogues
+from ranktape.storage.format.record_info import ElementTally
 from ranktape.storage.query.columns import StringColumn, narrowed, widened
 from ranktape.storage.records.run import open_run
 from tests.runs import describe, write_run
@@ -70,9 +70,11 @@ def test_sums_of_small_columns_do_not_overflow() -> None:
     array = np.zeros(300, dtype=np.float32)
     info = describe(array)
     overflow = dataclasses.replace(
-        info.overflow, upper=Tally(count=100, ratio=1 / 3), lower=Tally(count=100, ratio=1 / 3)
+        info.overflow, upper=ElementTally(count=100, ratio=1 / 3), lower=ElementTally(count=100, ratio=1 / 3)
     )
-    entry = Entry(site="s", stack="", index=-1, info=dataclasses.replace(info, overflow=overflow, checksum="crc32c:00"))
+    entry = CatalogueEntry(
+        site="s", stack="", index=-1, info=dataclasses.replace(info, overflow=overflow, checksum="crc32c:00")
+    )
     catalogue = Catalogue.from_bytes(encode_catalogue([entry]), place="test", attempt="a")
     counts = catalogue.column("overflow.upper.count")
     assert isinstance(counts, np.ndarray)
@@ -83,7 +85,9 @@ def test_sums_of_small_columns_do_not_overflow() -> None:
 
 def test_a_merge_keeps_no_column_of_its_parts() -> None:
     array = np.arange(3, dtype=np.float32)
-    entry = Entry(site="s", stack="", index=-1, info=dataclasses.replace(describe(array), checksum="crc32c:00"))
+    entry = CatalogueEntry(
+        site="s", stack="", index=-1, info=dataclasses.replace(describe(array), checksum="crc32c:00")
+    )
     parts = [Catalogue.from_bytes(encode_catalogue([entry]), place="test", attempt="a") for _ in range(2)]
     merged = Catalogue.from_bytes(merge_catalogues([part.load for part in parts]), place="test", attempt="a")
     assert merged.num_rows == 2

@@ -16,7 +16,7 @@ from ranktape.launch.cli import cli
 from ranktape.storage import open_run
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.maintenance.check import check_run
-from ranktape.storage.maintenance.copy import Budget, Stage, copy_run, list_run
+from ranktape.storage.maintenance.copy import MemoryBudget, Stage, copy_run, list_run
 from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
@@ -247,7 +247,7 @@ def test_another_run_at_the_target_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_and_what_is_larger_goes_alone() -> None:
-    budget = Budget(10)
+    budget = MemoryBudget(10)
     inside: list[int] = []
     most: list[int] = []
     lock = threading.Lock()

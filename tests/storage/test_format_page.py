@@ -20,7 +20,7 @@ import pytest
 from numcodecs import zstd  # for the one thing that Python's standard library cannot do before 3.14
 
 from ranktape.storage.format.catalogue import COLUMNS
-from ranktape.storage.format.layout import Site
+from ranktape.storage.format.layout import TensorSite
 from ranktape.storage.records.run import open_run
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -266,7 +266,7 @@ def test_a_reader_written_from_the_page_reads_the_same_bits(name: str) -> None:
                 for sample, checksum in enumerate(theirs.attributes.get("sample_checksums", [])):
                     one = np.ascontiguousarray(ours.read(sample=sample)).tobytes()
                     assert f"crc32c:{google_crc32c.value(one):08x}" == checksum
-                site = Site.of(ours.info)
+                site = TensorSite.of(ours.info)
                 assert site_fields(theirs.columns["site"]) == [
                     *(site.module, site.layer_type, f"L{site.layer_idx}", site.operation, site.phase, site.component),
                     *(site.quant_type, site.tensor_name, f"m{site.microbatch}", f"c{site.call}"),

@@ -16,7 +16,7 @@ import pytest
 
 from ranktape.analyze.legacy.export import export_records
 from ranktape.errors import DataError, ObjectTooLargeError, RunFormatError
-from ranktape.storage.format.attempt import Plan, read_attempts, read_plan, write_plan
+from ranktape.storage.format.attempt import IterationPlan, read_attempts, read_plan, write_plan
 from ranktape.storage.format.blob import WHOLE_NBYTES, blob_key, blob_parts, open_blob, split_checksum
 from ranktape.storage.format.commit import finish_iteration, read_whole_commit
 from ranktape.storage.format.documents import encode_document
@@ -158,7 +158,7 @@ def test_a_commit_is_what_it_can_be(run: Path, name: str, value: Any) -> None:
 def test_a_plan_is_what_it_can_be(run: Path, name: str, value: Any) -> None:
     backend = open_backend(run.parent)
     [attempt] = read_attempts(backend)
-    write_plan(backend, attempt=attempt, plan=Plan(iterations=(0, 10), is_done=False))
+    write_plan(backend, attempt=attempt, plan=IterationPlan(iterations=(0, 10), is_done=False))
     change(run, "plan", "attributes", name, value=value)
     with pytest.raises(RunFormatError, match=f"its {name} is"):
         read_plan(backend, attempt=attempt)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ranktape.errors import RunFormatError
-from ranktape.storage.format.catalogue import COLUMNS, Catalogue, Entry, encode_catalogue
+from ranktape.storage.format.catalogue import COLUMNS, Catalogue, CatalogueEntry, encode_catalogue
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.query.columns import Column
 from ranktape.storage.records.reader import RunReader
@@ -21,12 +21,12 @@ from ranktape.storage.records.records import Records
 from tests.runs import describe
 
 
-def entries(count: int = 2) -> list[Entry]:
+def entries(count: int = 2) -> list[CatalogueEntry]:
     """Records of small tensors with samples."""
     array = np.zeros((4, 8), np.float32)
     info = describe(array, sample_dim=0, sample_ids=[1, 2, 3, 4], checksum="crc32c:00000000")
     infos = [dataclasses.replace(info, call=call, counter=call) for call in range(count)]
-    return [Entry(site=f"s{call}", stack="x", index=call, info=info) for call, info in enumerate(infos)]
+    return [CatalogueEntry(site=f"s{call}", stack="x", index=call, info=info) for call, info in enumerate(infos)]
 
 
 def members() -> dict[str, bytes]:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranktape.errors import RunFormatError
-from ranktape.storage.format.layout import MAX_PATH_LENGTH, Site, parse_site_path, site_path
+from ranktape.storage.format.layout import MAX_PATH_LENGTH, TensorSite, parse_site_path, site_path
 from tests import strategies
 
-SITE = Site(
+SITE = TensorSite(
     module="layers.0.attention.query",
     layer_type="linear",
     layer_idx=0,
@@ -27,11 +27,11 @@ SITE = Site(
 )
 
 
-def sites() -> st.SearchStrategy[Site]:
+def sites() -> st.SearchStrategy[TensorSite]:
     term = st.text(max_size=20)
     small = st.integers(0, 10_000)
     return st.builds(
-        Site,
+        TensorSite,
         module=st.one_of(strategies.modules(), st.text(max_size=30), st.just("\ud800")),
         layer_type=term,
         layer_idx=st.integers(-1, 1000),
@@ -58,7 +58,7 @@ def test_a_pass_without_training_has_a_name_of_its_own() -> None:
 
 
 @given(sites())
-def test_a_site_comes_back_from_its_path_unless_that_is_shortened(site: Site) -> None:
+def test_a_site_comes_back_from_its_path_unless_that_is_shortened(site: TensorSite) -> None:
     path = site_path(site)
     if "+" in path.replace("+/", ""):
         assert len(path.replace("+/", "")) == MAX_PATH_LENGTH
@@ -69,7 +69,7 @@ def test_a_site_comes_back_from_its_path_unless_that_is_shortened(site: Site) ->
 
 
 @given(sites())
-def test_a_path_stays_in_its_folder_and_fits_every_store(site: Site) -> None:
+def test_a_path_stays_in_its_folder_and_fits_every_store(site: TensorSite) -> None:
     path = site_path(site)
     assert path.isascii()
     assert len(path) <= MAX_PATH_LENGTH + 10
@@ -80,7 +80,7 @@ def test_a_path_stays_in_its_folder_and_fits_every_store(site: Site) -> None:
 
 
 @given(sites(), sites())
-def test_two_sites_never_share_a_path(left: Site, right: Site) -> None:
+def test_two_sites_never_share_a_path(left: TensorSite, right: TensorSite) -> None:
     assert (site_path(left) == site_path(right)) == (left == right)
 
 

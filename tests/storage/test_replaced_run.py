@@ -13,7 +13,7 @@ import pytest
 
 from ranktape.errors import CaptureError, DataError, RunNotFoundError, StorageError
 from ranktape.storage import open_run
-from ranktape.storage.format.attempt import Attempt, Plan, read_plan, write_plan
+from ranktape.storage.format.attempt import Attempt, IterationPlan, read_plan, write_plan
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration, read_progress, write_verdict
@@ -69,7 +69,7 @@ def test_late_writers_change_nothing_of_the_run_in_their_place(tmp_path: Path, h
     with pytest.raises(StorageError, match=GONE):
         finish_iteration(old_backend, attempt=old_attempt, iteration=0)
     with pytest.raises(StorageError, match=GONE):
-        write_plan(old_backend, attempt=old_attempt, plan=Plan(iterations=(9,), is_done=True))
+        write_plan(old_backend, attempt=old_attempt, plan=IterationPlan(iterations=(9,), is_done=True))
     with pytest.raises(RunNotFoundError, match=GONE):
         write_verdict(old_backend, attempt=old_attempt)
     progress = read_progress(backend, attempt)

@@ -17,7 +17,7 @@ import pytest
 from ranktape.errors import CaptureError, DataError, StorageError, UsageError
 from ranktape.storage import open_run
 from ranktape.storage.format.commit import finish_iteration, read_whole_commit
-from ranktape.storage.format.layout import Site, site_path
+from ranktape.storage.format.layout import TensorSite, site_path
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.maintenance.check import check_run
@@ -222,7 +222,7 @@ def test_histograms_are_records_too(tmp_path: Path, dtype: type[np.unsignedinteg
 @pytest.mark.parametrize("length", [199, 200, 201, 1500])
 def test_a_long_name_costs_no_iteration(tmp_path: Path, length: int) -> None:
     backend, attempt, [writer] = start(str(tmp_path / "run"))
-    begin = len(site_path(Site.of(describe(small(0), module=""))))
+    begin = len(site_path(TensorSite.of(describe(small(0), module=""))))
     module = "m" * (length - begin)
     open_iteration(backend, attempt=attempt, iteration=0)
     for call in (1, 10, 11, 100):

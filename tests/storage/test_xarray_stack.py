@@ -14,7 +14,7 @@ import pytest
 from ranktape.errors import DataError, UsageError
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.records.labelled import Grid
+from ranktape.storage.records.labelled import RecordGrid
 from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.records import Records
 from ranktape.storage.records.run import open_run
@@ -124,7 +124,7 @@ def test_lists_of_places_are_numpys(tmp_path: Path, axis: int) -> None:
     key = (*(slice(None) for _ in range(axis)), [1, 0])
     whole = stack.data.compute()
     np.testing.assert_array_equal(bits(stack.data[key].compute()), bits(whole[key]))
-    grid = Grid(make_run(tmp_path / "other"), np.arange(8).reshape(2, 2, 2))
+    grid = RecordGrid(make_run(tmp_path / "other"), np.arange(8).reshape(2, 2, 2))
     full = (*key, *(slice(None) for _ in range(5 - axis)))
     np.testing.assert_array_equal(bits(grid[full]), bits(whole[key]))
 

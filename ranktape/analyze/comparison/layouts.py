@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ranktape.storage.records.assemble import assemble_records
-from ranktape.storage.records.placement import Kind, parse_placement
+from ranktape.storage.records.placement import AxisKind, parse_placement
 
 if TYPE_CHECKING:
     from ranktape.storage import Record, Records
@@ -54,7 +54,7 @@ class Side:
         if (text, rank) not in self._parts:
             placement = parse_placement(self.records[row].info)
             assert placement is not None
-            self._parts[text, rank] = placement.axes, placement.ranks, placement.fixed(Kind.REPLICATE)
+            self._parts[text, rank] = placement.axes, placement.ranks, placement.fixed(AxisKind.REPLICATE)
         return self._parts[text, rank]
 
 

@@ -10,7 +10,7 @@ from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.distributions.distances import Distances, distance
 from ranktape.storage.format.record_info import Keep
-from ranktape.storage.records.placement import Kind, parse_placement
+from ranktape.storage.records.placement import AxisKind, parse_placement
 
 if TYPE_CHECKING:
     from ranktape.analyze.comparison.layouts import Parts
@@ -63,7 +63,7 @@ def _distinct(records: Records, parts: Parts) -> tuple[int, ...]:
         assert placement is not None
         if placement.is_partial:
             return ()
-        first_copies.setdefault(placement.fixed(Kind.REPLICATE), row)
+        first_copies.setdefault(placement.fixed(AxisKind.REPLICATE), row)
     return tuple(first_copies.values())
 
 

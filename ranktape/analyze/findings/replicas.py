@@ -18,7 +18,7 @@ from ranktape.analyze.findings.peers import codes_of
 from ranktape.analyze.findings.sign import Sign, count_text, named_numbers, sign_of
 from ranktape.analyze.findings.thresholds import MAX_ODD_RATIO, MIN_ALIKE_RATIO
 from ranktape.errors import DataError
-from ranktape.storage.records.placement import Kind, Placement, parse_placement
+from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,9 +79,9 @@ def _placed_copies(
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for position, text in enumerate(placements.tolist()):
         placement = parsed.get(text)
-        if placement is None or not any(axis.kind is Kind.REPLICATE and axis.size > 1 for axis in placement.axes):
+        if placement is None or not any(axis.kind is AxisKind.REPLICATE and axis.size > 1 for axis in placement.axes):
             continue
-        part = (placement.axes, placement.ranks, placement.global_shape, placement.fixed(Kind.REPLICATE))
+        part = (placement.axes, placement.ranks, placement.global_shape, placement.fixed(AxisKind.REPLICATE))
         groups[(int(moments[position]), *part)].append(position)
     yield from (copies for copies in groups.values() if len(copies) > 1)
 

@@ -21,7 +21,7 @@ from ranktape.analyze.legacy.table import for_each
 from ranktape.errors import DataError, RanktapeError, RunExistsError, RunNotFoundError, StorageError, UsageError
 from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.commit import finish_iteration
-from ranktape.storage.format.layout import Site, site_path
+from ranktape.storage.format.layout import TensorSite, site_path
 from ranktape.storage.format.legacy_names import parse_seed_name
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.format.record_info import RecordInfo
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.legacy.folder import Folder
     from ranktape.analyze.legacy.table import SourceFile
     from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.format.status import Verdict
+    from ranktape.storage.format.status import RunVerdict
     from ranktape.storage.places.backend import Backend
 
 MAX_RANKS = 100_000
@@ -52,7 +52,7 @@ _EMPTY_RANKS_PER_RANK = 16
 class ImportReport:
     """What an import did."""
 
-    verdict: Verdict
+    verdict: RunVerdict
     """Whether every iteration of the folder is stored complete."""
     num_records: int = 0
     """Tensors stored by this call: none of what was stored before."""
@@ -160,7 +160,7 @@ def _launch_id(folder: Folder) -> str:
 
 def _imported_before(
     backend: Backend, *, launch: Launch, iterations: AbstractSet[int], source: str, overwrite: bool
-) -> Verdict | None:
+) -> RunVerdict | None:
     """The verdict on a run that holds all of the folder already; None where there is something to do."""
     try:
         run = Run(backend)
@@ -260,7 +260,7 @@ def _distinct(info: RecordInfo, taken: set[str], *, place: str) -> RecordInfo:
     """The identity under a call of its own: files of single samples share one, and so do names that say little."""
     found = info
     try:
-        while (path := site_path(Site.of(found))) in taken:
+        while (path := site_path(TensorSite.of(found))) in taken:
             found = dataclasses.replace(found, call=found.call + 1)
     except UsageError as error:
         raise UsageError(f"{place} cannot be stored: {error}, or leave the file out with --skip-unreadable") from error

@@ -20,7 +20,7 @@ from ranktape.analyze.questions.swept import jobs_of, parse_request
 from ranktape.analyze.rules.operands import Operand, Origin
 from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.storage.records.placement import Kind, parse_placement
+from ranktape.storage.records.placement import AxisKind, parse_placement
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -105,9 +105,9 @@ def differing_copies(records: Records) -> NDArray[np.float64]:
         for record in view.records:
             placement = parse_placement(record.info)
             if placement is not None:
-                sizes = [axis.size for axis in placement.axes if axis.kind is Kind.REPLICATE]
+                sizes = [axis.size for axis in placement.axes if axis.kind is AxisKind.REPLICATE]
                 num_copies = math.prod(sizes)
-                parts.setdefault(placement.fixed(Kind.REPLICATE), []).append(record)
+                parts.setdefault(placement.fixed(AxisKind.REPLICATE), []).append(record)
         for copies in parts.values():
             bits = [(record.shape, record.checksum) for record in copies]
             counts = Counter(bits)

@@ -113,7 +113,7 @@ def _num_arrays(kept: Sequence[RecordInfo], options: CaptureOptions) -> int:
             continue
         # Only its size counts: no memory is behind it.
         array = np.broadcast_to(np.zeros(1, dtype=np.uint8), (info.nbytes,))
-        full = stacks.add(stack.Held(array=array, info=info, site="", release=_nothing))
+        full = stacks.add(stack.HeldTensor(array=array, info=info, site="", release=_nothing))
         count += full is not None
         if stacks.nbytes > stack.MAX_HELD_NBYTES:
             count += len(stacks.take_all())

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.storage.query.columns import Span
+from ranktape.storage.query.columns import NumberRange
 from ranktape.storage.query.filters import Filter, can_hold
 from ranktape.storage.query.where import parse_where
 
@@ -147,13 +147,13 @@ class Cadence:
 
 
 def _written(alternative: Any) -> Any:
-    if isinstance(alternative, Span):
+    if isinstance(alternative, NumberRange):
         return {"first": alternative.first, "last": alternative.last, "step": alternative.step}
     return alternative
 
 
 def _read(written: Any) -> Any:
-    return Span(**written) if isinstance(written, dict) else written
+    return NumberRange(**written) if isinstance(written, dict) else written
 
 
 _MAX_NAMED = 3

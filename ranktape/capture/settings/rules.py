@@ -31,7 +31,7 @@ from ranktape.capture.settings.table import MAX_NUMBER, SETTINGS, Settings, is_g
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.fields import FieldKind, field_names
 from ranktape.storage.format.record_info import Keep, Mode, Operation
-from ranktape.storage.query.columns import Span, StringColumn, glob
+from ranktape.storage.query.columns import NumberRange, StringColumn, glob
 from ranktape.storage.query.filters import Filter, can_hold, parse_filter
 from ranktape.storage.query.where import Where, parse_where
 
@@ -260,7 +260,7 @@ _FROM_ZERO = re.compile(r"\d+|\d+-\d+|\d*:\d*(?::\d*)?")
 
 
 def _counts_from_zero(alternative: Any) -> bool:
-    if isinstance(alternative, Span):
+    if isinstance(alternative, NumberRange):
         return min(alternative.first or 0, 0 if alternative.last is None else alternative.last) >= 0
     if isinstance(alternative, str):
         return _FROM_ZERO.fullmatch(alternative) is not None

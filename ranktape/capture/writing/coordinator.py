@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING
 
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.errors import RanktapeError, StorageError
-from ranktape.storage.format.attempt import Plan, complete_iterations, is_attempt_there, read_attempts, write_plan
+from ranktape.storage.format.attempt import (
+    IterationPlan,
+    complete_iterations,
+    is_attempt_there,
+    read_attempts,
+    write_plan,
+)
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import Progress, read_progress, write_verdict
@@ -26,7 +32,7 @@ from ranktape.storage.maintenance.prune import drop_iteration, finish_drops
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.format.status import Verdict
+    from ranktape.storage.format.status import RunVerdict
     from ranktape.storage.places.backend import Backend
 
 NOTICE_SECONDS = 4.0
@@ -89,7 +95,7 @@ class Coordinator:
         self._step = step
         self._given_up = given_up
         self._lost = lost
-        self._plan = Plan(iterations=goal.planned, is_done=False)
+        self._plan = IterationPlan(iterations=goal.planned, is_done=False)
         self._notices = 0
         self._started = (time.monotonic(), step())
         self._last_word = self._started[0]
@@ -117,7 +123,7 @@ class Coordinator:
             # At once, and before the rank commits another one: no more are to be there than are kept.
             self._look()
 
-    def finish(self) -> Verdict:
+    def finish(self) -> RunVerdict:
         """Stop watching; wait for the other ranks, at most the goal's timeout; write and return the verdict.
 
         Raises:
@@ -235,11 +241,11 @@ class Coordinator:
         is_enough = num_complete >= self._goal.target
         is_over = self._lost() or (progress.closed and not self._undecided)
         if is_enough or is_over:
-            self._announce(Plan(iterations=self._plan.iterations, is_done=True, is_enough=is_enough))
+            self._announce(IterationPlan(iterations=self._plan.iterations, is_done=True, is_enough=is_enough))
         elif not self._undecided:
             further = self._further(self._goal.target - num_complete)
             if further:
-                self._announce(Plan(iterations=(*self._plan.iterations, *further), is_done=False))
+                self._announce(IterationPlan(iterations=(*self._plan.iterations, *further), is_done=False))
                 self._undecided |= set(further)
 
     def _further(self, count: int) -> tuple[int, ...]:
@@ -257,7 +263,7 @@ class Coordinator:
         after = max(max(self._plan.iterations, default=step), step + notice - 1)
         return self._goal.cadence.following(after, count=count, without=self._attempt.completed)
 
-    def _announce(self, plan: Plan) -> None:
+    def _announce(self, plan: IterationPlan) -> None:
         write_plan(self._backend, attempt=self._attempt, plan=plan)
         self._plan = plan
 

@@ -25,7 +25,7 @@ from ranktape.storage.format.commit import entries_of, finish_iteration
 from ranktape.storage.format.decode import parse_array, read_stored
 from ranktape.storage.format.documents import decode_document
 from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_attributes, read_document, write_group
-from ranktape.storage.format.layout import Mark, Site, site_path
+from ranktape.storage.format.layout import Mark, TensorSite, site_path
 from ranktape.storage.format.progress import open_iteration, read_progress, write_verdict
 from ranktape.storage.maintenance.push import commit_summary
 from ranktape.storage.recording.writer import RankWriter
@@ -318,4 +318,4 @@ class Recovery:
 def site_of(slot: Slot) -> str:
     """The path at which the tensor in a slot is stored."""
     header: dict[str, Any] = slot.header
-    return site_path(Site(**{name: header[name] for name in Site.__dataclass_fields__ if name in header}))
+    return site_path(TensorSite(**{name: header[name] for name in TensorSite.__dataclass_fields__ if name in header}))

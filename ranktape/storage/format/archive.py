@@ -1,4 +1,4 @@
-"""How do columns lie in an archive, and what is refused of one that somebody else packed?
+"""Packs columns into an npz archive, and refuses what somebody else packed otherwise.
 
 An npz archive as numpy writes it: an array for a column of numbers; for one of text the codes and their table, which
 is a JSON list. A member is unpacked when it is asked for, and takes no more memory than an archive of its size can

@@ -1,4 +1,4 @@
-"""What do the documents of a run and of its attempts say?"""
+"""Reads and writes the documents of a run, of its attempts and of their plans."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def _iterations_below(backend: Backend, path: str) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class IterationPlan:
     """The iterations of an attempt."""
 
     iterations: tuple[int, ...]
@@ -217,7 +217,7 @@ class Plan:
     """Whether it ends because enough iterations are complete."""
 
 
-def write_plan(backend: Backend, *, attempt: Attempt, plan: Plan) -> None:
+def write_plan(backend: Backend, *, attempt: Attempt, plan: IterationPlan) -> None:
     """Announce a plan to every rank of an attempt.
 
     Raises:
@@ -228,7 +228,7 @@ def write_plan(backend: Backend, *, attempt: Attempt, plan: Plan) -> None:
     write_group(backend, layout.plan_path(attempt.path), attributes)
 
 
-def read_plan(backend: Backend, *, attempt: Attempt) -> Plan | None:
+def read_plan(backend: Backend, *, attempt: Attempt) -> IterationPlan | None:
     """The plan that was announced last; None where none was.
 
     Raises:
@@ -239,6 +239,6 @@ def read_plan(backend: Backend, *, attempt: Attempt) -> Plan | None:
     fields = read_fields(backend, layout.plan_path(attempt.path))
     if fields is None:
         return None
-    return Plan(
+    return IterationPlan(
         iterations=fields.integers("iterations"), is_done=fields.flag("is_done"), is_enough=fields.flag("is_enough")
     )

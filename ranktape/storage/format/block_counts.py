@@ -1,4 +1,4 @@
-"""How does what is counted of a tensor and of its blocks become one array of integers, and what is refused as damaged?
+"""Packs the counts of a tensor and of its blocks into one array of integers, and refuses damaged ones.
 
 First how often each 16-bit pattern occurs; then, for blocks along each of two axes, how often each magnitude occurs
 in blocks of each kind. docs/format.md has the layout, word by word.

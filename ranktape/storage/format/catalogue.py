@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CatalogueEntry:
     """One record as a rank committed it."""
 
     site: str
@@ -75,7 +75,7 @@ class _Source:
     """Where a column's values come from."""
 
     path: str
-    """Dotted path of the attribute of an `Entry`."""
+    """Dotted path of the attribute of an `CatalogueEntry`."""
     dtype: Any = None
     """Of the column; None for text."""
     convert: Callable[[Any], Any] | None = None
@@ -120,7 +120,7 @@ _LOW = {"layer_idx": -1, "index": -1}
 """The lowest value of a column of whole numbers, where it is not 0."""
 
 
-def encode_catalogue(entries: Sequence[Entry]) -> bytes:
+def encode_catalogue(entries: Sequence[CatalogueEntry]) -> bytes:
     """The npz archive that holds the entries as columns, in their order."""
     columns: dict[str, Column] = {}
     values_of = dict(zip(SOURCES, zip(*map(_values, entries), strict=True), strict=False))

@@ -17,10 +17,17 @@ from ranktape.errors import DataError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import check_attempt
 from ranktape.storage.format.blob import blob_document, blob_key, blob_parts, open_blob
-from ranktape.storage.format.catalogue import SOURCES, Catalogue, Entry, check_numbers, encode_text, merge_catalogues
+from ranktape.storage.format.catalogue import (
+    SOURCES,
+    Catalogue,
+    CatalogueEntry,
+    check_numbers,
+    encode_text,
+    merge_catalogues,
+)
 from ranktape.storage.format.documents import CHECKSUM_KEY, decode_document, encode_document
 from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_attributes, read_document
-from ranktape.storage.format.layout import CATALOGUE, Mark, Site, site_path
+from ranktape.storage.format.layout import CATALOGUE, Mark, TensorSite, site_path
 from ranktape.storage.format.record_info import EXTREMES, RecordInfo
 from ranktape.storage.format.validation import Fields, check_documents, check_records
 
@@ -192,27 +199,27 @@ def parse_commit(document: Mapping[str, Any], *, place: str, attempt: str) -> Ra
     )
 
 
-def entries_of(name: str, member: Mapping[str, Any]) -> list[Entry]:
+def entries_of(name: str, member: Mapping[str, Any]) -> list[CatalogueEntry]:
     """The records that an array of a commit holds."""
     if member["node_type"] != "array" or name == layout.CATALOGUE:
         return []
     attributes = member["attributes"]
     if "captures" not in attributes:
-        return [Entry(site=name, stack="", index=-1, info=RecordInfo.from_json(attributes))]
+        return [CatalogueEntry(site=name, stack="", index=-1, info=RecordInfo.from_json(attributes))]
     common = attributes["common"]
     infos = [RecordInfo.from_json({**common, **capture}) for capture in attributes["captures"]]
-    return [Entry(site=_site_of(info), stack=name, index=index, info=info) for index, info in enumerate(infos)]
+    return [CatalogueEntry(site=_site_of(info), stack=name, index=index, info=info) for index, info in enumerate(infos)]
 
 
 def _site_of(info: RecordInfo) -> str:
-    return site_path(Site.of(info))
+    return site_path(TensorSite.of(info))
 
 
 def _lost_message(backend: Backend, group: str, *, rank: int, iteration: int) -> str:
     return f"rank {rank} marked iteration {iteration} as committed, but {backend.url}/{group} has no document"
 
 
-_SITE_FIELDS = tuple(field.name for field in dataclasses.fields(Site))
+_SITE_FIELDS = tuple(field.name for field in dataclasses.fields(TensorSite))
 
 
 def commit_columns(members: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,4 +322,4 @@ def _column(name: str, values: list[Any]) -> Column:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _site_path(*fields: Any) -> str:
-    return site_path(Site(**dict(zip(_SITE_FIELDS, fields, strict=True))))
+    return site_path(TensorSite(**dict(zip(_SITE_FIELDS, fields, strict=True))))

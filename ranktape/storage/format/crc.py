@@ -1,4 +1,4 @@
-"""What is the CRC-32C of bytes whose parts' checksums are known?
+"""Computes the CRC-32C of bytes from the checksums of their parts.
 
 The checksum of a tensor follows from those of its samples, so that a large one is read once for both. Zeros behind a
 message change its checksum by a linear map over bits; that of n zeros is found by squaring (as zlib's `crc32_combine`

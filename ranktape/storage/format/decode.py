@@ -1,4 +1,4 @@
-"""How does a stored tensor become an array again, and what is refused as damaged?
+"""Turns stored arrays into arrays again, and refuses damaged ones.
 
 The twin of `encode.py`, and the only way by which values are read here: an array is rebuilt from bytes that are
 there, each chunk compared with its checksum. Nothing is allocated because a document says so: zarr gives zeros

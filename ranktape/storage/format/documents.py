@@ -1,4 +1,4 @@
-"""What does the `zarr.json` of a group or an array say, and is it the one that was written?
+"""Writes and reads the `zarr.json` of groups and arrays, with their checksums, and packs chunks.
 
 Documents are built here and not through `create_array`, which takes 2 ms of Python for each. They follow
 the Zarr v3 specification, so every reader of Zarr walks a run. The first attribute of each is a checksum over

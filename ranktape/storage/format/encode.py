@@ -1,4 +1,4 @@
-"""How do tensors become the document and the object of a Zarr array?
+"""Turns tensors into the documents and the objects of Zarr arrays.
 
 A large tensor is one object. Where it has samples, the object is a shard whose inner chunks are single
 samples, so that one sample is one read. Small tensors of one dtype and shape share an array, whose one shard has

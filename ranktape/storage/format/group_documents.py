@@ -1,4 +1,4 @@
-"""How is the document of a group, which is all that there is of most of them, written and read?"""
+"""Writes and reads the document of a group, which is all that there is of most groups."""
 
 from __future__ import annotations
 

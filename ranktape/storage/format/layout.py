@@ -233,7 +233,7 @@ _CONTINUED = "+/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class TensorSite:
     """What tells one captured tensor from all others of its rank and iteration."""
 
     module: str
@@ -260,7 +260,7 @@ class Site:
     """`train` or `eval`."""
 
     @classmethod
-    def of(cls, info: RecordInfo) -> Site:
+    def of(cls, info: RecordInfo) -> TensorSite:
         """The site of a record."""
         return cls(
             module=info.module,
@@ -277,7 +277,7 @@ class Site:
         )
 
 
-def site_path(site: Site) -> str:
+def site_path(site: TensorSite) -> str:
     """The path of a site below its iteration's group; `parse_site_path` gives it back where it is not shortened.
 
     Segments are joined by slashes where a name is longer than file systems allow.
@@ -293,7 +293,7 @@ def site_path(site: Site) -> str:
     return _CONTINUED.join(name[start : start + _SEGMENT_LENGTH] for start in range(0, len(name), _SEGMENT_LENGTH))
 
 
-def parse_site_path(path: str) -> Site:
+def parse_site_path(path: str) -> TensorSite:
     """The site at a path that `site_path` wrote.
 
     Raises:
@@ -309,7 +309,7 @@ def parse_site_path(path: str) -> Site:
         )
         if rest not in ([], [Mode.EVAL.value]) or (layer[0], microbatch[0], call[0]) != ("L", "m", "c"):
             raise ValueError(path)
-        return Site(
+        return TensorSite(
             module=module,
             layer_type=layer_type,
             layer_idx=int(layer[1:]),

@@ -1,4 +1,4 @@
-"""What does the name of a file say that one of the tools before us has written, and how is one written for them?
+"""Reads and writes the names of the older tools' files.
 
 Names of single tensors; what is in brackets may be missing, and the older form is the one without all of it:
 

@@ -1,4 +1,4 @@
-"""Into which parts is a record taken apart, whatever its storage, that is looked at one after the other?"""
+"""Cuts values into the parts that are looked at one after the other, whatever their storage."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from ranktape.storage.format.attempt import (
 )
 from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_fields, write_group
 from ranktape.storage.format.layout import Mark
-from ranktape.storage.format.status import DISABLED, IterationState, IterationStatus, Verdict, judge
+from ranktape.storage.format.status import DISABLED, IterationState, IterationStatus, RunVerdict, judge
 from ranktape.storage.format.validation import Fields
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def read_statuses(backend: Backend, progress: Progress, *, final: bool) -> list[
         return list(pool.map(status, iterations))
 
 
-def read_verdict(backend: Backend) -> tuple[Verdict, list[IterationStatus]] | None:
+def read_verdict(backend: Backend) -> tuple[RunVerdict, list[IterationStatus]] | None:
     """The verdict on a run, with all its iterations; None for a run in which no attempt has begun."""
     attempts = read_attempts(backend)
     if not attempts:
@@ -197,7 +197,7 @@ def read_verdict(backend: Backend) -> tuple[Verdict, list[IterationStatus]] | No
     return verdict, statuses
 
 
-def write_verdict(backend: Backend, *, attempt: Attempt, problems: Mapping[str, str] | None = None) -> Verdict:
+def write_verdict(backend: Backend, *, attempt: Attempt, problems: Mapping[str, str] | None = None) -> RunVerdict:
     """Close the attempt: the verdict on the run as it stands, written to the store.
 
     Args:

@@ -74,7 +74,7 @@ def is_one_sample(sample_ids: Any, *, tensor_name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class ElementTally:
     """How many elements are of one kind."""
 
     count: int
@@ -92,17 +92,17 @@ class Overflow:
     NaN (infinities included) and None where there are none.
     """
 
-    upper: Tally
+    upper: ElementTally
     """Beyond the dtype's largest finite value: positive infinities."""
-    lower: Tally
+    lower: ElementTally
     """Beyond the dtype's smallest (most negative) finite value: negative infinities."""
-    underflow: Tally
+    underflow: ElementTally
     """Nonzero and smaller in magnitude than the dtype's smallest normal number."""
-    nan: Tally
+    nan: ElementTally
     """Not a number."""
-    inf: Tally
+    inf: ElementTally
     """Infinities of either sign."""
-    zero: Tally
+    zero: ElementTally
     """Zeros of either sign."""
     minimum: float | None
     """Smallest value that is not NaN."""
@@ -141,7 +141,7 @@ class Overflow:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Overflow:
         """Rebuild what `to_json` wrote."""
-        parts: dict[str, Any] = {kind: Tally(**document[kind]) for kind in TALLY_KINDS}
+        parts: dict[str, Any] = {kind: ElementTally(**document[kind]) for kind in TALLY_KINDS}
         parts |= {name: None if document[name] is None else float(document[name]) for name in EXTREMES}
         return cls(**parts, per_sample=document.get("per_sample"))
 

@@ -1,4 +1,4 @@
-"""What do the finite values of a tensor add up to, and what follows from the sums?
+"""The sums over the finite values of a tensor, and what follows from them.
 
 Ten numbers stand for a tensor of which `statistics` are kept. They are sums and sums of powers of differences from the
 mean, so that those of two parts of a tensor give those of the whole, and nothing is lost where the mean is large and

@@ -70,7 +70,7 @@ class IterationStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RunVerdict:
     """Whether a run holds the iterations it guaranteed."""
 
     met: bool
@@ -120,7 +120,7 @@ def judge(
     final: bool,
     notes: Mapping[int, str] | None = None,
     problems: Mapping[str, str] | None = None,
-) -> Verdict:
+) -> RunVerdict:
     """The verdict on a run whose iterations stand as `statuses` say.
 
     `notes` give ranks' last words and `problems` what the coordinator met; both count where the minimum is not met.
@@ -137,7 +137,7 @@ def judge(
     if not is_met:
         missing += [f"{subject}: {problem}" for subject, problem in (problems or {}).items()]
         missing += [f"rank {rank}: {note}" for rank, note in (notes or {}).items()]
-    return Verdict(
+    return RunVerdict(
         met=is_met, required=required, complete=complete, missing=missing, final=final, num_dropped=len(dropped)
     )
 

@@ -1,4 +1,4 @@
-"""How does zarr hold the small floats: bfloat16 and the 8-, 6- and 4-bit ones?
+"""Teaches zarr the small floats: bfloat16 and the 8-, 6- and 4-bit ones.
 
 One class of Zarr v3 data type for each row of `ranktape.storage.format.dtypes` that numpy knows only through
 ml_dtypes, under the name that tensorstore reads. Importing this module imports zarr and registers nothing;

@@ -1,4 +1,4 @@
-"""How does zarr come to know our data types, whichever of the two is imported first?
+"""Registers our data types with zarr, whichever of the two is imported first.
 
 zarr never loads the data types that packages announce by entry point, so that somebody has to register them.
 `import ranktape.storage` must not import zarr, which takes longer than a command may take to print its help;

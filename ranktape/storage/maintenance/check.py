@@ -22,8 +22,8 @@ from ranktape.storage.format.layout import Mark
 from ranktape.storage.maintenance.check_commit import check_commit
 from ranktape.storage.maintenance.check_iteration import check_iteration
 from ranktape.storage.maintenance.check_view import AttemptView, Listing, decode_stamped, sort_keys
-from ranktape.storage.maintenance.copy import BUDGET_NBYTES, Budget
-from ranktape.storage.maintenance.finding import AttemptAge, CheckReport, Finding, FindingKind, Findings, Mend
+from ranktape.storage.maintenance.copy import BUDGET_NBYTES, MemoryBudget
+from ranktape.storage.maintenance.finding import AttemptAge, CheckFinding, CheckReport, FindingKind, Findings, Mend
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
@@ -47,7 +47,7 @@ OnProgress = Callable[[int, int], object]
 
 
 @dataclass(slots=True)
-class _Totals:
+class _CheckTotals:
     """What a check went through."""
 
     num_iterations: int = 0
@@ -72,7 +72,7 @@ def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress |
         StorageError: the store cannot be read.
     """
     found = Findings()
-    totals = _Totals()
+    totals = _CheckTotals()
     names = backend.list_names("")
     attempts = _read_attempts(backend, names, found)
     has_attempts = any(layout.parse_attempt(name) is not None for name in names)
@@ -234,7 +234,7 @@ class _AttemptCheck:
             is_closed=is_closed,
             deep=deep,
             leaves=leaves,
-            memory=Budget(BUDGET_NBYTES),
+            memory=MemoryBudget(BUDGET_NBYTES),
         )
         self._verdict: dict[str, Any] | None = None
         self._verdict_error = ""
@@ -250,7 +250,7 @@ class _AttemptCheck:
         # Those of earlier attempts are counted too, and need not be complete in this one.
         self.view.counted |= self._stated - earlier
 
-    def look(self, groups: ThreadPoolExecutor, *, totals: _Totals, on_progress: OnProgress) -> list[Finding]:
+    def look(self, groups: ThreadPoolExecutor, *, totals: _CheckTotals, on_progress: OnProgress) -> list[CheckFinding]:
         """Everything but the verdict, which needs the other attempts."""
         view = self.view
         listing = sort_keys(view)
@@ -265,7 +265,7 @@ class _AttemptCheck:
         totals.num_known += sum(map(len, work.values()))
         found = self._found.items
         for iteration, ranks in work.items():
-            items: list[Finding] = []
+            items: list[CheckFinding] = []
             results: dict[int, RankResult | None] = {}
             jobs = [groups.submit(check_commit, view, iteration, rank) for rank in ranks]
             for rank, job in zip(ranks, jobs, strict=True):
@@ -288,7 +288,7 @@ class _AttemptCheck:
         modified = max(times) if times and all(times) else 0.0
         return AttemptAge(path=view.attempt.path, is_closed=view.is_closed, modified=modified)
 
-    def look_at_verdict(self, complete: set[int], dropped: set[int]) -> list[Finding]:
+    def look_at_verdict(self, complete: set[int], dropped: set[int]) -> list[CheckFinding]:
         """Whether the verdict fits the iterations that are complete, or dropped, in this and earlier attempts."""
         found = Findings(attempt=self.view.attempt.number)
         key = self._verdict_key

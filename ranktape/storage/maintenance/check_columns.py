@@ -1,4 +1,4 @@
-"""Do two catalogues hold the same records, and do ranks that hold the same tensor agree on it?"""
+"""Compares catalogues, and finds ranks that hold the same tensor and disagree on it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from ranktape.storage.format.group_documents import read_attributes
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.maintenance.check_columns import first_difference
 from ranktape.storage.maintenance.check_view import AttemptView
-from ranktape.storage.maintenance.finding import Finding, FindingKind, Findings, Mend
+from ranktape.storage.maintenance.finding import CheckFinding, FindingKind, Findings, Mend
 from ranktape.storage.maintenance.spill import SPILLED_KEY
 from ranktape.storage.query.columns import values_of
 
@@ -51,7 +51,7 @@ class RankResult:
     """Whether nothing of it is lost or wrong."""
 
 
-def check_commit(view: AttemptView, iteration: int, rank: int) -> tuple[list[Finding], RankResult | None]:
+def check_commit(view: AttemptView, iteration: int, rank: int) -> tuple[list[CheckFinding], RankResult | None]:
     """What is wrong with one rank's iteration, and its records where they can be read."""
     found = Findings(attempt=view.attempt.number, iteration=iteration, rank=rank)
     group = layout.rank_iteration_path(view.attempt.path, rank, iteration)
@@ -166,7 +166,7 @@ def _check_member(
     names: list[tuple[str, str]],
     commit: bytes,
     mend: Mend | None,
-) -> tuple[list[Finding], set[str]]:
+) -> tuple[list[CheckFinding], set[str]]:
     """What is wrong with one array or group of a commit, and the keys that are a part of it."""
     found = Findings(attempt=outer.attempt, iteration=outer.iteration, rank=outer.rank)
     path = f"{group}/{name}"

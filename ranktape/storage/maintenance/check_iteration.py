@@ -11,7 +11,7 @@ from ranktape.storage.format.blob import blob_key, blob_nbytes, split_checksum
 from ranktape.storage.format.catalogue import Catalogue
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.maintenance.check_columns import differing_replicas, first_difference
-from ranktape.storage.maintenance.finding import Finding, FindingKind, Findings, Mend
+from ranktape.storage.maintenance.finding import CheckFinding, FindingKind, Findings, Mend
 
 if TYPE_CHECKING:
     from ranktape.storage.maintenance.check_commit import RankResult
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MAX_NAMED = 3
 
 
-def check_iteration(view: AttemptView, iteration: int, results: Mapping[int, RankResult | None]) -> list[Finding]:
+def check_iteration(view: AttemptView, iteration: int, results: Mapping[int, RankResult | None]) -> list[CheckFinding]:
     """What is wrong with the commit of an iteration, whose ranks' commits are known."""
     found = Findings(attempt=view.attempt.number, iteration=iteration)
     if iteration in view.dropped:

@@ -12,7 +12,7 @@ from ranktape.storage.format import layout
 from ranktape.storage.format.documents import chunk_key, decode_document, document_checksum
 from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_document
 from ranktape.storage.format.layout import DOCUMENT, Mark, Marker
-from ranktape.storage.maintenance.copy import Budget
+from ranktape.storage.maintenance.copy import MemoryBudget
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
@@ -40,7 +40,7 @@ class AttemptView:
     """Whether every byte is read."""
     leaves: ThreadPoolExecutor
     """For single requests; what runs in it hands nothing to it."""
-    memory: Budget
+    memory: MemoryBudget
     """Bytes of objects in memory."""
     groups: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     """For each iteration and rank the keys in its group."""

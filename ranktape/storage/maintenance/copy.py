@@ -1,4 +1,4 @@
-"""How does a run get from one place to another, so that the copy is a run only when it is whole?
+"""Copies a run from one place to another; the copy is a run only when it is whole.
 
 Object by object, in the order in which a run is written: values, rank commits, markers, iteration commits, the
 attempts' documents, and last that of the run. A copy that was interrupted goes on where it stopped; every object
@@ -103,7 +103,7 @@ def copy_run(
     run_attributes(document, place=source.url)
     _check_target(source, target, document=document)
     items, left_out = list_run(source)
-    copy = _Copy(source, target, verify=verify, on_progress=on_progress, num_items=len(items))
+    copy = _RunCopy(source, target, verify=verify, on_progress=on_progress, num_items=len(items))
     copy.report.left_out += left_out
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for stage in Stage:
@@ -215,7 +215,7 @@ def _check_target(source: Backend, target: Backend, *, document: bytes | None) -
         )
 
 
-class _Copy:
+class _RunCopy:
     """One copy on its way."""
 
     def __init__(
@@ -236,7 +236,7 @@ class _Copy:
         self._num_done = 0
         self._removed: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
-        self._memory = Budget(BUDGET_NBYTES)
+        self._memory = MemoryBudget(BUDGET_NBYTES)
 
     def copy_item(self, item: Item) -> None:
         """Have one object at the target, equal to the source's."""
@@ -304,7 +304,7 @@ def is_equal(backend: Backend, key: str, data: bytes) -> bool:
     return True
 
 
-class Budget:
+class MemoryBudget:
     """Bytes that several threads may hold together; one that needs more than all of them holds them alone."""
 
     def __init__(self, nbytes: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ranktape.storage.places.failures import printable
 
 
-class Severity(enum.StrEnum):
+class CheckSeverity(enum.StrEnum):
     """How bad a finding is."""
 
     ERROR = "error"
@@ -67,12 +67,12 @@ class Mend(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckFinding:
     """One thing that a check found."""
 
     kind: FindingKind
     """What is wrong."""
-    severity: Severity
+    severity: CheckSeverity
     """How bad it is."""
     message: str
     """What was found, in one line."""
@@ -94,7 +94,7 @@ class Finding:
     @property
     def is_error(self) -> bool:
         """Whether something committed is lost or wrong."""
-        return self.severity is Severity.ERROR
+        return self.severity is CheckSeverity.ERROR
 
     def text(self) -> str:
         """The finding in one line, fit for a terminal."""
@@ -130,25 +130,25 @@ class Findings:
     """As `attempt`."""
     rank: int | None = None
     """As `attempt`."""
-    items: list[Finding] = field(default_factory=list)
+    items: list[CheckFinding] = field(default_factory=list)
     """In the order in which they were found."""
 
     def error(self, kind: FindingKind, message: str, **fields: Any) -> None:
         """Add a finding on something committed."""
-        self._add(Severity.ERROR, kind, message, fields)
+        self._add(CheckSeverity.ERROR, kind, message, fields)
 
     def note(self, kind: FindingKind, message: str, **fields: Any) -> None:
         """Add a finding on something that is not committed."""
-        self._add(Severity.NOTE, kind, message, fields)
+        self._add(CheckSeverity.NOTE, kind, message, fields)
 
     @property
     def has_errors(self) -> bool:
         """Whether something committed is lost or wrong."""
         return any(item.is_error for item in self.items)
 
-    def _add(self, severity: Severity, kind: FindingKind, message: str, fields: dict[str, Any]) -> None:
+    def _add(self, severity: CheckSeverity, kind: FindingKind, message: str, fields: dict[str, Any]) -> None:
         place = {"attempt": self.attempt, "iteration": self.iteration, "rank": self.rank}
-        self.items.append(Finding(kind=kind, severity=severity, message=message, **(place | fields)))
+        self.items.append(CheckFinding(kind=kind, severity=severity, message=message, **(place | fields)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class CheckReport:
     """Where the run is, without credentials."""
     deep: bool
     """Whether every byte was read."""
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     """By attempt, iteration and rank."""
     ages: tuple[AttemptAge, ...]
     """Of every attempt that has a document."""
@@ -185,12 +185,12 @@ class CheckReport:
     """Bytes of them."""
 
     @property
-    def errors(self) -> list[Finding]:
+    def errors(self) -> list[CheckFinding]:
         """What is lost or wrong."""
         return [finding for finding in self.findings if finding.is_error]
 
     @property
-    def notes(self) -> list[Finding]:
+    def notes(self) -> list[CheckFinding]:
         """What else there is to know."""
         return [finding for finding in self.findings if not finding.is_error]
 

@@ -1,4 +1,4 @@
-"""How is a run put in order after processes were lost: debris removed, what can be finished finished?
+"""Puts a run in order after processes were lost: removes debris, and finishes what can be finished.
 
 What `check_run` finds says itself how it is mended; here it is done. Nothing that was committed is ever removed,
 but for an iteration commit that is damaged and is written again from the rank commits. What may still be worked
@@ -22,7 +22,7 @@ from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_attr
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import write_verdict
 from ranktape.storage.maintenance.check import OnProgress, check_run
-from ranktape.storage.maintenance.finding import CheckReport, Finding, Mend
+from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, Mend
 from ranktape.storage.maintenance.prune import drop_iteration
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ class RepairReport:
     """Where the run is, without credentials."""
     dry_run: bool
     """Whether nothing was changed."""
-    done: tuple[Finding, ...]
+    done: tuple[CheckFinding, ...]
     """What was mended, or would be, in order."""
-    young: tuple[Finding, ...]
+    young: tuple[CheckFinding, ...]
     """What could be mended, but may still be worked at."""
-    left: tuple[Finding, ...]
+    left: tuple[CheckFinding, ...]
     """Errors that cannot be mended."""
 
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def repair_run(
     *,
     dry_run: bool = False,
     min_age_seconds: float = MIN_AGE_SECONDS,
-    on_done: Callable[[Finding], object] | None = None,
+    on_done: Callable[[CheckFinding], object] | None = None,
     on_progress: OnProgress | None = None,
 ) -> RepairReport:
     """Put a run in order.
@@ -83,7 +83,7 @@ def repair_run(
         RunNotFoundError: there is no run.
         StorageError: the store cannot be read or written.
     """
-    done: list[Finding] = []
+    done: list[CheckFinding] = []
     report = check_run(backend, on_progress=on_progress)
     for _ in range(_MAX_ROUNDS):
         due = _due(report, min_age_seconds=min_age_seconds)
@@ -108,7 +108,7 @@ def repair_run(
     )
 
 
-def _due(report: CheckReport, *, min_age_seconds: float) -> list[Finding]:
+def _due(report: CheckReport, *, min_age_seconds: float) -> list[CheckFinding]:
     """What can be mended now, in the order in which it is to be done."""
     latest = time.time() - min_age_seconds
 
@@ -136,7 +136,7 @@ class _Repair:
         self._attempts = {attempt.path: attempt for attempt in read_attempts(backend)}
         self._finished: set[tuple[str, int]] = set()
 
-    def mend(self, finding: Finding) -> bool:
+    def mend(self, finding: CheckFinding) -> bool:
         """Do what the finding asks for; False where it turned out not to be needed."""
         match finding.mend:
             case Mend.RESTORE_DOCUMENT:
@@ -176,7 +176,7 @@ class _Repair:
             raise DataError(f"the copy of {key} in {place} is not what was written: it cannot be restored")
         self._backend.put(key, [data])
 
-    def _restore_marker(self, finding: Finding) -> None:
+    def _restore_marker(self, finding: CheckFinding) -> None:
         attempt = self._attempt_of(finding)
         assert finding.rank is not None
         assert finding.iteration is not None
@@ -196,7 +196,7 @@ class _Repair:
         failed = layout.marker_path(attempt.path, finding.iteration, finding.rank, Mark.FAILED)
         self._backend.delete_keys([layout.document_key(failed)])
 
-    def _finish(self, finding: Finding) -> bool:
+    def _finish(self, finding: CheckFinding) -> bool:
         attempt = self._attempt_of(finding)
         assert finding.iteration is not None
         place = (attempt.path, finding.iteration)
@@ -230,7 +230,7 @@ class _Repair:
             problems = {"verdict": "it was damaged, and written again by a repair"}
         write_verdict(self._backend, attempt=attempt, problems=problems if isinstance(problems, dict) else {})
 
-    def _attempt_of(self, finding: Finding) -> Attempt:
+    def _attempt_of(self, finding: CheckFinding) -> Attempt:
         return self._attempts[finding.key.partition("/")[0]]
 
 

@@ -1,4 +1,4 @@
-"""How far is a run that is being recorded, and how fast does it come in?
+"""Follows a run that is being recorded: how far it is, and how fast data come in.
 
 Looking again costs a few LISTs and one GET for each marker that was not there the last time.
 """
@@ -73,7 +73,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
+class _RankWord:
     """What a rank's marker says of what it committed."""
 
     num_records: int = 0
@@ -81,11 +81,11 @@ class _Word:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _SeenAttempt:
     """What is known of one attempt."""
 
     progress: Progress
-    words: dict[tuple[int, int], _Word] = field(default_factory=dict)
+    words: dict[tuple[int, int], _RankWord] = field(default_factory=dict)
     """By iteration and rank."""
 
 
@@ -94,7 +94,7 @@ class Watcher:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _SeenAttempt] = {}
 
     def look(self) -> Snapshot | None:
         """The run as it is now; None while no attempt has begun in it.
@@ -127,7 +127,7 @@ class Watcher:
         progress = read_progress(self._backend, attempt)
         seen = self._seen.get(attempt.path)
         if seen is None:
-            seen = self._seen[attempt.path] = _Seen(progress=progress)
+            seen = self._seen[attempt.path] = _SeenAttempt(progress=progress)
         seen.progress = progress
         new = [
             (iteration, rank)
@@ -139,13 +139,15 @@ class Watcher:
             words = pool.map(lambda place: self._word(attempt, *place), new)
             seen.words.update(zip(new, words, strict=True))
 
-    def _word(self, attempt: Attempt, iteration: int, rank: int) -> _Word:
+    def _word(self, attempt: Attempt, iteration: int, rank: int) -> _RankWord:
         path = layout.marker_path(attempt.path, iteration, rank, Mark.COMMITTED)
         fields = read_fields(self._backend, path, max_nbytes=MAX_COMMIT_NBYTES)
         if fields is None:
             # It was there a moment ago: a retention that keeps the last iterations has taken it away.
-            return _Word()
-        return _Word(num_records=fields.integer("num_records", default=0), nbytes=fields.integer("nbytes", default=0))
+            return _RankWord()
+        return _RankWord(
+            num_records=fields.integer("num_records", default=0), nbytes=fields.integer("nbytes", default=0)
+        )
 
     def _snapshot(self, attempts: list[Attempt], *, is_closed: bool) -> Snapshot:
         last = attempts[-1]
@@ -173,7 +175,7 @@ class Watcher:
         )
 
 
-def _rank_watch(seen: _Seen, rank: int) -> RankWatch:
+def _rank_watch(seen: _SeenAttempt, rank: int) -> RankWatch:
     progress = seen.progress
     committed = sorted(iteration for iteration, marks in progress.marks.items() if marks.get(rank) is Mark.COMMITTED)
     words = [seen.words[iteration, rank] for iteration in committed]

@@ -1,4 +1,4 @@
-"""What must a place be able to do to hold a run?
+"""The protocol of a place that holds a run, and the deadlines of requests to it.
 
 `Backend` is the whole of it: a few verbs over keys. Below it are a local directory (`local.py`), any fsspec file
 system (`remote.py`), S3 through s3fs's client (`s3.py`) and obstore (`obstore_backend.py`); everything above speaks

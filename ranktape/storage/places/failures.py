@@ -1,4 +1,4 @@
-"""What does the error of a file system or of a client mean, and which words of it may be shown?
+"""Translates the errors of file systems and clients into ours, without the secrets in them.
 
 Clients say the same thing in many ways: errno, a class, an HTTP status, a code in an XML document. They also repeat
 what they were given: keys, tokens, signed queries. `StoreFailures` knows both.

@@ -1,4 +1,4 @@
-"""How does a run lie in a local directory?
+"""Keeps a run in a local directory.
 
 Objects are files. A file is written under another name beside its place and renamed, so that nobody sees
 half of it; `os.link` creates it only if it is not there. No executor and no event loop is involved, so

@@ -1,4 +1,4 @@
-"""What does the operating system do for files that Python's library does not do as a run needs it?"""
+"""System calls for files that Python's library lacks, or does not make as a run needs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a run lie in an object store that obstore speaks to?
+"""Keeps a run in an object store, through obstore.
 
 A fifth of the CPU that botocore takes per request, and no copy of what is written. Its runtime does not survive a
 fork, it does not read the AWS files, and it knows no unfinished uploads: for all of that the fsspec client is there.

@@ -1,4 +1,4 @@
-"""Which storage options does obstore understand, and what are they called there?
+"""Translates fsspec's storage options into those of obstore.
 
 The options are fsspec's, since those are what people have. obstore is taken only where it would do exactly what the
 fsspec client would: the same credentials, the same endpoint. Anything it would read differently, or not at all (the

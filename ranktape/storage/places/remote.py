@@ -1,4 +1,4 @@
-"""How does a run lie in any file system that fsspec knows?
+"""Keeps a run in any file system that fsspec knows.
 
 Objects are the file system's files: as atomic as it makes them. Reads never trust a cached listing, and every
 request ends by the caller's deadline where the file system can be waited for with one (those with an event loop can).

@@ -1,4 +1,4 @@
-"""What is tried again, how often and until when?
+"""Tries requests again, with growing pauses, until a deadline.
 
 A request that failed for a reason that may pass (`StorageError.is_transient`) is made again after a pause that grows
 and is drawn by chance, so that a thousand ranks do not come back in step. The whole of it, pauses and requests, ends

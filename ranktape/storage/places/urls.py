@@ -1,4 +1,4 @@
-"""Which backend does a URL name, and which options go with it?"""
+"""Opens the backend that a URL names, with its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does zarr read a run through our own backends?
+"""Lets zarr read a run through our own backends.
 
 Requests go through `Backend`, so that zarr's reading has the same retries, deadlines, credentials and error texts as
 ours, whichever client is below.

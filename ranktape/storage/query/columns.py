@@ -1,4 +1,4 @@
-"""Which rows of a column hold what is asked for?
+"""Finds the rows of a column that hold what is asked for.
 
 A column is an array with one element for each row: numbers, where NaN stands for a missing value, or text. Text
 comes as codes into a table, so that a question is asked once for each different text and not once for each row,
@@ -96,7 +96,7 @@ _SWAPPED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class NumberRange:
     """Numbers from one to another, both included; every so manieth one where there is a step."""
 
     first: Number | None = None
@@ -254,7 +254,7 @@ def one_of(column: Column, values: Sequence[str | Number | None], *, name: str) 
     return found | np.isin(column, np.array(fitting, dtype=column.dtype))
 
 
-def within(column: Column, span: Span, *, name: str) -> Mask:
+def within(column: Column, span: NumberRange, *, name: str) -> Mask:
     """The rows whose number lies in the span; never the missing ones.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which records does a filter select: `rank="0-3"`, `module="layers.*.attn"`, `--iteration 10:20:2`?
+"""Reads filters: `rank="0-3"`, `module="layers.*.attn"`, `--iteration 10:20:2`.
 
 A filter is a field and what it may hold:
 
@@ -29,7 +29,7 @@ import numpy as np
 
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.storage.query import columns
-from ranktape.storage.query.columns import Column, ColumnSource, Mask, Span
+from ranktape.storage.query.columns import Column, ColumnSource, Mask, NumberRange
 from ranktape.storage.query.where import Compare, Either, Every, Field, Like, Not, OneOf, Where
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MAX_TEXT_LENGTH = 10_000
 """Characters of one alternative."""
 
-Alternative: TypeAlias = "str | Number | Span | None"
+Alternative: TypeAlias = "str | Number | NumberRange | None"
 """One thing that a field may hold."""
 
 
@@ -83,10 +83,10 @@ class Filter:
 
     def _find_numbers(self, column: Column) -> Mask:
         values: list[Number | None] = []
-        spans: list[Span] = []
+        spans: list[NumberRange] = []
         for alternative in self.alternatives:
             for part in _read_numbers(alternative, field=self.field) if isinstance(alternative, str) else [alternative]:
-                if isinstance(part, Span):
+                if isinstance(part, NumberRange):
                     spans.append(part)
                 else:
                     values.append(part)
@@ -168,19 +168,19 @@ def _alternative(value: Any, *, field: str) -> Alternative:
     )
 
 
-def _span(start: int | None, stop: int | None, step: int | None, *, field: str) -> Span:
+def _span(start: int | None, stop: int | None, step: int | None, *, field: str) -> NumberRange:
     if step is not None and step < 1:
         raise UsageError(f"{field} has a range with step {step}: give a step of 1 or more")
     if any(number is not None and abs(number) >= _MAX_MAGNITUDE for number in (start, stop, step)):
         raise UsageError(f"{field} has a range beyond 64 bits: give smaller numbers")
-    return Span(first=start, last=None if stop is None else stop - 1, step=step or 1)
+    return NumberRange(first=start, last=None if stop is None else stop - 1, step=step or 1)
 
 
-def _read_numbers(text: str, *, field: str) -> list[Number | Span | None]:
+def _read_numbers(text: str, *, field: str) -> list[Number | NumberRange | None]:
     return [_read_number(part.strip(), field=field) for part in text.split(",")]
 
 
-def _read_number(text: str, *, field: str) -> Number | Span | None:
+def _read_number(text: str, *, field: str) -> Number | NumberRange | None:
     if text.lower() in {"none", "null"}:
         return None
     if len(text) > 3 * len(str(_MAX_MAGNITUDE)):

@@ -1,4 +1,4 @@
-"""Which rows does an expression such as `layer_type == 'attention' and overflow.ratio > 0` mean?
+"""Reads expressions such as `layer_type == 'attention' and overflow.ratio > 0`.
 
     expression  = term { "or" term }
     term        = factor { "and" factor }

@@ -16,7 +16,7 @@ from ranktape.storage.format.record_info import Keep
 if TYPE_CHECKING:
     import numpy as np
 
-    from ranktape.storage.format.catalogue import Entry
+    from ranktape.storage.format.catalogue import CatalogueEntry
     from ranktape.storage.format.record_info import RecordInfo
 
 STACK_BELOW_NBYTES = 2 << 20
@@ -39,7 +39,7 @@ StackKey = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldTensor:
     """A small tensor that waits."""
 
     array: np.ndarray[Any, Any]
@@ -56,12 +56,12 @@ class Held:
 class Stacks:
     """The small tensors of one iteration that wait."""
 
-    held: dict[StackKey, list[Held]] = field(default_factory=dict)
+    held: dict[StackKey, list[HeldTensor]] = field(default_factory=dict)
     """By what they share."""
     nbytes: int = 0
     """Bytes of their values."""
 
-    def add(self, item: Held) -> list[Held] | None:
+    def add(self, item: HeldTensor) -> list[HeldTensor] | None:
         """Keep a tensor; its stack, when it is full and to be written."""
         key = stack_key(item.info)
         stack = self.held.setdefault(key, [])
@@ -71,11 +71,11 @@ class Stacks:
             return None
         return self._take(key)
 
-    def take_all(self) -> list[list[Held]]:
+    def take_all(self) -> list[list[HeldTensor]]:
         """All stacks, to be written."""
         return [self._take(key) for key in list(self.held)]
 
-    def _take(self, key: StackKey) -> list[Held]:
+    def _take(self, key: StackKey) -> list[HeldTensor]:
         stack = self.held.pop(key)
         self.nbytes -= len(stack) * stack[0].array.nbytes
         return stack
@@ -97,7 +97,7 @@ class Pending:
     """The documents of its arrays and groups, by their paths below the iteration."""
     taken: set[str] = field(default_factory=set)
     """The paths of tensors, from before they are written."""
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[CatalogueEntry] = field(default_factory=list)
     """The tensors that are written."""
     stacks: Stacks = field(default_factory=Stacks)
     """The tensors that are kept."""

@@ -18,7 +18,7 @@ from ranktape.errors import CaptureError, DataError, StorageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import check_attempt
 from ranktape.storage.format.blob import write_blob
-from ranktape.storage.format.catalogue import Entry, encode_catalogue
+from ranktape.storage.format.catalogue import CatalogueEntry, encode_catalogue
 from ranktape.storage.format.documents import Compression, chunk_key, document_checksum, encode_document, group_document
 from ranktape.storage.format.encode import (
     check_form,
@@ -30,10 +30,10 @@ from ranktape.storage.format.encode import (
     stored_shape,
 )
 from ranktape.storage.format.group_documents import write_group
-from ranktape.storage.format.layout import Site, site_path
+from ranktape.storage.format.layout import TensorSite, site_path
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.recording import stack
-from ranktape.storage.recording.stack import Held, Pending
+from ranktape.storage.recording.stack import HeldTensor, Pending
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,7 +127,7 @@ class RankWriter:
         try:
             check_form(array, info=info)
             info = info.spelled()
-            site = site_path(Site.of(info))
+            site = site_path(TensorSite.of(info))
             pending = self._take(site, info.iteration)
             is_held = self.holds(array)
             whole, sample_crcs = (checksum(array), None) if is_held else checksums(array, info=info)
@@ -144,12 +144,12 @@ class RankWriter:
             release()
             raise
         if is_held:
-            self._hold(pending, Held(array=array, info=stored, site=site, release=release))
+            self._hold(pending, HeldTensor(array=array, info=stored, site=site, release=release))
         else:
             release()
         return stored
 
-    def adopt(self, iteration: int, *, name: str, document: bytes, entries: Sequence[Entry]) -> None:
+    def adopt(self, iteration: int, *, name: str, document: bytes, entries: Sequence[CatalogueEntry]) -> None:
         """Take what lies below the iteration already, under a name, for something that was written now.
 
         A group has no entries.
@@ -313,7 +313,7 @@ class RankWriter:
             self._next_check = 0.0
             raise
 
-    def _hold(self, pending: Pending, item: Held) -> None:
+    def _hold(self, pending: Pending, item: HeldTensor) -> None:
         with self._changed:
             full = pending.stacks.add(item)
             if full is not None:
@@ -324,17 +324,17 @@ class RankWriter:
         if is_much:
             self.flush_stacks()
 
-    def _take_stacks(self, pending: Pending) -> list[list[Held]]:
+    def _take_stacks(self, pending: Pending) -> list[list[HeldTensor]]:
         """All that is kept of an iteration, with the lock held; each stack must be written then."""
         taken = pending.stacks.take_all()
         pending.num_busy += len(taken)
         return taken
 
-    def _write_stacks(self, work: Sequence[tuple[Pending, list[Held]]]) -> None:
+    def _write_stacks(self, work: Sequence[tuple[Pending, list[HeldTensor]]]) -> None:
         """Side by side: each of them waits for the store, and with the caller's patience."""
         wait([self._pool.submit(copy_context().run, self._write_stack, pending, held) for pending, held in work])
 
-    def _write_stack(self, pending: Pending, held: list[Held]) -> None:
+    def _write_stack(self, pending: Pending, held: list[HeldTensor]) -> None:
         try:
             self._store_stack(pending, held)
         except Exception as error:  # noqa: BLE001  # it is the iteration's, and raised by its commit
@@ -347,14 +347,14 @@ class RankWriter:
             for item in held:
                 self._release(pending, item)
 
-    def _release(self, pending: Pending, item: Held) -> None:
+    def _release(self, pending: Pending, item: HeldTensor) -> None:
         try:
             item.release()
         except Exception as error:  # noqa: BLE001  # the others must be given back all the same
             with self._changed:
                 pending.failure = pending.failure or error
 
-    def _store_stack(self, pending: Pending, held: list[Held]) -> None:
+    def _store_stack(self, pending: Pending, held: list[HeldTensor]) -> None:
         self._check_now_and_then()
         info = held[0].info
         with self._changed:
@@ -371,7 +371,9 @@ class RankWriter:
             [item.array for item in held], infos=[item.info for item in held], compression=self._compression
         )
         document = self._put_array(info.iteration, name, encoded)
-        entries = [Entry(site=item.site, stack=name, index=index, info=item.info) for index, item in enumerate(held)]
+        entries = [
+            CatalogueEntry(site=item.site, stack=name, index=index, info=item.info) for index, item in enumerate(held)
+        ]
         with self._changed:
             pending.members[name] = document
             pending.entries += entries
@@ -393,7 +395,7 @@ class RankWriter:
         documents = {parent: self._put_group(f"{group}/{parent}", {}) for parent in parents}
         with self._changed:
             pending.members |= {**documents, site: document}
-            pending.entries.append(Entry(site=site, stack="", index=-1, info=info))
+            pending.entries.append(CatalogueEntry(site=site, stack="", index=-1, info=info))
 
     def _put_array(self, iteration: int, name: str, encoded: EncodedArray) -> bytes:
         folder = f"{layout.rank_iteration_path(self._attempt.path, self._rank, iteration)}/{name}"

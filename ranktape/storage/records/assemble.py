@@ -18,10 +18,10 @@ import numpy as np
 
 from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError, UsageError
 from ranktape.storage.format.dtypes import dtype_row, round_once, to_torch
-from ranktape.storage.format.layout import Site
+from ranktape.storage.format.layout import TensorSite
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.records.interfaces import AnyRecord, ReadableRecord
-from ranktape.storage.records.placement import Kind, Placement, parse_placement
+from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ class GlobalView(Generic[AnyRecord]):
         """The ranks that hold copies of one part, for each part whose copies are not the same bits."""
         return [
             tuple(record.info.rank for record, _ in copies)
-            for copies in self._grouped(Kind.REPLICATE)
+            for copies in self._grouped(AxisKind.REPLICATE)
             if len({(record.info.shape, record.info.checksum) for record, _ in copies}) > 1
         ]
 
@@ -101,7 +101,7 @@ class GlobalView(Generic[AnyRecord]):
         if self._replicas is Replicas.CHECK:
             self._check_replicas()
         # Of each part one copy, or its summands.
-        boxes = [self._summands(box) for box in self._grouped(Kind.REPLICATE, Kind.PARTIAL)]
+        boxes = [self._summands(box) for box in self._grouped(AxisKind.REPLICATE, AxisKind.PARTIAL)]
         # The largest first: nothing is allocated for parts that nobody has seen the bytes of.
         boxes = sorted(
             (box for box in boxes if math.prod(box[0][0].info.shape)), key=lambda box: -math.prod(box[0][0].info.shape)
@@ -125,7 +125,7 @@ class GlobalView(Generic[AnyRecord]):
         """
         return to_torch(self.read(), dtype=self.dtype, shape=self.shape)
 
-    def _grouped(self, *kinds: Kind) -> list[list[Part[AnyRecord]]]:
+    def _grouped(self, *kinds: AxisKind) -> list[list[Part[AnyRecord]]]:
         """The parts that differ in their coordinates along axes of these kinds alone."""
         groups: dict[tuple[int | None, ...], list[Part[AnyRecord]]] = {}
         for record, placement in zip(self.records, self._placements, strict=True):
@@ -153,10 +153,10 @@ class GlobalView(Generic[AnyRecord]):
         copies: dict[tuple[int | None, ...], Part[AnyRecord]] = {}
         for record, placement in box:
             assert placement is not None
-            copies.setdefault(placement.fixed(Kind.REPLICATE), (record, placement))
+            copies.setdefault(placement.fixed(AxisKind.REPLICATE), (record, placement))
         first, placement = box[0]
         assert placement is not None
-        count = math.prod(axis.size for axis in placement.axes if axis.kind is Kind.PARTIAL)
+        count = math.prod(axis.size for axis in placement.axes if axis.kind is AxisKind.PARTIAL)
         if len(copies) < count:
             raise IncompleteTensorError(f"{count - len(copies)} of {count} summands of {self!r} {self._why_missing()}")
         chosen = [copies[key] for key in sorted(copies, key=lambda key: [-1 if at is None else at for at in key])]
@@ -194,7 +194,7 @@ class GlobalView(Generic[AnyRecord]):
         assert placement is not None
         if not placement.is_partial:
             return first.read()
-        operations = {axis.operation for axis in placement.axes if axis.kind is Kind.PARTIAL}
+        operations = {axis.operation for axis in placement.axes if axis.kind is AxisKind.PARTIAL}
         operation = operations.pop()
         if operations or operation not in _OPERATIONS:
             raise UsageError(
@@ -262,7 +262,7 @@ def _is_alike(one: ReadableRecord, record: ReadableRecord) -> bool:
 def _key(record: ReadableRecord, placement: Placement | None) -> Any:
     """What parts of one tensor have in common."""
     info = record.info
-    common = (info.iteration, info.attempt, Site.of(info))
+    common = (info.iteration, info.attempt, TensorSite.of(info))
     if placement is None:
         return (*common, info.rank)
     return (*common, placement.axes, placement.ranks, placement.global_shape)

@@ -63,7 +63,7 @@ class _Dim:
     """For each record the index of its value."""
 
 
-class Grid:
+class RecordGrid:
     """The records as an array that dask can slice: each slice reads the records that are in it."""
 
     def __init__(self, records: RecordColumns | Sequence[ReadableRecord], positions: np.ndarray[Any, Any]) -> None:
@@ -125,7 +125,7 @@ def stack_records(records: RecordColumns) -> xarray.DataArray:
     fields = {name: _dim(records, name) for name in _IDENTITY}
     dims, following = _independent([dim for dim in fields.values() if len(dim.values) > 1])
     positions = _positions(dims, num_records=len(records))
-    grid = Grid(records, positions)
+    grid = RecordGrid(records, positions)
     chunks = (*(1 for _ in dims), *grid.shape[len(dims) :])
     empty = np.empty((0,) * grid.ndim, dtype=grid.dtype)
     values = dask.array.from_array(  # type: ignore[no-untyped-call]  # dask is typed in part

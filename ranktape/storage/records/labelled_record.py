@@ -9,7 +9,7 @@ import xarray
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-from ranktape.storage.records.labelled import SAMPLE, Grid, labels_of, own_names
+from ranktape.storage.records.labelled import SAMPLE, RecordGrid, labels_of, own_names
 
 if TYPE_CHECKING:
     from ranktape.storage.records.interfaces import ReadableRecord
@@ -19,7 +19,7 @@ class LazyRecord(BackendArray):
     """The values of a record, as xarray asks for parts of a file."""
 
     def __init__(self, record: ReadableRecord) -> None:
-        self._grid = Grid([record], np.zeros((), dtype=np.int64))
+        self._grid = RecordGrid([record], np.zeros((), dtype=np.int64))
         self.dtype, self.shape = self._grid.dtype, self._grid.shape
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:

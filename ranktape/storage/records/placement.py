@@ -1,4 +1,4 @@
-"""What does the placement of a record say: which part of which tensor did the rank hold, and who has the rest?
+"""Reads the placement of a record: which part of which tensor the rank held, and who has the rest.
 
 A placement is a JSON document of a mesh of ranks, the rank's coordinates in it, and one word for each axis:
 
@@ -39,7 +39,7 @@ _WORD = re.compile(r"(replicate)|(shard)\((\d{1,2})\)|(strided_shard)\((\d{1,2})
 _SHOWN = 60
 
 
-class Kind(enum.StrEnum):
+class AxisKind(enum.StrEnum):
     """What an axis of a mesh does to a tensor."""
 
     REPLICATE = "replicate"
@@ -56,7 +56,7 @@ class AxisPlacement:
     """Its name."""
     size: int
     """Coordinates along it."""
-    kind: Kind
+    kind: AxisKind
     """What it does."""
     dim: int = -1
     """The dimension that is sharded; -1 where none is."""
@@ -67,10 +67,10 @@ class AxisPlacement:
 
     def __str__(self) -> str:
         inner = {
-            Kind.REPLICATE: "",
-            Kind.SHARD: f"({self.dim})",
-            Kind.STRIDED_SHARD: f"({self.dim}, {self.factor})",
-            Kind.PARTIAL: f"({self.operation})",
+            AxisKind.REPLICATE: "",
+            AxisKind.SHARD: f"({self.dim})",
+            AxisKind.STRIDED_SHARD: f"({self.dim}, {self.factor})",
+            AxisKind.PARTIAL: f"({self.operation})",
         }
         return f"{self.axis}={self.size} {self.kind}{inner[self.kind]}"
 
@@ -93,9 +93,9 @@ class Placement:
     @property
     def is_partial(self) -> bool:
         """Whether an operation over ranks is not made yet."""
-        return any(axis.kind is Kind.PARTIAL for axis in self.axes)
+        return any(axis.kind is AxisKind.PARTIAL for axis in self.axes)
 
-    def fixed(self, *kinds: Kind) -> tuple[int | None, ...]:
+    def fixed(self, *kinds: AxisKind) -> tuple[int | None, ...]:
         """The coordinates along axes of other kinds than these; None along those."""
         return tuple(None if axis.kind in kinds else at for axis, at in zip(self.axes, self.coordinates, strict=True))
 
@@ -112,7 +112,7 @@ class Placement:
         if not extent:
             return []
         cuts = [(axis, at) for axis, at in zip(self.axes, self.coordinates, strict=True) if axis.dim == dim]
-        if all(axis.kind is not Kind.STRIDED_SHARD for axis, _ in cuts):
+        if all(axis.kind is not AxisKind.STRIDED_SHARD for axis, _ in cuts):
             return [(start, start + extent)]
         pieces = [(0, self.global_shape[dim])]
         for axis, at in cuts:
@@ -210,14 +210,16 @@ def _axis(name: str, size: int, word: Any) -> AxisPlacement:
         raise ValueError(f"the word {word[:_SHOWN]!r}")
     replicate, shard, dim, strided, strided_dim, factor, _, operation = match.groups()
     if replicate:
-        return AxisPlacement(axis=name, size=size, kind=Kind.REPLICATE)
+        return AxisPlacement(axis=name, size=size, kind=AxisKind.REPLICATE)
     if shard:
-        return AxisPlacement(axis=name, size=size, kind=Kind.SHARD, dim=int(dim))
+        return AxisPlacement(axis=name, size=size, kind=AxisKind.SHARD, dim=int(dim))
     if strided:
         if not 1 <= int(factor) <= MAX_PIECES:
             raise ValueError(f"a strided shard of {factor} parts, allowed are 1 to {MAX_PIECES}")
-        return AxisPlacement(axis=name, size=size, kind=Kind.STRIDED_SHARD, dim=int(strided_dim), factor=int(factor))
-    return AxisPlacement(axis=name, size=size, kind=Kind.PARTIAL, operation=operation)
+        return AxisPlacement(
+            axis=name, size=size, kind=AxisKind.STRIDED_SHARD, dim=int(strided_dim), factor=int(factor)
+        )
+    return AxisPlacement(axis=name, size=size, kind=AxisKind.PARTIAL, operation=operation)
 
 
 def _check_extents(global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""How are the values of a run's records read, and compared with what was captured?"""
+"""Reads the values of a run's records, and compares them with what was captured."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import RunFormatError
 from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
-from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, Overflow, RecordInfo, Tally
+from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Overflow, RecordInfo
 from ranktape.storage.format.validation import check_document, check_records, parse_shape
 from ranktape.storage.query.columns import Column, StringColumn, values_of, widened
 
@@ -26,7 +26,7 @@ _OTHERS = ("numel", "timestamp", "checksum", "overflow.per_sample", "site", "sta
 _NAMES = (*INT_FIELDS, *OPTIONAL_INT_FIELDS, *STRING_FIELDS, *JSON_FIELDS, *_COUNTS, *_EXTREMES, *_OTHERS)
 """The columns that a record is made of."""
 
-_NO_TALLY = Tally(count=0, ratio=0.0)
+_NO_TALLY = ElementTally(count=0, ratio=0.0)
 """Of most kinds, in most tensors."""
 
 
@@ -97,8 +97,8 @@ def _overflows(columns: dict[str, Column], num_rows: int) -> list[Overflow]:
     return overflows
 
 
-def _tally(count: int, size: int) -> Tally:
-    return Tally(count=count, ratio=count / size if size else 0.0) if count else _NO_TALLY
+def _tally(count: int, size: int) -> ElementTally:
+    return ElementTally(count=count, ratio=count / size if size else 0.0) if count else _NO_TALLY
 
 
 def _set(items: list[Any], name: str, values: Iterable[Any]) -> None:

@@ -22,7 +22,7 @@ from ranktape.storage.format.attempt import (
 from ranktape.storage.format.blob import open_blob
 from ranktape.storage.format.catalogue import Catalogue, empty_catalogue
 from ranktape.storage.format.progress import read_disabled, read_troubles, read_verdict
-from ranktape.storage.format.status import IterationStatus, Verdict
+from ranktape.storage.format.status import IterationStatus, RunVerdict
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.failures import printable
 from ranktape.storage.places.urls import open_backend
@@ -103,7 +103,7 @@ class Run:
         judged = read_verdict(self._backend)
         return [] if judged is None else judged[1]
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RunVerdict:
         """Whether the run holds the iterations it guaranteed, as it is now.
 
         Raises:

@@ -27,7 +27,7 @@ from ranktape.analyze.numerics.kernels import count, scan_keys
 from ranktape.analyze.numerics.pieces import by_memory, contiguous, each, frozen, num_threads, pieces
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import dtype_name, dtype_row
-from ranktape.storage.format.record_info import TALLY_KINDS, Overflow, Tally
+from ranktape.storage.format.record_info import TALLY_KINDS, ElementTally, Overflow
 
 AnyArray = NDArray[Any]
 Extremes = tuple[float | None, float | None, float | None, float | None]
@@ -193,7 +193,10 @@ def measure(array: AnyArray, *, sample_dim: int | None) -> Overflow:
     total = max(1, tallies.num_elements)
     per_sample = tallies.per_sample
     return Overflow(
-        **{kind: Tally(count=getattr(tallies, kind), ratio=getattr(tallies, kind) / total) for kind in TALLY_KINDS},
+        **{
+            kind: ElementTally(count=getattr(tallies, kind), ratio=getattr(tallies, kind) / total)
+            for kind in TALLY_KINDS
+        },
         minimum=tallies.minimum,
         maximum=tallies.maximum,
         absmax=tallies.absmax,
