@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from ranktape.storage import open_run
 from tests.analyze.compared import Array, changed, normal, relative, rows
 from tests.analyze.runs import Tensor, describe_tensor, store
 from tests.capture.parallel_models import OPTIONS, Recipe, train
+from tests.capture.test_parallel import torchrun
 
 
 def part(array: Array, rank: int, word: str, *, whole: Sequence[int], offset: Sequence[int], **fields: Any) -> Tensor:
@@ -96,21 +95,7 @@ def test_copies_that_differ_are_each_compared_and_told(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_tensor_parallel_training_against_one_of_one_process(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    program = root / "tests" / "capture" / "programs" / "parallel.py"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
-    (tmp_path / "tp").mkdir()
-    done = subprocess.run(
-        [*launcher, str(program), str(tmp_path / "tp"), "tp"],
-        capture_output=True,
-        text=True,
-        timeout=390,
-        check=False,
-        cwd=root,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(tmp_path / "tp", ("tp",), num_ranks=2)
     train(Recipe(), capture=Capture(tmp_path / "alone", min_iterations=1, **OPTIONS))
     alone = open_run(tmp_path / "alone").select(iteration=0)
     split = open_run(tmp_path / "tp" / "tp.run").select(iteration=0)

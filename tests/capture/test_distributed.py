@@ -5,8 +5,6 @@ Real processes under torchrun, over gloo.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,26 +14,17 @@ import torch
 from ranktape.storage import IterationState, Run, open_run
 from tests.capture.models import NUM_TENSORS
 from tests.exhaustive import exhaustive
+from tests.launch import processes
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "capture" / "programs" / "ddp.py"
+PROGRAM = Path(__file__).parent / "programs" / "ddp.py"
 
 pytestmark = pytest.mark.distributed
 
 
-def torchrun(out: Path, *arguments: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def torchrun(out: Path, *words: str, num_ranks: int = 2) -> processes.Ended:
     """Run the program on some ranks; `out` is made for what it writes."""
     out.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    return subprocess.run(
-        [*command, str(PROGRAM), str(out), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(out)},
-    )
+    return processes.torchrun(PROGRAM, out, *words, cwd=out, num_ranks=num_ranks)
 
 
 @pytest.mark.support(framework="PyTorch", parallelism="DDP", features=("accumulation", "unchanged"))

@@ -8,8 +8,6 @@ exhaustive: `FEW` in parallel_variants.py are not.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +31,7 @@ from tests.capture.parallel_variants import (
     started_with,
 )
 from tests.capture.verify import verify_run
+from tests.launch import processes
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "capture" / "programs" / "parallel.py"
@@ -51,16 +50,7 @@ Key = tuple[str, str, str, int, int]
 def torchrun(out: Path, variants: tuple[str, ...], *, num_ranks: int, program: Path = PROGRAM) -> Path:
     """Run the program; `out` is made for what it writes."""
     out.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    done = subprocess.run(
-        [*command, str(program), str(out), *variants],
-        capture_output=True,
-        text=True,
-        timeout=390,
-        check=False,
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(out)},
-    )
+    done = processes.torchrun(program, out, *variants, cwd=ROOT, num_ranks=num_ranks, deadline=390)
     assert done.returncode == 0, done.stderr[-4000:]
     return out
 

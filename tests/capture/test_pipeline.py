@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,9 +21,9 @@ from tests.capture.programs import pipeline_models
 from tests.capture.programs.pipeline import BATCH, KINDS, MICROBATCHES, STEPS, WIDTH, attend
 from tests.capture.verify import verify_run
 from tests.exhaustive import exhaustive
+from tests.launch.processes import torchrun
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "capture" / "programs" / "pipeline.py"
+PROGRAM = Path(__file__).parent / "programs" / "pipeline.py"
 IN_TURN = ("linear", "attention", "layer outputs", "unchanged", "assembly", "accumulation")
 AT_ONCE = (*IN_TURN, "checkpointing", "autocast")
 support = pytest.mark.support
@@ -51,16 +49,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(out: Path, *variants: str) -> Path:
     """Run the program."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(PROGRAM), str(out), str(out / "run"), *variants],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(out)},
-    )
+    done = torchrun(PROGRAM, out, out / "run", *variants, cwd=out)
     assert done.returncode == 0, done.stderr
     (out / "stderr").write_text(done.stderr)
     return out

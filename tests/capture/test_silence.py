@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from ranktape.capture import Capture
 from ranktape.errors import CaptureError
 from ranktape.launch.cli import cli
 from ranktape.storage import IterationState, Run, open_run
+from tests.launch.processes import python, torchrun
 
 PROGRAM = """
 import os
@@ -48,15 +47,9 @@ def train(url: Path, *, silent: str, num_ranks: int = 1) -> Run:
     """Have the variable record a program of which these ranks have no layer that is recorded."""
     program = url.parent / "train.py"
     program.write_text(PROGRAM)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    ended = subprocess.run(
-        [sys.executable, *(launcher if num_ranks > 1 else []), str(program)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "RANKTAPE_CAPTURE": str(url), "RANKTAPE_MIN_ITERATIONS": "2", "SILENT": silent},
-    )
+    env = {"RANKTAPE_CAPTURE": str(url), "RANKTAPE_MIN_ITERATIONS": "2", "SILENT": silent}
+    ranks = partial(torchrun, num_ranks=num_ranks) if num_ranks > 1 else python
+    ended = ranks(program, cwd=url.parent, env=env)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("trained") == num_ranks  # ranks share one stream: their lines may be woven together
     return open_run(url)

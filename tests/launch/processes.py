@@ -39,7 +39,9 @@ _FOREIGN = (
 Ended = subprocess.CompletedProcess[str]
 
 
-def python(*words: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> Ended:
+def python(
+    *words: str | Path, cwd: Path, env: Mapping[str, str] | None = None, deadline: float = DEADLINE_SECONDS
+) -> Ended:
     """Run Python with these words; returns when the process has ended."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -56,7 +58,7 @@ def python(*words: str | Path, cwd: Path, env: Mapping[str, str] | None = None) 
     )
     with process:
         try:
-            stdout, stderr = process.communicate(timeout=DEADLINE_SECONDS)
+            stdout, stderr = process.communicate(timeout=deadline)
         except BaseException:
             # Ranks have sessions of their own: torchrun ends them, if it is asked to end and not killed.
             process.terminate()
@@ -74,10 +76,11 @@ def torchrun(
     num_ranks: int = 2,
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    deadline: float = DEADLINE_SECONDS,
 ) -> Ended:
     """Run these words under torchrun on this machine; returns when all ranks have ended."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *options)
-    return python(*launcher, *words, cwd=cwd, env=env)
+    return python(*launcher, *words, cwd=cwd, env=env, deadline=deadline)
 
 
 def own_lines(ended: Ended) -> list[str]:

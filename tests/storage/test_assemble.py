@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +21,10 @@ from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import FindingKind
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.records.assemble import GlobalView
+from tests.launch.processes import torchrun
 from tests.runs import describe, write_run
 
 PROGRAM = Path(__file__).parent / "programs" / "dtensors.py"
-ROOT = Path(__file__).parents[2]
 
 Tensor = tuple[np.ndarray[Any, Any], RecordInfo]
 
@@ -74,11 +71,7 @@ def run_of(path: Path, *tensors: Tensor, world_size: int = 4) -> Records:
 def dtensors(tmp_path_factory: pytest.TempPathFactory) -> tuple[Records, dict[str, np.ndarray[Any, Any]]]:
     """A run of what four ranks had of real DTensors, and what torch makes of them."""
     folder = tmp_path_factory.mktemp("dtensors")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(PROGRAM), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = torchrun(PROGRAM, folder, cwd=folder, num_ranks=4)
     assert done.returncode == 0, done.stderr[-3000:]
     tensors = []
     for rank in range(4):
