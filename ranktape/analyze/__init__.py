@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.sweeps.sweep import sweep_formats as sweep_formats
     from ranktape.analyze.questions.compare import compare as compare
     from ranktape.analyze.questions.distribution import distribution as distribution
+    from ranktape.analyze.questions.gate import gate as gate
     from ranktape.analyze.questions.gradients import Gradients as Gradients
     from ranktape.analyze.questions.gradients import gradients as gradients
-    from ranktape.analyze.questions.listing import listing as listing
+    from ranktape.analyze.questions.ls import listing as listing
     from ranktape.analyze.questions.neighbours import neighbours as neighbours
     from ranktape.analyze.questions.outliers import outliers as outliers
     from ranktape.analyze.questions.overflow import overflow as overflow
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.questions.trace import trace as trace
     from ranktape.analyze.questions.trend import Trend as Trend
     from ranktape.analyze.questions.trend import trend as trend
-    from ranktape.analyze.rules.gate import gate as gate
     from ranktape.analyze.rules.result import GateResult as GateResult
     from ranktape.analyze.rules.rule import Rule as Rule
     from ranktape.analyze.table import Table as Table

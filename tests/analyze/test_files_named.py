@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from ranktape.analyze import compare, gate, neighbours, overflow, sample_stats, stats, sweep, trace
 from ranktape.analyze.cli import cli
 from ranktape.analyze.legacy import import_folder, open_folder
-from ranktape.analyze.questions.listing import listing
+from ranktape.analyze.questions.ls import listing
 from ranktape.analyze.questions.overflow_begins import overflow_begins
 from ranktape.analyze.table import Table
 from ranktape.storage import Records, open_run

@@ -13,7 +13,7 @@ import pytest
 from ranktape.analyze.legacy.export import export_records
 from ranktape.analyze.legacy.open import open_source
 from ranktape.analyze.numerics.histograms.moments import statistics_of
-from ranktape.analyze.questions.listing import listing
+from ranktape.analyze.questions.ls import listing
 from ranktape.analyze.questions.overflow import overflow
 from ranktape.errors import DataError, RunFormatError, UsageError
 from ranktape.storage import Records, open_run

@@ -94,7 +94,7 @@ def command(
     error, and a figure that does not exist fails. Without --rule and --rule-file the default rules hold, for which
     nothing is read. CSV holds the offenders alone.
     """
-    from ranktape.analyze.rules.gate import gate
+    from ranktape.analyze.questions.gate import gate
     from ranktape.analyze.rules.output import write_result
 
     result = gate(

@@ -13,6 +13,6 @@ from ranktape.analyze.options import Output, Selection, by_option, output_option
 @output_options
 def command(*, selection: Selection, by: tuple[str, ...], output: Output) -> None:
     """List the records of RUN, or count them by the values of fields. Sizes are before compression."""
-    from ranktape.analyze.questions.listing import listing
+    from ranktape.analyze.questions.ls import listing
 
     output.write(listing(selection.records(), by=by))
