@@ -64,7 +64,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     ),
     "stats": (
         "RUN",
-        "RUN --figure METRICS,p37.5",
+        "RUN --metric METRICS,p37.5",
         "RUN --by rank",
         "RUN --neighbours",
         "RUN --neighbours --by rank",
@@ -87,9 +87,9 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "RUN --format fp8_e4m3 --by sample --rank 0",
         "RUN FOLDER --format fp8_e4m3 --rank 0",
     ),
-    "outliers": ("RUN", "RUN --figure std --threshold 1", "RUN --across sample --threshold 0.5"),
-    "trend": ("RUN", "RUN --figure METRICS,p37.5 --by layer_type", "RUN --summary", "RUN --summary --by rank"),
-    "trace": ("RUN", "RUN --figure METRICS,p37.5", "RUN --sample b", "FOLDER"),
+    "outliers": ("RUN", "RUN --metric std --threshold 1", "RUN --across sample --threshold 0.5"),
+    "trend": ("RUN", "RUN --metric METRICS,p37.5 --by layer_type", "RUN --summary", "RUN --summary --by rank"),
+    "trace": ("RUN", "RUN --metric METRICS,p37.5", "RUN --sample b", "FOLDER"),
     "gradients": (*(f"RUN --show {part}" for part in ("ranges", "weights", "passes")), "RUN --by rank"),
     "compare": (
         "RUN OTHER",
@@ -99,8 +99,8 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "RUN --pair rank=0:1 --no-distances --allow-unmatched",
         "FOLDER OTHER --allow-unmatched --iteration 0",
         "OTHER FOLDER --allow-unmatched --iteration 0",
-        "RUN OTHER --map --rank 0 --iteration 0 --layer-idx 0 --operation forward --tensor-name query",
     ),
+    "compare-map": ("RUN OTHER --rank 0 --iteration 0 --layer-idx 0 --operation forward --tensor-name query",),
     "gate": (
         "RUN",
         "RUN --rule overflow.absmax<0 --by rank",

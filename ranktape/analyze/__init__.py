@@ -39,20 +39,16 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.sweeps.sweep import sweep_array as sweep_array
     from ranktape.analyze.numerics.sweeps.sweep import sweep_formats as sweep_formats
     from ranktape.analyze.questions.compare import compare as compare
+    from ranktape.analyze.questions.compare import compare_map as compare_map
     from ranktape.analyze.questions.distribution import distribution as distribution
     from ranktape.analyze.questions.gate import gate as gate
-    from ranktape.analyze.questions.gradients import Gradients as Gradients
     from ranktape.analyze.questions.gradients import gradients as gradients
-    from ranktape.analyze.questions.ls import listing as listing
-    from ranktape.analyze.questions.neighbours import neighbours as neighbours
+    from ranktape.analyze.questions.ls import ls as ls
     from ranktape.analyze.questions.outliers import outliers as outliers
     from ranktape.analyze.questions.overflow import overflow as overflow
-    from ranktape.analyze.questions.overflow_begins import overflow_begins as overflow_begins
-    from ranktape.analyze.questions.samples import sample_stats as sample_stats
     from ranktape.analyze.questions.stats import stats as stats
     from ranktape.analyze.questions.sweep import sweep as sweep
     from ranktape.analyze.questions.trace import trace as trace
-    from ranktape.analyze.questions.trend import Trend as Trend
     from ranktape.analyze.questions.trend import trend as trend
     from ranktape.analyze.rules.result import GateResult as GateResult
     from ranktape.analyze.rules.rule import Rule as Rule
@@ -84,20 +80,17 @@ else:
             "numerics.quantization.schemes": ["SCHEMES"],
             "numerics.sweeps.options": ["SweepMode", "SweepOptions"],
             "numerics.sweeps.sweep": ["ScaleSweep", "sweep_array", "sweep_formats"],
-            "questions.compare": ["compare"],
+            "questions.compare": ["compare", "compare_map"],
             "questions.distribution": ["distribution"],
-            "questions.gradients": ["Gradients", "gradients"],
-            "questions.listing": ["listing"],
-            "questions.neighbours": ["neighbours"],
+            "questions.gate": ["gate"],
+            "questions.gradients": ["gradients"],
+            "questions.ls": ["ls"],
             "questions.outliers": ["outliers"],
             "questions.overflow": ["overflow"],
-            "questions.overflow_begins": ["overflow_begins"],
-            "questions.samples": ["sample_stats"],
             "questions.stats": ["stats"],
             "questions.sweep": ["sweep"],
             "questions.trace": ["trace"],
-            "questions.trend": ["Trend", "trend"],
-            "rules.gate": ["gate"],
+            "questions.trend": ["trend"],
             "rules.result": ["GateResult"],
             "rules.rule": ["Rule"],
             "table": ["Table"],

@@ -1,4 +1,4 @@
-"""Which commands ask questions of a run?
+"""Gives the commands that ask questions of a run.
 
 `ranktape analyze` and `python -m ranktape.analyze` are this group. Nothing of them is imported before it is asked for.
 """
@@ -9,28 +9,65 @@ import click
 
 from ranktape.analyze.group import RanktapeGroup
 
+_QUESTIONS = "ranktape.analyze.questions"
+_COMMANDS = "ranktape.analyze.commands"
+
 COMMANDS = {
-    name: f"ranktape.analyze.commands.{name}:command"
-    for name in (
-        "ls",
-        "overflow",
-        "stats",
-        "distribution",
-        "sweep",
-        "outliers",
-        "trend",
-        "trace",
-        "gradients",
-        "compare",
-        "plot",
-        "gate",
-        "report",
-    )
+    "ls": f"{_QUESTIONS}.ls:ls",
+    "overflow": f"{_QUESTIONS}.overflow:overflow",
+    "stats": f"{_QUESTIONS}.stats:stats",
+    "distribution": f"{_QUESTIONS}.distribution:distribution",
+    "sweep": f"{_COMMANDS}.sweep:command",
+    "outliers": f"{_QUESTIONS}.outliers:outliers",
+    "trend": f"{_QUESTIONS}.trend:trend",
+    "trace": f"{_QUESTIONS}.trace:trace",
+    "gradients": f"{_QUESTIONS}.gradients:gradients",
+    "compare": f"{_QUESTIONS}.compare:compare",
+    "compare-map": f"{_QUESTIONS}.compare:compare_map",
+    "plot": f"{_COMMANDS}.plot:command",
+    "gate": f"{_QUESTIONS}.gate:gate",
+    "report": f"{_COMMANDS}.report:command",
 }
-"""Where each command is."""
+"""Where each command is: a question, of which the command is made, or a command."""
 
 
-@click.group(name="analyze", cls=RanktapeGroup, lazy=COMMANDS, context_settings={"max_content_width": 100})
+class _AnalyzeGroup(RanktapeGroup):
+    """Makes the commands of questions when they are used."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name; None if there is none."""
+        module, _, name = self.lazy.get(cmd_name, "").partition(":")
+        if not module.startswith(_QUESTIONS):
+            return super().get_command(ctx, cmd_name)
+        from ranktape.analyze.command import question_command
+
+        command = question_command(module, name)
+        if cmd_name == "gate":
+            command.params.append(_SHOW_DEFAULTS)
+        return command
+
+
+def _show_defaults(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:  # noqa: FBT001 - click's
+    if is_wanted and not context.resilient_parsing:
+        from ranktape.analyze.console import say
+        from ranktape.analyze.rules.defaults import DEFAULT_RULES
+
+        say(DEFAULT_RULES.rstrip("\n"))
+        context.exit()
+
+
+_SHOW_DEFAULTS = click.Option(
+    ["--show-defaults"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_defaults,
+    help="Print the rules that hold where none are given, as a file for --rule-file, and exit.",
+)
+"""It asks nothing of a run."""
+
+
+@click.group(name="analyze", cls=_AnalyzeGroup, lazy=COMMANDS, context_settings={"max_content_width": 100})
 def cli() -> None:
     """Ask a recorded run what its numbers do.
 

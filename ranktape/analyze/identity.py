@@ -30,6 +30,12 @@ _DETAILS = ("mode", "layer_stack", "component", "compute_dtype", "shape")
 """Fields that text leaves out unless everything is asked for."""
 
 
+def words(texts: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names in one text or several, which may have commas in between; each once."""
+    several = [] if texts is None else [texts] if isinstance(texts, str) else texts
+    return tuple(dict.fromkeys(word.strip() for text in several for word in text.split(",")))
+
+
 def are_files(records: Records) -> bool:
     """Whether each of the records is a file of its own, with a name."""
     return bool(getattr(records, "files", ()))

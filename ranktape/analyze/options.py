@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -128,6 +128,13 @@ class Selection:
         return chosen
 
 
+class Answer(Protocol):
+    """An answer that is more than a table."""
+
+    def write(self, output: Output) -> None:
+        """Write it where and how it was asked for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """How the answer is written."""
@@ -155,10 +162,10 @@ class Output:
             return self.form
         return {".json": Form.JSON, ".csv": Form.CSV}.get(self.output.suffix.lower(), Form.TEXT)
 
-    def shown(self, table: Table, *, worst_first: Callable[[Table], Table] | None = None) -> Table:
+    def shown(self, table: Table) -> Table:
         """The rows to write, in the order that was asked for; what text leaves out is said on stderr.
 
-        Where rows are left out and no order was asked for, `worst_first` chooses those that are shown.
+        Where rows are left out and no order was asked for, the worst are shown if the table knows them.
 
         Raises:
             UsageError: there is no such column.
@@ -167,23 +174,25 @@ class Output:
         if self.limit is not None:
             return ordered.first(self.limit) if self.limit else ordered
         is_read = self.output is None and self.form is Form.TEXT
-        if not is_read or len(ordered.rows) <= MAX_TEXT_ROWS:
+        if not is_read or table.is_whole or len(ordered.rows) <= MAX_TEXT_ROWS:
             return ordered
         which = "first"
-        if self.sort is None and worst_first is not None:
-            which, ordered = "worst", worst_first(ordered)
+        if self.sort is None and table.worst_first is not None:
+            which, ordered = "worst", table.worst_first(ordered)
         said = f"the {which} {MAX_TEXT_ROWS} of {len(ordered.rows):,} rows: --limit 0, --json and --csv show all"
         say(said, err=True)
         return replace(ordered, rows=ordered.rows[:MAX_TEXT_ROWS])
 
-    def write(self, table: Table, *, worst_first: Callable[[Table], Table] | None = None) -> None:
-        """Write what `shown` leaves of the table, where and how it was asked for.
+    def write(self, answer: Table | Answer) -> None:
+        """Write an answer where and how it was asked for; of a table what `shown` leaves.
 
         Raises:
             UsageError: there is no such column, or the file cannot be written.
         """
-        shown = self.shown(table, worst_first=worst_first)
-        write_table(shown, form=self.chosen_form, wide=self.wide, output=self.output)
+        if isinstance(answer, Table):
+            write_table(self.shown(answer), form=self.chosen_form, wide=self.wide, output=self.output)
+        else:
+            answer.write(self)
 
 
 def selection_options(command: Command) -> Command:
@@ -328,7 +337,7 @@ def engine_options(command: Command) -> Command:
 
 
 def view_option(command: Command) -> Command:
-    """Add `--as`; the command gets None or one of `values.View` as `view`."""
+    """Add `--view`; the command gets None or one of `values.View` as `view`."""
 
     @functools.wraps(command)
     def wrapped(*, view: str | None, **values: Any) -> Any:
@@ -337,8 +346,7 @@ def view_option(command: Command) -> Command:
         return command(view=None if view is None else View(view), **values)
 
     return click.option(
-        "--as",
-        "view",
+        "--view",
         type=click.Choice(["compute", "seen"]),
         help="Values rounded to what the operation computed in, or as they were captured.",
     )(wrapped)

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import encodable, printable_lines
@@ -95,6 +95,10 @@ class Table:
     """One value for each column."""
     notes: tuple[str, ...] = ()
     """What a reader must know, one line each."""
+    worst_first: Callable[[Table], Table] | None = field(default=None, compare=False)
+    """Its rows by how bad they are, for whoever shows some of them; None where no row is worse than another."""
+    is_whole: bool = False
+    """Whether half of the rows say nothing, so that text shows them all."""
 
     def __post_init__(self) -> None:
         """Every row has one value for each column."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import io
 import json
 import os
@@ -14,9 +15,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+import ranktape.analyze
 from ranktape.analyze import View
 from ranktape.analyze.advice.recommendation import DEFAULT_TARGET_SQNR
-from ranktape.analyze.cli import cli
+from ranktape.analyze.cli import COMMANDS, cli
 from ranktape.analyze.identity import IDENTITY
 from ranktape.analyze.numerics.formats import Rounding
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule
@@ -34,33 +36,34 @@ OUTPUT = {"--json", "--csv", "--wide", "--sort", "--limit", "--output"}
 ENGINE = {"--workers", "--scheduler", "--no-cache"}
 OPTIONS = {
     "ls": SELECTION | OUTPUT | {"--by"},
-    "overflow": SELECTION | OUTPUT | ENGINE | {"--by", "--as", "--format", "--scaling", "--first", "--per-sample"},
-    "stats": SELECTION | OUTPUT | ENGINE | {"--by", "--as", "--figure", "--neighbours", "--per-sample"},
+    "overflow": SELECTION | OUTPUT | ENGINE | {"--by", "--view", "--format", "--scaling", "--first", "--per-sample"},
+    "stats": SELECTION | OUTPUT | ENGINE | {"--by", "--view", "--metric", "--neighbours", "--per-sample"},
     "distribution": SELECTION
     | OUTPUT
     | ENGINE
-    | {"--by", "--as", "--kind", "--format", "--bins", "--per-octave", "--points"},
+    | {"--by", "--view", "--kind", "--format", "--bins", "--per-octave", "--points"},
     "sweep": SELECTION
     | OUTPUT
     | ENGINE
-    | {"--by", "--format", "--elem-format", "--as", "--sweep-mode", "--scale-rule"}
+    | {"--by", "--format", "--elem-format", "--view", "--sweep-mode", "--scale-rule"}
     | {"--rounding", "--block-size", "--axis", "--scale-bits", "--num-levels", "--max-scale-exp", "--min-scale-exp"}
     | {"--levels", "--target-sqnr", "--output-dir", "--no-plots"},
-    "outliers": SELECTION | OUTPUT | ENGINE | {"--as", "--across", "--figure", "--threshold"},
-    "trend": SELECTION | OUTPUT | ENGINE | {"--by", "--as", "--figure", "--summary"},
-    "trace": SELECTION | OUTPUT | ENGINE | {"--as", "--figure", "--sample"},
-    "gradients": SELECTION | OUTPUT | ENGINE | {"--by", "--as", "--format", "--show"},
+    "outliers": SELECTION | OUTPUT | ENGINE | {"--view", "--across", "--metric", "--threshold"},
+    "trend": SELECTION | OUTPUT | ENGINE | {"--by", "--view", "--metric", "--summary"},
+    "trace": SELECTION | OUTPUT | ENGINE | {"--view", "--metric", "--sample"},
+    "gradients": SELECTION | OUTPUT | ENGINE | {"--by", "--view", "--format", "--show"},
     "compare": SELECTION
     | OUTPUT
     | ENGINE
-    | {"--by", "--as", "--pair", "--neighbours", "--noise", "--figure", "--tolerance", "--margin"}
-    | {"--allow-unmatched", "--no-distances", "--in-order", "--map"},
-    "plot": SELECTION | ENGINE | {"--as", "--all", "--kind", "--format", "--output"},
+    | {"--by", "--view", "--pair", "--neighbours", "--noise", "--metric", "--tolerance", "--margin"}
+    | {"--allow-unmatched", "--distances", "--in-order"},
+    "compare-map": SELECTION | OUTPUT | {"--view", "--pair", "--neighbours", "--allow-unmatched", "--max-bins"},
+    "plot": SELECTION | ENGINE | {"--view", "--all", "--kind", "--format", "--output"},
     "gate": SELECTION
     | OUTPUT
     | ENGINE
-    | {"--by", "--as", "--format", "--rule", "--rule-file", "--scaling", "--show-defaults"},
-    "report": SELECTION | ENGINE | {"--as", "--format", "--output"},
+    | {"--by", "--view", "--format", "--rule", "--rule-file", "--scaling", "--show-defaults"},
+    "report": SELECTION | ENGINE | {"--view", "--format", "--output"},
 }
 """The names that scripts rely on: adding one is a decision, removing one breaks somebody."""
 
@@ -101,6 +104,25 @@ def test_the_set_of_options_is_frozen() -> None:
         assert found == expected
         assert all(parameter.help for parameter in command.params if isinstance(parameter, click.Option))
         assert command.help
+
+
+def test_commands_of_questions_have_the_names_of_their_functions() -> None:
+    """One option for each parameter, of the same name, and the function is exported under the name of the command."""
+    context = click.Context(cli)
+    shared = {"records", "on_record", "self"}
+    for name, place in COMMANDS.items():
+        if ".questions." not in place:
+            continue
+        function = getattr(ranktape.analyze, name.replace("-", "_"))
+        command = cli.get_command(context, name)
+        assert command is not None
+        options = {option for one in command.params for option in (one.opts if isinstance(one, click.Option) else ())}
+        arguments = {one.name for one in command.params if isinstance(one, click.Argument)}
+        for parameter in set(inspect.signature(function).parameters) - shared:
+            if parameter == "engine":
+                assert options >= ENGINE
+            else:
+                assert parameter in arguments or "--" + parameter.replace("_", "-") in options, (name, parameter)
 
 
 def test_the_words_of_a_sweep_are_those_of_the_library() -> None:
@@ -308,7 +330,7 @@ def test_mistakes_are_one_line_and_a_code(run: str, words: list[str], code: int,
     ("words", "code", "message"),
     [
         (["overflow", "--format", "fp8_e4m4"], 2, "did you mean fp8_e4m3"),
-        (["overflow", "--as", "heard"], 2, "'heard' is not one of 'compute', 'seen'"),
+        (["overflow", "--view", "heard"], 2, "'heard' is not one of 'compute', 'seen'"),
         (["sweep", "--format", "fp64"], 2, "'fp64' holds every captured value"),
         (["sweep", "--num-levels", "0"], 2, "--num-levels 0 is not allowed"),
         (["sweep", "--max-scale-exp", "nan"], 2, "--max-scale-exp nan is not allowed"),

@@ -191,9 +191,9 @@ def test_each_layer_against_the_next(records: Records) -> None:
 def test_what_is_paired(records: Records, pair: str, num_pairs: int | None) -> None:
     if num_pairs is None:
         with pytest.raises((UsageError, NoRecordsError), match="first side"):
-            compare(records, pair=[pair], with_distances=False)
+            compare(records, pair=[pair], distances=False)
         return
-    assert len(compare(records, pair=[pair], allow_unmatched=True, with_distances=False).rows) == num_pairs
+    assert len(compare(records, pair=[pair], allow_unmatched=True, distances=False).rows) == num_pairs
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_what_is_paired(records: Records, pair: str, num_pairs: int | None) -> N
         ({"pair": ["iteration=1:2:3"]}, "two colons"),
         ({"pair": ["rank=0:1", "rank=1:0"]}, "paired twice"),
         ({"pair": ["rank=0:1"], "neighbours": True}, "layers of one run"),
-        ({"pair": ["rank=0:1"], "figure": "maxabs"}, "use max_abs"),
+        ({"pair": ["rank=0:1"], "metric": "maxabs"}, "use max_abs"),
         ({"pair": ["rank=0:1"], "tolerance": float("nan")}, "tolerance nan is not allowed"),
         ({"pair": ["rank=0:1"], "margin": -1.0}, "margin -1.0 is not allowed"),
         ({"pair": ["iteration=*:*"]}, "they differ in iteration"),
@@ -257,7 +257,7 @@ def test_shapes_that_differ_leave_the_distributions(tmp_path: Path) -> None:
     a, b = (store(tmp_path / name, [describe_tensor(array)]).select() for name, array in (("a", x), ("b", x.T)))
     (row,) = compare(a, b).records()
     assert (row["max_abs"], row["total_variation"], row["against"]) == (None, 0, "shape=[6,4]")
-    (row,) = compare(a, b, with_distances=False).records()
+    (row,) = compare(a, b, distances=False).records()
     assert row["diverges"] is None
     with pytest.raises(UsageError, match=r"have the shapes \[4, 6\] and \[6, 4\]"):
         sample_pairs(a[0], b[0])
@@ -322,8 +322,8 @@ def test_workers_and_samples_change_no_bit(tmp_path: Path, monkeypatch: pytest.M
     assert len(read_samples) == 2 * 3 * 3
 
 
-def ask(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli, ["compare", *map(str, arguments)])
+def ask(*arguments: str | Path, command: str = "compare") -> Result:
+    return CliRunner().invoke(cli, [command, *map(str, arguments)])
 
 
 def test_on_the_command_line(run: Run, tmp_path: Path) -> None:
@@ -334,22 +334,24 @@ def test_on_the_command_line(run: Run, tmp_path: Path) -> None:
     document = json.loads(ask(url, "--pair", "rank=0:1", "--by", "tensor_name", "--json").stdout)
     assert {row["pairs"] for row in document["rows"]} == {6, 12}
     one = (url, "--pair", "rank=0:1", "--module", "layers.0.linear", "--tensor-name", "input", "--iteration", "4")
-    csv = ask(*one, "--map", "--csv", "--limit", "2").stdout.splitlines()
+    csv = ask(*one, "--csv", "--limit", "2", command="compare-map").stdout.splitlines()
     assert csv[0] == "token_first,token_last,channel_first,channel_last,max_abs"
     assert len(csv) == 3
-    assert ask(*one, "--map", "--output", tmp_path / "map.npz").exit_code == 0
+    assert ask(*one, "--output", tmp_path / "map.npz", command="compare-map").exit_code == 0
     with np.load(tmp_path / "map.npz") as saved:
         assert saved["values"].shape == (4, 64)
     for arguments, code, message in (
         ((url,), 2, "nothing says what is compared with what"),
         ((url, tmp_path / "missing"), 1, "there is nothing|no run"),
-        ((*one[:3], "--map"), 2, "a map is of one pair, and there are 54"),
         ((url, url, "--noise", tmp_path / "missing"), 1, "no run"),
-        ((*one, "--map", "--output", tmp_path / "no" / "map.npz"), 2, "cannot be written"),
     ):
         failed = ask(*arguments)
         assert (failed.exit_code, failed.stdout) == (code, "")
         assert re.search(message, failed.stderr)
+    several = ask(*one[:3], command="compare-map")
+    assert (several.exit_code, several.stdout) == (2, "")
+    assert "a map is of one pair, and there are 54" in several.stderr
+    assert "cannot be written" in ask(*one, "--output", tmp_path / "no" / "map.npz", command="compare-map").stderr
 
 
 def test_a_folder_of_files(tmp_path: Path) -> None:

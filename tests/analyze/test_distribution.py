@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
-from ranktape.analyze.commands.distribution import KINDS
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.distributions.occupancy import NARROW_FORMATS
 from ranktape.analyze.numerics.formats import FORMATS, round_to
@@ -81,7 +80,7 @@ def test_normalised_values_are_from_0_to_1(tensors: list[Array], records: Record
 
 def test_exponents_say_which_formats_hold_them() -> None:
     array = np.array([1.0, 1.5, 2.0**-6, -(2.0**-9), 2.0**-10, 0.0, np.nan, np.inf], dtype=np.float32)
-    table = distribution(stored(array), kind="exponents", formats=["fp8_e4m3", "fp4_e2m1"])
+    table = distribution(stored(array), kind="exponents", format=["fp8_e4m3", "fp4_e2m1"])
     rows = {row["exponent"]: row for row in table.records()}
     assert {exponent: row["count"] for exponent, row in rows.items()} == {-10: 1, -9: 1, -6: 1, 0: 2}
     assert (rows[0]["lower"], rows[0]["upper"], rows[0]["ratio"]) == (1.0, 2.0, 2 / 8)
@@ -128,8 +127,8 @@ def every_record() -> Records:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_whatever_a_record_holds_has_an_answer(kind: str, every_record: Records) -> None:
+@pytest.mark.parametrize("kind", [*Look])
+def test_whatever_a_record_holds_has_an_answer(kind: Look, every_record: Records) -> None:
     table = distribution(every_record, kind=kind, by=["layer_idx"])
     assert len({row["layer_idx"] for row in table.records()}) > len(REAL + COMPLEX) * 3
     assert len(table.to_text(wide=True).splitlines()) > len(table.rows)
@@ -140,7 +139,7 @@ def test_whatever_a_record_holds_has_an_answer(kind: str, every_record: Records)
 @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, 2.5])
 def test_constants_and_what_is_no_number(value: float) -> None:
     records = stored(np.full(6, value, dtype=np.float16), np.zeros((0, 4), dtype=np.float16))
-    rows = {kind: distribution(records, kind=kind).records() for kind in KINDS}
+    rows: dict[str, Any] = {kind: distribution(records, kind=kind).records() for kind in Look}
     is_finite = np.isfinite(value)
     assert sum(row["count"] for row in rows["linear"]) == (6 if is_finite else 0)
     assert sum(row["count"] for row in rows["log2"]) == (6 if is_finite and value else 0)
@@ -156,7 +155,7 @@ def test_what_was_kept_of_the_values() -> None:
     histogram, statistics = (reduce_to(keep, array, info=tensor[1]) for keep in ("histogram", "statistics"))
     assert histogram is not None
     assert statistics is not None
-    for kind in KINDS:
+    for kind in Look:
         whole = distribution(records_of([tensor]), kind=kind)
         assert distribution(records_of([histogram]), kind=kind).rows == whole.rows
         with pytest.raises(NoRecordsError, match="of no record values were kept"):
@@ -200,11 +199,10 @@ def ask(records: Records, options: str) -> Any:
 
 
 def test_the_command_asks_the_question(records: Records) -> None:
-    assert tuple(Look) == KINDS
     for options, given in (
         ("", {}),
         ("--kind log2 --per-octave 2 --by layer-idx", {"kind": "log2", "per_octave": 2, "by": ["layer_idx"]}),
-        ("--kind formats --format hif8,int8", {"kind": "formats", "formats": ["hif8", "int8"]}),
+        ("--kind formats --format hif8,int8", {"kind": "formats", "format": ["hif8", "int8"]}),
         ("--kind qq --points 3", {"kind": "qq", "points": 3}),
         ("--bins 5", {"bins": 5}),
     ):

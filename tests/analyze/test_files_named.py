@@ -11,20 +11,18 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from ranktape.analyze import compare, gate, neighbours, overflow, sample_stats, stats, sweep, trace
+from ranktape.analyze import compare, gate, ls, overflow, stats, sweep, trace
 from ranktape.analyze.cli import cli
 from ranktape.analyze.legacy import import_folder, open_folder
-from ranktape.analyze.questions.ls import listing
-from ranktape.analyze.questions.overflow_begins import overflow_begins
 from ranktape.analyze.table import Table
 from ranktape.storage import Records, open_run
 from tests.analyze.pt_files import save, seed_file
 
 TABLES: dict[str, Callable[[Records], Table]] = {
-    "ls": listing,
+    "ls": ls,
     "stats": stats,
-    "stats --per-sample": sample_stats,
-    "stats --neighbours": neighbours,
+    "stats --per-sample": lambda records: stats(records, per_sample=True),
+    "stats --neighbours": lambda records: stats(records, neighbours=True),
     "trace": trace,
     "trace --sample": lambda records: trace(records, sample=0),
     "overflow": overflow,
@@ -32,7 +30,7 @@ TABLES: dict[str, Callable[[Records], Table]] = {
     "sweep": lambda records: sweep(records, format="fp8_e4m3"),
     "sweep --levels": lambda records: sweep(records, format="fp8_e4m3", with_levels=True),
     "compare": lambda records: compare(records, records),
-    "gate": lambda records: gate(records, rules=["overflow.absmax < 0"]).offenders,
+    "gate": lambda records: gate(records, rule=["overflow.absmax < 0"]).offenders,
 }
 
 
@@ -71,7 +69,7 @@ def test_either_side_of_a_comparison_may_be_files(folder: Path, tmp_path: Path) 
 
 def test_where_overflow_begins_the_file_is_named(folder: Path) -> None:
     path = seed_file(folder, torch.tensor([1.0, float("inf")]), layer_idx=1, counter=9)
-    rows = overflow_begins(open_folder(folder).select()).records()
+    rows = overflow(open_folder(folder).select(), first=True).records()
     assert [row["first.file"] for row in rows if row["affected"]] == [path.name]
 
 
@@ -105,4 +103,4 @@ def test_a_frame_has_the_files(folder: Path) -> None:
     frame = records.to_pandas()
     assert frame["file"].tolist() == records.column("site").tolist()
     assert str(frame["file"].dtype) == "string"
-    assert listing(records).to_pandas()["file"].tolist() == frame["file"].tolist()
+    assert ls(records).to_pandas()["file"].tolist() == frame["file"].tolist()

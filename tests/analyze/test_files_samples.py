@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ranktape.analyze import overflow, sample_stats, sweep, trace
+from ranktape.analyze import overflow, stats, sweep, trace
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
@@ -109,7 +109,7 @@ def figures_of(table: Table) -> list[str]:
 
 
 def test_statistics_are_those_of_the_run(run: Run, single: Records) -> None:
-    expected, found = (sample_stats(records, engine=UNCACHED) for records in (run.select(), single))
+    expected, found = (stats(records, engine=UNCACHED, per_sample=True) for records in (run.select(), single))
     names = figures_of(expected)
     assert {"mean", "std", "norm", "overflow.nan.count"} < set(names)
     assert by_sample(found, *names) == by_sample(expected, *names)
@@ -118,7 +118,7 @@ def test_statistics_are_those_of_the_run(run: Run, single: Records) -> None:
 
 def test_statistics_over_records_are_those_of_the_run(run: Run, single: Records) -> None:
     options: dict[str, Any] = {"by": ["operation", "sample"], "engine": UNCACHED}
-    expected, found = (sample_stats(records, **options) for records in (run.select(), single))
+    expected, found = (stats(records, **options, per_sample=True) for records in (run.select(), single))
     assert found.rows == expected.rows
 
 
@@ -159,7 +159,8 @@ def test_large_samples_are_added_up_as_in_the_run(tmp_path: Path) -> None:
     for sample in (0, 1):
         seed_file(tmp_path / "files", torch.from_numpy(values[sample]), sample_idx=sample, counter=sample + 1)
     tables = [
-        sample_stats(records, engine=UNCACHED) for records in (run.select(), open_folder(tmp_path / "files").select())
+        stats(records, engine=UNCACHED, per_sample=True)
+        for records in (run.select(), open_folder(tmp_path / "files").select())
     ]
     names = figures_of(tables[0])
     expected, found = ([[row[name] for name in names] for row in table.records()] for table in tables)
@@ -230,7 +231,7 @@ def test_outputs_of_layers_have_samples(tmp_path: Path) -> None:
     first, second = open_folder(tmp_path).select()
     assert (first.sample_dim, first.batch_size, first.layout) == (0, 3, "BTH")
     assert (second.sample_dim, second.batch_size, second.layout) == (None, None, "")
-    rows = sample_stats(open_folder(tmp_path).select(), figures=["absmax"]).records()
+    rows = stats(open_folder(tmp_path).select(), metric=["absmax"], per_sample=True).records()
     assert [row["absmax"] for row in rows] == outputs.abs().amax((1, 2)).tolist()
 
 

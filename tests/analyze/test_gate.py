@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def checked(run: Run | Records, *rules: str | Rule, **options: Any) -> list[tuple[Any, ...]]:
     """For each rule whether it holds, and how many were checked, failed and could not be told."""
-    found = gate(run.select(), rules=rules, **options)
+    found = gate(run.select(), rule=rules, **options)
     return [(one.holds, one.num_checked, one.num_failed, one.num_missing) for one in found.outcomes]
 
 
@@ -74,7 +74,7 @@ def test_losses_are_those_of_a_sweep(run: Run) -> None:
     values = sweep(run.select(), format="mxfp4").column("sqnr")
     limit = sorted(values)[10]
     assert checked(run, f"sqnr.mxfp4 > {limit!r}") == [(False, 36, 11, 0)]
-    (outcome,) = gate(run.select(), rules=["sqnr.mxfp4 > 100 and cosine.mxfp8 > 0.9"], by=["layer_type"]).outcomes
+    (outcome,) = gate(run.select(), rule=["sqnr.mxfp4 > 100 and cosine.mxfp8 > 0.9"], by=["layer_type"]).outcomes
     assert [one.value for one in outcome.offenders] == sorted(
         min(value for value, record in zip(values, run.select(), strict=True) if record.layer_type == layer_type)
         for layer_type in ("attention", "linear")
@@ -88,7 +88,7 @@ def test_groups_are_judged_as_one(run: Run) -> None:
         for name in ("attention", "linear")
     }
     limit = float(whole["attention"].std() + whole["linear"].std()) / 2
-    (outcome,) = gate(records, rules=[f"std < {limit!r}"], by=["layer_type"]).outcomes
+    (outcome,) = gate(records, rule=[f"std < {limit!r}"], by=["layer_type"]).outcomes
     (offender,) = outcome.offenders
     worst = max(whole, key=lambda name: whole[name].std())
     assert (offender.identity, offender.records) == ({"layer_type": worst}, len(records.select(layer_type=worst)))
@@ -123,7 +123,7 @@ def test_the_default_rules_find_what_was_planted(tmp_path: Path, run: Run) -> No
     infinite, small = found.offenders.records()
     place = {"rank": 1, "layer_idx": 1, "module": "layers.1.linear", "tensor_name": "output"}
     assert {name: infinite[name] for name in place} == place
-    assert (infinite["figure"], infinite["value"], infinite["limit"]) == ("overflow.total", 12, "== 0")
+    assert (infinite["metric"], infinite["value"], infinite["limit"]) == ("overflow.total", 12, "== 0")
     assert (small["tensor_name"], small["severity"]) == ("grad_query", "medium")
     assert small["value"] > 0.5
 
@@ -159,7 +159,7 @@ def test_a_replica_that_differs_is_named(
 
 def test_copies_that_are_not_there_are_missing(tmp_path: Path) -> None:
     records = store(tmp_path, replicated(3)).select(rank=0)
-    (outcome,) = gate(records, rules=["replicas.differing == 0"]).outcomes
+    (outcome,) = gate(records, rule=["replicas.differing == 0"]).outcomes
     assert (outcome.holds, outcome.num_missing) == (False, 1)
     assert gate(records).passed
     assert gate(records).rules.column("missing") == [0, 0, 0, 1]
@@ -172,7 +172,7 @@ def test_what_the_catalogue_knows_is_not_read(tmp_path: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     records = open_run(tmp_path / "run").select()
     rules = ["overflow.absmax < 100 and elements == 256 and overflow.zero.ratio < 1", "layer_idx in [0, 1]"]
-    assert gate(records, rules=rules).passed
+    assert gate(records, rule=rules).passed
     assert gate(records, by=["layer_type"]).passed
 
 
@@ -197,7 +197,7 @@ def test_a_figure_that_does_not_exist_fails_unless_it_does_not_matter(tmp_path: 
         assert checked(run, check) == [(failed == 0, 3, failed, missing)], check
     rule = Rule(name="a", check="mean < 10", missing=Missing.PASS)
     assert checked(run, rule) == [(True, 3, 0, 2)]
-    (outcome,) = gate(run.select(), rules=["mean < 1"]).outcomes
+    (outcome,) = gate(run.select(), rule=["mean < 1"]).outcomes
     assert [one.value for one in outcome.offenders] == [None, None, 2]
 
 
@@ -218,18 +218,18 @@ def test_the_truth_of_three_values() -> None:
 
 def test_every_comparison_to_blame_is_named_the_worst_first(run: Run) -> None:
     (outcome,) = gate(
-        run.select(), rules=["std < 1 and not (absmax > 5 or tensor_name like 'q*') where operation == 'forward'"]
+        run.select(), rule=["std < 1 and not (absmax > 5 or tensor_name like 'q*') where operation == 'forward'"]
     ).outcomes
-    found = [(one.figure, one.limit) for one in outcome.offenders]
+    found = [(one.metric, one.limit) for one in outcome.offenders]
     assert set(found) == {("std", "< 1"), ("absmax", "<= 5"), ("tensor_name", "not like 'q*'")}
-    deviations = [one.value for one in outcome.offenders if one.figure == "std"]
+    deviations = [one.value for one in outcome.offenders if one.metric == "std"]
     assert deviations == sorted(deviations, reverse=True)
     assert min(deviations) >= 1
 
 
 def test_a_rule_that_checks_nothing_is_an_error(run: Run) -> None:
     with pytest.raises(NoRecordsError, match=r"checks nothing: none of 36 records.*where layer_type == 'attn'"):
-        gate(run.select(), rules=["std < 10", "std < 10 where layer_type == 'attn'"])
+        gate(run.select(), rule=["std < 10", "std < 10 where layer_type == 'attn'"])
     rule = Rule(name="a", check="std < 10", where="layer_type == 'attn'", allow_empty=True)
     assert checked(run, rule) == [(True, 0, 0, 0)]
 
@@ -243,7 +243,7 @@ def test_a_group_of_copies_of_which_some_are_not_there_is_missing(tmp_path: Path
 
 def test_one_rule_may_be_given_alone(run: Run) -> None:
     for rule in ("std < 1e-9 WHERE rank == 0", Rule(name="a", check="std < 1e-9", where="rank == 0")):
-        (outcome,) = gate(run.select(), rules=rule).outcomes
+        (outcome,) = gate(run.select(), rule=rule).outcomes
         assert (outcome.num_records, outcome.holds) == (len(run.select(rank=0)), False)
 
 
@@ -253,7 +253,7 @@ def test_integers_are_left_out_where_formats_are_sought(tmp_path: Path) -> None:
         describe_tensor(np.linspace(-1, 1, 64, dtype=np.float32), tensor_name="weight"),
     ]
     run = store(tmp_path, tensors)
-    (outcome,) = gate(run.select(), rules=["sqnr.mxfp8 > 10"]).outcomes
+    (outcome,) = gate(run.select(), rule=["sqnr.mxfp8 > 10"]).outcomes
     assert (outcome.holds, outcome.num_checked) == (True, 1)
     assert outcome.notes == ("1 records of integers or bool left out: no format is for them",)
     assert checked(run, "elements > 0 and overflow.nan.count == 0") == [(True, 2, 0, 0)]
@@ -265,13 +265,13 @@ def test_samples_are_checked(tmp_path: Path) -> None:
     values = np.ones((3, 40), dtype=np.float32)
     values[1, :4] = 1000.0
     run = store(tmp_path, [describe_tensor(values, sample_dim=0, sample_ids=["x", "y", "z"])])
-    (outcome,) = gate(run.select(), rules=["overflow.ratio == 0"], by=["sample"], format="fp8_e4m3").outcomes
+    (outcome,) = gate(run.select(), rule=["overflow.ratio == 0"], by=["sample"], format="fp8_e4m3").outcomes
     assert [(one.identity, one.value) for one in outcome.offenders] == [({"sample": "y"}, 0.1)]
     without_ids = store(tmp_path / "plain", [describe_tensor(values, sample_dim=0)])
-    (outcome,) = gate(without_ids.select(), rules=["sample in ['0', '2']"], by=["sample"]).outcomes
+    (outcome,) = gate(without_ids.select(), rule=["sample in ['0', '2']"], by=["sample"]).outcomes
     assert [one.value for one in outcome.offenders] == ["1"]
     with pytest.raises(UsageError, match="std is known of whole records, not of samples"):
-        gate(run.select(), rules=["std < 1"], by=["sample"])
+        gate(run.select(), rule=["std < 1"], by=["sample"])
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_samples_are_checked(tmp_path: Path) -> None:
 )
 def test_mistakes_in_rules(run: Run, rule: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        gate(run.select(), rules=[rule], **options)
+        gate(run.select(), rule=[rule], **options)
 
 
 def test_words_in_quotes_are_no_keywords() -> None:
@@ -383,7 +383,7 @@ def test_the_command_fails_with_3_and_names_the_offenders(run: Run, tmp_path: Pa
     assert [row["outcome"] for row in document["rules"]["rows"]] == ["failed", "passed"]
     assert {row["tensor_name"] for row in document["offenders"]["rows"]} == {"grad_weight"}
     lines = list(csv.DictReader(io.StringIO(invoke(*words, "--csv", "--limit", "1").stdout)))
-    assert [(line["figure"], line["limit"], line["severity"]) for line in lines] == [("std", "< 0.001", "high")]
+    assert [(line["metric"], line["limit"], line["severity"]) for line in lines] == [("std", "< 0.001", "high")]
     for name in ("a.json", "a.csv", "a.txt"):
         assert invoke(*words, "--output", str(tmp_path / name)).stdout == ""
     assert json.loads((tmp_path / "a.json").read_text()) == document

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.questions.gradients import Gradients, gradients
+from ranktape.analyze.questions.gradients import gradients
+from ranktape.analyze.table import Table
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Run
@@ -34,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return store(tmp_path_factory.mktemp("run"), tensors)
 
 
-def asked(run: Run, **options: Any) -> Gradients:
+def asked(run: Run, **options: Any) -> Table:
     """The gradients of all records."""
     return gradients(run.select(), engine=UNCACHED, **options)
 
@@ -45,7 +46,7 @@ def raw(run: Run, **filters: Any) -> list[np.ndarray[Any, Any]]:
 
 
 def test_ranges(run: Run) -> None:
-    rows = asked(run, formats=["fp8_e4m3"]).ranges.records()
+    rows = asked(run, format=["fp8_e4m3"], show="ranges").records()
     assert {(row["layer_type"], row["tensor_name"]) for row in rows} == {
         ("attention", "grad_output"),
         ("attention", "grad_query"),
@@ -70,7 +71,7 @@ def test_ranges(run: Run) -> None:
 
 
 def test_norms_beside_those_of_weights(run: Run) -> None:
-    rows = asked(run).weights.records()
+    rows = asked(run, show="weights").records()
     assert [row["module"] for row in rows] == ["layers.0.linear", "layers.1.linear"]
     for row in rows:
         gradient, weight = (
@@ -83,7 +84,7 @@ def test_norms_beside_those_of_weights(run: Run) -> None:
 
 
 def test_forward_beside_backward(run: Run) -> None:
-    rows = asked(run, by=["layer_type"]).passes.records()
+    rows = asked(run, by=["layer_type"], show="passes").records()
     assert [(row["layer_type"], row["tensor"]) for row in rows] == [
         ("attention", "output"),
         ("attention", "query"),
@@ -108,12 +109,12 @@ def test_what_is_alone_empty_or_zero(tmp_path: Path) -> None:
         describe_tensor(np.zeros((0, 4), dtype=np.float32), tensor_name="grad_input", layer_idx=1),
         describe_tensor(np.array([np.nan, np.inf], dtype=np.float32), tensor_name="grad_output", layer_idx=2),
     ]
-    found = asked(store(tmp_path, tensors))
-    assert found.weights.column("norm_ratio") == [None]
-    rows = {row["tensor_name"]: row for row in found.ranges.records()}
+    run = store(tmp_path, tensors)
+    assert asked(run, show="weights").column("norm_ratio") == [None]
+    rows = {row["tensor_name"]: row for row in asked(run).records()}
     assert (rows["grad_input"]["absmax"], rows["grad_input"]["flushed.fp16"]) == (None, 0)
     assert (rows["grad_output"]["absmax"], rows["grad_weight"]["overflow.zero.ratio"]) == (None, 1)
-    assert [row["absmax.forward"] for row in found.passes.records()] == [None, None, 0]
+    assert [row["absmax.forward"] for row in asked(run, show="passes").records()] == [None, None, 0]
 
 
 @pytest.mark.parametrize(("keep", "is_known"), [("histogram", True), ("statistics", False)])
@@ -121,7 +122,7 @@ def test_what_was_kept(tmp_path: Path, keep: str, *, is_known: bool) -> None:
     array, info = describe_tensor(np.full((8, 8), 2.0**-20, dtype=ml_dtypes.bfloat16), tensor_name="grad_output")
     kept = reduce_to(keep, array, info=info)
     assert kept is not None
-    row = asked(store(tmp_path, [kept])).ranges.records()[0]
+    row = asked(store(tmp_path, [kept]), show="ranges").records()[0]
     assert row["absmax"] == 2.0**-20
     assert (row["flushed.fp8_e5m2"], row["flushed.fp8_e5m2.scaled"]) == ((1, 0) if is_known else (None, None))
 
@@ -130,9 +131,9 @@ def test_what_is_not_allowed(run: Run) -> None:
     with pytest.raises(NoRecordsError, match="no record holds a gradient"):
         gradients(run.select(operation="forward"))
     with pytest.raises(UsageError, match="fp9"):
-        gradients(run.select(), formats=["fp9"])
+        gradients(run.select(), format=["fp9"])
     with pytest.raises(UsageError, match="no limits of its own"):
-        gradients(run.select(), formats=["mxfp8"])
+        gradients(run.select(), format=["mxfp8"])
 
 
 @pytest.mark.parametrize("show", ["ranges", "weights", "passes"])

@@ -83,9 +83,9 @@ def test_the_limits_of_the_dtype_have_too(tmp_path: Path, fields: dict[str, Any]
 
 def test_values_that_were_rounded_cannot_be_looked_at_as_they_were_seen(tmp_path: Path) -> None:
     _, histogram = both(tmp_path, dtype="float32", compute_dtype="bfloat16")
-    with pytest.raises(UsageError, match=r"the histogram of its values in bfloat16 was kept.*leave out --as seen"):
+    with pytest.raises(UsageError, match=r"the histogram of its values in bfloat16 was kept.*leave out --view seen"):
         sweep(histogram.select(), format="fp8_e4m3", view=View.SEEN)
-    with pytest.raises(UsageError, match="leave out --as seen"):
+    with pytest.raises(UsageError, match="leave out --view seen"):
         overflow(histogram.select(), format="fp8_e4m3", view=View.SEEN)
     # What the dtype's own limits do was counted before: no value is needed.
     assert len(overflow(histogram.select(), view=View.SEEN).rows) == 1
@@ -114,10 +114,10 @@ def test_the_blocks_are_those_of_the_values(
 
 def test_blocks_are_not_looked_at_in_another_type(tmp_path: Path) -> None:
     _, rounded = both(tmp_path / "a", dtype="float32", compute_dtype="bfloat16")
-    with pytest.raises(UsageError, match=r"blocks of values in bfloat16 were counted.*in float32: give --as compute"):
+    with pytest.raises(UsageError, match=r"blocks of values in bfloat16 were counted.*in float32: give --view compute"):
         read_block_histogram(rounded.select()[0], view=View.SEEN)
     _, half = both(tmp_path / "b", dtype="float16", compute_dtype="bfloat16")
-    with pytest.raises(UsageError, match=r"blocks of values in float16 were counted.*in bfloat16: give --as seen"):
+    with pytest.raises(UsageError, match=r"blocks of values in float16 were counted.*in bfloat16: give --view seen"):
         read_block_histogram(half.select()[0], view=View.COMPUTE)
     assert read_block_histogram(half.select()[0], view=View.SEEN).num_elements == 3000
 

@@ -16,11 +16,8 @@ from ranktape.analyze import (
     distribution,
     gate,
     gradients,
-    listing,
-    neighbours,
+    ls,
     overflow,
-    overflow_begins,
-    sample_stats,
     stats,
     sweep,
     trend,
@@ -54,19 +51,19 @@ if TYPE_CHECKING:
 LAYER = ["layer_idx"]
 
 QUESTIONS: dict[str, Callable[[Records], Table]] = {
-    "listing": lambda records: listing(records, by=LAYER),
+    "ls": lambda records: ls(records, by=LAYER),
     "overflow": lambda records: overflow(records, by=LAYER, format="fp8_e4m3"),
-    "overflow_begins": lambda records: overflow_begins(records, by=LAYER, format="fp8_e4m3"),
+    "overflow_begins": lambda records: overflow(records, by=LAYER, format="fp8_e4m3", first=True),
     "stats": lambda records: stats(records, by=LAYER),
-    "sample_stats": lambda records: sample_stats(records, by=LAYER),
-    "neighbours": lambda records: neighbours(records, by=LAYER),
+    "sample_stats": lambda records: stats(records, by=LAYER, per_sample=True),
+    "neighbours": lambda records: stats(records, by=LAYER, neighbours=True),
     "distribution": lambda records: distribution(records, kind="exponents", by=LAYER),
     "sweep": lambda records: sweep(records, format="fp8_e4m3", by=LAYER),
-    "trend": lambda records: trend(records, by=LAYER).course,
-    "gradients": lambda records: gradients(records, by=LAYER).ranges,
-    "weights": lambda records: gradients(records, by=LAYER).weights,
+    "trend": lambda records: trend(records, by=LAYER),
+    "gradients": lambda records: gradients(records, by=LAYER, show="ranges"),
+    "weights": lambda records: gradients(records, by=LAYER, show="weights"),
     "compare": lambda records: compare(records, records, by=LAYER, in_order=True),
-    "gate": lambda records: gate(records, rules=["absmax < 0"], by=LAYER).offenders,
+    "gate": lambda records: gate(records, rule=["absmax < 0"], by=LAYER).offenders,
 }
 
 

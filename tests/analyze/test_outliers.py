@@ -62,7 +62,7 @@ def test_a_rank(run: Run) -> None:
         "absmax": np.array([np.abs(tensor(rank, 2)).max() for rank in range(NUM_RANKS)]),
         "rms": np.array([np.sqrt((tensor(rank, 2).astype(np.float64) ** 2).mean()) for rank in range(NUM_RANKS)]),
     }
-    expected = figures[found[0]["figure"]]
+    expected = figures[found[0]["metric"]]
     assert found[0]["value"] == pytest.approx(expected[3], rel=1e-2)
     assert found[0]["octaves"] == pytest.approx(np.log2(expected[3]) - np.median(np.log2(expected)), abs=0.02)
     assert found[0]["expected"] == pytest.approx(np.median(expected), rel=1e-2)
@@ -110,9 +110,9 @@ def test_a_figure_of_counts(tmp_path: Path) -> None:
         if rank == 1:
             values[:4] *= 2.0**-130
         tensors.append(describe_tensor(values, rank=rank))
-    table = outliers(store(tmp_path, tensors).select(), figure_name="overflow.underflow.ratio")
+    table = outliers(store(tmp_path, tensors).select(), metric="overflow.underflow.ratio")
     row = table.records()[0]
-    assert (row["kind"], row["ranks"], row["figure"]) == ("rank_differs", [1], "overflow.underflow.ratio")
+    assert (row["kind"], row["ranks"], row["metric"]) == ("rank_differs", [1], "overflow.underflow.ratio")
     assert row["value"] == pytest.approx((np.abs(tensors[1][0]) < 2.0**-126).mean())
     assert row["expected"] == 0
     assert "sample and channel" in table.notes[0]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ranktape.analyze import View, overflow
+from ranktape.analyze.metrics.target import largest_value
 from ranktape.analyze.numerics.formats import FORMATS
-from ranktape.analyze.questions.overflow import largest_value
 from ranktape.errors import DataError, UnknownFieldError, UsageError
 from ranktape.storage import Run
 from ranktape.storage.format.dtypes import DTYPES

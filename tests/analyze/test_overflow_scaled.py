@@ -17,7 +17,6 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.metrics.target import parse_targets, tells_apart
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.quantization.quantizer import quantize
-from ranktape.analyze.questions.overflow_begins import overflow_begins
 from ranktape.errors import UsageError
 from ranktape.storage import Run, open_run
 from tests.analyze.runs import describe_tensor, store
@@ -280,7 +279,7 @@ def test_where_it_begins(tmp_path: Path) -> None:
         (array, describe_tensor(array, iteration=i, rank=r, counter=c, layer_idx=9 - c)[1])
         for (array, _), (i, r, c) in zip(tensors, places, strict=True)
     ]
-    rows = {row["kind"]: row for row in overflow_begins(_store(tmp_path, tensors), format="fp8_e4m3").records()}
+    rows = {row["kind"]: row for row in overflow(_store(tmp_path, tensors), format="fp8_e4m3", first=True).records()}
     assert list(rows) == ["nan", "overflow", "underflow", "flushed"]
     for kind, ratio in (("overflow", 1 / 2000), ("underflow", 10 / 2000), ("flushed", 10 / 2000)):
         found = rows[kind]

@@ -17,9 +17,8 @@ from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.metrics.metric import METRICS, PERCENTILES, is_percentile, metric
-from ranktape.analyze.questions.neighbours import neighbours
-from ranktape.analyze.questions.samples import SAMPLE_NAMES, sample_stats
+from ranktape.analyze.metrics.metric import METRICS, PERCENTILES, is_percentile, parse_metric
+from ranktape.analyze.questions.samples import SAMPLE_NAMES
 from ranktape.analyze.questions.stats import stats
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
@@ -175,7 +174,7 @@ def test_what_was_kept_instead_of_values_says_what_it_knows(keep: str) -> None:
     assert (together["p50"] is None) == (keep == "statistics")
     assert together["elements"] == 2 * array.size
     with pytest.raises(NoRecordsError, match="no record has samples"):
-        sample_stats(records_of([kept]))
+        stats(records_of([kept]), per_sample=True)
 
 
 def test_a_field_that_is_given_twice_is_one_column() -> None:
@@ -184,12 +183,12 @@ def test_a_field_that_is_given_twice_is_one_column() -> None:
 
 
 def test_figures_are_chosen_by_name() -> None:
-    table = stats(stored(filled("bfloat16", (4, 5), filling="normal")), figures=["p99.5", "std", "p99.5"])
+    table = stats(stored(filled("bfloat16", (4, 5), filling="normal")), metric=["p99.5", "std", "p99.5"])
     assert [column.name for column in table.columns][-3:] == ["p99.5", "std", "percentiles"]
     assert not any(column.is_detail for column in table.columns[-3:-1])
     for name, hint in (("skewnes", "use skewness"), ("p101", "use p0.1 or p1"), ("", "use one of elements")):
-        with pytest.raises(UsageError, match=f"no figure '{name}': {hint}"):
-            metric(name)
+        with pytest.raises(UsageError, match=f"no metric '{name}': {hint}"):
+            parse_metric(name)
     with pytest.raises(UnknownFieldError, match="layr"):
         stats(stored(np.zeros(1)), by=["layr"])
 
@@ -201,7 +200,7 @@ def layered(make: Callable[[int], Array], *, num_layers: int = 3, **fields: Any)
 def test_each_layer_beside_the_next() -> None:
     arrays = [filled("bfloat16", (30, 40), filling="normal", seed=seed) for seed in range(3)]
     scaled = [(array.astype(np.float32) * 4**layer + layer).astype(np.float16) for layer, array in enumerate(arrays)]
-    table = neighbours(records_of(layered(lambda layer: scaled[layer], compute_dtype="float16")))
+    table = stats(records_of(layered(lambda layer: scaled[layer], compute_dtype="float16")), neighbours=True)
     assert [(row["layer_idx"], row["next.layer_idx"]) for row in table.records()] == [(0, 1), (1, 2)]
     for row, here, there in zip(table.records(), scaled, scaled[1:], strict=False):
         x, y = here.astype(np.float64).reshape(-1), there.astype(np.float64).reshape(-1)
@@ -227,7 +226,7 @@ def test_neighbours_are_found_across_pipeline_stages_and_beside_experts() -> Non
         ]
         + [tensor(-1, 0, "head"), tensor(7, 0, "other.7")]
     )
-    rows = neighbours(records).records()
+    rows = stats(records, neighbours=True).records()
     assert [(row["rank"], row["module"], row["next.layer_idx"], row["ratio.absmax"]) for row in rows] == [
         (rank, f"stage.0.experts.{expert}", 2, 4.0) for rank in (0, 1) for expert in (4, 5)
     ]
@@ -239,7 +238,7 @@ def test_neighbours_of_groups() -> None:
         *layered(lambda layer: np.full(4, layer + 1.0), tensor_name="input"),
         *layered(lambda layer: np.full(4, 3.0**layer), tensor_name="output"),
     ]
-    rows = neighbours(records_of(tensors), by=["layer_idx", "tensor_name"]).records()
+    rows = stats(records_of(tensors), by=["layer_idx", "tensor_name"], neighbours=True).records()
     assert [(row["tensor_name"], row["layer_idx"], row["ratio.absmax"]) for row in rows] == [
         ("input", 0, 2.0),
         ("input", 1, 1.5),
@@ -247,7 +246,7 @@ def test_neighbours_of_groups() -> None:
         ("output", 1, 3.0),
     ]
     with pytest.raises(NoRecordsError, match="no record has a neighbour"):
-        neighbours(stored(np.ones(3)))
+        stats(stored(np.ones(3)), neighbours=True)
 
 
 def sampled(array: Array, *, ids: list[int | str] | None = None, **fields: Any) -> Tensor:
@@ -259,7 +258,7 @@ def sampled(array: Array, *, ids: list[int | str] | None = None, **fields: Any) 
 def test_each_sample_of_each_record(dtype: str) -> None:
     array = filled(dtype, (6, 5, 30), filling="special")
     records = records_of([sampled(array, ids=[7, "b", 1, 2, 3, 4]), describe_tensor(array, tensor_name="weight")])
-    table = sample_stats(records)
+    table = stats(records, per_sample=True)
     assert table.column("sample") == ["7", "b", "1", "2", "3", "4"]
     assert table.column("sample_index") == list(range(6))
     assert table.notes[0].startswith("1 records left out")
@@ -279,28 +278,28 @@ def test_each_sample_over_all_records() -> None:
             sampled(nothing, ids=["x", "y", 1], layer_idx=2),
         ]
     )
-    rows = sample_stats(records, by=["sample"], figures=SAMPLE_NAMES).records()
+    rows = stats(records, by=["sample"], metric=SAMPLE_NAMES, per_sample=True).records()
     assert [(row["sample"], row["records"]) for row in rows] == [("1", 3), ("x", 3), ("y", 3)]
     for row, parts in zip(rows, ((1, 2), (0, 1), (2, 0)), strict=True):
         together = np.concatenate([first[parts[0]], second[parts[1]], nothing[0]])
         for name, value in expected(together).items():
             if name in SAMPLE_NAMES:
                 assert row[name] == pytest.approx(value, rel=1e-9), name
-    by_layer = sample_stats(records, by=["layer_idx"])
+    by_layer = stats(records, by=["layer_idx"], per_sample=True)
     assert [column.name for column in by_layer.columns][:3] == ["layer_idx", "sample", "records"]
     assert len(by_layer.rows) == 9
 
 
 def test_samples_without_ids_say_what_an_index_means() -> None:
     records = records_of([sampled(np.ones((2, 3)), rank=rank) for rank in (0, 1)])
-    table = sample_stats(records, by=["sample", "rank"])
+    table = stats(records, by=["sample", "rank"], per_sample=True)
     assert table.column("rank") == [0, 0, 1, 1]
     assert table.column("sample") == ["0", "1"] * 2
     (note,) = table.notes
     assert note.startswith("samples have no ids")
     assert note.endswith("to keep them apart add --by iteration,microbatch")
-    with pytest.raises(UsageError, match="figure 'p50' is not known of samples"):
-        sample_stats(records, figures=["p50"])
+    with pytest.raises(UsageError, match="metric 'p50' is not known of samples"):
+        stats(records, metric=["p50"], per_sample=True)
 
 
 @pytest.fixture(scope="module")
@@ -317,10 +316,10 @@ def test_the_command_asks_each_question(run: Records) -> None:
     for options, question in (
         ("", stats(run)),
         ("--by layer-idx", stats(run, by=["layer_idx"])),
-        ("--figure std,p99.5", stats(run, figures=["std", "p99.5"])),
-        ("--neighbours", neighbours(run)),
-        ("--per-sample", sample_stats(run)),
-        ("--by sample", sample_stats(run, by=["sample"])),
+        ("--metric std,p99.5", stats(run, metric=["std", "p99.5"])),
+        ("--neighbours", stats(run, neighbours=True)),
+        ("--per-sample", stats(run, per_sample=True)),
+        ("--by sample", stats(run, by=["sample"], per_sample=True)),
     ):
         result = ask(run, f"stats {{run}} {options} --json")
         assert result.exit_code == 0, result.output
@@ -330,11 +329,11 @@ def test_the_command_asks_each_question(run: Records) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--figure stdd", "no figure 'stdd': use std"),
+        ("--metric stdd", "no metric 'stdd': use std"),
         ("--neighbours --per-sample", "--neighbours and --per-sample exclude each other"),
-        ("--neighbours --figure std", "--neighbours has figures of its own"),
+        ("--neighbours --metric std", "--neighbours has figures of its own"),
         ("--by layr", "records have no field 'layr'"),
-        ("--by sample --figure kurtosis", "figure 'kurtosis' is not known of samples"),
+        ("--by sample --metric kurtosis", "figure 'kurtosis' is not known of samples"),
     ],
 )
 def test_the_command_names_the_way_out(run: Records, options: str, message: str) -> None:

@@ -116,7 +116,7 @@ def test_what_is_not_there(run: Run, tmp_path: Path) -> None:
         steps(run.select(), sample=6)
     with pytest.raises(NoRecordsError, match="no record has sample first"):
         steps(run.select(), sample="first")
-    with pytest.raises(UsageError, match="figure 'p99' is not known of samples"):
+    with pytest.raises(UsageError, match="metric 'p99' is not known of samples"):
         steps(run.select(), sample=0, figures=["p99"])
     weights = store(tmp_path, [describe_tensor(np.ones((2, 2), dtype=np.float32))]).select()
     with pytest.raises(NoRecordsError, match="no dimension of samples is known"):
@@ -128,4 +128,4 @@ def test_the_command(run: Run) -> None:
     answer = CliRunner().invoke(cli, [*arguments, "--json"])
     assert answer.exit_code == 0, answer.output
     assert [row["step"] for row in json.loads(answer.stdout)["rows"]] == list(range(8))
-    assert CliRunner().invoke(cli, [*arguments, "--figure", "stdd"]).exit_code == 2
+    assert CliRunner().invoke(cli, [*arguments, "--metric", "stdd"]).exit_code == 2

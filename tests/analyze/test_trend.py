@@ -13,7 +13,8 @@ from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.questions.trend import Trend, trend
+from ranktape.analyze.questions.trend import trend
+from ranktape.analyze.table import Table
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.storage import Run
 from tests.analyze.runs import describe_tensor, store
@@ -54,7 +55,7 @@ def together(iteration: int, layer: int) -> np.ndarray[Any, Any]:
 
 
 def test_the_course_of_a_group(run: Run) -> None:
-    rows = trend(run.select(), figures=["absmax", "mean"], by=["layer_idx"], engine=UNCACHED).course.records()
+    rows = trend(run.select(), metric=["absmax", "mean"], by=["layer_idx"], engine=UNCACHED).records()
     assert [(row["layer_idx"], row["iteration"], row["records"]) for row in rows] == [
         (layer, iteration, 4) for layer in (0, 1) for iteration in ITERATIONS
     ]
@@ -69,7 +70,7 @@ def test_the_course_of_a_group(run: Run) -> None:
 
 
 def test_the_summary_of_a_group(run: Run) -> None:
-    still, moving = trend(run.select(), figures=["absmax"], by=["layer_idx"], engine=UNCACHED).summary.records()
+    still, moving = trend(run.select(), metric=["absmax"], by=["layer_idx"], engine=UNCACHED, summary=True).records()
     assert (still["slope"], still["jump"], still["kendall_z"], still["last_over_first"]) == (0, 0, 0, 1)
     ends = [np.abs(together(iteration, 1)).max() for iteration in ITERATIONS]
     assert moving["slope"] == pytest.approx(scipy.stats.theilslopes(ends, ITERATIONS)[0])
@@ -79,44 +80,45 @@ def test_the_summary_of_a_group(run: Run) -> None:
 
 
 def test_without_groups_each_place_is_one(run: Run) -> None:
-    found = trend(run.select(), engine=UNCACHED)
-    assert len(found.course.rows) == 2 * len(ITERATIONS)
-    assert [row["module"] for row in found.summary.records()] == ["layers.0.linear", "layers.1.linear"]
-    apart = trend(run.select(), by=["rank", "microbatch"], engine=UNCACHED).course
+    assert len(trend(run.select(), engine=UNCACHED).rows) == 2 * len(ITERATIONS)
+    ends = trend(run.select(), summary=True, engine=UNCACHED)
+    assert [row["module"] for row in ends.records()] == ["layers.0.linear", "layers.1.linear"]
+    apart = trend(run.select(), by=["rank", "microbatch"], engine=UNCACHED)
     assert set(apart.column("records")) == {2}
 
 
-def nothing_of(folder: Path, *arrays: np.ndarray[Any, Any]) -> Trend:
+def nothing_of(folder: Path, *arrays: np.ndarray[Any, Any], summary: bool = False) -> Table:
     """The trend of tensors that follow each other."""
     tensors = [describe_tensor(array, iteration=place) for place, array in enumerate(arrays)]
-    return trend(store(folder, tensors).select(), figures=["absmax", "overflow.nan.ratio"], engine=UNCACHED)
+    names = ["absmax", "overflow.nan.ratio"]
+    return trend(store(folder, tensors).select(), metric=names, summary=summary, engine=UNCACHED)
 
 
 def test_what_has_no_figure(tmp_path: Path) -> None:
     empty, spoiled, zero = (np.full(shape, value, dtype=np.float32) for shape, value in ((0, 0), (4, np.nan), (4, 0)))
-    rows = nothing_of(tmp_path / "many", empty, spoiled, zero, zero + 1).course.records()
+    rows = nothing_of(tmp_path / "many", empty, spoiled, zero, zero + 1).records()
     assert [row["absmax"] for row in rows] == [None, None, 0, 1]
     assert [row["absmax.octaves"] for row in rows] == [None] * 4
     assert [row["overflow.nan.ratio"] for row in rows] == [0, 1, 0, 0]
-    ends = nothing_of(tmp_path / "nan", spoiled, spoiled).summary.records()
+    ends = nothing_of(tmp_path / "nan", spoiled, spoiled, summary=True).records()
     assert [ends[0][name] for name in ("first", "last", "slope", "jump")] == [None] * 4
-    assert nothing_of(tmp_path / "one", zero + 1).summary.records()[0]["slope"] is None
+    assert nothing_of(tmp_path / "one", zero + 1, summary=True).records()[0]["slope"] is None
 
 
 def test_what_is_not_allowed(run: Run) -> None:
     with pytest.raises(UsageError, match="by 'iteration' is not allowed"):
         trend(run.select(), by=["iteration"])
-    with pytest.raises(UsageError, match="no figure 'absmx'"):
-        trend(run.select(), figures=["absmx"])
-    with pytest.raises(UsageError, match="needs a figure"):
-        trend(run.select(), figures=[])
+    with pytest.raises(UsageError, match="no metric 'absmx'"):
+        trend(run.select(), metric=["absmx"])
+    with pytest.raises(UsageError, match="needs a metric"):
+        trend(run.select(), metric=[])
     with pytest.raises(UnknownFieldError, match="lyer"):
         trend(run.select(), by=["lyer"])
 
 
 def test_the_command(run: Run) -> None:
     url = str(run.url).removeprefix("file://")
-    answer = CliRunner().invoke(cli, ["trend", url, "--figure", "std,absmax", "--by", "layer-idx", "--json"])
+    answer = CliRunner().invoke(cli, ["trend", url, "--metric", "std,absmax", "--by", "layer-idx", "--json"])
     assert answer.exit_code == 0, answer.output
     assert len(json.loads(answer.stdout)["rows"]) == 8
     summary = CliRunner().invoke(cli, ["trend", url, "--summary", "--csv"])

@@ -13,7 +13,7 @@ import pytest
 from ranktape.analyze.legacy.export import export_records
 from ranktape.analyze.legacy.open import open_source
 from ranktape.analyze.numerics.histograms.moments import statistics_of
-from ranktape.analyze.questions.ls import listing
+from ranktape.analyze.questions.ls import ls
 from ranktape.analyze.questions.overflow import overflow
 from ranktape.errors import DataError, RunFormatError, UsageError
 from ranktape.storage import Records, open_run
@@ -102,7 +102,7 @@ def test_values_are_refused_with_what_to_use(url: str, tmp_path: Path) -> None:
 
 
 def test_what_the_catalogue_answers_is_answered(url: str) -> None:
-    assert len(listing(open_run(url).select()).rows) == len(SHAPES) + 1
+    assert len(ls(open_run(url).select()).rows) == len(SHAPES) + 1
     assert [row[0] for row in overflow(open_run(url).select(), by=["keep"]).rows] == ["statistics", "values"]
 
 
@@ -149,7 +149,7 @@ def test_the_mode_of_a_pass_is_a_field_like_others(tmp_path: Path) -> None:
         stacked = given.stack()
         assert stacked.dims[0] == "mode"
         assert stacked.sel(mode="eval").values.tolist() == arrays["eval"].tolist()
-        table = listing(given)
+        table = ls(given)
         place = [column.name for column in table.columns].index("mode")
         assert [row[place] for row in table.rows] == ["train", "eval"]
 

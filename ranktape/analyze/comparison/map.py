@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ranktape.analyze.options import Output
     from ranktape.storage import Record
 
 MAX_BINS = 256
@@ -78,6 +79,17 @@ class DifferenceMap:
                 )
             ),
         )
+
+    def write(self, output: Output) -> None:
+        """Write the table where and how it was asked for; into a file of the name `.npz` the arrays.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
+        if output.output is not None and output.output.suffix.lower() == ".npz":
+            self.save(output.output)
+        else:
+            output.write(self.to_table())
 
     def save(self, path: Path) -> None:
         """Write the arrays as one `.npz` file: `values`, `token_edges` and `channel_edges`.

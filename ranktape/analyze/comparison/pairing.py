@@ -194,13 +194,13 @@ class Pairing:
         return renamed
 
 
-def parse_pairs(texts: Sequence[str]) -> tuple[PairedField, ...]:
+def parse_pairs(texts: str | Sequence[str]) -> tuple[PairedField, ...]:
     """The pairs that texts such as `quant_type=hifp8:mxfp8` name.
 
     Raises:
         UsageError: one of them is none, or two name one field.
     """
-    parsed = tuple(map(_parse_pair, texts))
+    parsed = tuple(map(_parse_pair, [texts] if isinstance(texts, str) else texts))
     names = [paired.field for paired in parsed]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"{twice} is paired twice: give each field once")

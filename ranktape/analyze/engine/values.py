@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class View(enum.StrEnum):
-    """How the values of a record are looked at: the choices of `--as`."""
+    """How the values of a record are looked at: the choices of `--view`."""
 
     COMPUTE = "compute"
     """Rounded to `compute_dtype` first, where that cannot hold every value of `dtype`."""
@@ -114,7 +114,7 @@ def read_histogram(record: Record, *, view: View) -> Histogram:
     if wanted == record.dtype:
         raise UsageError(
             f"of {record!r} the histogram of its values in {counted} was kept, and no value as it was seen: "
-            f"leave out --as seen, or leave such records out with --where \"keep == 'values'\""
+            f"leave out --view seen, or leave such records out with --where \"keep == 'values'\""
         )
     with np.errstate(over="ignore", invalid="ignore"):
         rounded = pattern_values(dtype).astype(dtype).astype(numpy_dtype(wanted))
@@ -139,7 +139,7 @@ def read_block_histogram(record: Record, *, axis: str = "features", view: View) 
     if wanted != counted:
         raise UsageError(
             f"of {record!r} blocks of values in {counted} were counted, and nothing is known of them in {wanted}: "
-            f"give --as {View.SEEN if counted == record.dtype else View.COMPUTE}"
+            f"give --view {View.SEEN if counted == record.dtype else View.COMPUTE}"
         )
     dtype = dtype_row(counted).numpy_dtype
     if dtype.itemsize != _HALF_NBYTES:

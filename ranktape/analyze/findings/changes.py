@@ -28,7 +28,7 @@ from ranktape.analyze.findings.thresholds import (
     ROBUST_Z,
     TREND_OCTAVES,
 )
-from ranktape.analyze.questions.overflow import largest_value
+from ranktape.analyze.metrics.target import largest_value
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -18,7 +18,7 @@ from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.findings.peers import codes_of, medians_of, octaves, sizes_of
 from ranktape.analyze.identity import IDENTITY
 from ranktape.analyze.layer_stacks import stacks_of
-from ranktape.analyze.metrics.metric import metric
+from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.metrics.target import parse_targets
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.quantization.schemes import Scaling
@@ -154,7 +154,7 @@ def survey(
             looked at as they were seen.
     """
     chosen = view or View.COMPUTE
-    wanted = [metric(name) for name in dict.fromkeys((*FIGURES, *figures))]
+    wanted = [parse_metric(name) for name in dict.fromkeys((*FIGURES, *figures))]
     fields = {name: records.column(name) for name in FIELDS}
     pairs = zip(fields["dtype"].tolist(), fields["compute_dtype"].tolist(), strict=True)
     dtypes = np.array([viewed_dtype(dtype=one, compute_dtype=two, view=chosen) for one, two in pairs], dtype=object)

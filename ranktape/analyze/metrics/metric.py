@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ class Metric:
         return Column(name=self.name, kind=self.kind, head=self.head, is_detail=is_detail)
 
 
-def metric(name: str) -> Metric:
+def parse_metric(name: str) -> Metric:
     """The figure of that name; besides those of `METRICS` any percentile has one: `p99.5`.
 
     Raises:
@@ -50,7 +50,7 @@ def metric(name: str) -> Metric:
         return _percentile(float(percent[1]))
     nearest = difflib.get_close_matches(name, METRICS, n=3) or [one for one in METRICS if name and name in one]
     hint = f"use {' or '.join(nearest)}" if nearest else f"use one of {', '.join(METRICS)}, or any percentile as p99.5"
-    raise UsageError(f"no figure {name!r}: {hint}")
+    raise UsageError(f"no metric {name!r}: {hint}")
 
 
 def is_percentile(name: str) -> bool:
@@ -142,3 +142,26 @@ _ALL = (
 METRICS = {one.name: one for one in _ALL}
 """Every figure by its name. Those of `Statistics` are of finite values; those named `overflow` are of all numbers,
 against the limits of the dtype."""
+
+SHOWN = (
+    "elements",
+    "mean",
+    "std",
+    "minimum",
+    "p1",
+    "p50",
+    "p99",
+    "maximum",
+    "skewness",
+    "kurtosis",
+    "overflow.underflow.ratio",
+    "overflow.nan.ratio",
+    "overflow.inf.ratio",
+    "overflow.zero.ratio",
+)
+"""The figures that text shows, unless others are asked for."""
+
+
+def figure_columns(figures: Sequence[Metric], *, are_named: bool) -> tuple[Column, ...]:
+    """The columns of figures: all in sight if the user named them, else those that text has room for."""
+    return tuple(one.column(is_detail=not are_named and one.name not in SHOWN) for one in figures)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
+from ranktape.analyze.identity import words
 from ranktape.analyze.numerics.formats import Coding
 from ranktape.analyze.numerics.histograms.histogram import Limits
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES, Scaling, parse_scheme
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
 from ranktape.analyze.numerics.sweeps.scaling import largest_alignment
+from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
+from ranktape.storage.format.dtypes import dtype_row
 
 if TYPE_CHECKING:
     from ranktape.analyze.numerics.formats import Format
@@ -73,8 +75,8 @@ def parse_targets(
     Raises:
         UsageError: a name is not known; a scaling has no format, or a format none of the scalings.
     """
-    kinds = [_parse_scaling(name) for name in _words(scalings)]
-    names = _words(formats)
+    kinds = [_parse_scaling(name) for name in words(scalings)]
+    names = words(formats)
     if not names:
         if kinds:
             raise UsageError(f"--scaling {kinds[0]} needs a format to scale for: give --format, such as fp8_e4m3")
@@ -114,6 +116,31 @@ def one_target(name: str | None, scaling: str | None = None) -> Target | None:
     return found[0] if found else None
 
 
+def largest_value(dtype: str) -> float:
+    """The largest finite value of an element type; of a complex one, that of its parts."""
+    row = dtype_row(dtype)
+    if row.is_floating or row.is_complex:
+        return float(ml_dtypes.finfo(row.numpy_dtype).max)  # type: ignore[no-untyped-call]
+    return 1.0 if dtype == "bool" else float(np.iinfo(row.numpy_dtype).max)
+
+
+def limit_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
+    """The columns that say whose limits count."""
+    scaling = (Column(name="scaling", kind=Kind.TEXT, is_key=True),) if targets else ()
+    return (
+        Column(name="limits_of", kind=Kind.TEXT, head="limits of", is_key=True),
+        Column(name="largest_value", kind=Kind.FLOAT, head="largest value", is_detail=True),
+        *scaling,
+    )
+
+
+def limit_cells(names: Sequence[str], *, target: Target | None) -> tuple[Any, ...]:
+    """What those columns hold: the name of the limits, the largest value if all have the same, and the scaling."""
+    largest = {target.element.maximum} if target is not None else {largest_value(name) for name in names}
+    cells = " ".join(names), largest.pop() if len(largest) == 1 else None
+    return cells if target is None else (*cells, target.scaling.value)
+
+
 def tells_apart(limits: Limits) -> bool:
     """Whether the rounded values of a digest lie on the same sides of the limits as the values themselves.
 
@@ -133,12 +160,6 @@ def _is_held(value: float) -> bool:
 def _scaled(end: float, exponent: int) -> float:
     with np.errstate(over="ignore", under="ignore"):
         return float(np.ldexp(end, exponent))
-
-
-def _words(texts: str | Sequence[str] | None) -> list[str]:
-    several = [] if texts is None else [texts] if isinstance(texts, str) else list(texts)
-    words = itertools.chain.from_iterable(text.split(",") for text in several)
-    return list(dict.fromkeys(word.strip() for word in words))
 
 
 def _parse_scaling(name: str) -> Scaling:

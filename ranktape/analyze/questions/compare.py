@@ -1,4 +1,4 @@
-"""How far apart are two runs, or two kinds of tensors of one run, and where do they begin to differ?"""
+"""Gives how far apart two runs are, or two kinds of tensors of one run, and where they begin to differ."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.comparison.divergence import DEFAULT_MARGIN, ComparedPair, Judge, execution_order
+from ranktape.analyze.comparison.divergence import ComparedPair, Judge, execution_order
 from ranktape.analyze.comparison.figures import judged_figure
-from ranktape.analyze.comparison.map import MAX_BINS, DifferenceMap, difference_map
+from ranktape.analyze.comparison.map import DifferenceMap, difference_map
 from ranktape.analyze.comparison.matching import match, places, rows_by_place
 from ranktape.analyze.comparison.pairing import Pairing, parse_pairs
 from ranktape.analyze.comparison.spreads import distances_of
@@ -27,49 +27,47 @@ if TYPE_CHECKING:
     from ranktape.analyze.comparison.matching import Matching
     from ranktape.storage import Records
 
-DEFAULT_FIGURE = "relative_norm"
-"""What a divergence is judged by."""
-
 
 def compare(
-    a: Records,
-    b: Records | None = None,
+    records: Records,
+    other: Records | None = None,
     *,
-    pair: Sequence[str] = (),
+    pair: str | Sequence[str] = (),
     neighbours: bool = False,
     noise: Records | None = None,
-    figure: str = DEFAULT_FIGURE,
+    metric: str = "relative_norm",
     tolerance: float = 0.0,
-    margin: float = DEFAULT_MARGIN,
+    margin: float = 3.0,
     allow_unmatched: bool = False,
-    with_distances: bool = True,
+    distances: bool = True,
     in_order: bool = False,
     view: View | None = None,
     by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Table:
-    """One row for each pair of tensors, the worst first; with `by` one row for each group of pairs.
+    """Compare a run with another one, or tensors of one run with each other.
+
+    The first line names the first tensor that differs, in the order of execution; the rows follow, the worst first.
+    The run that is named first is the reference. Filters hold for both sides. Tensors belong together that agree in
+    every field of their identity but those of `pair`; where ranks hold other parts of them, they are put together
+    first. What has no counterpart is an error unless `allow_unmatched` is given, or two kinds of layers are compared.
 
     Pairs whose values are both there and of one shape are compared element by element, the others by their
-    distributions alone. NaN and infinities: see `Differences`; a pair in which only one of the two has one at some
-    place diverges whatever is tolerated. Tensors without elements do not differ.
+    distributions alone. A pair in which only one of the two has a NaN or an infinity at some place diverges whatever is
+    tolerated. Tensors without elements do not differ.
 
     Args:
-        a: The first side, the reference.
-        b: The second side; None where both are of one run.
-        pair: Fields in which the sides differ, and how: `quant_type=hifp8:mxfp8`. See `comparison.pairing`.
-        neighbours: Whether each layer of one run is compared with the next.
-        noise: A second run that should equal the first side's: what differs between these two is the noise floor.
-        figure: What a divergence is judged by, one of `comparison.figures.JUDGED`.
-        tolerance: How large the figure may be.
-        margin: How many times the noise floor it may be.
-        allow_unmatched: Whether records without a counterpart are left out, and counted in a note.
-        with_distances: Whether the distributions are compared, too; values are read a second time for them, unless
-            they were counted before.
-        in_order: Whether the rows are in the order of execution.
-        view: Which numbers are compared; None for those that were captured.
-        by: Fields of the first side by which pairs are grouped.
-        engine: Where the work is done.
+        pair (FIELD=LEFT:RIGHT): In which field the sides differ: quant_type=hifp8:mxfp8, operation=forward:backward,
+            phase=pre:post, rank=0:1, iteration=20:40; repeatable.
+        neighbours: Compare each layer with the next.
+        noise (RUN): A second equal run: what differs between it and the first is the noise floor.
+        metric (NAME): What a divergence is judged by: relative_norm, max_abs, mean_abs, max_rel, mean_rel, ulp_max,
+            differing.ratio.
+        tolerance (X): How large the metric may be.
+        margin (X): How many times the noise floor it may be.
+        allow_unmatched: Leave out, and count, records without a counterpart.
+        distances: Compare distributions, too, for which values are read a second time unless they are counted already.
+        in_order: Rows in the order of execution instead of the worst first.
 
     Raises:
         DataError: bytes or parts of a tensor are missing, or damaged.
@@ -80,16 +78,16 @@ def compare(
     """
     pairing = Pairing(fields=parse_pairs(pair), neighbours=neighbours)
     judge = Judge(
-        figure=judged_figure(figure),
+        figure=judged_figure(metric),
         tolerance=_not_negative(tolerance, "tolerance"),
         margin=_not_negative(margin, "margin"),
         has_noise=noise is not None,
         is_same_tensor=pairing.is_same_tensor,
     )
-    matching = _match(a, b, pairing, allow_unmatched=allow_unmatched)
+    matching = _match(records, other, pairing, allow_unmatched=allow_unmatched)
     fields = with_stacks(by, matching.a)
     keys = [matching.a.column(field).tolist() for field in fields]
-    pairs = _compared(matching, noise, judge, view=view, with_distances=with_distances, engine=engine or Engine())
+    pairs = _compared(matching, noise, judge, view=view, with_distances=distances, engine=engine or Engine())
     table = PairTable(matching, figure=judge.figure, has_noise=judge.has_noise)
     ordered = sorted(pairs, key=lambda one: one.order) if in_order else table.worst_first(pairs)
     title, notes = _title(pairs, table, is_same_tensor=pairing.is_same_tensor), tuple(_notes(matching, pairs, judge))
@@ -105,16 +103,25 @@ def compare(
 
 
 def compare_map(
-    a: Records,
-    b: Records | None = None,
+    records: Records,
+    other: Records | None = None,
     *,
-    pair: Sequence[str] = (),
+    pair: str | Sequence[str] = (),
     neighbours: bool = False,
     allow_unmatched: bool = False,
-    max_bins: int = MAX_BINS,
+    max_bins: int = 256,
     view: View | None = None,
 ) -> DifferenceMap:
-    """Where the two tensors of the one pair that is left differ: see `difference_map`.
+    """Show where the two tensors of a single pair differ, by token and channel; --output FILE.npz saves arrays.
+
+    Sides and pairs are those of compare; filters leave one pair.
+
+    Args:
+        pair (FIELD=LEFT:RIGHT): In which field the sides differ: quant_type=hifp8:mxfp8, operation=forward:backward,
+            phase=pre:post, rank=0:1, iteration=20:40; repeatable.
+        neighbours: Compare a layer with the next.
+        allow_unmatched: Leave out records without a counterpart.
+        max_bins (N): Bins of tokens, and of channels, at most.
 
     Raises:
         DataError: bytes or parts of a tensor are missing, or damaged.
@@ -122,7 +129,12 @@ def compare_map(
         StorageError: a store cannot be read.
         UsageError: as `compare`; there are several pairs; shapes differ, or values were not kept.
     """
-    matching = _match(a, b, Pairing(fields=parse_pairs(pair), neighbours=neighbours), allow_unmatched=allow_unmatched)
+    matching = _match(
+        records,
+        other,
+        Pairing(fields=parse_pairs(pair), neighbours=neighbours),
+        allow_unmatched=allow_unmatched,
+    )
     if len(matching.pairs) > 1:
         named = matching.name_pairs()
         raise UsageError(f"a map is of one pair, and there are {len(matching.pairs)}: {named}; leave one with filters")

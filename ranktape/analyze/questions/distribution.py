@@ -1,4 +1,4 @@
-"""How are the values of a selection distributed, or those of each group of it?
+"""Gives how the values of a selection are distributed, or those of each group of it.
 
 In bins of equal width, of values as they are or normalised to [0, 1]; in octaves; beside the normal distribution; and
 by exponent, beside what each format can hold. Every number comes from the digests: one reading of each record, and
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import group_columns, group_row
+from ranktape.analyze.identity import group_columns, group_row, words
 from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.numerics.distributions.occupancy import NARROW_FORMATS
 from ranktape.analyze.numerics.formats import Coding, parse_format
@@ -35,29 +35,41 @@ MAX_BINS = 1 << 16
 MAX_PER_OCTAVE = 256
 """Bins that an octave may have: twice as many as bfloat16 has values there."""
 
+_OWNERS = {
+    "bins": (Look.LINEAR, Look.NORMALISED),
+    "per_octave": (Look.LOG2,),
+    "points": (Look.QQ,),
+    "format": (Look.EXPONENTS, Look.FORMATS),
+}
+"""The kinds that each argument is for."""
+
 
 def distribution(
     records: Records,
     *,
-    kind: Look | str = Look.LINEAR,
-    by: Sequence[str] = (),
-    bins: int = 64,
-    per_octave: int = 1,
-    points: int = 101,
-    formats: Sequence[str] = NARROW_FORMATS,
+    kind: Literal["linear", "normalised", "log2", "exponents", "formats", "normal", "qq"] | Look = "linear",
+    bins: int | None = None,
+    per_octave: int | None = None,
+    points: int | None = None,
+    format: str | Sequence[str] = (),  # noqa: A002 - the option's name
     view: View | None = None,
+    by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Table:
-    """How the values of all records together are distributed, or with `by` those of each group: rows are bins.
+    """Show how the values of a selection are distributed, or with `by` those of each group: rows are bins.
 
     NaN and infinities are in no bin, and a note counts them; zeros are in none of octaves. A group without finite
-    values has no rows but for `formats` and `normal`. Of complex values the larger part of each is meant. Records of
-    which statistics alone were kept have no values, and are left out; a note counts them. Of many values of more than
-    16 bits the part below any number is known to 2^-10; their octaves are exact.
+    values has no rows but for the kinds formats and normal. Of complex values the larger part of each is meant. Records
+    of which statistics alone were kept have no values, and are left out; a note counts them. Of many values of more
+    than 16 bits the part below any number is known to 2^-10; their octaves are exact.
 
-    `bins` is how many there are at most, `per_octave` how many in each octave, `points` how many quantiles `qq` has,
-    `formats` the formats of `exponents` and `formats`. Values are rounded to what the operation computed in, unless
-    `view` says otherwise.
+    Args:
+        kind: Bins of values, of values normalised to [0, 1], of octaves; powers of two; what formats hold; distance
+            from a normal distribution; quantiles beside its.
+        bins (N): Bins of equal width; 64 by default.
+        per_octave (N): Bins in each octave; 1 by default.
+        points (N): Quantiles; 101 by default.
+        format (NAME): Only these formats: fp8_e4m3, hif8, ...; repeatable.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
@@ -67,11 +79,16 @@ def distribution(
         UsageError: there is no such kind or format, or a number is out of its range.
     """
     look = _checked_kind(kind)
+    names = words(format)
+    for name, value in {"bins": bins, "per_octave": per_octave, "points": points, "format": names or None}.items():
+        if value is not None and look not in _OWNERS[name]:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} says nothing about --kind {look}: it is for {' and '.join(_OWNERS[name])}")
     options = LookOptions(
-        bins=_checked("bins", bins, most=MAX_BINS),
-        per_octave=_checked("per_octave", per_octave, most=MAX_PER_OCTAVE),
-        points=_checked("points", points, most=MAX_BINS),
-        formats=tuple(_holder(name) for name in dict.fromkeys(formats)),
+        bins=_checked("bins", 64 if bins is None else bins, most=MAX_BINS),
+        per_octave=_checked("per_octave", 1 if per_octave is None else per_octave, most=MAX_PER_OCTAVE),
+        points=_checked("points", 101 if points is None else points, most=MAX_BINS),
+        formats=tuple(map(_holder, names or NARROW_FORMATS)),
     )
     answer, seen = ANSWERS[look], view or View.COMPUTE
     known = records.select(keep=[Keep.VALUES.value, Keep.HISTOGRAM.value])
@@ -90,6 +107,7 @@ def distribution(
         columns=(*_head_columns(fields), *answer.columns),
         rows=tuple(row for rows in tables for row in rows),
         notes=_notes(said, num_without=len(records) - len(known)),
+        is_whole=True,
     )
 
 

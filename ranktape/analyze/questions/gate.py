@@ -1,4 +1,4 @@
-"""Does a run hold to its rules?"""
+"""Gives whether a run holds to its rules, and what offends them."""
 
 from __future__ import annotations
 
@@ -46,20 +46,29 @@ class _Asked:
 def gate(
     records: Records,
     *,
-    rules: str | Rule | Sequence[str | Rule] = (),
+    rule: str | Rule | Sequence[str | Rule] = (),
     rule_file: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    by: Sequence[str] = (),
     format: str | None = None,  # noqa: A002 - the option's name
     scaling: str | None = None,
     view: View | None = None,
+    by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> GateResult:
-    """Which rules hold: those of `rules` and of the files together, or the default ones if there are none.
+    """Check a run against rules: exit 0 if all hold, and 3 with the offenders if one does not.
 
-    A rule is a condition over figures and fields, and may say where it applies: `"std < 10 where phase == 'pre'"`.
-    `by`, `format` and `scaling` are for the rules that say nothing of them themselves. A figure that does not exist
-    (the mean of NaN alone) makes its record an offender, unless the condition holds without it, or the rule says
-    `missing: pass`. Nothing is read of what the catalogue knows.
+    A rule is a condition over metrics (those of 'stats', of 'overflow', sqnr.mxfp8 and other losses of 'sweep',
+    replicas.differing) and fields, of all records or of those that 'where' selects. A rule that selects nothing is an
+    error, and a metric that does not exist (the mean of NaN alone) fails, unless the condition holds without it, or the
+    rule says 'missing: pass'. Without `rule` and `rule_file` the default rules hold, for which nothing is read. `by`,
+    `format` and `scaling` are for the rules that say nothing of them themselves. CSV holds the offenders alone.
+
+    Args:
+        rule (RULE): What has to hold: "overflow.ratio < 1e-4 where layer_type == 'attention'"; repeatable.
+        rule_file (FILE): A YAML list of rules; repeatable.
+        format (NAME): Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16,
+            fp16. For rules about limits that name none; the captured dtype by default.
+        scaling (KIND): Scales before values meet the format, for rules that name none: none, tensor or block. Unless
+            given, block for formats with blocks, none for others.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
@@ -68,8 +77,8 @@ def gate(
         UsageError: a rule cannot be read, asks for what there is not, or an option is of no use to any.
     """
     files = [rule_file] if isinstance(rule_file, str | os.PathLike) else list(rule_file)
-    several = [rules] if isinstance(rules, str | Rule) else rules
-    given = [rule if isinstance(rule, Rule) else parse_rule(rule) for rule in several]
+    several = [rule] if isinstance(rule, str | Rule) else rule
+    given = [one if isinstance(one, Rule) else parse_rule(one) for one in several]
     for file in files:
         given += read_rule_file(Path(file))
     filled = _filled(given or default_rules(), by=by, format_name=format, scaling=scaling)
@@ -184,7 +193,7 @@ def _offenders(found: Sequence[Fault], judged: Judged) -> Iterator[Offender]:
             owners = np.unique(judged.places.owners[members])
             cells = group_row(key, num_records=0) if key else identities[owners[0]]
             yield Offender(
-                figure=fault.figure,
+                metric=fault.figure,
                 value=values[row],
                 limit=fault.limit,
                 records=int(owners.size),

@@ -1,4 +1,4 @@
-"""How much of the gradients underflows, how large are they beside their weights, and beside the forward pass?
+"""Gives how much of the gradients underflows, and their sizes beside the weights and beside the forward pass.
 
 Counts against a format are given twice: of the gradients as they are, and with one power of two as the scale of each
 tensor, the smallest with which its largest value does not exceed the largest of the format.
@@ -10,13 +10,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_columns, group_row
 from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.metrics.metric import Metric, metric
+from ranktape.analyze.metrics.metric import Metric, parse_metric
 from ranktape.analyze.metrics.target import SCALINGS, parse_targets
 from ranktape.analyze.numerics.digests.quantile_summary import push
 from ranktape.analyze.numerics.quantization.schemes import Scaling
@@ -39,31 +39,25 @@ FIGURES = ("absmax", "std", "log2_range", "overflow.underflow.ratio", "overflow.
 _PREFIX = "grad_"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gradients:
-    """What is known of the gradients of a selection."""
-
-    ranges: Table
-    """One row for each group: size, range, what is subnormal or zero, and what formats would flush."""
-    weights: Table
-    """One row for each group: the norm of the gradient of its weights beside that of the weights."""
-    passes: Table
-    """One row for each group and tensor: the forward pass beside the gradient of the same tensor."""
-
-
 def gradients(
     records: Records,
     *,
-    by: Sequence[str] = (),
-    formats: Sequence[str] = FORMATS,
+    show: Literal["ranges", "weights", "passes"] = "ranges",
+    format: str | Sequence[str] = FORMATS,  # noqa: A002 - the option's name
     view: View | None = None,
+    by: Sequence[str] = (),
     engine: Engine | None = None,
-) -> Gradients:
-    """The gradients of a selection: those are the tensors whose name begins with `grad`.
+) -> Table:
+    """Underflow and range of gradients, their norms beside the weights', and the backward pass beside the forward.
 
-    Groups are those of `by`; by default of the layer type in `ranges` and `passes`, of the module in `weights`. NaN and
-    infinities are left out of figures. A ratio to a norm of 0 is None; so is what is counted against a format where
-    statistics alone were kept. A gradient without its forward tensor has a row, with nothing beside it.
+    Gradients are the tensors whose name begins with grad. Groups are layer types by default, modules beside weights.
+    NaN and infinities are left out of metrics. A ratio to a norm of 0 is missing; so is what is counted against a
+    format where statistics alone were kept. A gradient without its forward tensor has a row, with nothing beside it.
+
+    Args:
+        show: Underflow and range; norms beside those of the weights; the forward pass beside the backward pass.
+        format (NAME): Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16,
+            fp16. Repeatable; fp16 and both fp8 by default.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
@@ -72,7 +66,7 @@ def gradients(
         UnknownFieldError: `by` names no field of a record.
         UsageError: a format is not known, or has no limits of its own.
     """
-    targets = parse_targets(formats, SCALINGS[:2])
+    targets = parse_targets(format, SCALINGS[:2])
     names = [str(name) for name in records.column("tensor_name").tolist()]
     is_gradient = [name.startswith("grad") for name in names]
     if not any(is_gradient):
@@ -91,11 +85,9 @@ def gradients(
         passes.add(position, name, digest)
         if name in _WEIGHTS:
             weights.add(position, name, digest)
-    return Gradients(
-        ranges=_ranges_table(ranges, flushed, targets),
-        weights=_weights_table(weights),
-        passes=_passes_table(passes),
-    )
+    if show == "ranges":
+        return _ranges_table(ranges, flushed, targets)
+    return _weights_table(weights) if show == "weights" else _passes_table(passes)
 
 
 _WEIGHTS = ("weight", f"{_PREFIX}weight")
@@ -168,7 +160,7 @@ def _flushed(digest: Digest, targets: Sequence[Target]) -> _Flushed | None:
 def _ranges_table(
     totals: _Totals, flushed: dict[tuple[int, str], list[_Flushed | None]], targets: Sequence[Target]
 ) -> Table:
-    shown = [metric(name) for name in (*FIGURES[:2], "norm", "smallest_nonzero", *FIGURES[2:])]
+    shown = [parse_metric(name) for name in (*FIGURES[:2], "norm", "smallest_nonzero", *FIGURES[2:])]
     rows = []
     for number, key, count in totals.groups(""):
         digest = totals.digest(number, "")
@@ -242,7 +234,7 @@ def _weights_table(totals: _Totals) -> Table:
 
 
 def _passes_table(totals: _Totals) -> Table:
-    shown = [metric(name) for name in FIGURES]
+    shown = [parse_metric(name) for name in FIGURES]
     rows = []
     for number, key in enumerate(totals.keys):
         names = totals.names(number)

@@ -1,4 +1,4 @@
-"""Which records are in a selection, and how many of each kind?"""
+"""Gives a table of the records of a selection, or of how many there are of each kind."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MAX_BRIEF = 60
 """Characters of a word about a folder that the note has."""
 
 
-def listing(records: Records, *, by: Sequence[str] = ()) -> Table:
-    """One row for each record with its size, or with `by` one for each group with the sizes added up.
+def ls(records: Records, *, by: Sequence[str] = ()) -> Table:
+    """List the records of a run, or count them by the values of fields. Sizes are before compression.
 
     The catalogue answers; no value is read.
 

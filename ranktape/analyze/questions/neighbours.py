@@ -1,4 +1,4 @@
-"""How does each layer differ from the next one, at the same site?"""
+"""Gives how each layer differs from the next one, at the same site."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ _NUMBERS = (
 )
 
 
-def neighbours(
-    records: Records, *, by: Sequence[str] = (), view: View | None = None, engine: Engine | None = None
-) -> Table:
+def beside_next(records: Records, *, by: Sequence[str], view: View, engine: Engine | None) -> Table:
     """Each record beside that of the same site in the next layer; with `by`, each group of one layer beside the next.
 
     Ratios are the next layer's figure over this one's; the shift of the mean is in standard deviations of this one;
@@ -71,20 +69,19 @@ def neighbours(
         StorageError: the store cannot be read.
         UnknownFieldError: `by` names no field of a record.
     """
-    look = view or View.COMPUTE
     if by:
         fields = with_stacks([*dict.fromkeys(field for field in by if field != "layer_idx"), "layer_idx"], records)
         groups = group_records(records, by=fields)
         heads = [group_row(key, num_records=size) for key, size in zip(groups.keys, groups.sizes, strict=True)]
         layers = [key["layer_idx"] for key in groups.keys]
         pairs = _group_pairs(groups)
-        found = group_digests(records, groups, view=look, engine=engine)
+        found = group_digests(records, groups, view=view, engine=engine)
         columns = group_columns(fields)
     else:
         heads, columns = identity_rows(records), identity_columns(records)
         layers = [int(layer) for layer in records.column("layer_idx").tolist()]
         pairs = _record_pairs(records, layers)
-        found = enumerate(digests(records, view=look, engine=engine))
+        found = enumerate(digests(records, view=view, engine=engine))
     if not pairs:
         raise NoRecordsError(
             "no record has a neighbour: the selection has no site with two values of layer_idx from 0 on"

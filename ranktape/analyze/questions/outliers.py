@@ -1,4 +1,4 @@
-"""Everything that is wrong or stands out, and the ranks, layers, samples and channels that do so from their peers.
+"""Gives what is wrong, and the ranks, layers, samples and channels that stand out from their peers.
 
 A rank is compared with the other ranks at the same place and time; a layer with those around it; a sample with all
 others at its place; a channel with the others of its tensor. The thresholds and their reasons are in
@@ -18,7 +18,8 @@ from ranktape.analyze.findings.find import all_signs
 from ranktape.analyze.findings.sign import command_of, place_of, title_of, where_of
 from ranktape.analyze.findings.survey import survey
 from ranktape.analyze.findings.thresholds import ROBUST_Z
-from ranktape.analyze.metrics.metric import METRICS, is_percentile, metric
+from ranktape.analyze.identity import words
+from ranktape.analyze.metrics.metric import METRICS, is_percentile, parse_metric
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
 
@@ -51,7 +52,7 @@ _COLUMNS = (
     Column(name="sample", kind=Kind.TEXT, is_detail=True),
     Column(name="channel", kind=Kind.INTEGER, is_detail=True),
     Column(name="records", kind=Kind.INTEGER),
-    Column(name="figure", kind=Kind.TEXT),
+    Column(name="metric", kind=Kind.TEXT),
     Column(name="value", kind=Kind.FLOAT),
     Column(name="expected", kind=Kind.FLOAT, head="median of peers"),
     Column(name="deviation", kind=Kind.FLOAT, head="robust z"),
@@ -63,46 +64,46 @@ _COLUMNS = (
 def outliers(
     records: Records,
     *,
-    across: Sequence[str] = (),
-    figure_name: str | None = None,
-    threshold: float = ROBUST_Z,
+    across: str | Sequence[str] = (),
+    metric: str | None = None,
+    threshold: float = 3.5,
     view: View | None = None,
     engine: Engine | None = None,
 ) -> Table:
-    """What is wrong, as `find` says it, and which channels stand out: a row for each place, rank, sample or channel.
+    """Name the ranks, layers, samples and channels of a run that stand out from their peers.
 
-    Causes come worst first, each with what follows from it, and with the severity of the worst of them; notes say the
-    first in words, and how to go on. NaN and infinities are told whatever is compared; figures are those of finite
-    values. What has no size (zero, nothing finite) is compared with nothing. A run of one rank has no rank that
-    differs, one of two layers no layer, and of records without samples, or whose values were not kept, no sample and
-    no channel is known.
+    Each cause is followed by what follows from it: what is later in execution order, on the same ranks or in the same
+    sample. Copies that differ between ranks are told by their checksums. Causes come worst first; notes say the first
+    in words, and how to go on. NaN and infinities are told whatever is compared; metrics are those of finite values.
+    What has no size (zero, nothing finite) is compared with nothing. A run of one rank has no rank that differs, one of
+    two layers no layer, and of records without samples, or whose values were not kept, no sample and no channel is
+    known.
 
     Args:
-        records: The selection.
-        across: Any of `ACROSS`: only what stands out from these peers. All that is wrong by default.
-        figure_name: A figure that has no sign, which ranks and layers are compared by: absmax and RMS by default.
-            Samples and channels are compared by absmax, and are left out where it is another.
-        threshold: The robust z from which on something stands out; the smallest factors grow with it.
-        view: Which values are judged; rounded to what the operation computed in by default.
-        engine: Where values are read and counted.
+        across (WHAT): Only these: rank, layer, sample, channel; repeatable.
+        metric (NAME): Compare ranks and layers by this, which has no sign: std, overflow.ratio; absmax and rms by
+            default. Samples and channels are compared by absmax, and are left out where it is another.
+        threshold (Z): Robust z, (x - median) / (1.4826 MAD), from which on something stands out; the smallest factors
+            grow with it.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
-        UsageError: a choice, a figure or a threshold is not allowed.
+        UsageError: a choice, a metric or a threshold is not allowed.
     """
-    chosen = _checked_across(across)
-    if figure_name is not None:
-        _check_figure(figure_name)
+    peers = words(across)
+    chosen = _checked_across(peers)
+    if metric is not None:
+        _check_figure(metric)
     if not (math.isfinite(threshold) and threshold > 0):
         raise UsageError(f"threshold {threshold:g} is not allowed: give a positive number, such as {ROBUST_Z:g}")
-    notes = _notes(records, chosen, figure_name)
+    notes = _notes(records, chosen, metric)
     if not len(records):
         return Table(title="what stands out from its peers", columns=_COLUMNS, rows=(), notes=notes)
-    known = survey(records, view=view, engine=engine, figures=() if figure_name is None else (figure_name,))
-    figures = () if figure_name is None else (figure_name,)
-    signs = list(all_signs(known, across=across, figures=figures, threshold=threshold))
-    if "channel" in chosen and figure_name in {None, "absmax"}:
+    figures = () if metric is None else (metric,)
+    known = survey(records, view=view, engine=engine, figures=figures)
+    signs = list(all_signs(known, across=peers, figures=figures, threshold=threshold))
+    if "channel" in chosen and metric in {None, "absmax"}:
         signs.extend(outlying_channels(known, view=view, engine=engine, threshold=threshold))
     rows: list[tuple[Any, ...]] = []
     families = families_of(known, signs)
@@ -136,19 +137,19 @@ def _checked_across(across: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_figure(name: str) -> None:
-    metric(name)
+    parse_metric(name)
     if name in _SIGNED or is_percentile(name):
         sizes = [one for one in METRICS if one not in _SIGNED and not is_percentile(one)]
         raise UsageError(
-            f"figure {name!r} may be negative, and outliers are told by factors: use one of {', '.join(sizes)}"
+            f"metric {name!r} may be negative, and outliers are told by factors: use one of {', '.join(sizes)}"
         )
 
 
-def _notes(records: Records, across: Sequence[str], figure_name: str | None) -> tuple[str, ...]:
+def _notes(records: Records, across: Sequence[str], metric: str | None) -> tuple[str, ...]:
     notes = []
-    without = [one for one in across if one in {"sample", "channel"} and figure_name not in {None, "absmax"}]
+    without = [one for one in across if one in {"sample", "channel"} and metric not in {None, "absmax"}]
     if without:
-        notes.append(f"not compared by {figure_name}: {' and '.join(without)}, which are compared by absmax")
+        notes.append(f"not compared by {metric}: {' and '.join(without)}, which are compared by absmax")
     num_kept = int((records.column("keep") != "values").sum()) if len(records) else 0
     if num_kept and {"sample", "channel"} & (set(across) - set(without)):
         notes.append(f"of {num_kept} records no values were kept: nothing is known of their samples and channels")

@@ -1,4 +1,4 @@
-"""What overflows and what underflows, where, and against which limits.
+"""Gives what overflows and what underflows, where, and against which limits.
 
 Against the limits of their own dtype, tensors were counted when they were written: the catalogue answers and
 no value is read. Against another format, the digest of each record answers, which is made once and kept.
@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from ranktape.analyze.engine.values import View
@@ -30,11 +29,12 @@ from ranktape.analyze.identity import (
 from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.metrics.counts import EXTREMES, KINDS
 from ranktape.analyze.metrics.places import find_places
-from ranktape.analyze.metrics.target import Target, parse_targets
+from ranktape.analyze.metrics.target import Target, limit_cells, limit_columns, parse_targets
 from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MODERATE_RATIO, Severity, severity_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
+from ranktape.analyze.questions.overflow_begins import overflow_begins
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.storage.format.dtypes import dtype_row
+from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
@@ -59,33 +59,49 @@ NEXT_FORMAT = (
 def overflow(
     records: Records,
     *,
-    by: Sequence[str] = (),
     format: str | Sequence[str] | None = None,  # noqa: A002 - the option's name
     scaling: str | Sequence[str] | None = None,
+    first: bool = False,
     per_sample: bool = False,
     view: View | None = None,
+    by: Sequence[str] = (),
     engine: Engine | None = None,
     on_record: Callable[[], object] = lambda: None,
 ) -> Table:
-    """Counts and ratios of what is beyond the limits: one row for each record, with `by` one for each group.
+    """Count what is beyond the limits, NaN, Inf, zeros and subnormals.
 
-    NaN counts as NaN alone; infinities count as infinite, and as overflow too. The ratios of an empty tensor
-    are 0. Without `format` the limits are those of the dtype that was captured and no value is read, unless
-    `view` asks for the dtype that was computed with. With `format`, that dtype is what values are rounded to
-    first, unless `view` says otherwise; of several formats each has a row. `scaling` is `none`, `tensor`
-    (one power of two for each tensor, its largest value aligned), `block` or several of them. With `per_sample`
-    each sample has a row; `by` may name `sample`, too. `on_record` is called after each record that was read.
+    Without `format` against the limits of the dtype, as counted when the run was written: no value is read.
+    With `format` every value is read once; what autocast rounded is rounded first (see `view`). The severity of a row
+    is high where more than 1 % overflow or underflow or anything is NaN or Inf, and moderate where more than 0.1 % do.
+
+    NaN counts as NaN alone; infinities count as infinite, and as overflow too. The ratios of an empty tensor are 0.
+    Of several formats each has a row.
+
+    Args:
+        format (NAME): Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16,
+            fp16. And in blocks: mxfp8, mxfp4, ... Several with commas between. The captured dtype by default.
+        scaling (KIND): Scales before values meet a format: none, tensor (a power of two for each, its largest value
+            aligned) or block (those of the format); several with commas between. Unless given, block for formats with
+            blocks, none for others.
+        first: Where it begins: iteration, layer in execution order, rank.
+        per_sample: One row for each sample of each record; --by sample groups them.
+        on_record: Called after each record that was read.
 
     Raises:
-        UsageError: a format is not known, is one of scales, or does not go with the scaling; no record has samples.
+        UsageError: a format is not known, is one of scales, or does not go with the scaling; no record has samples;
+            arguments exclude each other.
         UnknownFieldError: `by` names no field of a record.
     """
+    if per_sample and by:
+        raise UsageError("--per-sample and --by exclude each other: --by sample makes a row for each sample")
     targets = parse_targets(format, scaling)
     chosen = view or (View.COMPUTE if targets else View.SEEN)
     fields = with_stacks(by, records)
     places = find_places(
         records, targets, by=fields, per_sample=per_sample, view=chosen, engine=engine, on_record=on_record
     )
+    if first:
+        return overflow_begins(places, by=fields)
     if fields:
         columns, rows = group_columns(fields), _group_rows(places, fields)
     else:
@@ -96,6 +112,7 @@ def overflow(
         columns=(*columns, *_count_columns(targets)),
         rows=tuple(rows),
         notes=places.notes,
+        worst_first=worst_first,
     )
     is_clean = not targets and set(table.column("severity")) == {Severity.NONE.value}
     return dataclasses.replace(table, notes=(*table.notes, NEXT_FORMAT)) if is_clean else table
@@ -112,31 +129,6 @@ def worst_first(table: Table) -> Table:
     ]
     order = sorted(range(len(badness)), key=badness.__getitem__, reverse=True)
     return dataclasses.replace(table, rows=tuple(table.rows[index] for index in order))
-
-
-def largest_value(dtype: str) -> float:
-    """The largest finite value of an element type; of a complex one, that of its parts."""
-    row = dtype_row(dtype)
-    if row.is_floating or row.is_complex:
-        return float(ml_dtypes.finfo(row.numpy_dtype).max)  # type: ignore[no-untyped-call]
-    return 1.0 if dtype == "bool" else float(np.iinfo(row.numpy_dtype).max)
-
-
-def limit_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
-    """The columns that say whose limits count."""
-    scaling = (Column(name="scaling", kind=Kind.TEXT, is_key=True),) if targets else ()
-    return (
-        Column(name="limits_of", kind=Kind.TEXT, head="limits of", is_key=True),
-        Column(name="largest_value", kind=Kind.FLOAT, head="largest value", is_detail=True),
-        *scaling,
-    )
-
-
-def limit_cells(names: Sequence[str], *, target: Target | None) -> tuple[Any, ...]:
-    """What those columns hold: the name of the limits, the largest value if all have the same, and the scaling."""
-    largest = {target.element.maximum} if target is not None else {largest_value(name) for name in names}
-    cells = " ".join(names), largest.pop() if len(largest) == 1 else None
-    return cells if target is None else (*cells, target.scaling.value)
 
 
 def _kinds(targets: Sequence[Target]) -> tuple[str, ...]:

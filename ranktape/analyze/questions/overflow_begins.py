@@ -1,30 +1,24 @@
-"""Where does it begin: in which iteration, at which layer, on which rank is something first beyond its limits?"""
+"""Gives where it begins: in which iteration, at which layer, on which rank something is first beyond its limits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import are_files, group_columns, group_row
-from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.metrics.places import find_places
-from ranktape.analyze.metrics.target import parse_targets
+from ranktape.analyze.metrics.target import limit_cells, limit_columns
 from ranktape.analyze.numerics.quantization.encoded import MODERATE_RATIO
-from ranktape.analyze.questions.overflow import limit_cells, limit_columns
 from ranktape.analyze.sample_names import SAMPLE
 from ranktape.analyze.table import Column, Kind, Table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.metrics.places import Places
     from ranktape.analyze.metrics.target import Target
-    from ranktape.storage import Records
 
 PLACE_FIELDS = (
     "iteration",
@@ -68,38 +62,18 @@ EVENTS = (
 """What is looked for; of underflow as much as the seeds' tool warns of."""
 
 
-def overflow_begins(
-    records: Records,
-    *,
-    by: Sequence[str] = (),
-    format: str | Sequence[str] | None = None,  # noqa: A002 - the option's name
-    scaling: str | Sequence[str] | None = None,
-    per_sample: bool = False,
-    view: View | None = None,
-    engine: Engine | None = None,
-    on_record: Callable[[], object] = lambda: None,
-) -> Table:
+def overflow_begins(places: Places, *, by: Sequence[str]) -> Table:
     """Where NaN, overflow and underflow begin: a row for each of them, for each target, and with `by` each group.
 
     That is the first iteration, in it the record with the lowest `counter`, which is the first in execution order,
     and of several ranks the lowest; `first.ranks` are all at which the same thing is seen at the same place and in the
     same iteration. NaN and overflow begin with the first value; underflow with more than 0.1 % of a record's elements.
-    What never begins has a row that says so. Options are those of `overflow`.
-
-    Raises:
-        UsageError: as `overflow`.
-        UnknownFieldError: `by` names no field of a record.
+    What never begins has a row that says so.
     """
-    targets = parse_targets(format, scaling)
-    chosen = view or (View.COMPUTE if targets else View.SEEN)
-    groups = with_stacks(by, records)
-    places = find_places(
-        records, targets, by=groups, per_sample=per_sample, view=chosen, engine=engine, on_record=on_record
-    )
     fields = {name: places.records.column(name)[places.owners] for name in {*PLACE_FIELDS, *_ORDER, "site"}}
     turns = np.argsort(np.lexsort([fields[name] for name in reversed(_ORDER)]))
     rows = []
-    for key, members in places.groups(groups):
+    for key, members in places.groups(by):
         ordered = members[np.argsort(turns[members])]
         start = group_row(key, num_records=np.unique(places.owners[members]).size) if by else ()
         for target, counts in places.counted:
@@ -111,9 +85,9 @@ def overflow_begins(
     return Table(
         title="where it begins: the first iteration, in it the first record in execution order, the lowest rank",
         columns=(
-            *(group_columns(groups) if groups else ()),
+            *(group_columns(by) if by else ()),
             Column(name="kind", kind=Kind.TEXT),
-            *limit_columns(targets),
+            *limit_columns(places.targets),
             *_place_columns(places),
         ),
         rows=tuple(rows),

@@ -1,4 +1,4 @@
-"""What are the statistics of each sample in each record, or of each sample over all records of a group?"""
+"""Gives the statistics of each sample in each record, or of each sample over all records of a group."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from ranktape.analyze.identity import (
     identity_rows,
 )
 from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.metrics.metric import METRICS, metric
+from ranktape.analyze.metrics.metric import METRICS, figure_columns, parse_metric
 from ranktape.analyze.questions.grouped import group_records
-from ranktape.analyze.questions.stats import figure_columns
 from ranktape.analyze.sample_names import SAMPLE, SampleName, sample_names
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
@@ -123,10 +122,10 @@ SAMPLE_NAMES = tuple(name for name in METRICS if name in _NOTHING.figures())
 def sample_stats(
     records: Records,
     *,
-    by: Sequence[str] = (),
-    figures: Sequence[str] = (),
-    view: View | None = None,
-    engine: Engine | None = None,
+    by: Sequence[str],
+    metrics: Sequence[str],
+    view: View,
+    engine: Engine | None,
 ) -> Table:
     """The figures of each sample of each record; with `by` those of each sample in each group, over its records.
 
@@ -139,11 +138,11 @@ def sample_stats(
         NoRecordsError: no record has samples.
         StorageError: the store cannot be read.
         UnknownFieldError: `by` names no field of a record.
-        UsageError: there is no such figure, or not of samples.
+        UsageError: there is no such metric, or not of samples.
     """
-    names = _checked(figures)
+    names = _checked(metrics)
     chosen = [METRICS[name] for name in names]
-    found = _samples(records, view=view or View.COMPUTE, engine=engine)
+    found = _samples(records, view=view, engine=engine)
     if by:
         columns, rows, places = _grouped(records, found, by=by, names=names)
     else:
@@ -155,17 +154,17 @@ def sample_stats(
     has_ids = any(text != "null" for text in records.column("sample_ids").tolist())
     return Table(
         title="statistics of each sample",
-        columns=(*columns, *figure_columns(chosen, are_named=bool(figures))),
+        columns=(*columns, *figure_columns(chosen, are_named=bool(metrics))),
         rows=tuple(rows),
         notes=_notes(len(records) - len(places), by=by, has_ids=has_ids),
     )
 
 
-def _checked(figures: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(metric(name).name for name in figures))
+def _checked(metrics: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(parse_metric(name).name for name in metrics))
     for name in names:
         if name not in SAMPLE_NAMES:
-            raise UsageError(f"figure {name!r} is not known of samples: use one of {', '.join(SAMPLE_NAMES)}")
+            raise UsageError(f"metric {name!r} is not known of samples: use one of {', '.join(SAMPLE_NAMES)}")
     return names or SAMPLE_NAMES
 
 

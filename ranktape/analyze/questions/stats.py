@@ -1,6 +1,6 @@
-"""What are the statistics of each record, or of each group of records?
+"""Gives the statistics of each record, of each group of records, or of each sample.
 
-Every figure comes from the digests: one reading of each record, and none of those that were asked about before.
+Every metric comes from the digests: one reading of each record, and none of those that were asked about before.
 """
 
 from __future__ import annotations
@@ -10,34 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
+from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, words
 from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.metrics.metric import METRICS, Metric, is_percentile, metric
+from ranktape.analyze.metrics.metric import METRICS, Metric, figure_columns, is_percentile, parse_metric
 from ranktape.analyze.questions.grouped import group_digests, group_records
+from ranktape.analyze.questions.neighbours import beside_next
+from ranktape.analyze.questions.samples import sample_stats
+from ranktape.analyze.sample_names import SAMPLE
 from ranktape.analyze.table import Column, Kind, Table
+from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.storage import Records
-
-SHOWN = (
-    "elements",
-    "mean",
-    "std",
-    "minimum",
-    "p1",
-    "p50",
-    "p99",
-    "maximum",
-    "skewness",
-    "kurtosis",
-    "overflow.underflow.ratio",
-    "overflow.nan.ratio",
-    "overflow.inf.ratio",
-    "overflow.zero.ratio",
-)
-"""The figures that text shows, unless others are asked for."""
 
 PRECISION = Column(name="percentiles", kind=Kind.TEXT, head="percentiles are", is_detail=True)
 """How well percentiles are known: `exact`, `within 2^-8` of their value and 2^-10 of their rank, or `unknown`."""
@@ -46,28 +32,43 @@ PRECISION = Column(name="percentiles", kind=Kind.TEXT, head="percentiles are", i
 def stats(
     records: Records,
     *,
-    by: Sequence[str] = (),
-    figures: Sequence[str] = (),
+    metric: str | Sequence[str] = (),
+    neighbours: bool = False,
+    per_sample: bool = False,
     view: View | None = None,
+    by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Table:
-    """The figures of each record, with `by` those of each group as if it were one tensor.
+    """Mean, deviation, extremes, moments, percentiles and counts of each record, or of each group as if it were one.
 
-    All of `METRICS`, or the ones that are named. Moments and extremes are those of finite values, of complex ones
-    those of their magnitudes; percentiles are of all numbers, infinities among them; counts are of all elements,
-    against the limits of the dtype. What is not defined is None: the mean of nothing, the skewness of a constant,
-    percentiles of complex values, or of records of which statistics alone were kept.
+    Text shows the important metrics, --wide, JSON and CSV all of them. Moments and extremes are those of finite values,
+    of complex ones those of their magnitudes; percentiles are of all numbers, infinities among them; counts are of all
+    elements, against the limits of the dtype. What is not defined is missing: the mean of nothing, the skewness of a
+    constant, percentiles of complex values, or of records of which statistics alone were kept.
 
-    Values are rounded to what the operation computed in, unless `view` says otherwise.
+    Args:
+        metric (NAME): Only these: std, p99.9, overflow.ratio; repeatable.
+        neighbours: Each layer beside the next: ratios, distances.
+        per_sample: One row for each sample; with --by over the records of a group, as --by sample is over all.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
+        NoRecordsError: no record has samples, or a neighbour.
         StorageError: the store cannot be read.
         UnknownFieldError: `by` names no field of a record.
-        UsageError: there is no such figure.
+        UsageError: there is no such metric, or arguments exclude each other.
     """
-    chosen = [metric(name) for name in dict.fromkeys(figures)] or list(METRICS.values())
-    look = view or View.COMPUTE
+    look, names = view or View.COMPUTE, words(metric)
+    has_samples = per_sample or SAMPLE in by
+    if neighbours and has_samples:
+        raise UsageError("--neighbours and --per-sample exclude each other: samples are not compared between layers")
+    if neighbours and names:
+        raise UsageError("--neighbours has metrics of its own: leave out --metric")
+    if neighbours:
+        return beside_next(records, by=by, view=look, engine=engine)
+    if has_samples:
+        return sample_stats(records, by=by, metrics=names, view=look, engine=engine)
+    chosen = [parse_metric(name) for name in names] or list(METRICS.values())
     fields = with_stacks(by, records)
     if fields:
         groups = group_records(records, by=fields)
@@ -83,15 +84,10 @@ def stats(
         columns = identity_columns(records)
     return Table(
         title=f"statistics of the values, {how_seen(look)}",
-        columns=(*columns, *figure_columns(chosen, are_named=bool(figures)), PRECISION),
+        columns=(*columns, *figure_columns(chosen, are_named=bool(names)), PRECISION),
         rows=tuple(rows),
         notes=_notes(rows, has_percentiles=any(is_percentile(one.name) for one in chosen)),
     )
-
-
-def figure_columns(figures: Sequence[Metric], *, are_named: bool) -> tuple[Column, ...]:
-    """The columns of figures: all in sight if the user named them, else those that text has room for."""
-    return tuple(one.column(is_detail=not are_named and one.name not in SHOWN) for one in figures)
 
 
 def _cells(digest: Digest, figures: Sequence[Metric]) -> tuple[Any, ...]:

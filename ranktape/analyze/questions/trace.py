@@ -1,4 +1,4 @@
-"""What becomes of one sample, or of one call, on its way through the model?
+"""Gives what becomes of one sample, or of one call, on its way through the model.
 
 Steps come in the order in which the rank recorded them: forward, then backward, microbatch by microbatch. Each rank and
 iteration is a way of its own.
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import identity_columns, identity_rows
-from ranktape.analyze.metrics.metric import metric
+from ranktape.analyze.identity import identity_columns, identity_rows, words
+from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.questions.samples import SAMPLE_NAMES, sample_of
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
@@ -34,25 +34,29 @@ def trace(
     records: Records,
     *,
     sample: int | str | None = None,
-    figures: Sequence[str] = (),
+    metric: str | Sequence[str] = (),
     view: View | None = None,
     engine: Engine | None = None,
 ) -> Table:
-    """The figures at each step, in order of execution; with `sample` those of that sample alone.
+    """Follow a sample, a --call or a --microbatch through the model, in the order of execution.
 
-    `sample` is an index along the dimension of samples, or an identifier that the user gave. Records without samples,
-    as weights, without this one, and those of which values were not kept, are left out then, and counted in a note.
+    Each rank and iteration is a way of its own; --rank and --iteration choose one. With `sample` records without it, as
+    weights, and those of which values were not kept, are left out, and counted in a note. The change is that of absmax
+    against the step before, in octaves; none from or to 0 and nothing finite. The column first says where NaN, Inf and,
+    for values rounded to what was computed in, overflow are seen for the first time on the way.
 
-    The change is that of absmax against the step before, in octaves; None from or to 0 and nothing finite. `first` says
-    where NaN, Inf and, for values rounded to what was computed in, overflow are seen for the first time on the way.
+    Args:
+        sample (ID): Follow one sample: its identifier, or its index where there are none.
+        metric (NAME): What is shown of each step: std, overflow.ratio; repeatable; mean, std, absmax and norm by
+            default.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         NoRecordsError: no record has such a sample.
         StorageError: the store cannot be read.
-        UsageError: there is no such figure, or not of samples.
+        UsageError: there is no such metric, or not of samples.
     """
-    chosen = _checked(figures, is_sample=sample is not None)
+    chosen = _checked(words(metric), is_sample=sample is not None)
     steps = _steps(records, sample=sample, figures=chosen, view=view or View.COMPUTE, engine=engine)
     identities = identity_rows(records)
     order = _order(records)
@@ -65,7 +69,7 @@ def trace(
         change, first = way.step(order[position][:3], found, captured_inf=int(captured[position]))
         cells = tuple(found[name] for name in chosen)
         rows.append((number, *identities[position], index, *cells, change, first))
-    named = [metric(name) for name in chosen]
+    named = [parse_metric(name) for name in chosen]
     left_out = len(records) - len(rows)
     return Table(
         title="the way through the model" if sample is None else f"the way of sample {sample} through the model",
@@ -83,10 +87,10 @@ def trace(
 
 
 def _checked(figures: Sequence[str], *, is_sample: bool) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(metric(name).name for name in figures)) or SHOWN
+    names = tuple(dict.fromkeys(parse_metric(name).name for name in figures)) or SHOWN
     unknown = [name for name in names if is_sample and name not in SAMPLE_NAMES]
     if unknown:
-        raise UsageError(f"figure {unknown[0]!r} is not known of samples: use one of {', '.join(SAMPLE_NAMES)}")
+        raise UsageError(f"metric {unknown[0]!r} is not known of samples: use one of {', '.join(SAMPLE_NAMES)}")
     return names
 
 
@@ -101,7 +105,7 @@ def _steps(
 ) -> Iterator[tuple[int, int | None, Mapping[str, float | None]]]:
     """The place of each record on the way, the index of the sample in it, and its figures."""
     every_id = records.column("sample_ids").tolist()
-    wanted = [metric(name) for name in dict.fromkeys((*figures, "absmax", *_MARKS))]
+    wanted = [parse_metric(name) for name in dict.fromkeys((*figures, "absmax", *_MARKS))]
     for position, digest in enumerate(digests(records, view=view, engine=engine)):
         if sample is None:
             yield position, None, {one.name: one.of(digest) for one in wanted}

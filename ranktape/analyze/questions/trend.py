@@ -1,4 +1,4 @@
-"""How does a figure change over the iterations, in each group of records?
+"""Gives how metrics change over the iterations, in each group of records.
 
 All records of a group in one iteration are taken as one tensor: those of all ranks, microbatches and calls, unless the
 group has these as fields. The slope is the median of the slopes between all pairs of iterations (Sen 1968), which one
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +17,9 @@ import numpy as np
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.changes import kendall_z, sen_slope
 from ranktape.analyze.findings.survey import SITE
-from ranktape.analyze.identity import group_columns, group_row
+from ranktape.analyze.identity import group_columns, group_row, words
 from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.metrics.metric import Metric, metric
+from ranktape.analyze.metrics.metric import Metric, parse_metric
 from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
@@ -32,41 +31,37 @@ if TYPE_CHECKING:
 _DETAILS = ("component", "quant_type", "mode", "layer_type")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trend:
-    """A figure, or several, over the iterations."""
-
-    course: Table
-    """One row for each group and iteration: each figure, and how it changed since the iteration before."""
-    summary: Table
-    """One row for each group and figure: first, last, slope, and the largest jump."""
-
-
 def trend(
     records: Records,
     *,
-    figures: Sequence[str] = ("absmax",),
-    by: Sequence[str] = (),
+    metric: str | Sequence[str] = ("absmax",),
+    summary: bool = False,
     view: View | None = None,
+    by: Sequence[str] = (),
     engine: Engine | None = None,
-) -> Trend:
-    """Any figures over the iterations, for each place of the model, or with `by` for each group.
+) -> Table:
+    """Follow metrics over the iterations, for each place of the model or for each group of `by`.
 
-    A figure that is not there (of nothing finite, of statistics that were kept) is None; so is a change from or to it,
-    and one from 0. Changes are differences, beside factors in octaves where both numbers are positive. Of a group that
-    is in one iteration alone there is no slope.
+    Ranks, microbatches and calls are taken together, unless `by` names them. A metric that is not there (of nothing
+    finite, of statistics that were kept) is missing; so is a change from or to it, and one from 0. Changes are
+    differences, beside factors in octaves where both numbers are positive. Of a group that is in one iteration alone
+    there is no slope.
+
+    Args:
+        metric (NAME): What is followed: absmax, std, p99.9, overflow.ratio; repeatable; absmax by default.
+        summary: One row for each group: first, last, slope, largest jump.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
         UnknownFieldError: `by` names no field of a record.
-        UsageError: there is no such figure, or `by` names the iteration.
+        UsageError: there is no such metric, or `by` names the iteration.
     """
     if "iteration" in by:
         raise UsageError("by 'iteration' is not allowed: a trend goes along it; leave it out, or see 'analyze stats'")
-    chosen = [metric(name) for name in dict.fromkeys(figures)]
+    chosen = [parse_metric(name) for name in words(metric)]
     if not chosen:
-        raise UsageError("a trend needs a figure: give one, such as absmax")
+        raise UsageError("a trend needs a metric: give one, such as absmax")
     fields = _fields(records, by)
     groups = group_records(records, by=(*fields, "iteration"))
     found: list[tuple[float | None, ...]] = [()] * len(groups.keys)
@@ -87,18 +82,12 @@ def trend(
         for column, one in enumerate(chosen):
             values = [found[number][column] for number in members]
             ends.append((*heads[members[0]], one.name, len(members), *_ends(times, values)))
-    return Trend(
-        course=Table(
-            title=f"{', '.join(one.name for one in chosen)} over the iterations",
-            columns=(*_group_columns(fields), *_COURSE, *(column for one in chosen for column in _figure_columns(one))),
-            rows=tuple(rows),
-        ),
-        summary=Table(
-            title=f"how {', '.join(one.name for one in chosen)} changes over the iterations",
-            columns=(*_group_columns(fields), *_SUMMARY),
-            rows=tuple(ends),
-        ),
-    )
+    named = ", ".join(one.name for one in chosen)
+    if summary:
+        columns = (*_group_columns(fields), *_SUMMARY)
+        return Table(title=f"how {named} changes over the iterations", columns=columns, rows=tuple(ends))
+    columns = (*_group_columns(fields), *_COURSE, *(column for one in chosen for column in _figure_columns(one)))
+    return Table(title=f"{named} over the iterations", columns=columns, rows=tuple(rows))
 
 
 def _fields(records: Records, by: Sequence[str]) -> tuple[str, ...]:
@@ -116,7 +105,7 @@ _COURSE = (
 )
 
 _SUMMARY = (
-    Column(name="figure", kind=Kind.TEXT, is_key=True),
+    Column(name="metric", kind=Kind.TEXT, is_key=True),
     Column(name="iterations", kind=Kind.INTEGER),
     Column(name="first", kind=Kind.FLOAT),
     Column(name="last", kind=Kind.FLOAT),

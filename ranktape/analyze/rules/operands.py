@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from ranktape.analyze.metrics.counts import EXTREMES, KINDS
-from ranktape.analyze.metrics.metric import METRICS, metric
+from ranktape.analyze.metrics.metric import METRICS, parse_metric
 from ranktape.analyze.numerics.sweeps.metrics import METRICS as SWEPT_METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
 from ranktape.analyze.sample_names import SAMPLE
@@ -87,7 +87,7 @@ def parse_operand(name: str) -> Operand:
     if name == REPLICAS:
         return Operand(name=name, origin=Origin.REPLICAS)
     if name in METRICS or re.fullmatch(r"p\d+(\.\d+)?", name):
-        return Operand(name=metric(name).name, origin=Origin.DIGEST)
+        return Operand(name=parse_metric(name).name, origin=Origin.DIGEST)
     if name in COLUMNS or name == SAMPLE:
         return Operand(name=name, origin=Origin.FIELD)
     part, dot, format_name = name.partition(".")

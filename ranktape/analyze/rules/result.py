@@ -1,14 +1,20 @@
-"""What became of the rules: which hold, of how many records, and what offends those that do not?"""
+"""Gives what became of rules: which hold, of how many records, and what offends those that do not."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS
 from ranktape.analyze.rules.rule import Missing, Rule
-from ranktape.analyze.table import Column, Kind, Table
+from ranktape.analyze.table import Column, Form, Kind, Table, write_table, write_text
+
+if TYPE_CHECKING:
+    from ranktape.analyze.options import Output
 
 _DETAILS = frozenset(
     {"attempt", "microbatch", "call", "mode", "layer_stack", "component", "compute_dtype", "shape", "file"}
@@ -20,7 +26,7 @@ _DETAILS = frozenset(
 class Offender:
     """One comparison that does not hold of a record, or of a group."""
 
-    figure: str
+    metric: str
     """What was compared."""
     value: Any
     """What it is; None where it is missing."""
@@ -102,7 +108,7 @@ class GateResult:
             columns=(
                 Column(name="rule", kind=Kind.TEXT, is_key=True),
                 Column(name="severity", kind=Kind.TEXT, is_key=True),
-                Column(name="figure", kind=Kind.TEXT),
+                Column(name="metric", kind=Kind.TEXT),
                 Column(name="value", kind=Kind.FLOAT),
                 Column(name="limit", kind=Kind.TEXT),
                 Column(name="records", kind=Kind.INTEGER, is_detail=True),
@@ -112,7 +118,7 @@ class GateResult:
                 (
                     outcome.rule.name,
                     outcome.rule.severity.value,
-                    one.figure,
+                    one.metric,
                     one.value,
                     one.limit,
                     one.records,
@@ -122,7 +128,7 @@ class GateResult:
                 for one in outcome.offenders
             ),
             notes=tuple(
-                f"{outcome.rule.name}: of {outcome.num_missing} a figure does not exist: leave them out with where, "
+                f"{outcome.rule.name}: of {outcome.num_missing} a metric does not exist: leave them out with where, "
                 "or let them pass with missing: pass in a file of rules"
                 for outcome in self.failed
                 if outcome.num_missing and outcome.rule.missing is Missing.FAIL
@@ -132,6 +138,27 @@ class GateResult:
     def to_json(self) -> dict[str, Any]:
         """Whether the rules hold, the table of rules and that of offenders, as one document for `json.dumps`."""
         return {"passed": self.passed, "rules": self.rules.to_json(), "offenders": self.offenders.to_json()}
+
+    def write(self, output: Output) -> None:
+        """Write the offenders, and a line for each rule: as text, as one JSON document, or the offenders as CSV.
+
+        Raises:
+            UsageError: there is no such column to sort by, or the file cannot be written.
+        """
+        form, offenders = output.chosen_form, output.shown(self.offenders)
+        if form is Form.CSV:
+            write_table(offenders, form=form, output=output.output)
+            return
+        if form is Form.JSON:
+            document = self.to_json() | {"offenders": offenders.to_json()}
+            write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", output=output.output)
+            return
+        tables = [self.rules] if self.passed else [offenders, dataclasses.replace(self.rules, title="")]
+        if output.output is None and sys.stdout.isatty():
+            for table in tables:
+                write_table(table, wide=output.wide)
+            return
+        write_text("\n".join(table.to_text(wide=output.wide) for table in tables), output=output.output)
 
 
 _RULE_COLUMNS = (

@@ -12,7 +12,7 @@ import numpy as np
 
 from ranktape.analyze.engine.sweep_measure import sweep_records
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.metrics.metric import metric
+from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.metrics.places import Places, find_places
 from ranktape.analyze.metrics.target import Target
 from ranktape.analyze.questions.grouped import Groups, group_digests
@@ -164,7 +164,7 @@ def _digest_values(
     columns = {operand.name: np.full(len(groups), math.nan) for operand in operands}
     for row, digest in group_digests(records, grouped, view=view, engine=engine):
         for name, column in columns.items():
-            value = metric(name).of(digest)
+            value = parse_metric(name).of(digest)
             column[row] = math.nan if value is None else value
     return columns
 

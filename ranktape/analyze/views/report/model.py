@@ -16,7 +16,7 @@ from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS
 from ranktape.analyze.layer_stacks import layer_places, stacks_of
-from ranktape.analyze.metrics.metric import metric
+from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.table import nbytes_text
 from ranktape.analyze.views.report.columns import packed
@@ -122,7 +122,7 @@ def _columns(
     records: Records, details: Details, samples: Samples, *, view: View, engine: Engine
 ) -> tuple[dict[str, NDArray[np.float64]], int]:
     """The figures of each record by their names, from one pass that fills the others too; how many were rounded."""
-    sources = [metric(name) for name in dict.fromkeys(("elements", *(one.source for one in SHOWN)))]
+    sources = [parse_metric(name) for name in dict.fromkeys(("elements", *(one.source for one in SHOWN)))]
     rows = np.full((len(sources), len(records)), math.nan)
     num_rounded = 0
     for index, digest in enumerate(digests(records, view=view, engine=engine)):
