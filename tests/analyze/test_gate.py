@@ -387,7 +387,7 @@ def test_the_command_fails_with_3_and_names_the_offenders(run: Run, tmp_path: Pa
     for name in ("a.json", "a.csv", "a.txt"):
         assert invoke(*words, "--output", str(tmp_path / name)).stdout == ""
     assert json.loads((tmp_path / "a.json").read_text()) == document
-    assert (tmp_path / "a.csv").read_text().startswith("rule,severity,figure,value,limit,")
+    assert (tmp_path / "a.csv").read_text().startswith("rule,severity,metric,value,limit,")
     assert "passed   elements == 256" in (tmp_path / "a.txt").read_text()
 
 

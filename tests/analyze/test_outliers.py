@@ -206,9 +206,9 @@ def test_a_higher_threshold_leaves_less(run: Run) -> None:
     ("options", "message"),
     [
         ({"across": ["rnk"]}, "across 'rnk' is not allowed: use rank"),
-        ({"figure_name": "absmx"}, "no figure 'absmx': use .*absmax"),
-        ({"figure_name": "mean"}, "may be negative"),
-        ({"figure_name": "p99"}, "may be negative"),
+        ({"metric": "absmx"}, "no metric 'absmx': use .*absmax"),
+        ({"metric": "mean"}, "may be negative"),
+        ({"metric": "p99"}, "may be negative"),
         ({"threshold": 0.0}, "threshold 0 is not allowed"),
         ({"threshold": float("nan")}, "threshold nan is not allowed"),
     ],

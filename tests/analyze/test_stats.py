@@ -331,7 +331,7 @@ def test_the_command_asks_each_question(run: Records) -> None:
     [
         ("--metric stdd", "no metric 'stdd': use std"),
         ("--neighbours --per-sample", "--neighbours and --per-sample exclude each other"),
-        ("--neighbours --metric std", "--neighbours has figures of its own"),
+        ("--neighbours --metric std", "--neighbours has metrics of its own"),
         ("--by layr", "records have no field 'layr'"),
         ("--by sample --metric kurtosis", "figure 'kurtosis' is not known of samples"),
     ],

@@ -19,7 +19,7 @@ from ranktape.storage.places.failures import printable
 REPLICAS = "replicas.differing"
 """How many copies of a record hold other bits than it does; 0 where most hold the same."""
 
-LOSSES = (*METRICS, "overflow_ratio", "underflow_ratio", "flushed_ratio", "exponent")
+LOSSES = (*SWEPT_METRICS, "overflow_ratio", "underflow_ratio", "flushed_ratio", "exponent")
 """What can be asked of the recommended level of a sweep: `sqnr.mxfp8`."""
 
 
