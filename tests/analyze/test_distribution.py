@@ -180,10 +180,10 @@ def test_wide_values_are_looked_at_as_computed_with_unless_said_otherwise() -> N
     [
         ({"kind": "lin"}, "kind 'lin' is not known: use one of linear"),
         ({"bins": 0}, "bins=0 is not allowed: give a number from 1"),
-        ({"per_octave": 1000}, "per_octave=1000 is not allowed"),
-        ({"points": -1}, "points=-1 is not allowed"),
-        ({"formats": ["fp8_e4m4"]}, "format 'fp8_e4m4' is not known"),
-        ({"formats": ["e8m0"]}, "format 'e8m0' is one of scales"),
+        ({"kind": "log2", "per_octave": 1000}, "per_octave=1000 is not allowed"),
+        ({"kind": "qq", "points": -1}, "points=-1 is not allowed"),
+        ({"kind": "formats", "format": ["fp8_e4m4"]}, "format 'fp8_e4m4' is not known"),
+        ({"kind": "formats", "format": ["e8m0"]}, "format 'e8m0' is one of scales"),
     ],
 )
 def test_what_is_not_known_is_refused(records: Records, options: dict[str, Any], message: str) -> None:

@@ -59,7 +59,7 @@ def test_all_steps_of_a_rank(run: Run) -> None:
 
 
 def test_one_sample(run: Run) -> None:
-    rows = steps(run.select(rank=0, iteration=0), sample=4, figures=["absmax", "mean", "rms", "overflow.zero.count"])
+    rows = steps(run.select(rank=0, iteration=0), sample=4, metric=["absmax", "mean", "rms", "overflow.zero.count"])
     assert [row["tensor_name"] for row in rows] == [name for name in ORDER if "weight" not in name]
     records = [record for record in run.select(rank=0, iteration=0) if record.sample_dim is not None]
     for record, row in zip(records, rows, strict=True):
@@ -117,7 +117,7 @@ def test_what_is_not_there(run: Run, tmp_path: Path) -> None:
     with pytest.raises(NoRecordsError, match="no record has sample first"):
         steps(run.select(), sample="first")
     with pytest.raises(UsageError, match="metric 'p99' is not known of samples"):
-        steps(run.select(), sample=0, figures=["p99"])
+        steps(run.select(), sample=0, metric=["p99"])
     weights = store(tmp_path, [describe_tensor(np.ones((2, 2), dtype=np.float32))]).select()
     with pytest.raises(NoRecordsError, match="no dimension of samples is known"):
         steps(weights, sample=0)
