@@ -17,6 +17,7 @@ from tests.analyze.compared import Array, changed, normal, relative, rows
 from tests.analyze.runs import Tensor, describe_tensor, store
 from tests.capture.parallel_models import OPTIONS, Recipe, train
 from tests.capture.test_parallel import torchrun
+from tests.exhaustive import exhaustive
 
 
 def part(array: Array, rank: int, word: str, *, whole: Sequence[int], offset: Sequence[int], **fields: Any) -> Tensor:
@@ -92,7 +93,7 @@ def test_copies_that_differ_are_each_compared_and_told(tmp_path: Path) -> None:
         compare(differing, one)
 
 
-@pytest.mark.slow
+@exhaustive("shards that are put together are compared above, those of real ranks in test_parallel.py")
 @pytest.mark.distributed
 def test_a_tensor_parallel_training_against_one_of_one_process(tmp_path: Path) -> None:
     torchrun(tmp_path / "tp", ("tp",), num_ranks=2)

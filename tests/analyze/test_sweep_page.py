@@ -9,15 +9,14 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import pytest
-
 from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode
+from tests.exhaustive import exhaustive
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sweep.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@exhaustive("each command and function of the page has tests of its own")
 def test_the_examples_run(tmp_path: Path) -> None:
     blocks = re.findall(r"```(sh|python)\n(.*?)```", PAGE, re.DOTALL)
     assert [language for language, _ in blocks] == ["python", "sh", "python", "python"]
