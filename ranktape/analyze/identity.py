@@ -1,4 +1,4 @@
-"""Which columns of a table say which records a row is about?"""
+"""Gives the columns that say which record a row is of, and the names of samples."""
 
 from __future__ import annotations
 
@@ -7,12 +7,36 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.sample_names import SAMPLE
 from ranktape.analyze.table import Column, Kind
 from ranktape.fields import INT_FIELDS, OPTIONAL_INT_FIELDS, field_names
+from ranktape.storage.format.record_info import is_one_sample
 
 if TYPE_CHECKING:
     from ranktape.storage import Records
+
+SAMPLE = "sample"
+"""The word for them among the fields that are grouped by."""
+
+SampleName = int | str
+"""The user's identifier, or the index along the dimension of samples where none were given."""
+
+
+def sample_names(records: Records) -> list[list[SampleName]]:
+    """For each record the names of its samples, in order; none for a record whose samples cannot be told apart.
+
+    A record without a dimension of samples that has one identifier is that sample, unless it is a parameter.
+    """
+    columns = (records.column(name).tolist() for name in ("sample_dim", "sample_ids", "shape", "tensor_name"))
+    return [_names(*fields) for fields in zip(*columns, strict=True)]
+
+
+def _names(dim: float, given: str, shape: str, tensor_name: str) -> list[SampleName]:
+    names = json.loads(given)
+    if math.isnan(dim):
+        return names if is_one_sample(names, tensor_name=tensor_name) else []
+    count = json.loads(shape)[int(dim)]
+    return names if isinstance(names, list) and len(names) == count else list(range(count))
+
 
 IDENTITY = field_names(lambda field: field.is_identity)
 """The fields that tell one record from another, in the order in which tables show them."""

@@ -21,7 +21,7 @@ from ranktape.fields import RECORD_FIELDS
 from ranktape.storage.places.urls import parse_storage_options
 
 if TYPE_CHECKING:
-    from ranktape.analyze.legacy.open import Source
+    from ranktape.analyze.legacy.open import RecordSource
     from ranktape.storage import Records
 
 Command = Callable[..., Any]
@@ -78,7 +78,7 @@ class Selection:
         say_what_is_left_out(source)
         return self.chosen(source)
 
-    def source(self) -> Source:
+    def source(self) -> RecordSource:
         """The run or the folder itself.
 
         Raises:
@@ -90,7 +90,7 @@ class Selection:
 
         return open_source(self.run, self.storage_options, skip_unreadable=self.skip_unreadable, any_name=self.any_name)
 
-    def chosen(self, run: Source) -> Records:
+    def chosen(self, run: RecordSource) -> Records:
         """The records of a source that the filters leave; never none.
 
         Raises:
@@ -352,7 +352,7 @@ def view_option(command: Command) -> Command:
     )(wrapped)
 
 
-def say_what_is_left_out(run: Source, *, with_unreadable: bool = True) -> None:
+def say_what_is_left_out(run: RecordSource, *, with_unreadable: bool = True) -> None:
     """Name on stderr the files of a folder that no record is of."""
     for names, why in (
         ([name for name in getattr(run, "foreign", ()) if name.endswith(".pt")], "not under a name that we know"),

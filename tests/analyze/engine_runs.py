@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.analyze.engine.batch import Payload
+from ranktape.analyze.engine.cache_object import Payload
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.numerics.digests.digest import Digest
 from ranktape.errors import DataError

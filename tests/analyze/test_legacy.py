@@ -1,4 +1,4 @@
-"""Does the `legacy` mode give the numbers of the tool that the seeds describe?
+"""Does the `legacy` mode give the numbers of the older tool?
 
 The tool is written anew, in torch, in `benchmarks/original_sweep.py`.
 """

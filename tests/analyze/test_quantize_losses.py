@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ranktape.analyze import QuantizationWarning, quantize
-from ranktape.analyze.numerics.quantization.encoded import Losses, Severity
+from ranktape.analyze.numerics.quantization.encoded import Losses, LossSeverity
 
 
 def losses(*, num_elements: int = 1000, underflow: int = 0, flushed: int = 0, overflow: int = 0) -> Losses:
@@ -39,12 +39,18 @@ def test_losses_are_counted_after_division_by_the_scale() -> None:
 
 @pytest.mark.parametrize(
     ("count", "level"),
-    [(0, Severity.NONE), (1, Severity.NONE), (2, Severity.MODERATE), (10, Severity.MODERATE), (11, Severity.HIGH)],
+    [
+        (0, LossSeverity.NONE),
+        (1, LossSeverity.NONE),
+        (2, LossSeverity.MODERATE),
+        (10, LossSeverity.MODERATE),
+        (11, LossSeverity.HIGH),
+    ],
 )
-def test_levels_begin_above_a_thousandth_and_a_hundredth(count: int, level: Severity) -> None:
+def test_levels_begin_above_a_thousandth_and_a_hundredth(count: int, level: LossSeverity) -> None:
     assert losses(underflow=count).level is level
     assert losses(overflow=count).overflow_level is level
-    assert losses(num_elements=0).level is Severity.NONE
+    assert losses(num_elements=0).level is LossSeverity.NONE
 
 
 def test_losses_are_one_line_for_people() -> None:
@@ -72,4 +78,4 @@ def test_what_is_no_underflow_is_not_warned_of() -> None:
     x[500:600] = 1e6
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert quantize(x, "fp8_e4m3").losses.overflow_level is Severity.HIGH
+        assert quantize(x, "fp8_e4m3").losses.overflow_level is LossSeverity.HIGH

@@ -17,7 +17,7 @@ from ranktape.analyze.advice.recommendation import Recommendation, recommend
 from ranktape.analyze.advice.stability import Variation
 from ranktape.analyze.advice.value_range import Range
 from ranktape.analyze.advice.verdict import Position
-from ranktape.analyze.numerics.quantization.encoded import Severity
+from ranktape.analyze.numerics.quantization.encoded import LossSeverity
 from ranktape.analyze.numerics.quantization.quantizer import quantize
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
@@ -87,20 +87,22 @@ def test_the_first_of_equally_good_levels_is_taken() -> None:
 @pytest.mark.parametrize(
     ("ratio", "severity"),
     [
-        (0.0, Severity.NONE),
-        (0.001, Severity.NONE),
-        (0.00101, Severity.MODERATE),
-        (0.01, Severity.MODERATE),
-        (0.0101, Severity.HIGH),
-        (1.0, Severity.HIGH),
+        (0.0, LossSeverity.NONE),
+        (0.001, LossSeverity.NONE),
+        (0.00101, LossSeverity.MODERATE),
+        (0.01, LossSeverity.MODERATE),
+        (0.0101, LossSeverity.HIGH),
+        (1.0, LossSeverity.HIGH),
     ],
 )
-def test_severity_is_moderate_above_a_thousandth_and_high_above_a_hundredth(ratio: float, severity: Severity) -> None:
+def test_severity_is_moderate_above_a_thousandth_and_high_above_a_hundredth(
+    ratio: float, severity: LossSeverity
+) -> None:
     (verdict,) = judged(level(0.0, overflow_ratio=ratio)).verdicts
-    assert (verdict.overflow, verdict.underflow, verdict.severity) == (severity, Severity.NONE, severity)
+    assert (verdict.overflow, verdict.underflow, verdict.severity) == (severity, LossSeverity.NONE, severity)
     (verdict,) = judged(level(0.0, underflow_ratio=ratio)).verdicts
-    assert (verdict.overflow, verdict.underflow, verdict.severity) == (Severity.NONE, severity, severity)
-    assert verdict.is_clean is (severity is Severity.NONE)
+    assert (verdict.overflow, verdict.underflow, verdict.severity) == (LossSeverity.NONE, severity, severity)
+    assert verdict.is_clean is (severity is LossSeverity.NONE)
 
 
 def test_ranges_to_avoid_are_parted_by_their_cause() -> None:
@@ -301,7 +303,7 @@ def test_any_levels_give_a_document_without_nan(figures: list[dict[str, float]])
     if figures:
         assert (found.least_bad is None) is (found.optimal is not None)
     members = sum(one.num_levels for one in found.avoid)
-    high = [verdict.level.exponent for verdict in found.verdicts if verdict.severity is Severity.HIGH]
+    high = [verdict.level.exponent for verdict in found.verdicts if verdict.severity is LossSeverity.HIGH]
     spared = found.as_good
     if spared is not None and not found.keeps_nothing:
         high = [exponent for exponent in high if not spared.minimum <= exponent <= spared.maximum]

@@ -33,7 +33,7 @@ from ranktape.analyze.advice.verdict import (
     stretches,
     verdict_of,
 )
-from ranktape.analyze.numerics.quantization.encoded import Severity
+from ranktape.analyze.numerics.quantization.encoded import LossSeverity
 from ranktape.analyze.numerics.sweeps.legacy import UNSET_EXPONENTS, LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level, best, is_as_good
 from ranktape.analyze.numerics.sweeps.options import MAX_SCALE_EXPONENT, SweepMode
@@ -69,7 +69,7 @@ class Recommendation:
     best: dict[str, Verdict]
     """For each metric, by its field in `Level`, the best level: see `best_by`."""
     original_choice: Verdict | None
-    """Of a legacy sweep the level that the seeds' tool recommended, the first of those that it scored NaN if there are
+    """Of a legacy sweep the level that the older tool recommended, the first of those that it scored NaN if there are
     any; None in other modes."""
     verdicts: tuple[Verdict, ...]
     """One for each level, in their order."""
@@ -144,7 +144,7 @@ def recommend(sweep: ScaleSweep) -> Recommendation:
         worst_underflow=worst_underflow,
         best_underflow=best_underflow,
         optimal=optimal,
-        avoid=stretches(verdicts, severity=Severity.HIGH, but=[] if keeps_nothing(sweep.levels) else as_good),
+        avoid=stretches(verdicts, severity=LossSeverity.HIGH, but=[] if keeps_nothing(sweep.levels) else as_good),
         least_bad=None
         if chosen is None or optimal is not None
         else min(verdicts, key=lambda verdict: (verdict.gone_ratio, verdict.level is not chosen)),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ranktape.analyze.advice.stability import Stability, Variation
 from ranktape.analyze.advice.value_range import Range
 from ranktape.analyze.advice.verdict import Direction, Position, Stretch, Verdict, is_lossless
-from ranktape.analyze.numerics.quantization.encoded import Severity
+from ranktape.analyze.numerics.quantization.encoded import LossSeverity
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 
@@ -85,7 +85,7 @@ def _on_limits(found: Recommendation, *, word: str) -> list[str]:
             f"{found.least_bad.level.exponent:.4g}, {_parts(found.least_bad)}"
         )
     chosen = found.recommended
-    if chosen is not None and not found.keeps_nothing and chosen.severity is not Severity.NONE:
+    if chosen is not None and not found.keeps_nothing and chosen.severity is not LossSeverity.NONE:
         said.append(
             f"the recommended level has {chosen.severity} overflow or underflow itself ({_parts(chosen)}) "
             "and still the best score"

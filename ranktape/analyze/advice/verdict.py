@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ranktape.analyze.advice.value_range import Range
-from ranktape.analyze.numerics.quantization.encoded import Severity, severity_of
+from ranktape.analyze.numerics.quantization.encoded import LossSeverity, severity_of
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import Level
 
@@ -36,22 +36,22 @@ class Verdict:
     """`flushed_count` as a part."""
 
     @property
-    def overflow(self) -> Severity:
+    def overflow(self) -> LossSeverity:
         """Of `overflow_ratio`."""
         return severity_of(self.overflow_ratio)
 
     @property
-    def underflow(self) -> Severity:
+    def underflow(self) -> LossSeverity:
         """Of `underflow_ratio`."""
         return severity_of(self.underflow_ratio)
 
     @property
-    def flushed(self) -> Severity:
+    def flushed(self) -> LossSeverity:
         """Of `flushed_ratio`."""
         return severity_of(self.flushed_ratio)
 
     @property
-    def severity(self) -> Severity:
+    def severity(self) -> LossSeverity:
         """The worse of overflow and underflow."""
         return severity_of(self.worst_ratio)
 
@@ -69,7 +69,7 @@ class Verdict:
     def is_clean(self) -> bool:
         """Whether the level is without severity; the original asks for the flushed as well."""
         worst = max(self.worst_ratio, self.flushed_ratio) if isinstance(self.level, LegacyLevel) else self.worst_ratio
-        return severity_of(worst) is Severity.NONE
+        return severity_of(worst) is LossSeverity.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ def extremes(
     return max(verdicts, key=ratio), min(verdicts, key=ratio)
 
 
-def stretches(verdicts: Sequence[Verdict], *, severity: Severity, but: Sequence[Level] = ()) -> tuple[Stretch, ...]:
+def stretches(verdicts: Sequence[Verdict], *, severity: LossSeverity, but: Sequence[Level] = ()) -> tuple[Stretch, ...]:
     """The runs of levels of that severity, parted where what has it changes from overflow to underflow or both.
 
     The levels of `but` belong to no run, and part those on their two sides.

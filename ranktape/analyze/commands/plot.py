@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.views.plots.kinds import Plot
 
 DEFAULT_FOLDER = Path("draw")
-"""Where many plots go: the place that the seeds name."""
+"""Where many plots go: the place that the older tool used."""
 
 
 def _epilog() -> str:

@@ -1,4 +1,4 @@
-"""Gives what is measured of one record, and the batches that workers measure and keep."""
+"""Gives the batches of records that workers measure and keep."""
 
 from __future__ import annotations
 
@@ -7,44 +7,17 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.engine.leaving import no_leaving
+from ranktape.analyze.engine.executors import no_leaving
 from ranktape.errors import StorageError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from ranktape.analyze.engine.cache import Shelf
+    from ranktape.analyze.engine.cache_object import Measure, Payload
     from ranktape.storage import Record
 
-Payload = dict[str, "NDArray[Any]"]
-"""What was measured, as named arrays of numbers: what workers send and the cache keeps."""
-
-
-class Measure(Protocol):
-    """Something that is measured of one record; it can be pickled."""
-
-    @property
-    def name(self) -> str:
-        """What the cache knows it by: two measures of one name have the same payload of the same record.
-
-        It therefore holds a version and every parameter, in letters that a key of an object may have.
-        """
-        ...
-
-    def __call__(self, record: Record) -> Payload:
-        """Read the record and measure it, with no more of it in memory than one chunk.
-
-        Raises:
-            DataError: the record's bytes are missing or damaged.
-            StorageError: the store cannot be read.
-            UsageError: what was kept of the record does not answer the question.
-        """
-        ...
-
-
-BATCH_NBYTES = 256 << 20
+BATCH_NBYTES = 128 << 20
 """Records are measured together until they have so many bytes."""
 
 BATCH_RECORDS = 1024

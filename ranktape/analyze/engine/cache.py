@@ -26,7 +26,7 @@ from ranktape.storage.format.blob import blob_document
 from ranktape.storage.places.urls import open_backend
 
 if TYPE_CHECKING:
-    from ranktape.analyze.engine.batch import Measure, Payload
+    from ranktape.analyze.engine.cache_object import Measure, Payload
     from ranktape.storage.places.backend import Backend
     from ranktape.storage.records.record import RecordReader
 
@@ -48,7 +48,7 @@ _MAX_NAME_LENGTH = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CachePlace:
     """Somewhere payloads may lie; it can be pickled."""
 
     backend: Backend
@@ -75,7 +75,7 @@ class Place:
 class Shelf:
     """Where the payloads of one measure and group are written to; it can be pickled."""
 
-    place: Place
+    place: CachePlace
     """Somewhere that can be written."""
     path: str
     """The prefix of the objects."""
@@ -121,7 +121,7 @@ class Cache:
         self._warn = warn
         self._measure = _path_name(measure.name)
         self._places = list(_places(reader))
-        self._target: Place | None = None
+        self._target: CachePlace | None = None
         self._is_tried = False
         names = sorted(set(groups))
         self._listed = [(place, self._list(place, names)) for place in self._places]
@@ -152,7 +152,7 @@ class Cache:
             self._target = None
             self._warn(f"what is counted now is not kept: {reason}")
 
-    def _writable(self) -> Place | None:
+    def _writable(self) -> CachePlace | None:
         if not self._is_tried:
             self._is_tried = True
             reason = "there is no place for it"
@@ -167,7 +167,7 @@ class Cache:
             self._warn(f"what is counted now is not kept: {reason}")
         return self._target
 
-    def _list(self, place: Place, groups: Sequence[str]) -> Mapping[str, list[str]]:
+    def _list(self, place: CachePlace, groups: Sequence[str]) -> Mapping[str, list[str]]:
         """The keys of the objects of each group; one LIST for each rank, or one for all of many."""
         parents = sorted({group.rpartition("/")[0] for group in groups})
         if len(parents) > _MAX_LISTS:
@@ -187,7 +187,7 @@ class Cache:
             self._warn(f"what was counted before cannot be looked up: {error}")
         return listed
 
-    def _open(self, place: Place, key: str) -> CacheObject | None:
+    def _open(self, place: CachePlace, key: str) -> CacheObject | None:
         try:
             data = place.backend.get(key, max_nbytes=MAX_OBJECT_NBYTES)
             return None if data is None else CacheObject(data)
@@ -213,17 +213,17 @@ def _path_name(name: str) -> str:
     return quoted if len(quoted) <= _MAX_NAME_LENGTH else f"{quoted[: _MAX_NAME_LENGTH - 33]}-{_digest(name)}"
 
 
-def _places(reader: RecordReader) -> Iterable[Place]:
+def _places(reader: RecordReader) -> Iterable[CachePlace]:
     """Where payloads may lie, the first choice first."""
     backend = getattr(reader, "backend", None)
     if backend is not None:
-        yield Place(backend=backend, prefix=layout.ANALYSIS)
+        yield CachePlace(backend=backend, prefix=layout.ANALYSIS)
         if "://" not in backend.url:
-            yield Place(backend=open_backend(f"{backend.url.rstrip('/')}{BESIDE}"), prefix="")
+            yield CachePlace(backend=open_backend(f"{backend.url.rstrip('/')}{BESIDE}"), prefix="")
     folder = _user_folder()
     if folder is not None:
         source = reader.url if "://" in reader.url else os.path.realpath(reader.url)
-        yield Place(backend=open_backend(folder / _digest(source)), prefix="")
+        yield CachePlace(backend=open_backend(folder / _digest(source)), prefix="")
 
 
 def _user_folder() -> Path | None:

@@ -1,4 +1,4 @@
-"""Packs the payloads of many records into one object, and refuses a damaged one.
+"""Gives what is measured of one record, and packs it of many into one object; a damaged one is refused.
 
 A head with a checksum, an index and the arrays, both packed with Zstandard. The index is JSON: the keys of the records,
 the forms that payloads have (names, types and dimensions of their arrays), and the shapes. Behind it, form by form and
@@ -13,18 +13,46 @@ import math
 import re
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import google_crc32c
 import numpy as np
 
 if TYPE_CHECKING:
-    from ranktape.analyze.engine.batch import Payload
+    from numpy.typing import NDArray
+
+    from ranktape.storage import Record
+
+Payload = dict[str, "NDArray[Any]"]
+"""What was measured, as named arrays of numbers: what workers send and the cache keeps."""
+
+
+class Measure(Protocol):
+    """Something that is measured of one record; it can be pickled."""
+
+    @property
+    def name(self) -> str:
+        """What the cache knows it by: two measures of one name have the same payload of the same record.
+
+        It therefore holds a version and every parameter, in letters that a key of an object may have.
+        """
+        ...
+
+    def __call__(self, record: Record) -> Payload:
+        """Read the record and measure it, with no more of it in memory than one chunk.
+
+        Raises:
+            DataError: the record's bytes are missing or damaged.
+            StorageError: the store cannot be read.
+            UsageError: what was kept of the record does not answer the question.
+        """
+        ...
+
 
 MAX_OBJECT_NBYTES = 256 << 20
 """A larger object is not read, whoever wrote it."""
 
-MAX_UNPACKED_NBYTES = 1 << 30
+MAX_UNPACKED_NBYTES = 1 << 31
 """One that says that it unpacks to more is not unpacked."""
 
 MAX_RECORDS = 1 << 16

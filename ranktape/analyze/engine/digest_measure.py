@@ -35,7 +35,7 @@ from ranktape.storage.format.statistics import STATISTICS, Statistics, merge_sta
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.batch import Payload
+    from ranktape.analyze.engine.cache_object import Payload
     from ranktape.storage import Record
 
 VERSION = 3

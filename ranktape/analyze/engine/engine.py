@@ -16,12 +16,13 @@ from ranktape.analyze.engine.batch import Batch, Calls, call_all, measure_batch,
 from ranktape.analyze.engine.cache import Cache
 from ranktape.analyze.engine.cache_object import DamagedObjectError
 from ranktape.analyze.engine.executors import in_order, workers_of
-from ranktape.analyze.engine.plan import Plan, Span
+from ranktape.analyze.engine.plan import RecordSpan, WorkPlan
 from ranktape.analyze.engine.progress import BytesLeft, bytes_left
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    from ranktape.analyze.engine.batch import Measure, Measured, Payload
+    from ranktape.analyze.engine.batch import Measured
+    from ranktape.analyze.engine.cache_object import Measure, Payload
     from ranktape.analyze.engine.executors import Workers
     from ranktape.storage import Record, Records
 
@@ -56,7 +57,7 @@ class Engine:
         """
         if not len(records):
             return
-        plan = Plan(records)
+        plan = WorkPlan(records)
         cache = Cache(records.reader, measure, groups=plan.paths, warn=_warn_once) if self.use_cache else None
         with bytes_left(is_shown=self.show_progress, description="counting") as bar:
             question = _Question(records, measure, cache=cache, bar=bar)
@@ -103,7 +104,7 @@ class _Question:
         self._bar = bar
         self._accepts: Callable[[Payload], bool] = getattr(measure, "accepts", lambda _: True)
 
-    def work(self, span: Span) -> tuple[Callable[[Any], Any], Any] | None:
+    def work(self, span: RecordSpan) -> tuple[Callable[[Any], Any], Any] | None:
         """The measuring of the records that are not known; None where all are."""
         self._bar.advance(sum(span.size(place) for place in span.known))
         if not span.missing:
@@ -120,7 +121,7 @@ class _Question:
         # To look at the records of files is to read them.
         return tuple(run if run.is_costly else list(run) for run in runs)
 
-    def payloads(self, span: Span, result: Measured | None) -> Iterator[Payload]:
+    def payloads(self, span: RecordSpan, result: Measured | None) -> Iterator[Payload]:
         """The payloads of a span, of which the result has those that were not known."""
         measured: dict[int, Payload] = {}
         if result is not None:
@@ -131,7 +132,7 @@ class _Question:
         for place in span.places:
             yield measured.pop(place) if place in measured else self._known(span, place)
 
-    def _known(self, span: Span, place: int) -> Payload:
+    def _known(self, span: RecordSpan, place: int) -> Payload:
         """A payload out of the cache; one that nobody can have measured is measured again."""
         try:
             payload = span.known[place].payload(span.key(place))

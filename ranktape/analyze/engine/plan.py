@@ -28,7 +28,7 @@ _FILES = "files"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class RecordSpan:
     """Neighbouring records of one group, some of which are known."""
 
     group: str
@@ -64,7 +64,7 @@ class _Group:
     places: slice
 
 
-class Plan:
+class WorkPlan:
     """The records of a selection in spans; made from columns, without looking at one record after the other."""
 
     def __init__(self, records: Records) -> None:
@@ -86,7 +86,7 @@ class Plan:
         """Of all records."""
         return sum(self._sizes)
 
-    def spans(self, cache: Cache | None) -> Generator[Span, None, None]:
+    def spans(self, cache: Cache | None) -> Generator[RecordSpan, None, None]:
         """All records in their order, in spans whose unknown records are one batch; the cache is looked at ahead."""
         with ThreadPoolExecutor(_LOOKS_AHEAD) as pool:
             ahead: list[tuple[_Group, Future[Found] | None]] = []
@@ -106,7 +106,7 @@ class Plan:
                     if looked is not None:
                         looked.cancel()
 
-    def _of_group(self, group: _Group, found: Found, *, keys: Sequence[str]) -> Iterator[Span]:
+    def _of_group(self, group: _Group, found: Found, *, keys: Sequence[str]) -> Iterator[RecordSpan]:
         first = group.places.start
         start, num_missing, nbytes = first, 0, 0
         for place in range(first, group.places.stop):
@@ -120,14 +120,14 @@ class Plan:
             nbytes += size
         yield self._span(group, start, group.places.stop, keys, found)
 
-    def _span(self, group: _Group, start: int, stop: int, keys: Sequence[str], found: Found) -> Span:
+    def _span(self, group: _Group, start: int, stop: int, keys: Sequence[str], found: Found) -> RecordSpan:
         own = keys[start - group.places.start : stop - group.places.start]
         known = {
             place: found.objects[key]
             for place, key in zip(range(start, stop), own, strict=True)
             if key in found.objects
         }
-        return Span(
+        return RecordSpan(
             group=group.path,
             places=range(start, stop),
             keys=own,

@@ -32,7 +32,7 @@ from ranktape.storage.format.record_info import Keep
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.batch import Measure, Payload
+    from ranktape.analyze.engine.cache_object import Measure, Payload
     from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.analyze.numerics.quantization.schemes import Scheme
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
@@ -128,7 +128,7 @@ def _is_like(array: NDArray[Any], dtype: str, length: int) -> bool:
     return array.dtype.str == dtype and array.shape == (length,)
 
 
-class _Counted(NamedTuple):
+class _BlocksCounted(NamedTuple):
     """The counts of a record's blocks, and its smallest and largest finite value."""
 
     blocks: BlockHistogram
@@ -296,7 +296,7 @@ def _try_samples(
 
 def _numbers(
     payload: Payload | RanktapeError, key: tuple[int, int] | None, *, dtype: str
-) -> Histogram | _Counted | None:
+) -> Histogram | _BlocksCounted | None:
     assert not isinstance(payload, RanktapeError)
     if key is None:
         return histogram_of(digest_of(payload, dtype=dtype))
@@ -315,21 +315,21 @@ def histogram_of(digest: Digest) -> Histogram:
     return Histogram(dtype=dtype, counts=counts)
 
 
-def blocks_of(payload: Payload, *, axis: int, block_size: int, dtype: str) -> _Counted:
+def blocks_of(payload: Payload, *, axis: int, block_size: int, dtype: str) -> _BlocksCounted:
     """The histogram of blocks that `BlockMeasure` made a payload of."""
     row = dtype_row(dtype)
     cells: dict[str, Any] = {name: payload[name] for name in CELLS} | {"counts": payload["counts"].astype(np.int64)}
     apart: dict[str, Any] = dict(zip(APART, payload["apart"].tolist(), strict=True))
     patterns = row.numpy_dtype if row.itemsize == 2 else numpy_dtype("bfloat16")  # noqa: PLR2004 - bytes
     blocks = BlockHistogram(dtype=patterns, axis=str(axis), block_size=block_size, **cells, **apart)
-    return _Counted(blocks, tuple(None if math.isnan(end) else end for end in payload["ends"].tolist()))
+    return _BlocksCounted(blocks, tuple(None if math.isnan(end) else end for end in payload["ends"].tolist()))
 
 
 def _put_together(
     records: Records,
     position: int,
     jobs: Sequence[Job],
-    numbers: Mapping[Any, Histogram | _Counted | None],
+    numbers: Mapping[Any, Histogram | _BlocksCounted | None],
     from_values: Iterable[ScaleSweep],
     *,
     view: View,

@@ -24,7 +24,7 @@ from ranktape.storage.format.record_info import Keep
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.batch import Payload
+    from ranktape.analyze.engine.cache_object import Payload
     from ranktape.analyze.findings.survey import Survey
     from ranktape.storage import Record
 

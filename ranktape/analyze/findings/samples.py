@@ -19,7 +19,7 @@ from ranktape.analyze.findings.thresholds import (
     SAMPLE_OCTAVES,
     SERIOUS_OCTAVES,
 )
-from ranktape.analyze.sample_names import sample_names
+from ranktape.analyze.identity import sample_names
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

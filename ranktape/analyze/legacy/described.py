@@ -32,10 +32,10 @@ RECORD_KEY = "ranktape"
 """Under which our export embeds the record among what it says of the tensor."""
 
 TAGS = ("layer_type", "operation", "phase", "component", "quant_type", "tensor_name")
-"""The fields of a record that are words; the seeds' tool embeds them under the same names."""
+"""The fields of a record that are words; the older tool embeds them under the same names."""
 
 NUMBERS = ("iteration", "rank", "layer_idx")
-"""The fields of a record that are numbers, and that the seeds' tool embeds."""
+"""The fields of a record that are numbers, and that the older tool embeds."""
 
 _SAID_ELSEWHERE = frozenset({*TAGS, *NUMBERS, "sample_idx", RECORD_KEY})
 """What is embedded and becomes fields of the record."""
@@ -198,7 +198,7 @@ def _samples_of(
 
 
 def _tags_of(embedded: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that the seeds' tool embedded; what no record can hold of them is left out."""
+    """The fields that the older tool embedded; what no record can hold of them is left out."""
     found: dict[str, Any] = {}
     for tag in TAGS:
         try:

@@ -25,7 +25,7 @@ MAX_SHOWN = 100
 """Characters of a path that a message gives where the path is what is wrong."""
 
 
-class Source(Protocol):
+class RecordSource(Protocol):
     """What a run and a folder have in common: what questions are asked of."""
 
     @property
@@ -49,7 +49,7 @@ def open_source(
     *,
     skip_unreadable: bool = False,
     any_name: bool = False,
-) -> Source:
+) -> RecordSource:
     """The run at a URL; where a directory of this machine holds no run but `.pt` files, that folder; or one such file.
 
     With `any_name` the files may have any name, and hold lists of which the first entry is the tensor.

@@ -1,4 +1,4 @@
-"""Reads the pickle of a `.pt` file as data, without running it, and gives what it says as JSON has it.
+"""Reads the pickle of a `.pt` file as data, without running it.
 
 Its instructions build lists, dictionaries, texts and numbers of this module's own, and a name stands for something only
 if it is in `_CALLS`, in `_STORAGES` or names an element type; any other ends the reading. No name is imported, no
@@ -9,8 +9,6 @@ that `torch.load(weights_only=True)` takes.
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import pickletools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -343,67 +341,3 @@ _OPCODES = {
     if opcode.name in {*_LITERALS, *_CONSTANTS, *_STEPS, *_SIZES, *_FILLS, "PROTO", "STOP"}
 }
 """The instructions that are read, by their bytes."""
-
-
-MAX_NODES = 100_000
-"""Values that `plain` gives at most: what refers to itself or to one list many times is endless otherwise."""
-
-MAX_DEPTH = 64
-"""Lists and dictionaries within one another that `plain` follows."""
-
-MAX_CHARACTERS = 1 << 24
-"""Characters that `plain` gives at most: a pickle names one long text many times in few bytes."""
-
-
-_NUMBER_CHARACTERS = 26
-"""The most that a number of a tensor takes."""
-
-
-def plain(
-    value: Any,
-    *,
-    place: str,
-    max_characters: int = MAX_CHARACTERS,
-    listed: Callable[[TensorData], Any] = lambda _: None,
-) -> Any:
-    """The same as JSON has it: dictionaries of texts, lists, numbers; NaN becomes a text.
-
-    A tensor becomes what `listed` gives of it, while half of the characters are not taken yet; else a text.
-
-    Raises:
-        DataError: it is larger than any description of a tensor, or refers to itself.
-    """
-    num_nodes = num_characters = 0
-
-    def counted(text: str) -> str:
-        nonlocal num_characters
-        num_characters += len(text)
-        if num_characters > max_characters:
-            raise DataError(f"what {place} says of its tensor is longer than {max_characters} characters")
-        return text
-
-    def convert(entry: Any, depth: int) -> Any:
-        nonlocal num_nodes
-        num_nodes += 1
-        if num_nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise DataError(f"what {place} says of its tensor is larger than {MAX_NODES} values or refers to itself")
-        if isinstance(entry, Pairs):
-            return {
-                counted(str(key)): convert(inner, depth + 1)
-                for key, inner in entry.items
-                if not isinstance(key, Pairs | list | tuple)
-            }
-        if isinstance(entry, TensorData):
-            # A pickle may name one tensor many times, too.
-            has_room = num_characters + _NUMBER_CHARACTERS * math.prod(entry.shape) <= max_characters // 2
-            known = listed(entry) if has_room else None
-            text = counted(f"tensor {entry.dtype}{list(entry.shape)}" if known is None else json.dumps(known))
-            return text if known is None else known
-        if type(entry) in {list, tuple}:
-            return [convert(inner, depth + 1) for inner in entry]
-        # A number has as many characters as its digits, of which a stranger's may have hundreds.
-        text = counted(str(entry))
-        is_plain = entry is None or isinstance(entry, int) or (isinstance(entry, float) and math.isfinite(entry))
-        return entry if is_plain else text
-
-    return convert(value, 0)

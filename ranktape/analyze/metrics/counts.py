@@ -25,7 +25,7 @@ from ranktape.storage.format.record_info import Keep
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.batch import Payload
+    from ranktape.analyze.engine.cache_object import Payload
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
     from ranktape.storage import Record, Records
 

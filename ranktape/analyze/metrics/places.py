@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ranktape.analyze.engine.values import View, viewed_dtype
+from ranktape.analyze.identity import SAMPLE
 from ranktape.analyze.metrics.counts import EXTREMES, count_records
 from ranktape.analyze.metrics.samples import count_samples
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.questions.swept import sweepable
-from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import UsageError
 from ranktape.storage.query.columns import equal_rows
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.identity import SampleName
     from ranktape.analyze.metrics.counts import Counts, Row
     from ranktape.analyze.metrics.target import Target
-    from ranktape.analyze.sample_names import SampleName
     from ranktape.storage import Records
 
 

@@ -14,19 +14,19 @@ from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sweep_measure import sweep_samples
 from ranktape.analyze.engine.values import View, pick, read_values, viewed_dtype
+from ranktape.analyze.identity import SampleName, sample_names
 from ranktape.analyze.metrics.counts import NAMES, Counts, Row, block_job, block_row, refuse_statistics, unknown_row
 from ranktape.analyze.metrics.target import Target
 from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
 from ranktape.analyze.numerics.histograms.histogram import scan
 from ranktape.analyze.numerics.quantization.schemes import Scaling
-from ranktape.analyze.sample_names import SampleName, sample_names
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.format.record_info import TALLY_KINDS, Keep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.batch import Payload
+    from ranktape.analyze.engine.cache_object import Payload
     from ranktape.storage import Record, Records
 
 VERSION = 1

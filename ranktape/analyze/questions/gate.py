@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.identity import group_row, identity_fields, identity_rows
+from ranktape.analyze.identity import SAMPLE, group_row, identity_fields, identity_rows
 from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.metrics.target import one_target
 from ranktape.analyze.numerics.quantization.schemes import Scaling
@@ -23,7 +23,6 @@ from ranktape.analyze.rules.result import GateResult, Offender, Outcome
 from ranktape.analyze.rules.rule import Missing, Rule, parse_rule
 from ranktape.analyze.rules.rule_file import read_rule_file
 from ranktape.analyze.rules.values import Judged, values_of
-from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage.query.columns import Comparison
 

@@ -12,7 +12,7 @@ import numpy as np
 from ranktape.analyze.numerics.digests.digest import finite
 from ranktape.analyze.numerics.distributions.bins import Bins, linear_bins, log2_bins
 from ranktape.analyze.numerics.distributions.normal_fit import fit_normal
-from ranktape.analyze.numerics.distributions.occupancy import Held, Occupancy, aligned_exponent, held_by, occupancy
+from ranktape.analyze.numerics.distributions.occupancy import HeldRange, Occupancy, aligned_exponent, held_by, occupancy
 from ranktape.analyze.table import Column, Kind
 
 if TYPE_CHECKING:
@@ -135,15 +135,15 @@ _TOP = 1023
 """The exponent of the largest float64."""
 
 
-def _aligned(occupied: Occupancy, row: Format) -> Held:
+def _aligned(occupied: Occupancy, row: Format) -> HeldRange:
     return held_by(occupied, row, aligned_exponent(occupied, row) or 0)
 
 
-def _with_all_bits(exponent: int, held: list[Held]) -> list[str]:
+def _with_all_bits(exponent: int, held: list[HeldRange]) -> list[str]:
     return [one.format for one in held if one.lowest_normal_exponent <= exponent <= one.highest_exponent]
 
 
-def _with_fewer(exponent: int, held: list[Held]) -> list[str]:
+def _with_fewer(exponent: int, held: list[HeldRange]) -> list[str]:
     return [one.format for one in held if one.lowest_exponent <= exponent < one.lowest_normal_exponent]
 
 
@@ -156,7 +156,7 @@ def _formats(digest: Digest, options: LookOptions) -> Rows:
             yield (row.name, "aligned", *_held_cells(held_by(occupied, row, exponent)))
 
 
-def _held_cells(held: Held) -> tuple[Any, ...]:
+def _held_cells(held: HeldRange) -> tuple[Any, ...]:
     total = max(1, held.num_elements)
     counts = [getattr(held, kind) for kind in _FATES]
     cells = [cell for count in counts for cell in (count, count / total)]

@@ -30,7 +30,7 @@ from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.metrics.counts import EXTREMES, KINDS
 from ranktape.analyze.metrics.places import find_places
 from ranktape.analyze.metrics.target import Target, limit_cells, limit_columns, parse_targets
-from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MODERATE_RATIO, Severity, severity_of
+from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MODERATE_RATIO, LossSeverity, severity_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.questions.overflow_begins import overflow_begins
 from ranktape.analyze.table import Column, Kind, Table
@@ -114,13 +114,13 @@ def overflow(
         notes=places.notes,
         worst_first=worst_first,
     )
-    is_clean = not targets and set(table.column("severity")) == {Severity.NONE.value}
+    is_clean = not targets and set(table.column("severity")) == {LossSeverity.NONE.value}
     return dataclasses.replace(table, notes=(*table.notes, NEXT_FORMAT)) if is_clean else table
 
 
 def worst_first(table: Table) -> Table:
     """The rows of `overflow` by their severity; equally bad ones with the most NaN, infinities, then losses first."""
-    severities = [severity.value for severity in Severity]
+    severities = [severity.value for severity in LossSeverity]
     names = ("overflow.nan.ratio", "overflow.ratio", "overflow.underflow.ratio")
     columns = [table.column(name) for name in names]
     badness = [

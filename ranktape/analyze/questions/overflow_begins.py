@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.identity import are_files, group_columns, group_row
+from ranktape.analyze.identity import SAMPLE, are_files, group_columns, group_row
 from ranktape.analyze.metrics.target import limit_cells, limit_columns
 from ranktape.analyze.numerics.quantization.encoded import MODERATE_RATIO
-from ranktape.analyze.sample_names import SAMPLE
 from ranktape.analyze.table import Column, Kind, Table
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ EVENTS = (
     Event(name="underflow", kind="underflow", above=MODERATE_RATIO),
     Event(name="flushed", kind="flushed", above=MODERATE_RATIO),
 )
-"""What is looked for; of underflow as much as the seeds' tool warns of."""
+"""What is looked for; of underflow as much as the older tool warns of."""
 
 
 def overflow_begins(places: Places, *, by: Sequence[str]) -> Table:

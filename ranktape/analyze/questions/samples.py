@@ -12,16 +12,18 @@ import numpy as np
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import (
+    SAMPLE,
     SAMPLE_COLUMN,
+    SampleName,
     group_columns,
     group_row,
     identity_columns,
     identity_rows,
+    sample_names,
 )
 from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.metrics.metric import METRICS, figure_columns, parse_metric
 from ranktape.analyze.questions.grouped import group_records
-from ranktape.analyze.sample_names import SAMPLE, SampleName, sample_names
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
 

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.advice.recommendation import DEFAULT_TARGET_SQNR, best_by, best_format
 from ranktape.analyze.advice.verdict import direction_of, keeps_nothing
-from ranktape.analyze.engine.sweep_measure import sweep_numbers
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import are_files, group_columns, group_row, identity_columns
+from ranktape.analyze.identity import SAMPLE, are_files, group_columns, group_row, identity_columns
 from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.numerics.inputs import numbers_of
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode
@@ -23,13 +21,12 @@ from ranktape.analyze.questions.swept import (
     Swept,
     answerable,
     grouped,
-    jobs_of,
     parse_request,
     sweep_selection,
     sweepable,
+    swept_array,
     with_samples,
 )
-from ranktape.analyze.sample_names import SAMPLE
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.records.records import Records
@@ -78,7 +75,7 @@ LEGACY_COLUMNS = tuple(
     for field in dataclasses.fields(LegacyLevel)
     if field.name not in _INHERITED
 )
-"""What the tool of the seeds counted otherwise; in legacy sweeps."""
+"""What the older tool counted otherwise; in legacy sweeps."""
 
 COUNTED = ("num_elements", "nan", "inf", "spoiled", "zero")
 """What a sweep counts of a tensor."""
@@ -335,10 +332,7 @@ def sweep(
     asked = parse_request(format, options=options, view=view)
     check_shape(by=by, with_levels=with_levels, target_sqnr=target_sqnr)
     if not isinstance(records, Records):
-        if by:
-            raise UsageError(f"by={list(by)} groups records, and this is an array: leave it out")
-        sweeps = sweep_numbers(numbers_of(records), jobs_of(asked))
-        alone = [Swept(source="", identity=(), key={}, sweeps=sweeps, records=None, index=0)]
+        alone = [swept_array(records, asked, by=by)]
         return levels_table(alone) if with_levels else records_table(alone, target_sqnr=target_sqnr)
     chosen = sweepable(records)
     if not len(chosen):

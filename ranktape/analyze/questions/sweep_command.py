@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.console import say
 from ranktape.analyze.engine.progress import progress
 from ranktape.analyze.engine.values import View
+from ranktape.analyze.identity import SAMPLE
 from ranktape.analyze.layer_stacks import with_stacks
 from ranktape.analyze.legacy.outputs.text import DOUBLE
 from ranktape.analyze.legacy.outputs.write import DEFAULT_OUTPUT_DIR, OutputOptions, make_folder
@@ -19,15 +20,14 @@ from ranktape.analyze.numerics.formats import Rounding
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.questions.sweep import check_shape, table_of
-from ranktape.analyze.questions.sweep_sources import Tensor, is_file, list_tensors, summary_lines, sweep_tensors
+from ranktape.analyze.questions.sweep_sources import ListedTensor, is_file, list_tensors, summary_lines, sweep_tensors
 from ranktape.analyze.questions.swept import answerable, num_readings, parse_request
-from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.options import Output, Selection
-    from ranktape.analyze.questions.sweep_sources import Outcome
+    from ranktape.analyze.questions.sweep_sources import SweepOutcome
     from ranktape.analyze.questions.swept import SweepRequest
 
 _KINDS: dict[str, Callable[[str], Any]] = {"mode": SweepMode, "scale_rule": ScaleRule, "rounding": Rounding}
@@ -117,13 +117,13 @@ def answer_sweep(selections: Sequence[Selection], asked: SweepQuestion) -> None:
 
 
 def _sweep(
-    tensors: Sequence[Tensor],
+    tensors: Sequence[ListedTensor],
     request: SweepRequest,
     *,
     question: SweepQuestion,
     outputs: OutputOptions | None,
     has_table: bool,
-) -> Outcome:
+) -> SweepOutcome:
     # What goes to stdout is the answer: with a table, the log is not it.
     show = functools.partial(say, err=has_table)
     if outputs is not None:

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 
 from ranktape.analyze.console import say
 from ranktape.analyze.engine.values import viewed_dtype
+from ranktape.analyze.identity import SAMPLE
 from ranktape.analyze.legacy.outputs.text import DOUBLE, Subject
 from ranktape.analyze.legacy.outputs.write import FolderNames, Stopwatch, TensorReport, titles_of
 from ranktape.analyze.numerics.sweeps.options import resolve
 from ranktape.analyze.options import say_what_is_left_out
 from ranktape.analyze.questions.swept import is_sweepable, sweep_selection, sweepable, with_samples
-from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError, WorkersError
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.legacy.open import Source
+    from ranktape.analyze.legacy.open import RecordSource
     from ranktape.analyze.legacy.outputs.write import OutputOptions
     from ranktape.analyze.options import Selection
     from ranktape.analyze.questions.swept import SweepRequest, Swept
@@ -38,7 +38,7 @@ RULE = "-" * 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class ListedTensor:
     """One tensor that is to be swept, or the reason why it cannot be."""
 
     title: str
@@ -71,7 +71,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class FailedTensor:
     """A tensor that could not be swept."""
 
     title: str
@@ -83,17 +83,17 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SweepOutcome:
     """What became of all tensors."""
 
     swept: tuple[Swept, ...]
     """Those that could be swept, in order."""
-    failures: tuple[Failure, ...]
+    failures: tuple[FailedTensor, ...]
     """The others, in order."""
 
     def reasons(self) -> list[str]:
         """One line for each reason of failures: the tensor that failed for it, or the first of them and how many."""
-        groups: dict[str, list[Failure]] = {}
+        groups: dict[str, list[FailedTensor]] = {}
         for failure in self.failures:
             groups.setdefault(failure.reason, []).append(failure)
         return [
@@ -104,7 +104,7 @@ class Outcome:
         ]
 
 
-def list_tensors(selections: Sequence[Selection], *, by: Sequence[str]) -> list[Tensor]:
+def list_tensors(selections: Sequence[Selection], *, by: Sequence[str]) -> list[ListedTensor]:
     """Every tensor of the sources; a source or a file that cannot be read is one that failed.
 
     Of several sources those in which nothing matches the filters are named on stderr, and left out. So are records of
@@ -114,13 +114,13 @@ def list_tensors(selections: Sequence[Selection], *, by: Sequence[str]) -> list[
         NoRecordsError: nothing matches anywhere, or only integers and bool do.
         UsageError: a filter, an expression or `by` is wrong.
     """
-    tensors: list[Tensor] = []
+    tensors: list[ListedTensor] = []
     unmatched: list[NoRecordsError] = []
     for selection in selections:
         try:
             source = _opened(selection)
         except RanktapeError as error:
-            tensors.append(Tensor(title=selection.run, source=selection.run, error=error))
+            tensors.append(ListedTensor(title=selection.run, source=selection.run, error=error))
             continue
         tensors += _unreadable(selection, source)
         try:
@@ -129,11 +129,11 @@ def list_tensors(selections: Sequence[Selection], *, by: Sequence[str]) -> list[
             if source.iterations:
                 unmatched.append(error)
             elif selection.skip_unreadable or not getattr(source, "unreadable", None):
-                tensors.append(Tensor(title=selection.run, source=selection.run, error=error))
+                tensors.append(ListedTensor(title=selection.run, source=selection.run, error=error))
         except UsageError:
             raise
         except RanktapeError as error:
-            tensors.append(Tensor(title=selection.run, source=selection.run, error=error))
+            tensors.append(ListedTensor(title=selection.run, source=selection.run, error=error))
     if unmatched and not tensors:
         raise unmatched[0]
     for reason in unmatched:
@@ -142,7 +142,7 @@ def list_tensors(selections: Sequence[Selection], *, by: Sequence[str]) -> list[
 
 
 def sweep_tensors(
-    tensors: Sequence[Tensor],
+    tensors: Sequence[ListedTensor],
     request: SweepRequest,
     *,
     outputs: OutputOptions | None,
@@ -150,7 +150,7 @@ def sweep_tensors(
     on_record: Callable[[], object],
     by: Sequence[str] = (),
     engine: Engine | None = None,
-) -> Outcome:
+) -> SweepOutcome:
     """Sweep every tensor; with `outputs`, one after the other, files are written of each, and `show` gets every line.
 
     Whatever the user can cause to go wrong with a tensor ends that tensor alone.
@@ -158,7 +158,7 @@ def sweep_tensors(
     names = FolderNames()
     source = _SweptTensors(request=request, by=by, engine=engine, is_ahead=outputs is None)
     swept: list[Swept] = []
-    failures: list[Failure] = []
+    failures: list[FailedTensor] = []
     said: set[str] = set()
     for number, tensor in enumerate(tensors, start=1):
         if outputs is not None:
@@ -167,7 +167,7 @@ def sweep_tensors(
             show(RULE)
         found = _attempt(tensor, request, source, outputs=outputs, names=names, show=show)
         if isinstance(found, RanktapeError):
-            failures.append(Failure(title=tensor.title, error=found, reason=_reason(tensor, found)))
+            failures.append(FailedTensor(title=tensor.title, error=found, reason=_reason(tensor, found)))
             is_new = failures[-1].reason not in said
             said.add(failures[-1].reason)
             if outputs is not None or (is_new and len(tensors) > 1):
@@ -177,10 +177,10 @@ def sweep_tensors(
             if outputs is not None:
                 show(f"Successfully processed: {printable(tensor.title)}")
         on_record()
-    return Outcome(swept=tuple(swept), failures=tuple(failures))
+    return SweepOutcome(swept=tuple(swept), failures=tuple(failures))
 
 
-def summary_lines(outcome: Outcome) -> list[str]:
+def summary_lines(outcome: SweepOutcome) -> list[str]:
     """How many tensors could be swept, and which could not."""
     failures = outcome.failures
     lines = [
@@ -196,13 +196,13 @@ def summary_lines(outcome: Outcome) -> list[str]:
     return lines if failures else [*lines, "All tests completed successfully!"]
 
 
-def _told_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _told_apart(tensors: Sequence[ListedTensor]) -> list[ListedTensor]:
     """The tensors, files of one name with folders before it in their titles."""
     titles = iter(titles_of([tensor.path for tensor in tensors if tensor.path is not None]))
     return [tensor if tensor.path is None else dataclasses.replace(tensor, title=next(titles)) for tensor in tensors]
 
 
-def _reason(tensor: Tensor, error: RanktapeError) -> str:
+def _reason(tensor: ListedTensor, error: RanktapeError) -> str:
     """The message without the tensor's own names."""
     names = [tensor.title]
     if tensor.records is not None and tensor.error is None:
@@ -222,7 +222,7 @@ class _SweptTensors:
         self._is_ahead = is_ahead
         self._found: dict[int, Iterator[list[Swept] | RanktapeError]] = {}
 
-    def take(self, tensor: Tensor) -> list[Swept] | RanktapeError:
+    def take(self, tensor: ListedTensor) -> list[Swept] | RanktapeError:
         """The sweeps of the next tensor of its selection, or why it has none; of its samples where these are asked for.
 
         Raises:
@@ -247,7 +247,7 @@ class _SweptTensors:
 
 
 def _attempt(
-    tensor: Tensor,
+    tensor: ListedTensor,
     request: SweepRequest,
     source: _SweptTensors,
     *,
@@ -267,7 +267,7 @@ def _attempt(
 
 
 def _sweep_tensor(
-    tensor: Tensor,
+    tensor: ListedTensor,
     request: SweepRequest,
     source: _SweptTensors,
     *,
@@ -310,7 +310,7 @@ def _sweep_tensor(
     return [found]
 
 
-def _opened(selection: Selection) -> Source:
+def _opened(selection: Selection) -> RecordSource:
     if is_file(selection.run) and not Path(selection.run).exists():
         raise RunNotFoundError(f"there is no file at {printable(selection.run)}: check the path")
     return selection.source()
@@ -326,16 +326,16 @@ def is_file(source: str) -> bool:
         return False
 
 
-def _unreadable(selection: Selection, source: Source) -> list[Tensor]:
+def _unreadable(selection: Selection, source: RecordSource) -> list[ListedTensor]:
     """The files of a folder that failed already, unless they are to be left out."""
     say_what_is_left_out(source, with_unreadable=selection.skip_unreadable)
     if selection.skip_unreadable:
         return []
     reasons: dict[str, str] = getattr(source, "unreadable", {})
-    return [Tensor(title=name, source=selection.run, error=DataError(why)) for name, why in reasons.items()]
+    return [ListedTensor(title=name, source=selection.run, error=DataError(why)) for name, why in reasons.items()]
 
 
-def _tensors(selection: Selection, source: Source, *, by: Sequence[str]) -> list[Tensor]:
+def _tensors(selection: Selection, source: RecordSource, *, by: Sequence[str]) -> list[ListedTensor]:
     """One for each record of the selection, in its order."""
     chosen = selection.chosen(source)
     for field in by:
@@ -362,7 +362,7 @@ def _tensors(selection: Selection, source: Source, *, by: Sequence[str]) -> list
         path = paths.get(site)
         title = f"{again}iter{iteration:03d}_rank{rank:02d}_{site}" if path is None else path.name
         tensors.append(
-            Tensor(
+            ListedTensor(
                 title=title,
                 source=selection.run,
                 folder_name=title if path is None else path.stem,

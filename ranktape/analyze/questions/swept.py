@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ranktape.analyze.advice.recommendation import common_grid, common_scale
-from ranktape.analyze.engine.sweep_measure import Job, sweep_records, sweep_samples
+from ranktape.analyze.engine.sweep_measure import Job, sweep_numbers, sweep_records, sweep_samples
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import identity_rows
+from ranktape.analyze.identity import SAMPLE, identity_rows, sample_names
+from ranktape.analyze.numerics.inputs import numbers_of
 from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve, resolve_all
-from ranktape.analyze.sample_names import SAMPLE, sample_names
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import Keep
@@ -196,6 +196,18 @@ def _swept(
     sample: int | None = None,
 ) -> Swept:
     return Swept(source=source, identity=identity, key=key, sweeps=sweeps, records=records, index=row, sample=sample)
+
+
+def swept_array(array: Any, request: SweepRequest, *, by: Sequence[str]) -> Swept:
+    """The sweeps of an array of numpy, a tensor of torch or nested lists.
+
+    Raises:
+        UsageError: there are fields to group by; or it holds no such numbers.
+    """
+    if by:
+        raise UsageError(f"by={list(by)} groups records, and this is an array: leave it out")
+    sweeps = sweep_numbers(numbers_of(array), jobs_of(request))
+    return Swept(source="", identity=(), key={}, sweeps=sweeps, records=None, index=0)
 
 
 def num_readings(request: SweepRequest, *, by: Sequence[str]) -> int:

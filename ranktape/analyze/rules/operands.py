@@ -7,11 +7,11 @@ import enum
 import re
 from dataclasses import dataclass
 
+from ranktape.analyze.identity import SAMPLE
 from ranktape.analyze.metrics.counts import EXTREMES, KINDS
 from ranktape.analyze.metrics.metric import METRICS, parse_metric
 from ranktape.analyze.numerics.sweeps.metrics import METRICS as SWEPT_METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
-from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import UsageError
 from ranktape.storage.format.catalogue import COLUMNS
 from ranktape.storage.places.failures import printable

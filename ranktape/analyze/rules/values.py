@@ -12,13 +12,13 @@ import numpy as np
 
 from ranktape.analyze.engine.sweep_measure import sweep_records
 from ranktape.analyze.engine.values import View
+from ranktape.analyze.identity import SAMPLE
 from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.metrics.places import Places, find_places
 from ranktape.analyze.metrics.target import Target
 from ranktape.analyze.questions.grouped import Groups, group_digests
 from ranktape.analyze.questions.swept import jobs_of, parse_request
 from ranktape.analyze.rules.operands import Operand, Origin
-from ranktape.analyze.sample_names import SAMPLE
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.records.placement import AxisKind, parse_placement
 

@@ -44,7 +44,7 @@ MARGIN = 0.04
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class MetricLine:
     """One figure in a panel."""
 
     figure: Callable[[Level], float]
@@ -56,72 +56,72 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class MetricPanel:
     """One panel: figures in the same unit."""
 
     title: str
     """Above it."""
     unit: str
     """Beside its axis."""
-    lines: tuple[Line, ...]
+    lines: tuple[MetricLine, ...]
     """What is drawn."""
     scale: Callable[[Axes, Sequence[float]], None]
     """How the axis is divided, given all figures that are drawn."""
 
 
-MSE = Panel(
+MSE = MetricPanel(
     title="Mean squared error (MSE)",
     unit="squared unit of the tensor",
-    lines=(Line(figure=lambda level: level.mse, label="", color=BLUE),),
+    lines=(MetricLine(figure=lambda level: level.mse, label="", color=BLUE),),
     scale=log_scale,
 )
-COSINE = Panel(
+COSINE = MetricPanel(
     title="Cosine similarity",
     unit="1: same direction",
-    lines=(Line(figure=lambda level: level.cosine, label="", color=BLUE),),
+    lines=(MetricLine(figure=lambda level: level.cosine, label="", color=BLUE),),
     scale=linear_scale,
 )
-PSNR = Panel(
+PSNR = MetricPanel(
     title="Peak signal-to-noise ratio (PSNR)",
     unit="dB",
-    lines=(Line(figure=lambda level: level.psnr, label="", color=BLUE),),
+    lines=(MetricLine(figure=lambda level: level.psnr, label="", color=BLUE),),
     scale=linear_scale,
 )
 PANELS = (
     MSE,
     COSINE,
-    Panel(
+    MetricPanel(
         title="Signal-to-noise ratios",
         unit="dB",
         lines=(
-            Line(figure=lambda level: level.psnr, label="PSNR: peak", color=BLUE),
-            Line(figure=lambda level: level.sqnr, label="SQNR: mean square", color=VERMILION),
+            MetricLine(figure=lambda level: level.psnr, label="PSNR: peak", color=BLUE),
+            MetricLine(figure=lambda level: level.sqnr, label="SQNR: mean square", color=VERMILION),
         ),
         scale=linear_scale,
     ),
-    Panel(
+    MetricPanel(
         title="Absolute errors",
         unit="unit of the tensor",
         lines=(
-            Line(figure=lambda level: level.max_abs_error, label="largest", color=VERMILION),
-            Line(figure=lambda level: level.rmse, label="root mean square (RMSE)", color=PURPLE),
-            Line(figure=lambda level: level.mae, label="mean (MAE)", color=BLUE),
+            MetricLine(figure=lambda level: level.max_abs_error, label="largest", color=VERMILION),
+            MetricLine(figure=lambda level: level.rmse, label="root mean square (RMSE)", color=PURPLE),
+            MetricLine(figure=lambda level: level.mae, label="mean (MAE)", color=BLUE),
         ),
         scale=log_scale,
     ),
-    Panel(
+    MetricPanel(
         title="Relative error",
         unit="MAE in % of mean |x|",
-        lines=(Line(figure=lambda level: 100 * level.relative_error, label="", color=BLUE),),
+        lines=(MetricLine(figure=lambda level: 100 * level.relative_error, label="", color=BLUE),),
         scale=log_scale,
     ),
-    Panel(
+    MetricPanel(
         title="Beyond the format's limits",
         unit="share of values",
         lines=(
-            Line(figure=lambda level: verdict_of(level).overflow_ratio, label="overflow", color=VERMILION),
-            Line(figure=lambda level: verdict_of(level).underflow_ratio, label="underflow", color=BLUE),
-            Line(figure=lambda level: verdict_of(level).flushed_ratio, label="flushed to zero", color=ORANGE),
+            MetricLine(figure=lambda level: verdict_of(level).overflow_ratio, label="overflow", color=VERMILION),
+            MetricLine(figure=lambda level: verdict_of(level).underflow_ratio, label="underflow", color=BLUE),
+            MetricLine(figure=lambda level: verdict_of(level).flushed_ratio, label="flushed to zero", color=ORANGE),
         ),
         scale=ratio_scale,
     ),
@@ -169,7 +169,7 @@ def png_of(figure: Figure) -> bytes:
     return stream.getvalue()
 
 
-def _draw_panel(axes: Axes, panel: Panel, *, sweep: ScaleSweep, is_labelled: bool) -> None:
+def _draw_panel(axes: Axes, panel: MetricPanel, *, sweep: ScaleSweep, is_labelled: bool) -> None:
     whose = ", as the original counts" if sweep.mode is SweepMode.LEGACY and panel.scale is ratio_scale else ""
     axes.set_title(panel.title + whose, fontsize=11, pad=20 if len(panel.lines) > 1 else 6)
     axes.set_ylabel(panel.unit, fontsize=9)
@@ -198,7 +198,7 @@ def _draw_panel(axes: Axes, panel: Panel, *, sweep: ScaleSweep, is_labelled: boo
         axes.legend(fontsize=8, frameon=False, ncols=len(panel.lines), **place)
 
 
-def _draw_line(axes: Axes, line: Line, *, sweep: ScaleSweep, index: int, is_log: bool) -> None:
+def _draw_line(axes: Axes, line: MetricLine, *, sweep: ScaleSweep, index: int, is_log: bool) -> None:
     places = [level.exponent for level in sweep.levels]
     figures = [line.figure(level) for level in sweep.levels]
     drawn = [figure if (is_drawable(figure) if is_log else math.isfinite(figure)) else math.nan for figure in figures]

@@ -22,7 +22,7 @@ from ranktape.analyze.legacy.outputs.words import (
     share_text,
     square_text,
 )
-from ranktape.analyze.numerics.quantization.encoded import Severity
+from ranktape.analyze.numerics.quantization.encoded import LossSeverity
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40
-"""Rules between sections, as the seeds have them."""
+"""Rules between sections, as the older tool has them."""
 
 MODE_WORDS = {
     SweepMode.MX: "scales of blocks, a whole offset is added to the exponent of each",
     SweepMode.TENSOR: "one scale for the tensor",
     SweepMode.CHANNEL: "one scale for each channel, an offset is added to the exponent of each",
-    SweepMode.LEGACY: "one scale for the tensor, in the bfloat16 arithmetic of the tool of the seeds",
+    SweepMode.LEGACY: "one scale for the tensor, in the bfloat16 arithmetic of the older tool",
 }
 """What a mode is, in one line."""
 
@@ -82,7 +82,7 @@ def parameter_lines(sweep: ScaleSweep) -> Iterator[str]:
     yield from _scale_lines(sweep)
     yield f"Rounding: {rounding_of(sweep)}"
     if counted_as(sweep):
-        yield "Original counts are those of the tool of the seeds, of all elements: overflow above the largest value,"
+        yield "Original counts are those of the older tool, of all elements: overflow above the largest value,"
         yield "  underflow below the smallest subnormal value, flushed below the smallest normal value"
     if sweep.levels:
         first, last = sweep.levels[0].exponent, sweep.levels[-1].exponent
@@ -161,7 +161,7 @@ def limit_lines(sweep: ScaleSweep, found: Recommendation) -> Iterator[str]:
     yield f"Significant overflow/underflow detected in {number_of(found.num_severe, 'level')}"
     yield SINGLE
     pairs = list(zip(found.verdicts, found.after, strict=True))
-    overflowing = [(verdict, after) for verdict, after in pairs if verdict.overflow is not Severity.NONE]
+    overflowing = [(verdict, after) for verdict, after in pairs if verdict.overflow is not LossSeverity.NONE]
     underflowing = [(verdict, after) for verdict, after in pairs if _underflows(verdict)]
     if overflowing:
         yield "OVERFLOW ISSUES:"
@@ -252,7 +252,7 @@ def _performance_lines(found: Recommendation) -> Iterator[str]:
 
 
 def _underflows(verdict: Verdict) -> bool:
-    return not (verdict.underflow is verdict.flushed is Severity.NONE)
+    return not (verdict.underflow is verdict.flushed is LossSeverity.NONE)
 
 
 def _overflow_issue(sweep: ScaleSweep, found: Recommendation, verdict: Verdict, after: Range) -> Iterator[str]:
@@ -260,7 +260,7 @@ def _overflow_issue(sweep: ScaleSweep, found: Recommendation, verdict: Verdict, 
     yield f"    {counted_as(sweep)}Overflow: {verdict.overflow_count} ({share_text(verdict.overflow_ratio)})"
     yield f"    Max Normal: {sweep.target.maximum:.2e}"
     yield f"    Tensor Range: {_ranges(found, after)}"
-    yield f"    Severity: {verdict.overflow.value.upper()}"
+    yield f"    LossSeverity: {verdict.overflow.value.upper()}"
 
 
 def _underflow_issue(sweep: ScaleSweep, found: Recommendation, verdict: Verdict, after: Range) -> Iterator[str]:
@@ -269,7 +269,7 @@ def _underflow_issue(sweep: ScaleSweep, found: Recommendation, verdict: Verdict,
     yield f"    {counted_as(sweep)}Flush to Zero: {verdict.flushed_count} ({share_text(verdict.flushed_ratio)})"
     yield f"    Min Normal: {sweep.target.min_normal:.2e}"
     yield f"    Tensor Range: {_ranges(found, after)}"
-    yield f"    Severity: {verdict.underflow.value.upper()}"
+    yield f"    LossSeverity: {verdict.underflow.value.upper()}"
 
 
 def _ranges(found: Recommendation, after: Range) -> str:

@@ -121,7 +121,7 @@ def compare_parts(
         shape: Of the whole arrays.
         first_dim: The dimension along which the parts were cut.
     """
-    totals = _Totals()
+    totals = _DifferenceTotals()
     for part_a, part_b in _in_blocks(parts):
         for start in range(0, max(1, part_a.size), PIECE):
             totals.add(part_a[start : start + PIECE], part_b[start : start + PIECE])
@@ -143,7 +143,7 @@ def _in_blocks(
     yield rest
 
 
-class _Totals:
+class _DifferenceTotals:
     """What is added up of the pieces so far."""
 
     def __init__(self) -> None:

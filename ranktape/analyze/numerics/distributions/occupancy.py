@@ -60,7 +60,7 @@ class Occupancy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldRange:
     """What a format does to values that are divided by 2**`scale_exponent`: each value is in one of the counts."""
 
     format: str
@@ -133,7 +133,7 @@ def aligned_exponent(occupied: Occupancy, row: Format) -> int | None:
     return exponent - limit_exponent + (mantissa > limit_mantissa)
 
 
-def held_by(occupied: Occupancy, row: Format, scale_exponent: int = 0) -> Held:
+def held_by(occupied: Occupancy, row: Format, scale_exponent: int = 0) -> HeldRange:
     """What a format does to each value x after division by 2**`scale_exponent`, with its own rounding.
 
     Exactly, unless the values are wider than 16 bits and the format has more than six mantissa bits.
@@ -147,7 +147,7 @@ def held_by(occupied: Occupancy, row: Format, scale_exponent: int = 0) -> Held:
     is_above = magnitudes >= overflow_start
     is_flushed = magnitudes <= flush_limit
     is_small = magnitudes < min_normal
-    return Held(
+    return HeldRange(
         format=row.name,
         scale_exponent=scale_exponent,
         highest_exponent=row.emax + scale_exponent,

@@ -75,7 +75,7 @@ def count_tensor_blocks(tensor: torch.Tensor, *, axis: int = -1, block_size: int
     return _histogram(counted, dtype=dtype, axis=from_front - rows.ndim, block_size=block_size)
 
 
-class _Counted(NamedTuple):
+class _Cells(NamedTuple):
     cells: torch.Tensor
     """The keys that occur, ascending: row << 15 | magnitude."""
     counts: torch.Tensor
@@ -84,7 +84,7 @@ class _Counted(NamedTuple):
     """Blocks of each row."""
 
 
-def _count(halves: torch.Tensor, *, axis: int, block_size: int) -> _Counted:
+def _count(halves: torch.Tensor, *, axis: int, block_size: int) -> _Cells:
     import torch
 
     shape, device = tuple(halves.shape), halves.device
@@ -109,7 +109,7 @@ def _count(halves: torch.Tensor, *, axis: int, block_size: int) -> _Counted:
         keys = (row << _MAGNITUDE_BITS) | magnitudes(box.place, box.shape_OBEI)
         cells, counts = _together(cells, counts, *torch.unique(keys, return_counts=True))
     blocks_R = torch.bincount(row_of_magnitude[largest.reshape(-1).to(torch.int64)], minlength=rows.ends.size)
-    return _Counted(cells, counts, blocks_R)
+    return _Cells(cells, counts, blocks_R)
 
 
 def _together(
@@ -122,7 +122,7 @@ def _together(
     return distinct, added.index_add_(0, places, torch.cat([counts, more_counts]))
 
 
-def _histogram(counted: _Counted, *, dtype: np.dtype[Any], axis: int, block_size: int) -> BlockHistogram:
+def _histogram(counted: _Cells, *, dtype: np.dtype[Any], axis: int, block_size: int) -> BlockHistogram:
     kinds = rows_of(dtype)
     last = kinds.ends.size - 1
     cells, counts, blocks_R = (tensor.cpu().numpy() for tensor in counted)

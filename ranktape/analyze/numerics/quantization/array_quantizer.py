@@ -27,7 +27,7 @@ from ranktape.analyze.numerics.kernels import compiled
 from ranktape.analyze.numerics.quantization.blocks import BOX_SIZE, Box, boxes, grouped_shape
 from ranktape.analyze.numerics.quantization.encoded import Losses, Quantized
 from ranktape.analyze.numerics.quantization.group_scales import GroupScales, group_scales, nvfp4_factors
-from ranktape.analyze.numerics.quantization.schemes import Plan, Recipe, Scaling
+from ranktape.analyze.numerics.quantization.schemes import QuantizePlan, ScaleRecipe, Scaling
 from ranktape.storage.format.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
@@ -151,12 +151,12 @@ def finish(
     counts[5] += inf
 
 
-def quantize_array(array: AnyArray, *, plan: Plan) -> Quantized:
+def quantize_array(array: AnyArray, *, plan: QuantizePlan) -> Quantized:
     """The array quantised as `quantize` says; its elements are real floating-point numbers."""
     rows = array.reshape(1) if array.ndim == 0 else array
     with np.errstate(all="ignore"):  # what overflows, vanishes or is NaN is part of the answer
         scales = _scales(rows, plan=plan)
-        work = _Work.of(rows, plan=plan)
+        work = _ArrayPieces.of(rows, plan=plan)
         for box in boxes(rows.shape, axis=plan.axis, block_size=plan.group_length(rows.shape)):
             work.quantize(box, scales=scales)
     losses = Losses(num_elements=array.size, **dict(zip(COUNTS, work.counts.tolist(), strict=True)))
@@ -175,7 +175,7 @@ def _scales_shape(array: AnyArray, scales: GroupScales) -> tuple[int, ...]:
     return scales.stored.shape if array.ndim else ()
 
 
-def _scales(rows: AnyArray, *, plan: Plan) -> GroupScales | None:
+def _scales(rows: AnyArray, *, plan: QuantizePlan) -> GroupScales | None:
     scheme = plan.scheme
     if scheme.scaling is Scaling.NONE:
         return None
@@ -187,7 +187,7 @@ def _scales(rows: AnyArray, *, plan: Plan) -> GroupScales | None:
     return group_scales(largest, plan=plan, largest_of_all=largest_of_all)
 
 
-def _largest_of_blocks(rows: AnyArray, *, plan: Plan) -> NDArray[np.float64]:
+def _largest_of_blocks(rows: AnyArray, *, plan: QuantizePlan) -> NDArray[np.float64]:
     """The largest magnitude of each block; NaN or infinite where it holds NaN or Inf."""
     size = plan.scheme.block_size
     largest = np.zeros(grouped_shape(rows.shape, axis=plan.axis, block_size=size))
@@ -199,7 +199,7 @@ def _largest_of_blocks(rows: AnyArray, *, plan: Plan) -> NDArray[np.float64]:
     return largest
 
 
-def _largest_finite(rows: AnyArray, *, plan: Plan) -> NDArray[np.float64]:
+def _largest_finite(rows: AnyArray, *, plan: QuantizePlan) -> NDArray[np.float64]:
     """The largest finite magnitude for each index along the axis, or of all."""
     is_channel = plan.scheme.scaling is Scaling.CHANNEL
     largest = np.zeros(rows.shape[plan.axis] if is_channel else ())
@@ -221,18 +221,18 @@ def _copied(rows: AnyArray, box: Box, scratch: NDArray[np.float64]) -> NDArray[n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class _ArrayPieces:
     """The result so far, and the memory that pieces are worked on in."""
 
     rows: AnyArray
-    plan: Plan
+    plan: QuantizePlan
     values: AnyArray
     codes: AnyArray
     counts: NDArray[np.int64]
     scratch: tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
     @classmethod
-    def of(cls, rows: AnyArray, *, plan: Plan) -> _Work:
+    def of(cls, rows: AnyArray, *, plan: QuantizePlan) -> _ArrayPieces:
         scratch = np.empty((3, min(BOX_SIZE, rows.size)))
         return cls(
             rows=rows,
@@ -267,7 +267,7 @@ class _Work:
             np.divide(magnitudes_OBEI, values_OBEI, out=magnitudes_OBEI)
             return values_OBEI
         before_OBEI, after_OBEI = nvfp4_factors(values_OBEI, scales.tensor)
-        operation = np.divide if scales.tensor.recipe == Recipe.MODELOPT else np.multiply
+        operation = np.divide if scales.tensor.recipe == ScaleRecipe.MODELOPT else np.multiply
         magnitudes_OBEI[...] = operation(magnitudes_OBEI, before_OBEI).astype(np.float32)
         return after_OBEI
 

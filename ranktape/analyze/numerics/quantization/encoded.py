@@ -23,7 +23,7 @@ class QuantizationWarning(UserWarning):
     """
 
 
-class Severity(enum.StrEnum):
+class LossSeverity(enum.StrEnum):
     """How much of a tensor is lost."""
 
     NONE = "none"
@@ -34,11 +34,11 @@ class Severity(enum.StrEnum):
     """More."""
 
 
-def severity_of(ratio: float) -> Severity:
+def severity_of(ratio: float) -> LossSeverity:
     """How bad it is to lose that part of all elements."""
     if ratio > HIGH_RATIO:
-        return Severity.HIGH
-    return Severity.MODERATE if ratio > MODERATE_RATIO else Severity.NONE
+        return LossSeverity.HIGH
+    return LossSeverity.MODERATE if ratio > MODERATE_RATIO else LossSeverity.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +79,12 @@ class Losses:
         return self._ratio(self.overflow)
 
     @property
-    def level(self) -> Severity:
+    def level(self) -> LossSeverity:
         """How bad the underflow is, of which the warning speaks."""
         return severity_of(self.underflow_ratio)
 
     @property
-    def overflow_level(self) -> Severity:
+    def overflow_level(self) -> LossSeverity:
         """How bad the overflow is."""
         return severity_of(self.overflow_ratio)
 

@@ -27,7 +27,14 @@ from ranktape.analyze.numerics.quantization.fast_kernels import (
 )
 from ranktape.analyze.numerics.quantization.group_scales import group_scales, level_of, tensor_scale_of
 from ranktape.analyze.numerics.quantization.quantizer import quantize_planned
-from ranktape.analyze.numerics.quantization.schemes import Plan, ScaleRule, Scaling, cut_of, parse_scheme, plan_of
+from ranktape.analyze.numerics.quantization.schemes import (
+    QuantizePlan,
+    ScaleRule,
+    Scaling,
+    cut_of,
+    parse_scheme,
+    plan_of,
+)
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,7 +75,7 @@ def quantized_values(
     return values.to(x.dtype)
 
 
-def _is_fast(x: torch.Tensor, *, plan: Plan) -> bool:
+def _is_fast(x: torch.Tensor, *, plan: QuantizePlan) -> bool:
     import torch
 
     scheme, element = plan.scheme, plan.scheme.element
@@ -81,7 +88,7 @@ def _is_fast(x: torch.Tensor, *, plan: Plan) -> bool:
     return plan.rounding is Rounding.EVEN and not element.taper and element.num_bits <= 8  # noqa: PLR2004
 
 
-def _quantize_together(patterns: NDArray[np.int32], *, plan: Plan) -> None:
+def _quantize_together(patterns: NDArray[np.int32], *, plan: QuantizePlan) -> None:
     """With one scale for all, or without."""
     element, scale = plan.scheme.element, 1.0
     if plan.scheme.scaling is Scaling.TENSOR:
@@ -90,7 +97,7 @@ def _quantize_together(patterns: NDArray[np.int32], *, plan: Plan) -> None:
     round_all(patterns, scale, flags, constants_of(element))
 
 
-def _quantize_blocks(patterns: NDArray[np.int32], *, plan: Plan) -> None:
+def _quantize_blocks(patterns: NDArray[np.int32], *, plan: QuantizePlan) -> None:
     """With a power of two for each block."""
     element = plan.scheme.element
     assert plan.scale_rule is not None, "blocks with powers of two have a rule"
@@ -111,7 +118,7 @@ def _quantize_blocks(patterns: NDArray[np.int32], *, plan: Plan) -> None:
         round_columns(rows, plan.scheme.block_size, constants, constants_of(element))
 
 
-def _quantize_scaled(patterns: NDArray[np.int32], *, plan: Plan) -> None:
+def _quantize_scaled(patterns: NDArray[np.int32], *, plan: QuantizePlan) -> None:
     """With a number of a format for each block, and one for the tensor: NVFP4."""
     recipe = plan.scheme.recipe
     assert recipe is not None, "it has scales of blocks"
@@ -123,7 +130,7 @@ def _quantize_scaled(patterns: NDArray[np.int32], *, plan: Plan) -> None:
         round_scaled_columns(rows, plan.scheme.block_size, tensor)
 
 
-def _rows(patterns: NDArray[np.int32], *, plan: Plan) -> NDArray[np.int32]:
+def _rows(patterns: NDArray[np.int32], *, plan: QuantizePlan) -> NDArray[np.int32]:
     """What is before the axis of blocks, the axis, and what is after it."""
     shape = patterns.shape or (1,)
     return patterns.reshape(-1, shape[plan.axis], math.prod(shape[plan.axis + 1 :]))

@@ -17,7 +17,7 @@ from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.formats.kernels import ONE_FIELD, RoundingConstants, round_away, round_even
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.analyze.numerics.quantization.group_scales import TensorScale, block_scale, factors_of
-from ranktape.analyze.numerics.quantization.schemes import Recipe
+from ranktape.analyze.numerics.quantization.schemes import ScaleRecipe
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +37,7 @@ _FP4_ANCHOR_STEP = np.int32(FRACTION_BITS - _FP4.mantissa_bits)
 
 _FP4_LIMIT = np.float32(_FP4.maximum).view(np.int32)
 
-_MODELOPT = int(Recipe.MODELOPT)
+_MODELOPT = int(ScaleRecipe.MODELOPT)
 
 ONE_FIELD32 = 127
 """The exponent field of the float32 1.0."""

@@ -15,7 +15,7 @@ from ranktape.analyze.numerics.formats import FORMATS, codes_of
 from ranktape.analyze.numerics.formats.kernels import constants_of, round_even
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.analyze.numerics.quantization.blocks import Box
-from ranktape.analyze.numerics.quantization.schemes import Plan, Recipe, Scaling, scale_exponents
+from ranktape.analyze.numerics.quantization.schemes import QuantizePlan, ScaleRecipe, Scaling, scale_exponents
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +25,7 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _CODES = constants_of(FORMATS["fp8_e4m3"])
 """What rounds the scales of blocks."""
 
-_TRANSFORMER_ENGINE, _MODELOPT, _TORCHAO = map(int, Recipe)
+_TRANSFORMER_ENGINE, _MODELOPT, _TORCHAO = map(int, ScaleRecipe)
 """As plain numbers, which the compiler knows."""
 
 _ELEMENT_MAXIMUM = FORMATS["fp4_e2m1"].maximum
@@ -46,7 +46,7 @@ class TensorScale(NamedTuple):
     """What all blocks of a tensor share; a named tuple, because numba takes it apart by name."""
 
     recipe: int
-    """The `Recipe`."""
+    """The `ScaleRecipe`."""
     scale: float
     """What scales of blocks are multiplied by."""
     to_code: float
@@ -60,7 +60,7 @@ def _nearest_float32(number: float) -> np.float64:
     return np.float64(MAX_FLOAT32) if nearest > MAX_FLOAT32 else nearest
 
 
-def level_of(largest: float, *, recipe: Recipe, offset: int = 0) -> float:
+def level_of(largest: float, *, recipe: ScaleRecipe, offset: int = 0) -> float:
     """The float32 from which the scale of a tensor with that largest finite magnitude follows: see `tensor_scale_of`.
 
     `offset` is added to the exponent of the scale. A tensor of zeros has the scale 1.
@@ -69,7 +69,7 @@ def level_of(largest: float, *, recipe: Recipe, offset: int = 0) -> float:
         return 1.0
     narrow = _nearest_float32(largest)
     with np.errstate(over="ignore", under="ignore"):
-        if recipe is Recipe.TRANSFORMER_ENGINE:
+        if recipe is ScaleRecipe.TRANSFORMER_ENGINE:
             encoding = np.ldexp(_nearest_float32(_LARGEST_PRODUCT / narrow), -offset)
             return float(max(_nearest_float32(encoding), _MIN_ENCODING_SCALE))
         scale = np.ldexp(_nearest_float32(narrow / _LARGEST_PRODUCT), offset)
@@ -165,7 +165,7 @@ class GroupScales:
         """The number by which scales of NVFP4 are multiplied."""
         return None if self.tensor is None else float(self.tensor.scale)
 
-    def of_box(self, box: Box, *, plan: Plan) -> NDArray[np.float64]:
+    def of_box(self, box: Box, *, plan: QuantizePlan) -> NDArray[np.float64]:
         """The scales of a piece's groups, [O, B, 1, I] of blocks and as many dimensions of others."""
         before, count, _, after = box.shape_OBEI
         if plan.scheme.scaling is Scaling.BLOCK:
@@ -176,7 +176,7 @@ class GroupScales:
 
 
 @np.errstate(over="ignore", invalid="ignore")  # what is beyond the largest scale becomes it
-def group_scales(largest: NDArray[np.float64], *, plan: Plan, largest_of_all: float) -> GroupScales:
+def group_scales(largest: NDArray[np.float64], *, plan: QuantizePlan, largest_of_all: float) -> GroupScales:
     """The scales of groups with these largest magnitudes, which are overwritten.
 
     Those of blocks are NaN or infinite where the block holds NaN or Inf, those of tensors and channels always finite.
@@ -211,7 +211,7 @@ def nvfp4_factors(scales: NDArray[np.float64], tensor: TensorScale) -> tuple[NDA
     return before.reshape(scales.shape), after.reshape(scales.shape)
 
 
-def _powers_of_two(largest: NDArray[np.float64], *, plan: Plan) -> tuple[NDArray[Any], NDArray[np.float64]]:
+def _powers_of_two(largest: NDArray[np.float64], *, plan: QuantizePlan) -> tuple[NDArray[Any], NDArray[np.float64]]:
     assert plan.scale_rule is not None, "the caller has looked"
     is_spoiled = ~np.isfinite(largest)
     exponents = scale_exponents(
@@ -227,7 +227,7 @@ def _powers_of_two(largest: NDArray[np.float64], *, plan: Plan) -> tuple[NDArray
     return np.where(is_spoiled, E8M0_NAN, exponents + E8M0_BIAS), values
 
 
-def _exact_scales(largest: NDArray[np.float64], *, plan: Plan) -> NDArray[np.float64]:
+def _exact_scales(largest: NDArray[np.float64], *, plan: QuantizePlan) -> NDArray[np.float64]:
     """The largest magnitude over the target, in float32; 1 for groups of nothing but zeros."""
     exact = _float32s(largest / plan.target)
     shifted = np.clip(_float32s(np.ldexp(exact, plan.scale_offset)), MIN_FLOAT32, MAX_FLOAT32)

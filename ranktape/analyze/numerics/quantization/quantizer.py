@@ -10,8 +10,8 @@ import numpy as np
 
 from ranktape.analyze.numerics.inputs import array_of, check_readable, tensor_or_array
 from ranktape.analyze.numerics.quantization.array_quantizer import quantize_array
-from ranktape.analyze.numerics.quantization.encoded import QuantizationWarning, Quantized, Severity
-from ranktape.analyze.numerics.quantization.schemes import MAX_SCALE_BITS, Plan, plan_of
+from ranktape.analyze.numerics.quantization.encoded import LossSeverity, QuantizationWarning, Quantized
+from ranktape.analyze.numerics.quantization.schemes import MAX_SCALE_BITS, QuantizePlan, plan_of
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES
 
@@ -79,12 +79,12 @@ def quantize(
     )
     quantized = quantize_planned(given, plan=plan)
     losses = quantized.losses
-    if warn and losses.level is not Severity.NONE:
+    if warn and losses.level is not LossSeverity.NONE:
         warnings.warn(f"{plan.scheme.name}: {losses}", QuantizationWarning, stacklevel=2)
     return quantized
 
 
-def quantize_planned(x: AnyArray | torch.Tensor, *, plan: Plan) -> Quantized:
+def quantize_planned(x: AnyArray | torch.Tensor, *, plan: QuantizePlan) -> Quantized:
     """What `quantize` gives, once the options have been read; it warns of nothing.
 
     Raises:

@@ -33,7 +33,7 @@ class Scaling(enum.StrEnum):
     """A run of neighbours along an axis; the last one may be shorter."""
 
 
-class Recipe(enum.IntEnum):
+class ScaleRecipe(enum.IntEnum):
     """Whose way of computing the scales of NVFP4: `nvfp4` says how each does it."""
 
     TRANSFORMER_ENGINE = 0
@@ -55,7 +55,7 @@ class Scheme:
     """Elements in a block; 0 without blocks."""
     scale: Format | None = None
     """What the scales of blocks are stored in: e8m0 is a power of two; None without blocks."""
-    recipe: Recipe | None = None
+    recipe: ScaleRecipe | None = None
     """Of NVFP4, how its scales are computed; None for all others."""
 
     @property
@@ -71,7 +71,7 @@ NVFP4_BLOCK_SIZE = 16
 """NVIDIA's NVFP4: e4m3 scales for blocks of 16, one float32 scale for the tensor."""
 
 
-def _nvfp4(name: str, recipe: Recipe) -> Scheme:
+def _nvfp4(name: str, recipe: ScaleRecipe) -> Scheme:
     return Scheme(
         name=name,
         element=FORMATS["nvfp4"],
@@ -96,9 +96,9 @@ SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
         *map(_mx, ("fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1", "int8")),
-        _nvfp4("nvfp4", Recipe.TRANSFORMER_ENGINE),
-        _nvfp4("nvfp4_modelopt", Recipe.MODELOPT),
-        _nvfp4("nvfp4_torchao", Recipe.TORCHAO),
+        _nvfp4("nvfp4", ScaleRecipe.TRANSFORMER_ENGINE),
+        _nvfp4("nvfp4_modelopt", ScaleRecipe.MODELOPT),
+        _nvfp4("nvfp4_torchao", ScaleRecipe.TORCHAO),
     )
 }
 """The schemes with blocks, by name; any format without blocks is a scheme too."""
@@ -208,7 +208,7 @@ Source: `quant_hif8` of github.com/Charles2530/fake_quant_ops.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class QuantizePlan:
     """Every choice that a quantisation depends on, none left open."""
 
     scheme: Scheme
@@ -253,7 +253,7 @@ def plan_of(
     saturate: bool = True,
     seed: int | None = None,
     scale_bits: int = MAX_SCALE_BITS,
-) -> Plan:
+) -> QuantizePlan:
     """The plan that options of `quantize` mean for a tensor with so many dimensions.
 
     Raises:
@@ -263,7 +263,7 @@ def plan_of(
     element = scheme.element
     constants_of(element)  # refuses what nothing can be quantised to
     element.overflow_value(saturate=saturate)  # refuses what has nothing to overflow to
-    return Plan(
+    return QuantizePlan(
         scheme=scheme,
         axis=_axis(axis, num_dims=num_dims),
         scale_rule=_scale_rule(scale_rule, scheme=scheme),

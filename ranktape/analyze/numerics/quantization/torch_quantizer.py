@@ -28,7 +28,7 @@ from ranktape.analyze.numerics.quantization.array_quantizer import COUNTS
 from ranktape.analyze.numerics.quantization.blocks import Box, boxes, grouped_shape
 from ranktape.analyze.numerics.quantization.encoded import Losses, Quantized
 from ranktape.analyze.numerics.quantization.group_scales import GroupScales, group_scales, nvfp4_factors
-from ranktape.analyze.numerics.quantization.schemes import Plan, Recipe, Scaling, plan_of
+from ranktape.analyze.numerics.quantization.schemes import QuantizePlan, ScaleRecipe, Scaling, plan_of
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def quantize_tensor(tensor: torch.Tensor, scheme: str, **options: Any) -> Quanti
     return quantize_planned(tensor, plan=plan_of(scheme, num_dims=tensor.ndim, **options))
 
 
-def quantize_planned(tensor: torch.Tensor, plan: Plan) -> Quantized:
+def quantize_planned(tensor: torch.Tensor, plan: QuantizePlan) -> Quantized:
     """The tensor quantised as the plan says.
 
     Raises:
@@ -169,7 +169,7 @@ def quantize_planned(tensor: torch.Tensor, plan: Plan) -> Quantized:
 
     if not tensor.is_floating_point():
         raise UsageError(f"elements of {tensor.dtype} cannot be quantised: convert them to a floating-point type")
-    work = _Work.of(tensor.detach(), plan=plan)
+    work = _TensorPieces.of(tensor.detach(), plan=plan)
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     element = plan.scheme.element
     values = torch.empty(work.shape, dtype=wide, device=tensor.device)
@@ -209,17 +209,17 @@ class _Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class _TensorPieces:
     """A tensor with at least one dimension, what is to be done with it, and the scales of its groups."""
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     original_shape: tuple[int, ...]
-    plan: Plan
+    plan: QuantizePlan
     scales: GroupScales | None = None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, *, plan: Plan) -> _Work:
+    def of(cls, tensor: torch.Tensor, *, plan: QuantizePlan) -> _TensorPieces:
         row = tensor if tensor.ndim else tensor.reshape(1)
         work = cls(tensor=row, shape=tuple(row.shape), original_shape=tuple(tensor.shape), plan=plan)
         if plan.scheme.scaling is Scaling.NONE:
@@ -292,7 +292,7 @@ class _Work:
                 scaled = values / factor
             else:
                 before, factor = map(self.moved, nvfp4_factors(scales, tensor))
-                wide = values / before if tensor.recipe == Recipe.MODELOPT else values * before
+                wide = values / before if tensor.recipe == ScaleRecipe.MODELOPT else values * before
                 scaled = wide.to(torch.float32).to(torch.float64)
         uniform = source = None
         if plan.rounding is Rounding.STOCHASTIC:

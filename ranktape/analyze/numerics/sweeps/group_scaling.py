@@ -23,7 +23,7 @@ from ranktape.analyze.numerics.sweeps.population import Population, population_o
 from ranktape.analyze.numerics.sweeps.rounding_kernels import kernel_constants
 from ranktape.analyze.numerics.sweeps.scaling import (
     MAX_SHIFTED_EXPONENT,
-    Part,
+    PartialSums,
     Sums,
     in_batches,
     new_part,
@@ -65,13 +65,13 @@ def sums_of_blocks(
     constants = kernel_constants(element, rounding=rounding)
     end = (1 << (scale_bits - 1)) - 1
 
-    def part(exponent: int, values: NDArray[np.float64], counts: NDArray[np.int64]) -> Part:
+    def part(exponent: int, values: NDArray[np.float64], counts: NDArray[np.int64]) -> PartialSums:
         scales_L = np.ldexp(1.0, np.clip(exponent + offsets, -end, end))
         found = new_part(offsets.size)._replace(num_finite=int(counts.sum()))
         sum_scaled(values, counts, scales_L, constants, found.sums_LK, found.counts_LC, found.own_K)
         return found
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[PartialSums]:
         yield new_part(offsets.size)._replace(num_finite=histogram.zero_elements)
         for exponent, values, counts in _by_exponent(histogram, rule=rule, element=element):
             yield part(exponent, values, counts)
@@ -126,10 +126,10 @@ def sums_of_groups(
     where no other element differs from zero. `largest` is the largest finite magnitude of all elements, `axis` is not
     negative, and the array has at least one dimension.
     """
-    work = _Work(array, largest_finite=largest, scheme=scheme, options=options, axis=axis, threads=threads)
+    work = _GroupSweep(array, largest_finite=largest, scheme=scheme, options=options, axis=axis, threads=threads)
     rows: list[NDArray[Any]] = []
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[PartialSums]:
         for found in in_batches(work.part, work.boxes(), threads=threads):
             rows.append(found.kinds)
             yield found.part
@@ -143,11 +143,11 @@ def sums_of_groups(
 class _Found:
     """What one box holds."""
 
-    part: Part
+    part: PartialSums
     kinds: NDArray[np.float64]
 
 
-class _Work:
+class _GroupSweep:
     """What is common to all boxes of one sweep."""
 
     def __init__(

@@ -21,7 +21,7 @@ from ranktape.analyze.numerics.quantization.group_scales import (
     factors_of,
     tensor_scale_of,
 )
-from ranktape.analyze.numerics.quantization.schemes import Recipe
+from ranktape.analyze.numerics.quantization.schemes import ScaleRecipe
 from ranktape.analyze.numerics.sweeps.rounding_kernels import Constants
 from ranktape.analyze.numerics.sweeps.scaling_kernels import (
     BLOCK,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 POWERS, FLOATS, CODES = range(3)
 """Scales are powers of two; or numbers to divide by; or e4m3 numbers times the scale of the tensor, as NVFP4's are."""
 
-_MODELOPT = int(Recipe.MODELOPT)
+_MODELOPT = int(ScaleRecipe.MODELOPT)
 
 
 class Scales(NamedTuple):
@@ -57,7 +57,7 @@ class Scales(NamedTuple):
     limit: int
     """Largest magnitude of the exponent of a shifted scale."""
     recipe: int
-    """Of NVFP4, the `Recipe`."""
+    """Of NVFP4, the `ScaleRecipe`."""
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""What the tool that the seeds describe computed, number by number.
+"""Computes what the older tool computed, number by number.
 
 One power-of-two scale for the tensor, with a fractional exponent, in bfloat16 arithmetic: every operation works on
 bfloat16 numbers, in float32, and its result is rounded to bfloat16. A value x is divided by the scale, rounded to the
@@ -198,7 +198,7 @@ def check_legacy(target: Format, *, options: SweepOptions) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
+class _RoundedTable:
     """What numbers are at one level, in their order."""
 
     scaled: NDArray[np.float32]
@@ -207,13 +207,13 @@ class _Table:
     """After rounding and multiplication by the scale."""
 
 
-def _table(values: NDArray[np.float32], *, target: Format, exponent: float) -> _Table:
+def _table(values: NDArray[np.float32], *, target: Format, exponent: float) -> _RoundedTable:
     # The scale is a float64 in the tool, and a float32 where it meets a bfloat16: 0 or infinite far from 1.
     with np.errstate(all="ignore"):
         scale = np.float32(scale_of(exponent))
         scaled = to_bfloat16(values / scale)
         result = to_bfloat16(_rounded(scaled, target=target) * scale)
-    return _Table(scaled=scaled, result=result.astype(np.float64))
+    return _RoundedTable(scaled=scaled, result=result.astype(np.float64))
 
 
 def _rounded(scaled: NDArray[np.float32], *, target: Format) -> NDArray[np.float32]:
@@ -241,7 +241,7 @@ def _patterns(values: NDArray[Any]) -> NDArray[np.uint16]:
 
 
 def _sums(
-    magnitudes: NDArray[np.float64], *, counts: NDArray[np.int64], tables: Sequence[_Table], target: Format
+    magnitudes: NDArray[np.float64], *, counts: NDArray[np.int64], tables: Sequence[_RoundedTable], target: Format
 ) -> Sums:
     is_finite = np.isfinite(magnitudes)
     values, weights = magnitudes[is_finite], counts[is_finite].astype(np.float64)
@@ -293,7 +293,7 @@ def _original_scores(levels: Sequence[Level]) -> list[float]:
 
 
 def _with_originals(
-    level: Level, *, table: _Table, counts: NDArray[np.int64], target: Format, score: float
+    level: Level, *, table: _RoundedTable, counts: NDArray[np.int64], target: Format, score: float
 ) -> LegacyLevel:
     num_elements = int(counts.sum())
     overflow, underflow, flush = (

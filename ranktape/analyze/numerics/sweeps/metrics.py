@@ -63,7 +63,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
+class LevelMetric:
     """One of the figures of a level that levels are compared by."""
 
     name: str
@@ -84,8 +84,8 @@ class Metric:
         return -self.of(level) if self.is_error else self.of(level)
 
 
-METRICS: dict[str, Metric] = {
-    name: Metric(name=name, label=label, unit=unit, is_error=is_error)
+METRICS: dict[str, LevelMetric] = {
+    name: LevelMetric(name=name, label=label, unit=unit, is_error=is_error)
     for name, label, unit, is_error in (
         ("mse", "MSE", "", True),
         ("rmse", "RMSE", "", True),
@@ -126,7 +126,7 @@ def levels_of(sums: Sums, *, exponents: Sequence[float]) -> tuple[Level, ...]:
 def scores(figures: Sequence[_Figures]) -> list[float]:
     """The composite score of each level: 30 % MSE, 30 % cosine, 20 % PSNR, 10 % MAE, 10 % relative error.
 
-    The weights are those of the tool that the seeds describe. MSE, PSNR, MAE and relative error are placed
+    The weights are those of the older tool. MSE, PSNR, MAE and relative error are placed
     between the worst (0) and the best (1) of the levels; where all levels are equal, all are best. Errors
     are taken relative to the tensor, so that the scores of a tensor and of a multiple of it are the same.
     A level without any error counts as one bit better in PSNR than the best of the others, and one with an infinite

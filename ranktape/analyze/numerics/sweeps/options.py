@@ -58,7 +58,7 @@ class SweepMode(enum.StrEnum):
     CHANNEL = "channel"
     """One scale for each index along an axis, its largest value just fitting; a level is an offset to the exponents."""
     LEGACY = "legacy"
-    """One scale for the tensor, in bfloat16 arithmetic: what the tool of the seeds computed."""
+    """One scale for the tensor, in bfloat16 arithmetic: what the older tool computed."""
 
     @property
     def has_offsets(self) -> bool:

@@ -118,7 +118,7 @@ def scale_of(exponent: float) -> float:
 def largest_alignment(largest: float, *, target: Format) -> int:
     """The smallest integer exponent with which `largest` does not exceed the format's largest value.
 
-    `largest` is finite and above 0. (The text that the tool of the seeds came with rounds to the other
+    `largest` is finite and above 0. (The text that the older tool came with rounds to the other
     side, which overflows by up to a factor of 2 at the very level that is to avoid it.)
     """
     exponent = math.frexp(largest)[1] - math.frexp(target.maximum)[1]
@@ -133,7 +133,7 @@ def smallest_alignment(smallest: float, *, target: Format) -> int:
     return math.frexp(smallest)[1] - math.frexp(target.min_normal)[1]
 
 
-class Part(NamedTuple):
+class PartialSums(NamedTuple):
     """The sums of a part of a tensor."""
 
     sums_LK: NDArray[np.float64]
@@ -146,14 +146,14 @@ class Part(NamedTuple):
     """Values that were added up."""
 
 
-def new_part(num_levels: int) -> Part:
+def new_part(num_levels: int) -> PartialSums:
     """The sums of nothing; the kernels add to its arrays."""
-    return Part(
+    return PartialSums(
         np.zeros((num_levels, NUM_SUMS)), np.zeros((num_levels, NUM_COUNTS), dtype=np.int64), np.zeros(2), num_finite=0
     )
 
 
-def total_of(parts: Iterable[Part], *, num_levels: int, shift: int, largest: float) -> Sums:
+def total_of(parts: Iterable[PartialSums], *, num_levels: int, shift: int, largest: float) -> Sums:
     """All parts together, added up in their order; `largest` is the tensor's largest magnitude, not yet shifted."""
     sums_LK, counts_LC, own_K, num_finite = new_part(num_levels)
     for part in parts:
@@ -230,7 +230,7 @@ def sums_of_pairs(
     magnitudes = np.abs(values)
     largest = float(magnitudes[np.isfinite(magnitudes)].max())
     weights = np.where(np.isfinite(magnitudes), counts, 0)
-    work = _Work(largest=largest, exponents=exponents, target=target, rounding=rounding or target.rounding)
+    work = _ValueSweep(largest=largest, exponents=exponents, target=target, rounding=rounding or target.rounding)
     return work.total([work.part(magnitudes, weights=weights)])
 
 
@@ -247,11 +247,11 @@ def sums_of_values(
 
     `largest` is the largest finite magnitude, above 0. The rest is as in `sums_of_pairs`.
     """
-    work = _Work(largest=largest, exponents=exponents, target=target, rounding=rounding or target.rounding)
+    work = _ValueSweep(largest=largest, exponents=exponents, target=target, rounding=rounding or target.rounding)
     # A part of `flat` is a copy of that part, whatever the layout; a view of a contiguous array costs less.
     flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
 
-    def part(start: int) -> Part:
+    def part(start: int) -> PartialSums:
         return work.part(np.asarray(flat[start : start + CHUNK]), weights=NO_WEIGHTS)
 
     return work.total(in_batches(part, range(0, array.size, CHUNK), threads=threads))
@@ -261,7 +261,7 @@ NO_WEIGHTS = np.zeros(0, dtype=np.int64)
 """Each value counts once."""
 
 
-class _Work:
+class _ValueSweep:
     """What is common to all parts of one sweep of a tensor with one scale."""
 
     def __init__(self, *, largest: float, exponents: NDArray[np.float64], target: Format, rounding: Rounding) -> None:
@@ -277,7 +277,7 @@ class _Work:
         self._constants = kernel_constants(target, rounding=Rounding.STOCHASTIC if self._is_hybrid else rounding)
         self._factors = shift_factors(self._shift)
 
-    def part(self, values: AnyArray, *, weights: NDArray[np.int64]) -> Part:
+    def part(self, values: AnyArray, *, weights: NDArray[np.int64]) -> PartialSums:
         """The sums of one part; safe for several threads with a part each."""
         floats = values if values.dtype.kind == "f" else values.astype(np.float64)
         magnitudes = np.empty(values.size)
@@ -292,7 +292,7 @@ class _Work:
             sum_scaled(magnitudes, weights, self._scales_L, self._constants, *sums)
         return found
 
-    def _add_hybrid(self, magnitudes: NDArray[np.float64], weights: NDArray[np.int64], found: Part) -> None:
+    def _add_hybrid(self, magnitudes: NDArray[np.float64], weights: NDArray[np.int64], found: PartialSums) -> None:
         for level, scale in enumerate(self._scales_L):
             with np.errstate(over="ignore", under="ignore"):
                 scaled = (magnitudes / scale).astype(np.float32)
@@ -303,6 +303,6 @@ class _Work:
                 magnitudes, weights, rounded, scale, self._constants, found.sums_LK[row], found.counts_LC[row], own_K
             )
 
-    def total(self, parts: Iterable[Part]) -> Sums:
+    def total(self, parts: Iterable[PartialSums]) -> Sums:
         """All parts together."""
         return total_of(parts, num_levels=self._scales_L.size, shift=self._shift, largest=self._largest)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ranktape.analyze.identity import sample_names
 from ranktape.analyze.layer_stacks import stack_of
-from ranktape.analyze.sample_names import sample_names
 from ranktape.analyze.views.plots.pairs import matched, two_quant_types
 from ranktape.analyze.views.plots.style import plain
 from ranktape.storage.format.record_info import Keep

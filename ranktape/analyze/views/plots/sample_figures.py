@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.sample_names import SAMPLE, sample_names
+from ranktape.analyze.identity import SAMPLE, sample_names
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ranktape.analyze.identity import SampleName
     from ranktape.analyze.numerics.digests.digest import Digest
-    from ranktape.analyze.sample_names import SampleName
     from ranktape.storage import Records
 
 MAX_COLUMNS = 4096

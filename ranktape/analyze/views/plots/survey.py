@@ -17,11 +17,11 @@ import numpy as np
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, viewed_dtype
+from ranktape.analyze.identity import SAMPLE
 from ranktape.analyze.layer_stacks import layer_places
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.histograms.histogram import Limits
 from ranktape.analyze.questions.overflow import overflow
-from ranktape.analyze.sample_names import SAMPLE
 from ranktape.analyze.views.plots.octaves import Octaves
 from ranktape.analyze.views.plots.sample_figures import SampleFigures
 from ranktape.errors import NoRecordsError

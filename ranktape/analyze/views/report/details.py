@@ -23,7 +23,7 @@ from ranktape.errors import UsageError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.batch import Payload
+    from ranktape.analyze.engine.cache_object import Payload
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.digests.digest import Digest
