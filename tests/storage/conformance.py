@@ -22,6 +22,7 @@ import zarr
 
 from ranktape.errors import ObjectTooLargeError, StorageError
 from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.zarr_store import BackendStore
 
 
 class BackendTests:
@@ -144,7 +145,7 @@ class BackendTests:
         group.create_array("x", shape=(4, 3), chunks=(2, 3), shards=(4, 3), dtype="int32")[:2] = values
         for key, value in memory.items():
             backend.put(key, [value.to_bytes()])
-        opened = zarr.open_group(backend.zarr_store(), mode="r")
+        opened = zarr.open_group(BackendStore(backend), mode="r")
         assert list(opened.array_keys()) == ["x"]
         np.testing.assert_array_equal(opened["x"][:2], values)  # type: ignore[index]
         with pytest.raises(ValueError, match="read"):

@@ -18,6 +18,7 @@ from ranktape.storage.places import local
 from ranktape.storage.places.local import LocalBackend
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.places.urls import open_backend
+from ranktape.storage.places.zarr_store import BackendStore
 from tests.storage.test_retry import names_in, spoil
 
 
@@ -129,7 +130,7 @@ def test_zarr_does_not_follow_links_either(root: Path, tmp_path: Path) -> None:
     zarr.create_group(tmp_path / "private").create_array("x", shape=(3,), dtype="int32")[:] = 7
     zarr.create_group(root).create_array("y", shape=(3,), dtype="int32")[:] = 7
     (root / "x").symlink_to(tmp_path / "private" / "x")
-    group = zarr.open_group(open_backend(root).zarr_store(), mode="r")
+    group = zarr.open_group(BackendStore(open_backend(root)), mode="r")
     assert group["y"][:].tolist() == [7, 7, 7]  # type: ignore[index,union-attr]
     with pytest.raises(StorageError, match="run/x is a symbolic link"):
         group["x"]

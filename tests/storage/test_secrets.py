@@ -15,6 +15,7 @@ from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import AccessDeniedError, RanktapeError, StorageError, UsageError
 from ranktape.storage.places.failures import Redactor, StoreFailures, chain
 from ranktape.storage.places.urls import open_backend, parse_storage_options
+from ranktape.storage.places.zarr_store import BackendStore
 from tests.s3 import S3Server
 from tests.storage.flaky import ECHO, flaky_proxy
 
@@ -187,5 +188,5 @@ def test_what_backends_are_made_of_is_not_shown() -> None:
     options: dict[str, Any] = {"key": KEY, "secret": SECRET, "endpoint_url": "http://127.0.0.1:9"}
     for client in CLIENTS:
         backend = open_backend("s3://bucket/run", storage_options=options | {"client": client})
-        for thing in (backend, vars(backend), backend.zarr_store(), *vars(backend).values()):
+        for thing in (backend, vars(backend), BackendStore(backend), *vars(backend).values()):
             assert not any(canary in repr(thing) for canary in CANARIES), thing

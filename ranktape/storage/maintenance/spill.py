@@ -22,8 +22,6 @@ from ranktape.storage.format.layout import document_key
 from ranktape.storage.places.local import LocalBackend
 
 if TYPE_CHECKING:
-    from zarr.abc.store import Store
-
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.places.backend import Buffer, Debris, ObjectInfo
     from ranktape.storage.places.retry import RetryingBackend
@@ -162,10 +160,6 @@ class SpillingBackend:
     def remove_debris(self, debris: Sequence[Debris]) -> None:
         """Remove what `list_debris` found."""
         self._backend.remove_debris(debris)
-
-    def zarr_store(self) -> Store:
-        """A read-only Zarr store over the run."""
-        return self._backend.zarr_store()
 
     def _put(self, backend: RetryingBackend, key: str, parts: Sequence[Buffer]) -> None:
         if self._is_unflushed:

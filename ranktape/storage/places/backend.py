@@ -21,7 +21,6 @@ from ranktape.storage.places.failures import printable
 if TYPE_CHECKING:
     import numpy as np
     from _typeshed import WriteableBuffer
-    from zarr.abc.store import Store
 
 Buffer: TypeAlias = "bytes | memoryview | np.ndarray[Any, Any]"
 """Bytes to write; an array is contiguous."""
@@ -104,11 +103,11 @@ class Backend(Protocol):
 
     def exists(self, key: str) -> bool:
         """Whether there is an object."""
-        ...
+        return self.size(key) is not None
 
     def list_keys(self, prefix: str) -> list[str]:
         """The keys of all objects below a prefix, relative to it, sorted; none where nothing is there."""
-        ...
+        return [info.key for info in self.list_objects(prefix)]
 
     def list_objects(self, prefix: str) -> list[ObjectInfo]:
         """All objects below a prefix with size and time, sorted by key; none where nothing is there."""
@@ -136,10 +135,6 @@ class Backend(Protocol):
 
     def flush(self) -> None:
         """Make everything that was written survive a loss of power."""
-        ...
-
-    def zarr_store(self) -> Store:
-        """A read-only Zarr store over the run."""
         ...
 
 

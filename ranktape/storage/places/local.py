@@ -48,8 +48,6 @@ from ranktape.storage.places.local_files import (
 )
 
 if TYPE_CHECKING:
-    from zarr.abc.store import Store
-
     from ranktape.storage.places.backend import Buffer
 
 PARTIAL_SUFFIX = ".partial"
@@ -219,12 +217,6 @@ class LocalBackend:
                 flush_file_system(descriptor)
             finally:
                 os.close(descriptor)
-
-    def zarr_store(self) -> Store:
-        """A read-only Zarr store over the directory."""
-        from ranktape.storage.places.zarr_store import BackendStore
-
-        return BackendStore(self)
 
     def _place(self, key: str) -> Path:
         """Where a key lies; keys come from what others have stored, too, and must not lead out of the run."""

@@ -18,6 +18,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from ranktape.errors import StorageError, UsageError
 from ranktape.storage.places.backend import (
+    Backend,
     Debris,
     ObjectInfo,
     answered,
@@ -33,7 +34,6 @@ from ranktape.storage.places.obstore_options import StoreConfig
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
-    from zarr.abc.store import Store
 
     from ranktape.storage.places.backend import Buffer
     from ranktape.storage.places.remote import RemoteBackend
@@ -62,7 +62,7 @@ _HTTP_RANGE_NOT_SATISFIABLE = 416
 _PASSING_CONFLICTS = {"ConditionalRequestConflict", "OperationAborted"}
 
 
-class ObstoreBackend:
+class ObstoreBackend(Backend):
     """A run in a bucket; the `Backend` over obstore."""
 
     def __init__(
@@ -168,14 +168,6 @@ class ObstoreBackend:
 
         return self._call("read", key, work)
 
-    def exists(self, key: str) -> bool:
-        """Whether there is an object."""
-        return self.size(key) is not None
-
-    def list_keys(self, prefix: str) -> list[str]:
-        """The keys of all objects below a prefix, relative to it, sorted."""
-        return [info.key for info in self.list_objects(prefix)]
-
     def list_objects(self, prefix: str) -> list[ObjectInfo]:
         """All objects below a prefix with size and time, sorted by key."""
         top = self._path(prefix)
@@ -228,12 +220,6 @@ class ObstoreBackend:
 
     def flush(self) -> None:
         """Nothing: an object store answers a PUT when the object is durable."""
-
-    def zarr_store(self) -> Store:
-        """A read-only Zarr store over the run."""
-        from ranktape.storage.places.zarr_store import BackendStore
-
-        return BackendStore(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stores": {}}

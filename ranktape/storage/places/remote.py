@@ -19,6 +19,7 @@ from fsspec.core import url_to_fs
 
 from ranktape.errors import UsageError
 from ranktape.storage.places.backend import (
+    Backend,
     Debris,
     ObjectInfo,
     byte_view,
@@ -31,14 +32,12 @@ from ranktape.storage.places.backend import (
 from ranktape.storage.places.failures import Redactor, StoreFailures
 
 if TYPE_CHECKING:
-    from zarr.abc.store import Store
-
     from ranktape.storage.places.backend import Buffer
 
 Result = TypeVar("Result")
 
 
-class RemoteBackend:
+class RemoteBackend(Backend):
     """A run behind a URL; the `Backend` over fsspec."""
 
     def __init__(self, url: str, *, storage_options: Mapping[str, Any]) -> None:
@@ -103,14 +102,6 @@ class RemoteBackend:
         """The bytes that an object has; None where there is none."""
         return self._call("read", key, lambda: self._size(key))
 
-    def exists(self, key: str) -> bool:
-        """Whether there is an object."""
-        return self.size(key) is not None
-
-    def list_keys(self, prefix: str) -> list[str]:
-        """The keys of all objects below a prefix, relative to it, sorted."""
-        return [info.key for info in self.list_objects(prefix)]
-
     def list_objects(self, prefix: str) -> list[ObjectInfo]:
         """All objects below a prefix with size and time, sorted by key."""
         top = self._path(prefix)
@@ -160,12 +151,6 @@ class RemoteBackend:
 
     def flush(self) -> None:
         """Nothing: what the file system took is its own to keep."""
-
-    def zarr_store(self) -> Store:
-        """A read-only Zarr store over the run."""
-        from ranktape.storage.places.zarr_store import BackendStore
-
-        return BackendStore(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"url": self._address, "storage_options": self._options}

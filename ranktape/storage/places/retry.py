@@ -19,8 +19,6 @@ from ranktape.storage.format.memory import available_nbytes, expect_memory
 from ranktape.storage.places.backend import Backend, Deadline, Debris, ObjectInfo
 
 if TYPE_CHECKING:
-    from zarr.abc.store import Store
-
     from ranktape.storage.places.backend import Buffer
 
 Result = TypeVar("Result")
@@ -140,12 +138,6 @@ class RetryingBackend:
     def flush(self) -> None:
         """Make everything that was written survive a loss of power."""
         self._retried(self._backend.flush)
-
-    def zarr_store(self) -> Store:
-        """A read-only Zarr store over the run, which tries again too."""
-        from ranktape.storage.places.zarr_store import BackendStore
-
-        return BackendStore(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _pid=os.getpid())

@@ -179,9 +179,6 @@ class S3Backend(RemoteBackend):
             self._wait("delete", one.name.rpartition("?")[0], self._abort_upload, one.name)
             answered()
 
-    def flush(self) -> None:
-        """Nothing: S3 answers a PUT when the object is durable."""
-
     def _key(self, key: str) -> str:
         refuse_escape(self.url, key)
         return "/".join(part for part in (self._prefix, key) if part)

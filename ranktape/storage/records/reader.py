@@ -174,8 +174,10 @@ class RunReader:
         """The Zarr array at a path below the run; no value is read."""
         import zarr
 
+        from ranktape.storage.places.zarr_store import BackendStore
+
         if self._store is None:
-            self._store = self.backend.zarr_store()
+            self._store = BackendStore(self.backend)
         try:
             return zarr.open_array(self._store, path=path, mode="r", zarr_format=3)
         except (FileNotFoundError, KeyError) as error:
