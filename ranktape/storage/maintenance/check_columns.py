@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.storage.format.catalogue import COLUMNS, RecordTable, concatenate
-from ranktape.storage.query.columns import StringColumn
+from ranktape.storage.query.columns import StringColumn, values_of
 
 if TYPE_CHECKING:
     from ranktape.storage.query.columns import Column
@@ -54,7 +54,7 @@ def differing_replicas(table: RecordTable) -> Iterator[tuple[str, bool, list[int
     Copies must agree where their placement says that they are replicas. A `weight` without a placement is a copy
     where training is data-parallel and a part where it is not: nobody knows, and so it need not agree.
     """
-    columns = {name: _texts(table.column(name)) for name in _WHAT}
+    columns = {name: values_of(table.column(name)) for name in _WHAT}
     keys: dict[str, str | None] = {}
     copies: dict[tuple[Any, ...], dict[int, Any]] = {}
     for row in range(table.num_rows):
@@ -97,13 +97,6 @@ def _pair(name: str, parts: Sequence[RecordTable], whole: RecordTable) -> list[n
     column = concatenate([*(part.column(name) for part in parts), whole.column(name)])
     values = column.codes if isinstance(column, StringColumn) else column
     return [values[: len(values) - whole.num_rows], values[len(values) - whole.num_rows :]]
-
-
-def _texts(column: Column) -> list[Any]:
-    if isinstance(column, StringColumn):
-        return [column.table[code] for code in column.codes.tolist()]
-    values: list[Any] = column.tolist()
-    return values
 
 
 def _text(column: Column, row: int) -> str:

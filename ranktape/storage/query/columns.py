@@ -138,6 +138,13 @@ def widened(column: Column) -> Column:
     return column.astype(_WIDE_DTYPES[column.dtype.kind], copy=False)
 
 
+def rows_of(column: Column, rows: np.ndarray[Any, Any]) -> Column:
+    """Some rows of a column, in the types that are computed with."""
+    if isinstance(column, StringColumn):
+        return StringColumn(codes=column.codes[rows], table=column.table)
+    return widened(column[rows])
+
+
 def values_of(column: Column) -> list[Any]:
     """The values of all rows as Python's own."""
     if isinstance(column, StringColumn):

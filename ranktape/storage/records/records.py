@@ -12,7 +12,7 @@ import numpy as np
 
 from ranktape.storage.format.catalogue import COLUMNS, concatenate
 from ranktape.storage.places.failures import printable
-from ranktape.storage.query.columns import StringColumn, equal_rows, widened
+from ranktape.storage.query.columns import StringColumn, equal_rows, rows_of
 from ranktape.storage.query.filters import check_fields, filter_from_text, parse_filter
 from ranktape.storage.query.where import parse_where
 from ranktape.storage.records.notebook import MAX_SHOWN_ROWS, clipped, html_table
@@ -248,11 +248,4 @@ class Records(Sequence[Record]):
         return self._columns[name]
 
     def _source(self, rows: np.ndarray[Any, Any]) -> Callable[[str], Column]:
-        return lambda name: widened(_rows_of(self._all(name), rows))
-
-
-def _rows_of(column: Column, rows: np.ndarray[Any, Any]) -> Column:
-    if isinstance(column, StringColumn):
-        return StringColumn(codes=column.codes[rows], table=column.table)
-    taken: np.ndarray[Any, Any] = column[rows]
-    return taken
+        return lambda name: rows_of(self._all(name), rows)

@@ -13,7 +13,7 @@ from ranktape.errors import RunFormatError
 from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Overflow, RecordInfo
 from ranktape.storage.format.validation import check_document, check_records, parse_shape
-from ranktape.storage.query.columns import Column, StringColumn, values_of, widened
+from ranktape.storage.query.columns import Column, rows_of, values_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +51,7 @@ def read_rows(table: RecordTable, rows: np.ndarray[Any, Any], *, place: str) -> 
         RunFormatError: a column is damaged, or a row says what no record does.
         StorageError: the store cannot be read.
     """
-    columns = {name: _taken(table.column(name), rows) for name in _NAMES}
+    columns = {name: rows_of(table.column(name), rows) for name in _NAMES}
     try:
         check_records(columns.__getitem__)
         infos = _infos(columns, len(rows))
@@ -60,12 +60,6 @@ def read_rows(table: RecordTable, rows: np.ndarray[Any, Any], *, place: str) -> 
     sites, stacks, indices = (values_of(columns[name]) for name in ("site", "stack", "index"))
     for info, site, stack, index in zip(infos, sites, stacks, indices, strict=True):
         yield Row(info=info, site=site, stack=stack, index=index)
-
-
-def _taken(column: Column, rows: np.ndarray[Any, Any]) -> Column:
-    if isinstance(column, StringColumn):
-        return StringColumn(codes=column.codes[rows], table=column.table)
-    return widened(column[rows])
 
 
 def _infos(columns: dict[str, Column], num_rows: int) -> list[RecordInfo]:
