@@ -87,7 +87,6 @@ CLIMBS = {
 CIRCLES: list[set[str]] = [
     {"ranktape.analyze.advice.recommendation", "ranktape.analyze.advice.sentences"},
     {"ranktape.analyze.engine.batch", "ranktape.analyze.engine.cache", "ranktape.analyze.engine.cache_object"},
-    {"ranktape.analyze.views.plots.octaves", "ranktape.analyze.views.plots.survey"},
     {"ranktape.capture.hooks.calls", "ranktape.capture.hooks.leaves"},
     {"ranktape.capture.passes.passes", "ranktape.capture.passes.tracker"},
     {"ranktape.capture.plans.forecast", "ranktape.capture.plans.planning"},
@@ -111,8 +110,8 @@ CIRCLES: list[set[str]] = [
 # fmt: off
 CLASS_NAMES_TWICE: set[str] = {
     "Budget", "Entry", "Event", "Failure", "Finding", "Form", "Goal", "Grid", "Held", "Kind", "Layer", "Line",
-    "Metric", "Operand", "Outcome", "Pair", "Panel", "Part", "Pass", "Place", "Plan", "Recipe", "Replacement",
-    "Rule", "Samples", "Severity", "Shown", "Site", "Source", "Span", "Survey", "Tally", "Tensor", "Verdict",
+    "Metric", "Operand", "Outcome", "Panel", "Part", "Place", "Plan", "Replacement",
+    "Rule", "Severity", "Shown", "Site", "Source", "Span", "Survey", "Tally", "Tensor", "Verdict",
     "View", "_Copy", "_Counted", "_Loader", "_Seen", "_Table", "_Thread", "_Totals", "_Word", "_Work",
 }
 # fmt: on

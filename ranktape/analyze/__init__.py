@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.rules.result import GateResult as GateResult
     from ranktape.analyze.rules.rule import Rule as Rule
     from ranktape.analyze.table import Table as Table
-    from ranktape.analyze.views.plots.overflow_layers import plot_overflow as plot_overflow
+    from ranktape.analyze.views.plots.write import plot_overflow as plot_overflow
     from ranktape.analyze.views.report.page import write_report as write_report
 else:
     __all__, __getattr__, __dir__ = public_names(
@@ -94,7 +94,7 @@ else:
             "rules.result": ["GateResult"],
             "rules.rule": ["Rule"],
             "table": ["Table"],
-            "views.plots.overflow_layers": ["plot_overflow"],
+            "views.plots.write": ["plot_overflow"],
             "views.report.page": ["write_report"],
         },
     )

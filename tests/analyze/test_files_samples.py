@@ -19,7 +19,7 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.survey import survey
 from ranktape.analyze.legacy import export_records, import_folder, open_folder
 from ranktape.analyze.table import Table
-from ranktape.analyze.views.plots.sample_figures import SampleFigures
+from ranktape.analyze.views.plots.samples import SampleMetrics
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records, Run, open_run
 from ranktape.storage.format.parts import RUN
@@ -184,7 +184,7 @@ def test_samples_of_two_ranks_are_drawn_apart(tmp_path: Path) -> None:
     for counter, (rank, sample) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
         seed_file(tmp_path, torch.full((2, 4), 1.0 + counter), rank=rank, sample_idx=sample, counter=counter)
     records = open_folder(tmp_path).select()
-    found = SampleFigures(records, layers=records.column("layer_idx").tolist())
+    found = SampleMetrics(records, layers=records.column("layer_idx").tolist())
     for place, digest in enumerate(digests(records, view=View.COMPUTE, engine=UNCACHED)):
         found.add(place, digest)
     assert found.ordered() == [(0, 0), (0, 1), (1, 0), (1, 1)]

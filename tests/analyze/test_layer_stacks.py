@@ -32,9 +32,8 @@ from ranktape.analyze.findings.survey import survey as take_stock
 from ranktape.analyze.layer_stacks import layer_places, number_of, short_names, with_stacks
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.table import Table
-from ranktape.analyze.views.plots.gallery import draw
-from ranktape.analyze.views.plots.recipes import grid_of, layer_names
-from ranktape.analyze.views.plots.survey import Survey
+from ranktape.analyze.views.plots.data import PlotData
+from ranktape.analyze.views.plots.drawing import draw, grid_of, layer_names
 from ranktape.analyze.views.report.columns import unpacked
 from ranktape.analyze.views.report.model import build_model
 from ranktape.analyze.views.report.page import write_report
@@ -159,17 +158,17 @@ def test_what_all_stacks_are_called_is_left_out(stacks: list[str], names: list[s
     assert list(short_names(stacks).values()) == names
 
 
-def alone(run: Run, stack: str) -> Survey:
-    return Survey(run.select(layer_stack=stack), target=FORMATS["fp8_e4m3"])
+def alone(run: Run, stack: str) -> PlotData:
+    return PlotData(run.select(layer_stack=stack), target=FORMATS["fp8_e4m3"])
 
 
 @pytest.fixture(scope="module")
-def survey(run: Run) -> Survey:
-    return Survey(run.select(), target=FORMATS["fp8_e4m3"])
+def survey(run: Run) -> PlotData:
+    return PlotData(run.select(), target=FORMATS["fp8_e4m3"])
 
 
 @pytest.mark.parametrize("name", ["overflow", "extreme"])
-def test_two_stacks_are_two_times_the_rows_of_a_heat_map(run: Run, survey: Survey, name: str) -> None:
+def test_two_stacks_are_two_times_the_rows_of_a_heat_map(run: Run, survey: PlotData, name: str) -> None:
     names = ["outside", *(f"encoder {layer}" for layer in range(3)), *(f"decoder {layer}" for layer in range(3))]
     layers = survey.values_of("layer_idx")
     assert layer_names(layers) == names
@@ -179,13 +178,13 @@ def test_two_stacks_are_two_times_the_rows_of_a_heat_map(run: Run, survey: Surve
             cells = grid_of(survey, name, field="iteration", operation=operation)[rows]
             np.testing.assert_array_equal(cells, grid_of(own, name, field="iteration", operation=operation))
             figures = [
-                one.sample_figures(name).grid(name, operation=operation, layers=one.values_of("layer_idx"))
+                one.sample_metrics(name).grid(name, operation=operation, layers=one.values_of("layer_idx"))
                 for one in (survey, own)
             ]
             np.testing.assert_array_equal(figures[0][rows], figures[1])
 
 
-def test_every_picture_of_layers_can_be_drawn(survey: Survey) -> None:
+def test_every_picture_of_layers_can_be_drawn(survey: PlotData) -> None:
     """No line joins two stacks, and each axis says which they are."""
     for name in ("overflow", "layer_statistics", "neighbouring_layers", "layer_octaves", "layer_iteration_std"):
         figure = draw(name, survey)
@@ -205,7 +204,7 @@ def test_every_picture_of_layers_can_be_drawn(survey: Survey) -> None:
 def test_the_report_tells_stacks_apart(run: Run) -> None:
     model = build_model(run.select(), findings=[], formats=["fp8_e4m3"], view=View.COMPUTE)
     fields = {field["name"]: field for field in model.data["fields"]}
-    assert fields["layer_idx"]["words"] == layer_names(Survey(run.select()).values_of("layer_idx"))
+    assert fields["layer_idx"]["words"] == layer_names(PlotData(run.select()).values_of("layer_idx"))
     codes = unpacked(fields["layer_idx"]["codes"], count=model.data["count"]).astype(int)
     words = [fields["layer_idx"]["words"][code] for code in codes]
     columns = (run.select().column(name).tolist() for name in ("layer_stack", "layer_idx"))
@@ -272,7 +271,7 @@ def test_a_captured_encoder_and_decoder_are_apart_in_every_answer(captured: tupl
         assert list(zip(table.column("layer_stack"), table.column("layer_idx"), strict=True)) == layers
         sizes = [len(run.select(layer_stack=stack, layer_idx=layer)) for stack, layer in layers]
         assert table.column("records") == sizes
-    survey = Survey(run.select())
+    survey = PlotData(run.select())
     names = ["outside", "encoder 0", "encoder 1", "decoder 0", "decoder 1", "decoder 2"]
     assert layer_names(survey.values_of("layer_idx")) == names
     for words in (

@@ -12,18 +12,18 @@ import pytest
 from matplotlib.container import BarContainer
 
 from ranktape.analyze.numerics.formats import FORMATS
-from ranktape.analyze.views.plots import boxes
+from ranktape.analyze.views.plots import boxes, drawing
+from ranktape.analyze.views.plots.data import PlotData
 from ranktape.analyze.views.plots.distributions import standardised
-from ranktape.analyze.views.plots.gallery import RECIPES, draw, missing
+from ranktape.analyze.views.plots.drawing import draw
 from ranktape.analyze.views.plots.groups import group_by
 from ranktape.analyze.views.plots.heat_maps import Grid, Scale, draw_heat_maps
-from ranktape.analyze.views.plots.kinds import KINDS
 from ranktape.analyze.views.plots.losses import ratio_counts
 from ranktape.analyze.views.plots.octaves import LOWEST, exponents
-from ranktape.analyze.views.plots.pairs import matched, read_pairs, two_quant_types
+from ranktape.analyze.views.plots.pairs import read_pairs
 from ranktape.analyze.views.plots.ranks import rank_deviations, rank_distances
 from ranktape.analyze.views.plots.style import Heading, families, plain
-from ranktape.analyze.views.plots.survey import Survey
+from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
 from ranktape.errors import NoRecordsError
 from tests.analyze.runs import SITES, Tensor, describe_tensor, store
 from tests.analyze.test_plot import assert_readable, texts
@@ -62,10 +62,10 @@ TENSORS = model()
 
 
 @pytest.fixture(scope="module")
-def survey(tmp_path_factory: pytest.TempPathFactory) -> Survey:
+def data(tmp_path_factory: pytest.TempPathFactory) -> PlotData:
     """The model, against fp8_e4m3."""
     records = store(tmp_path_factory.mktemp("run"), TENSORS).select()
-    return Survey(records, target=FORMATS["fp8_e4m3"])
+    return PlotData(records, target=FORMATS["fp8_e4m3"])
 
 
 def arrays(**fields: Any) -> list[np.ndarray[Any, Any]]:
@@ -87,23 +87,23 @@ ONE_OF_EACH = (
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_a_plot_can_be_read(survey: Survey, name: str) -> None:
-    assert missing(name, survey) == ""
-    figure = draw(name, survey)
+def test_a_plot_can_be_read(data: PlotData, name: str) -> None:
+    assert PLOTS[name].missing(data) == ""
+    figure = draw(name, data)
     shown = [text.get_text() for text in texts(figure)]
-    assert any(text.startswith(KINDS[name].title) for text in shown)
+    assert any(text.startswith(PLOTS[name].title) for text in shown)
     assert any("2 ranks" in text for text in shown)
     assert_readable(figure)
 
 
 @pytest.mark.parametrize("name", ["statistics_by_iteration", "bf16_raw", "bf16_density", "bf16_raw_against_normalised"])
-def test_a_plot_of_two_iterations_in_bf16_can_be_read(in_bf16: Survey, name: str) -> None:
-    assert missing(name, in_bf16) == ""
+def test_a_plot_of_two_iterations_in_bf16_can_be_read(in_bf16: PlotData, name: str) -> None:
+    assert PLOTS[name].missing(in_bf16) == ""
     assert_readable(draw(name, in_bf16))
 
 
 @pytest.fixture(scope="module")
-def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Survey:
+def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> PlotData:
     """Two iterations, forward and backward."""
     values = np.random.default_rng(0).standard_normal((8, 64)).astype(ml_dtypes.bfloat16)
     tensors = [
@@ -111,11 +111,12 @@ def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Survey:
         for iteration in (0, 1)
         for operation in ("forward", "backward")
     ]
-    return Survey(store(tmp_path_factory.mktemp("run"), tensors).select())
+    return PlotData(store(tmp_path_factory.mktemp("run"), tensors).select())
 
 
-def test_every_kind_has_a_recipe() -> None:
-    assert list(RECIPES) == list(KINDS)
+def test_every_row_names_what_draws_it() -> None:
+    assert {one.folder for one in PLOTS.values()} == set(FOLDERS)
+    assert all(hasattr(drawing, one.function) for one in PLOTS.values())
 
 
 def shares(parts: list[np.ndarray[Any, Any]], is_lost: Callable[[np.ndarray[Any, Any]], Any]) -> float:
@@ -123,9 +124,9 @@ def shares(parts: list[np.ndarray[Any, Any]], is_lost: Callable[[np.ndarray[Any,
     return float(sum(is_lost(array).sum() for array in parts) / sum(array.size for array in parts))
 
 
-def test_bars_are_shares_of_all_elements(survey: Survey) -> None:
+def test_bars_are_shares_of_all_elements(data: PlotData) -> None:
     limits = FORMATS["fp8_e4m3"]
-    axes = draw("overflow_by_quant_type", survey).axes[0]
+    axes = draw("overflow_by_quant_type", data).axes[0]
     names = [label.get_text() for label in axes.get_yticklabels()]
     bars = [item for item in axes.containers if isinstance(item, BarContainer)]
     kinds: list[Callable[[np.ndarray[Any, Any]], Any]] = [
@@ -149,14 +150,14 @@ def cells(axes: Axes) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("figure", ["overflow", "underflow", "std"])
-def test_cells_of_layers_and_ranks(survey: Survey, figure: str) -> None:
+def test_cells_of_layers_and_ranks(data: PlotData, figure: str) -> None:
     limits = FORMATS["fp8_e4m3"]
     measures: dict[str, Callable[[list[np.ndarray[Any, Any]]], float]] = {
         "overflow": lambda parts: shares(parts, lambda array: np.abs(array) >= limits.overflow_start),
         "underflow": lambda parts: shares(parts, lambda array: (array != 0) & (np.abs(array) < limits.min_normal)),
         "std": lambda parts: float(np.std([value for array in parts for value in array[np.isfinite(array)]])),
     }
-    panels = draw(f"layer_rank_{figure}", survey).axes[:2]
+    panels = draw(f"layer_rank_{figure}", data).axes[:2]
     for axes, operation in zip(panels, ("forward", "backward"), strict=True):
         assert axes.get_title() == operation
         expected = np.array(
@@ -169,8 +170,8 @@ def test_cells_of_layers_and_ranks(survey: Survey, figure: str) -> None:
         np.testing.assert_allclose(cells(axes), logs, rtol=1e-9)
 
 
-def test_infinite_and_missing_cells_have_colours_of_their_own(survey: Survey) -> None:
-    forward = draw("layer_rank_absmax", survey).axes[0]
+def test_infinite_and_missing_cells_have_colours_of_their_own(data: PlotData) -> None:
+    forward = draw("layer_rank_absmax", data).axes[0]
     assert np.isnan(cells(forward)).all()  # each cell holds an infinity
     grid = Grid(title="t", values=np.array([[0.0, np.inf, np.nan, 4.0]]), rows=["0"], columns=list("abcd"))
     scale = Scale(kind="magnitude", label="x")
@@ -184,10 +185,10 @@ def test_infinite_and_missing_cells_have_colours_of_their_own(survey: Survey) ->
 
 
 @pytest.mark.parametrize("figure", ["overflow", "underflow", "extreme", "std"])
-def test_cells_of_layers_and_samples(survey: Survey, figure: str) -> None:
+def test_cells_of_layers_and_samples(data: PlotData, figure: str) -> None:
     """A sample is known by its rank and its place in the batch; weights have none."""
     limits = FORMATS["fp8_e4m3"]
-    samples = survey.sample_figures(figure)
+    samples = data.sample_metrics(figure)
     assert samples.ordered() == [(rank, place) for rank in (0, 1) for place in range(4)]
     grid = samples.grid(figure, operation="forward", layers=[-1, 0, 1])
     for (row, column), found in np.ndenumerate(grid):
@@ -213,15 +214,15 @@ def test_samples_have_the_names_that_the_user_gave(tmp_path: Path) -> None:
     tensors = [
         describe_tensor(values * 2.0**rank, rank=rank, sample_dim=0, sample_ids=["b", "$a$", "_c"]) for rank in (0, 1)
     ]
-    found = Survey(store(tmp_path, tensors).select())
+    found = PlotData(store(tmp_path, tensors).select())
     assert found.passed.samples.ordered() == [(None, "$a$"), (None, "_c"), (None, "b")]
     # The median sample's absmax is 4 on the first rank and 8 on the second.
     assert found.passed.samples.ratios("forward").tolist() == [[0, 0, 0], [1, 1, 1], [-1, -1, -1]]
     assert_readable(draw("layer_sample_absmax", found))
 
 
-def test_octaves_are_those_of_all_values(survey: Survey) -> None:
-    lines = draw("exponent_occupancy", survey).axes[0].get_lines()
+def test_octaves_are_those_of_all_values(data: PlotData) -> None:
+    lines = draw("exponent_occupancy", data).axes[0].get_lines()
     for line, operation in zip(lines, ("forward", "backward"), strict=True):
         values = np.concatenate([array.reshape(-1) for array in arrays(operation=operation)])
         places = np.asarray(line.get_xdata(), dtype=float) - 0.5
@@ -230,8 +231,8 @@ def test_octaves_are_those_of_all_values(survey: Survey) -> None:
         assert np.nan_to_num(np.asarray(line.get_ydata(), dtype=float)).tolist() == pytest.approx(counts)
 
 
-def test_rows_of_octaves(survey: Survey) -> None:
-    found = survey.passed.octaves["rank"].shares("backward")
+def test_rows_of_octaves(data: PlotData) -> None:
+    found = data.passed.octaves["rank"].shares("backward")
     for rank in (0, 1):
         values = np.concatenate([array.reshape(-1) for array in arrays(operation="backward", rank=rank)])
         magnitudes = np.abs(values[np.isfinite(values) & (values != 0)])
@@ -239,8 +240,8 @@ def test_rows_of_octaves(survey: Survey) -> None:
         assert found[rank].tolist() == pytest.approx((expected / values.size).tolist())
 
 
-def test_the_shape_is_a_density(survey: Survey) -> None:
-    digest = survey.distribution(operation="forward", phase="post")
+def test_the_shape_is_a_density(data: PlotData) -> None:
+    digest = data.distribution(operation="forward", phase="post")
     edges, density = standardised(digest)
     values = np.concatenate([array.reshape(-1) for array in arrays(operation="forward", phase="post")])
     finite = values[np.isfinite(values)]
@@ -254,7 +255,7 @@ def test_values_of_few_bits_show_no_comb(tmp_path: Path) -> None:
     coarse = values.astype(ml_dtypes.float8_e4m3fn).astype(ml_dtypes.bfloat16)
     fine = values.astype(np.float16)
     runs = [store(tmp_path / str(one.dtype), [describe_tensor(one)]) for one in (coarse, fine)]
-    (edges, density), (equal, _) = (standardised(Survey(run.select()).distribution()) for run in runs)
+    (edges, density), (equal, _) = (standardised(PlotData(run.select()).distribution()) for run in runs)
     assert (density > 0).all()
     assert (density * np.diff(edges)).sum() == pytest.approx(1)
     assert (np.diff(edges) > 0).all()
@@ -269,12 +270,12 @@ def test_plots_of_bf16_are_of_that_quant_type(tmp_path: Path) -> None:
         describe_tensor(one, quant_type=quant_type, layer_idx=0)
         for one, quant_type in zip(seen, ("bf16", "mxfp8"), strict=True)
     ]
-    found = Survey(store(tmp_path, tensors).select())
-    assert missing("bf16_raw", found) == ""
+    found = PlotData(store(tmp_path, tensors).select())
+    assert PLOTS["bf16_raw"].missing(found) == ""
     ends = draw("bf16_raw", found).axes[0].get_xlim()
     assert -4 < ends[0] < ends[1] < 4
-    only = Survey(found.records.select(quant_type="mxfp8"))
-    assert missing("bf16_raw", only) == "no tensor is of the quant type bf16"
+    only = PlotData(found.records.select(quant_type="mxfp8"))
+    assert PLOTS["bf16_raw"].missing(only) == "no tensor is of the quant type bf16"
 
 
 def test_letters_of_other_writings_are_drawn_where_a_font_has_them() -> None:
@@ -286,14 +287,14 @@ def test_a_layer_of_zeros_has_a_panel(tmp_path: Path) -> None:
     """What was cast to a format without a scale is zero: it neither overflows nor underflows."""
     tensors = [describe_tensor(np.zeros((4, 8), np.float32), layer_idx=1)]
     tensors.append(describe_tensor(np.ones((4, 8), np.float32), layer_idx=0))
-    figure = draw("overflow", Survey(store(tmp_path, tensors).select()))
+    figure = draw("overflow", PlotData(store(tmp_path, tensors).select()))
     assert any(text.get_text().startswith("zeros") for text in texts(figure))
 
 
-def test_boxes_are_figures_of_tensors(survey: Survey) -> None:
-    group = group_by(survey, "layer_type", "operation").groups[1]
+def test_boxes_are_figures_of_tensors(data: PlotData) -> None:
+    group = group_by(data, "layer_type", "operation").groups[1]
     assert group.label == "attention, backward"
-    found = boxes.box_values(survey, group, boxes.STD)
+    found = boxes.box_values(data, group, boxes.STD)
     parts = arrays(layer_type="attention", operation="backward")
     assert sorted(found) == pytest.approx(sorted(math.log2(array[np.isfinite(array)].std()) for array in parts))
 
@@ -305,12 +306,12 @@ def test_a_ratio_is_in_one_bar() -> None:
     assert (counts[0], counts[-1]) == (1, 1)
 
 
-def test_two_quant_types_are_matched(survey: Survey) -> None:
-    types = two_quant_types(survey)
+def test_two_quant_types_are_matched(data: PlotData) -> None:
+    types = data.two_quant_types()
     assert types == TYPES
-    pairs = matched(survey, types)
+    pairs = data.matched(types)
     assert len(pairs) == len(TENSORS) // 2
-    for pair in read_pairs(survey, types)[:3]:
+    for pair in read_pairs(data, types)[:3]:
         assert pair.correlation == pytest.approx(1.0, abs=1e-3)
         ratio = pair.other[pair.one != 0] / pair.one[pair.one != 0]
         assert np.abs(ratio - 65 / 64).max() < 2**-6
@@ -324,7 +325,7 @@ def test_a_rank_that_differs_is_seen(tmp_path: Path) -> None:
         for rank in range(4)
         for layer in range(2)
     ]
-    found = Survey(store(tmp_path, tensors).select())
+    found = PlotData(store(tmp_path, tensors).select())
     assert rank_deviations(found, layers=[0, 1]).tolist() == [[0, 0, 0, 0], [0, 0, 12, 0]]
     distances, size = rank_distances(found)
     assert size == 1
@@ -353,7 +354,7 @@ HOSTILE = ("<script>alert(1)</script>", "$\\frac{a}{b}$ $x$", "_under", "\u5c42\
 
 
 @pytest.mark.parametrize("name", ["distribution_by_tensor", "overflow_by_layer_type"])
-def test_names_are_text_and_nothing_else(name: str, hostile: Survey) -> None:
+def test_names_are_text_and_nothing_else(name: str, hostile: PlotData) -> None:
     figure = draw(name, hostile)
     assert_readable(figure)
     words = "\n".join(text.get_text() for text in texts(figure)).replace(r"\$", "$")
@@ -365,7 +366,7 @@ def test_names_are_text_and_nothing_else(name: str, hostile: Survey) -> None:
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Survey:
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> PlotData:
     """A run whose every name is chosen by an enemy."""
     rng = np.random.default_rng(0)
     tensors = [
@@ -376,7 +377,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Survey:
         )
         for index, name in enumerate(HOSTILE)
     ]
-    return Survey(store(tmp_path_factory.mktemp("run"), tensors).select())
+    return PlotData(store(tmp_path_factory.mktemp("run"), tensors).select())
 
 
 STRANGE: dict[str, np.ndarray[Any, Any]] = {
@@ -401,18 +402,18 @@ def test_strange_tensors_have_plots(tmp_path: Path, number: int) -> None:
         for layer in (-1, 0, 1)
         for operation in ("forward", "backward")
     ]
-    found = Survey(store(tmp_path, tensors).select())
+    found = PlotData(store(tmp_path, tensors).select())
     for one in ONE_OF_EACH[number::9]:
-        if not missing(one, found):
+        if not PLOTS[one].missing(found):
             assert_readable(draw(one, found))
 
 
 def test_integers_are_left_out(tmp_path: Path) -> None:
     integers = describe_tensor(np.arange(4), tensor_name="ids")
-    both = Survey(store(tmp_path / "both", [integers, describe_tensor(np.ones(3, dtype=np.float32))]).select())
+    both = PlotData(store(tmp_path / "both", [integers, describe_tensor(np.ones(3, dtype=np.float32))]).select())
     assert (len(both), both.num_left_out) == (1, 1)
     with pytest.raises(NoRecordsError, match="all 1 records are of int64"):
-        Survey(store(tmp_path / "integers", [integers]).select())
+        PlotData(store(tmp_path / "integers", [integers]).select())
 
 
 def table_survey(figure: Figure) -> list[str]:
@@ -424,7 +425,7 @@ def test_many_groups_are_the_largest(tmp_path: Path) -> None:
     tensors = [
         describe_tensor(np.ones(4 + index, dtype=np.float32), tensor_name=f"name_{index:02d}") for index in range(12)
     ]
-    found = Survey(store(tmp_path, tensors).select())
+    found = PlotData(store(tmp_path, tensors).select())
     grouping = group_by(found, "tensor_name")
     assert [group.label for group in grouping.groups] == [f"name_{index:02d}" for index in range(4, 12)]
     assert grouping.note == "The 8 largest of 12 groups are drawn."

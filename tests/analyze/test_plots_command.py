@@ -14,9 +14,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ranktape.analyze.cli import cli
-from ranktape.analyze.views.plots.files import write_whole
-from ranktape.analyze.views.plots.kinds import FOLDERS, KINDS, parse_kinds
+from ranktape.analyze.commands.plot import parse_kinds
+from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
 from ranktape.analyze.views.plots.write import write_plots
+from ranktape.analyze.views.whole_file import write_whole
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import StorageError, UsageError
 from ranktape.storage import open_run
@@ -77,7 +78,7 @@ def test_all_plots_fill_the_folders_of_the_seeds(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {*FOLDERS, "index.json", "README.txt"}
     drawn = {str(path.relative_to(folder)) for path in folder.rglob("*.png")}
     left_out = {one["path"] for one in json.loads((folder / "index.json").read_text())["left_out"]}
-    assert drawn | left_out == {kind.path for kind in KINDS.values()}
+    assert drawn | left_out == {kind.path for kind in PLOTS.values()}
     assert not drawn & left_out
     # No tensor of the model has a dimension of samples, and its components are its layer types.
     assert {path for path in left_out if "sample" not in path} == {
@@ -134,7 +135,7 @@ def test_kinds_are_named_by_folder_and_pattern() -> None:
 
 def test_the_help_names_every_kind() -> None:
     text = invoke("--help").stdout
-    assert all(name in text for name in KINDS)
+    assert all(name in text for name in PLOTS)
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:

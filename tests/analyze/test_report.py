@@ -28,7 +28,7 @@ from ranktape.analyze.views.report.columns import packed, unpacked
 from ranktape.analyze.views.report.details import MAX_SWEPT_NBYTES, OFFSETS, bundles_of
 from ranktape.analyze.views.report.model import Model, build_model, natural
 from ranktape.analyze.views.report.page import FORMATS, json_in_html, render, write_report
-from ranktape.analyze.views.report.samples import Samples
+from ranktape.analyze.views.report.samples import SampleColumns
 from ranktape.errors import NoRecordsError, NoSpaceError, StorageError, UsageError
 from ranktape.storage import Records, Run
 from tests.analyze.pt_files import seed_file
@@ -250,7 +250,7 @@ def test_samples_are_those_of_numpy(run: Run) -> None:
 
 
 def test_the_samples_that_differ_most_are_kept() -> None:
-    samples = Samples()
+    samples = SampleColumns()
     for index in range(10):
         values = np.ones((6, 4))
         values[2, 1] = 1 + index % 7
@@ -393,7 +393,7 @@ def test_half_a_report_is_none(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(os, "fchmod", fail)
+    monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(NoSpaceError if isinstance(error, OSError) else KeyboardInterrupt, match=r"No space left|^$"):
         write_report(run.select(), output=path)
     assert [one.name for one in tmp_path.iterdir()] == ["report.html"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,23 +19,45 @@ from ranktape.analyze.options import (
     selection_options,
     view_option,
 )
-from ranktape.analyze.views.plots.kinds import FOLDERS, KINDS, parse_kinds
+from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.formats import Format
-    from ranktape.analyze.views.plots.kinds import Plot
+    from ranktape.analyze.views.plots.plot import Plot
 
 DEFAULT_FOLDER = Path("draw")
 """Where many plots go: the place that the older tool used."""
 
 
+def parse_kinds(texts: Sequence[str]) -> list[Plot]:
+    """The plots that texts name: their own names, names with * and ?, folders; each once, in the order of `PLOTS`.
+
+    Raises:
+        UsageError: a text names none; the message has the nearest names.
+    """
+    found: set[str] = set()
+    for text in (part.strip() for whole in texts for part in whole.split(",")):
+        wanted = text.replace("-", "_").rstrip("/")
+        named = [
+            one.name
+            for one in PLOTS.values()
+            if fnmatch.fnmatchcase(one.name, wanted) or wanted in {one.folder, one.path}
+        ]
+        if not named:
+            near = difflib.get_close_matches(wanted, [*PLOTS, *FOLDERS], n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(PLOTS)}"
+            raise UsageError(f"--kind {text!r} names no plot: {hint}")
+        found.update(named)
+    return [one for one in PLOTS.values() if one.name in found]
+
+
 def _epilog() -> str:
     """The plots by folder, as the end of the help."""
     lines = [
-        f"{folder}: " + ", ".join(kind.name for kind in KINDS.values() if kind.folder == folder) for folder in FOLDERS
+        f"{folder}: " + ", ".join(kind.name for kind in PLOTS.values() if kind.folder == folder) for folder in FOLDERS
     ]
     return "\n\n".join(["Plots, by the folder that they go to with --all or several kinds:", *lines])
 
@@ -81,7 +106,7 @@ def command(
         raise UsageError("--all and --kind exclude each other: --all is every kind")
     if output is not None and str(output) == "-":
         raise UsageError("--output - is no name: give that of a file, such as overflow.png, or /dev/stdout")
-    wanted = list(KINDS.values()) if is_all else parse_kinds(kinds or ("overflow",))
+    wanted = list(PLOTS.values()) if is_all else parse_kinds(kinds or ("overflow",))
     if len(wanted) == 1 and not is_all:
         _draw_one(wanted[0], selection, format_name=format_name, view=view, output=output, engine=engine)
     else:
@@ -124,7 +149,7 @@ def _draw_one(
     output: Path | None,
     engine: Engine,
 ) -> None:
-    from ranktape.analyze.views.plots.files import form_of, write_plot
+    from ranktape.analyze.views.plots.write import form_of, write_plot
 
     path = output or Path(f"{kind.name}.png")
     if path.is_dir():
@@ -133,7 +158,8 @@ def _draw_one(
     target = _parse_target(format_name)
     records = selection.records()
     if kind.name == "overflow":
-        from ranktape.analyze.views.plots.overflow_layers import MANY_ZEROS, plot_overflow, zeros_of
+        from ranktape.analyze.views.plots.overflow_layers import MANY_ZEROS, zeros_of
+        from ranktape.analyze.views.plots.write import plot_overflow
 
         table = plot_overflow(records, path=path, format=format_name, view=view, engine=engine)
         if not any(table.column("overflow.total")) and not any(table.column("overflow.underflow.count")):
@@ -141,14 +167,14 @@ def _draw_one(
             but = f", but of one layer {zeros:.3g} of the elements are zeros" if zeros >= MANY_ZEROS else ""
             say(f"nothing overflows or underflows{but}; --format NAME draws against another format", err=True)
     else:
-        from ranktape.analyze.views.plots.gallery import draw, missing
-        from ranktape.analyze.views.plots.survey import Survey, default_target
+        from ranktape.analyze.views.plots.data import PlotData, default_target
+        from ranktape.analyze.views.plots.drawing import draw
 
-        survey = Survey(records, target=target or default_target(records), view=view, engine=engine)
-        reason = missing(kind.name, survey)
+        data = PlotData(records, target=target or default_target(records), view=view, engine=engine)
+        reason = kind.missing(data)
         if reason:
             raise UsageError(f"--kind {kind.name} cannot be drawn: {reason}")
-        write_plot(draw(kind.name, survey), path)
+        write_plot(draw(kind.name, data), path)
     say(str(path))
 
 

@@ -1,4 +1,4 @@
-"""What is known of all records of a selection before anything in it is judged: who they are, and their figures.
+"""Gathers what is known of all records of a selection before anything is judged: who they are, and their metrics.
 
 One pass over the digests, which are small and kept; every kind of finding is then a question to columns of numbers.
 """
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.findings.peers import codes_of, medians_of, octaves, sizes_of
 from ranktape.analyze.identity import IDENTITY
 from ranktape.analyze.layer_stacks import stacks_of
+from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.metrics.target import parse_targets
 from ranktape.analyze.numerics.formats import FORMATS
@@ -158,30 +158,27 @@ def survey(
     fields = {name: records.column(name) for name in FIELDS}
     pairs = zip(fields["dtype"].tolist(), fields["compute_dtype"].tolist(), strict=True)
     dtypes = np.array([viewed_dtype(dtype=one, compute_dtype=two, view=chosen) for one, two in pairs], dtype=object)
-    columns: dict[str, list[float]] = {one.name: [] for one in wanted}
-    rows: list[tuple[float, ...]] = []
     samples: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
-    for position, digest in enumerate(digests(records, view=chosen, engine=engine)):
-        for one in wanted:
-            value = one.of(digest)
-            columns[one.name].append(np.nan if value is None else float(value))
-        rows.append((*_counts(digest), *_extremes(digest), _saturated(digest), _floored(digest), _flushed(digest)))
+
+    def add(position: int, digest: Digest) -> None:
         if digest.samples is not None:
             absmax = digest.samples["absmax"]
             samples.append((np.full(absmax.size, position), np.arange(absmax.size), absmax))
+
+    of_digest = {f"count of {name}": _count(name) for name in COUNTS} | _OTHERS
+    named = {one.name: one.of for one in wanted}
+    found = gather(records, named | of_digest, view=chosen, engine=engine, on_digest=add)
     sites = codes_of(*(fields[name] for name in SITE))
-    table = np.array(rows, dtype=np.float64).reshape(len(rows), len(COUNTS) + 5)
-    counts = {name: table[:, number].astype(np.int64) for number, name in enumerate(COUNTS)}
-    rest = table[:, len(COUNTS) :]
+    counts = {name: found[f"count of {name}"].astype(np.int64) for name in COUNTS}
     return Survey(
         records=records,
         fields=fields,
-        figures={name: np.array(values, dtype=np.float64) for name, values in columns.items()},
+        figures={name: found[name] for name in named},
         counts=counts | {"captured_inf": records.column("overflow.inf.count").astype(np.int64)},
-        extremes=rest[:, :2],
-        saturated=rest[:, 2].astype(np.int64),
-        floored=rest[:, 3].astype(np.int64),
-        flushed=rest[:, 4],
+        extremes=np.column_stack((found["lowest"], found["highest"])),
+        saturated=found["saturated"].astype(np.int64),
+        floored=found["floored"].astype(np.int64),
+        flushed=found["flushed"],
         dtypes=dtypes,
         is_floating=_is_floating(dtypes),
         sites=sites,
@@ -249,14 +246,8 @@ def _is_floating(dtypes: NDArray[Any]) -> NDArray[np.bool_]:
     return np.array([rows[name].is_floating or rows[name].is_complex for name in dtypes.tolist()], dtype=bool)
 
 
-def _counts(digest: Digest) -> tuple[float, ...]:
-    return tuple(float(getattr(digest.tallies, name)) for name in COUNTS)
-
-
-def _extremes(digest: Digest) -> tuple[float, float]:
-    ends = (digest.statistics.minimum, digest.statistics.maximum)
-    low, high = (np.nan if end is None else float(end) for end in ends)
-    return low, high
+def _count(name: str) -> Callable[[Digest], float]:
+    return lambda digest: float(getattr(digest.tallies, name))
 
 
 def _saturated(digest: Digest) -> float:
@@ -283,6 +274,15 @@ def _flushed(digest: Digest) -> float:
     nonzero = max(1, tallies.num_elements - tallies.zero - tallies.nan)
     return digest.count(target.limits(largest=tallies.largest_finite)).flushed / nonzero
 
+
+_OTHERS: dict[str, Callable[[Digest], float | None]] = {
+    "lowest": lambda digest: digest.statistics.minimum,
+    "highest": lambda digest: digest.statistics.maximum,
+    "saturated": _saturated,
+    "floored": _floored,
+    "flushed": _flushed,
+}
+"""What findings know of a digest beside metrics."""
 
 _MIN_MIDDLE = 3
 """Of two samples the median is half way between them."""

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
+    from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.groups import Group
-    from ranktape.analyze.views.plots.survey import Survey
 
 WHISKERS = (5.0, 95.0)
 """Percentiles at the ends of the whiskers."""
@@ -42,7 +42,7 @@ class BoxPanel:
     """One figure of the tensors."""
 
     figure: str
-    """Its name in `Survey.figure`."""
+    """Its name in `PlotData.figure`."""
     title: str
     """Above the panel."""
     is_magnitude: bool = True
@@ -67,7 +67,7 @@ SHAPES = (VARIANCE, SKEWNESS, KURTOSIS)
 ENDS = (MEAN, STD, MINIMUM, MAXIMUM)
 
 
-def draw_boxes(survey: Survey, groups: Sequence[Group], *, panels: Sequence[BoxPanel], heading: Heading) -> Figure:
+def draw_boxes(data: PlotData, groups: Sequence[Group], *, panels: Sequence[BoxPanel], heading: Heading) -> Figure:
     """One panel for each figure, one box for each group; both share the names at the left."""
     height = 1.25 + 0.42 * len(groups)
     num_columns = 2 if len(panels) == 4 else len(panels)  # noqa: PLR2004 - two rows of two
@@ -78,7 +78,7 @@ def draw_boxes(survey: Survey, groups: Sequence[Group], *, panels: Sequence[BoxP
         panel_height=max(2.1, height),
     )
     for place, (axes, panel) in enumerate(zip(grid.flat, panels, strict=True)):
-        rows = [box_values(survey, group, panel) for group in groups]
+        rows = [box_values(data, group, panel) for group in groups]
         axes.set_title(panel.title, fontsize=PANEL_SIZE, pad=20 if panel.has_limits else 6)
         if not any(values.size for values in rows):
             empty(axes, "no tensor has one")
@@ -93,9 +93,9 @@ def draw_boxes(survey: Survey, groups: Sequence[Group], *, panels: Sequence[BoxP
     return finish(figure, Heading(title=heading.title, subtitle=heading.subtitle, notes=tuple(notes)))
 
 
-def box_values(survey: Survey, group: Group, panel: BoxPanel) -> NDArray[np.float64]:
+def box_values(data: PlotData, group: Group, panel: BoxPanel) -> NDArray[np.float64]:
     """The figures of the group's tensors as they are drawn: of magnitudes log2, without zeros; no NaN, no infinity."""
-    values = survey.figure(panel.figure)[group.mask]
+    values = data.metric(panel.figure)[group.mask]
     if panel.is_magnitude:
         with np.errstate(divide="ignore"):
             values = np.log2(np.abs(values))

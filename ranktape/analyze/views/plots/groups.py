@@ -1,4 +1,4 @@
-"""Which groups of tensors does a plot tell apart, and how does each look?"""
+"""Puts tensors into groups, gives each a look, and says in one line which tensors a plot is of."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.lines import Line2D
 
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.views.plots.style import COLORS, DASHES, HATCHES, MARKS, MAX_GROUPS, key, plain
 
 if TYPE_CHECKING:
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.numerics.digests.digest import Digest
-    from ranktape.analyze.views.plots.survey import Survey
+    from ranktape.analyze.views.plots.data import PlotData
+
+MAX_NAMED = 4
+"""Values of a field that are named, before they are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,7 +32,7 @@ class Group:
     index: int
     """Its place among the groups, which gives it a colour, a mark and a dash."""
     mask: NDArray[np.bool_]
-    """Which records of the survey are in it."""
+    """Which records of the data are in it."""
     digest: Digest | None = None
     """All its values; None where they are not needed, or of no record known."""
 
@@ -69,18 +73,18 @@ class Grouping:
 
 
 def group_by(
-    survey: Survey, *fields: str, max_groups: int = MAX_GROUPS, with_values: bool = False, **chosen: Any
+    data: PlotData, *fields: str, max_groups: int = MAX_GROUPS, with_values: bool = False, **chosen: Any
 ) -> Grouping:
     """One group for each combination of values of fields; of too many, those with the most elements.
 
     `chosen` are fields and the values that records must have to be in any. The order is that of the values.
     """
-    allowed = survey.mask(**chosen)
-    rows, numbers = np.unique(np.stack([survey.codes(field) for field in fields], axis=1), axis=0, return_inverse=True)
+    allowed = data.mask(**chosen)
+    rows, numbers = np.unique(np.stack([data.codes(field) for field in fields], axis=1), axis=0, return_inverse=True)
     numbers = np.where(allowed, numbers.reshape(-1), -1)
-    known = [survey.values_of(field) for field in fields]
+    known = [data.values_of(field) for field in fields]
     keys = [tuple(values[code] for values, code in zip(known, row, strict=True)) for row in rows.tolist()]
-    totals = np.bincount(numbers[allowed], weights=survey.column("numel")[allowed], minlength=len(keys))
+    totals = np.bincount(numbers[allowed], weights=data.column("numel")[allowed], minlength=len(keys))
     sizes = {number: totals[number] for number in np.unique(numbers[allowed]).tolist()}
     largest = sorted(sizes, key=lambda number: -sizes[number])[:max_groups]
     ordered = sorted(largest, key=lambda number: _order(fields, keys[number]))
@@ -89,9 +93,7 @@ def group_by(
             label=label_of(fields, keys[number]),
             index=index,
             mask=numbers == number,
-            digest=survey.distribution(**chosen | dict(zip(fields, keys[number], strict=True)))
-            if with_values
-            else None,
+            digest=data.distribution(**chosen | dict(zip(fields, keys[number], strict=True))) if with_values else None,
         )
         for index, number in enumerate(ordered)
     )
@@ -124,3 +126,42 @@ def short_count(number: float) -> str:
         if number >= limit:
             return f"{number / (1e3 if unit == 'k' else limit):.3g} {unit}"
     return f"{number:,.0f}"
+
+
+def subject_line(data: PlotData, *, with_limits: bool = True) -> str:
+    """The iterations, ranks, layers and dtypes, how many tensors and values, and against which limits they count."""
+    parts = [
+        _span(data, "iteration"),
+        _span(data, "rank"),
+        _names(data, "dtype", "dtype"),
+        _names(data, "quant_type", "quant type"),
+        f"{len(data):,} tensor{'s' if len(data) != 1 else ''}",
+        f"{short_count(float(data.column('numel').sum()))} values",
+    ]
+    return f"{', '.join(parts)}; {_limits(data)}" if with_limits else ", ".join(parts)
+
+
+def _span(data: PlotData, field: str) -> str:
+    values = data.values_of(field)
+    if len(values) == 1:
+        return f"{field} {values[0]}"
+    return f"{len(values)} {field}s from {values[0]} to {values[-1]}"
+
+
+def _names(data: PlotData, field: str, words: str) -> str:
+    values = data.values_of(field)
+    if len(values) > MAX_NAMED:
+        return f"{len(values)} {words}s"
+    named = "/".join(plain(value, max_letters=24) for value in values)
+    return f"{words}{'s' if len(values) > 1 else ''} {named}"
+
+
+def _limits(data: PlotData) -> str:
+    as_seen = " as captured" if data.view is View.SEEN else ""
+    if data.target is None:
+        return f"limits of the values' own dtype{as_seen}"
+    target = data.target
+    return (
+        f"limits of {target.name} without scaling: largest value {target.maximum:.4g}, "
+        f"smallest normal {target.min_normal:.3g}"
+    )

@@ -17,16 +17,16 @@ from ranktape.analyze.views.plots.axes import (
     scale_whole,
     with_gap,
 )
+from ranktape.analyze.views.plots.data import pooled
 from ranktape.analyze.views.plots.style import PANEL_SIZE, TEXT_SIZE, Heading, finish, page, say
-from ranktape.analyze.views.plots.survey import pooled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
+    from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.groups import Group
-    from ranktape.analyze.views.plots.survey import Survey
 
 MAX_MARKS = 40
 """Places along an axis up to which points do not run together."""
@@ -41,7 +41,7 @@ class LinePanel:
     """One figure."""
 
     figure: str
-    """Its name in `survey.pooled`."""
+    """Its name in `data.pooled`."""
     title: str
     """Above the panel."""
     kind: str = "magnitude"
@@ -62,7 +62,7 @@ SHAPES = (STD, ABSMAX, KURTOSIS, RANGE)
 
 
 def draw_lines(
-    survey: Survey,
+    data: PlotData,
     groups: Sequence[Group],
     *,
     field: str,
@@ -71,11 +71,11 @@ def draw_lines(
 ) -> Figure:
     """Two rows of two panels over a field of whole numbers; a point is of all records of the group there together."""
     figure, grid = page(2, 2, panel_width=5.6, panel_height=2.9)
-    places = survey.values_of(field)
+    places = data.values_of(field)
     label = {"layer_idx": "layer"}.get(field, field)
     for axes, panel in zip(grid.flat, panels, strict=True):
         axes.set_title(panel.title, fontsize=PANEL_SIZE)
-        lines = [line_values(survey, group, panel.figure, field=field) for group in groups]
+        lines = [line_values(data, group, panel.figure, field=field) for group in groups]
         shown = np.concatenate(lines) if lines else np.zeros(0)
         for group, values in zip(groups, lines, strict=True):
             _draw_line(axes, values, places=places, group=group, panel=panel, is_layers=field == "layer_idx")
@@ -91,10 +91,10 @@ def draw_lines(
     return finish(figure, heading, handles=[group.handle(has_mark=True) for group in groups])
 
 
-def line_values(survey: Survey, group: Group, figure: str, *, field: str) -> NDArray[np.float64]:
+def line_values(data: PlotData, group: Group, figure: str, *, field: str) -> NDArray[np.float64]:
     """The figure of all records of the group together at each value of the field; NaN where there is none."""
-    numbers = np.where(group.mask, survey.codes(field), -1)
-    return pooled(survey, figure, numbers, num_groups=len(survey.values_of(field)))
+    numbers = np.where(group.mask, data.codes(field), -1)
+    return pooled(data, figure, numbers, num_groups=len(data.values_of(field)))
 
 
 def _draw_line(

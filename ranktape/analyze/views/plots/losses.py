@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ranktape.analyze.views.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILION
 from ranktape.analyze.views.plots.axes import name_rows, scale_shares, share_text
+from ranktape.analyze.views.plots.data import pooled
 from ranktape.analyze.views.plots.style import (
     INK,
     PANEL_SIZE,
@@ -23,15 +24,14 @@ from ranktape.analyze.views.plots.style import (
     page,
     say,
 )
-from ranktape.analyze.views.plots.survey import pooled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
+    from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.groups import Group
-    from ranktape.analyze.views.plots.survey import Survey
 
 SIDES = (
     ("upper", "beyond the upper limit", VERMILION, ""),
@@ -49,13 +49,13 @@ BINS_PER_DECADE = 4
 """Of a histogram of ratios."""
 
 
-def draw_loss_bars(survey: Survey, groups: Sequence[Group], *, heading: Heading) -> Figure:
+def draw_loss_bars(data: PlotData, groups: Sequence[Group], *, heading: Heading) -> Figure:
     """For each group one bar for each kind of loss: the part of all its elements."""
-    kinds = kinds_of(survey)
+    kinds = kinds_of(data)
     height = max(2.2, 1.0 + len(groups) * (0.2 + 0.17 * len(kinds)))
     figure, panels = page(1, 1, panel_width=9.0, panel_height=height)
     axes = panels[0][0]
-    shares = loss_shares(survey, groups, [name for name, *_ in kinds])
+    shares = loss_shares(data, groups, [name for name, *_ in kinds])
     width = 0.8 / len(kinds)
     for index, (_, _, color, hatch) in enumerate(kinds):
         places = np.arange(len(groups)) - 0.4 + width * (index + 0.5)
@@ -78,33 +78,33 @@ def _beside(axes: Axes, text: str, *, x: float, y: float) -> None:
     axes.annotate(text, (x, y), **place, fontsize=SMALL_SIZE - 1, color=INK)
 
 
-def kinds_of(survey: Survey) -> list[tuple[str, str, str, str]]:
-    """The kinds of loss that are drawn of a survey."""
+def kinds_of(data: PlotData) -> list[tuple[str, str, str, str]]:
+    """The kinds of loss that are drawn of a data."""
     wanted = {"upper", "lower", "underflow"}
-    wanted |= {"flushed"} if survey.target is not None else set()
-    wanted |= {"nan"} if np.nansum(survey.figure("nan")) else set()
+    wanted |= {"flushed"} if data.target is not None else set()
+    wanted |= {"nan"} if np.nansum(data.metric("nan")) else set()
     return [kind for kind in SIDES if kind[0] in wanted]
 
 
-def loss_shares(survey: Survey, groups: Sequence[Group], names: Sequence[str]) -> NDArray[np.float64]:
+def loss_shares(data: PlotData, groups: Sequence[Group], names: Sequence[str]) -> NDArray[np.float64]:
     """For each name a row, for each group a column: the part of the group's elements."""
-    numbers = np.full(len(survey), -1)
+    numbers = np.full(len(data), -1)
     for index, group in enumerate(groups):
         numbers[group.mask] = index
-    return np.stack([pooled(survey, name, numbers, num_groups=len(groups)) for name in names])
+    return np.stack([pooled(data, name, numbers, num_groups=len(groups)) for name in names])
 
 
-def draw_upper_against_lower(survey: Survey, groups: Sequence[Group], *, heading: Heading) -> Figure:
+def draw_upper_against_lower(data: PlotData, groups: Sequence[Group], *, heading: Heading) -> Figure:
     """One point for each tensor; those without any overflow are all at the origin, and counted there."""
     figure, panels = page(1, 1, panel_width=6.6, panel_height=5.6)
     axes = panels[0][0]
-    upper, lower = survey.share("upper"), survey.share("lower")
+    upper, lower = data.share("upper"), data.share("lower")
     ends = np.concatenate([upper, lower])
     for which in ("x", "y"):
         scale_shares(axes, which, ends[np.isfinite(ends)])
     axes.plot([0, 1.4], [0, 1.4], color="0.75", linewidth=1, linestyle=":")
     largest = np.argsort(-np.nan_to_num(np.maximum(upper, lower)), kind="stable")[:MAX_DRAWN_POINTS]
-    is_drawn = np.zeros(len(survey), dtype=bool)
+    is_drawn = np.zeros(len(data), dtype=bool)
     is_drawn[largest] = True
     for group in groups:
         chosen = group.mask & is_drawn & ((upper > 0) | (lower > 0))
@@ -114,20 +114,20 @@ def draw_upper_against_lower(survey: Survey, groups: Sequence[Group], *, heading
         style: dict[str, Any] = {"color": group.color, "markersize": 5, "alpha": 0.7, "clip_on": False}
         axes.plot(upper[chosen], lower[chosen], group.mark, linestyle="", **style)
     num_clean = int(((upper == 0) & (lower == 0)).sum())
-    if num_clean == len(survey):
+    if num_clean == len(data):
         say(axes, "no tensor overflows")
     axes.set_xlabel("share beyond the upper limit", fontsize=TEXT_SIZE)
     axes.set_ylabel("share beyond the lower limit", fontsize=TEXT_SIZE)
     axes.tick_params(axis="x", labelsize=SMALL_SIZE - 1)
-    notes = (f"{num_clean:,} of {len(survey):,} tensors overflow on neither side and are not drawn.", *heading.notes)
+    notes = (f"{num_clean:,} of {len(data):,} tensors overflow on neither side and are not drawn.", *heading.notes)
     marked = Heading(title=heading.title, subtitle=heading.subtitle, notes=notes)
     return finish(figure, marked, handles=[group.handle(has_mark=True) for group in groups])
 
 
-def draw_ratio_histogram(survey: Survey, *, heading: Heading) -> Figure:
+def draw_ratio_histogram(data: PlotData, *, heading: Heading) -> Figure:
     """Tensors counted by their ratio of overflow and of underflow; those with none have a bar of their own."""
     figure, panels = page(1, 2, panel_width=5.2, panel_height=3.6)
-    words = (("overflow", survey.share("upper", "lower"), VERMILION), ("underflow", survey.share("underflow"), ORANGE))
+    words = (("overflow", data.share("upper", "lower"), VERMILION), ("underflow", data.share("underflow"), ORANGE))
     for axes, (title, shares, color) in zip(panels[0], words, strict=True):
         axes.set_title(title, fontsize=PANEL_SIZE)
         known = shares[np.isfinite(shares)]

@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from ranktape.analyze.views.plots.survey import Survey
+    from ranktape.analyze.views.plots.data import PlotData
 
 MAX_MARKS = 40
 """Places along an axis up to which points do not run together."""
 
 
-def draw_neighbouring_layers(survey: Survey, groups: Sequence[Group], *, heading: Heading) -> Figure:
+def draw_neighbouring_layers(data: PlotData, groups: Sequence[Group], *, heading: Heading) -> Figure:
     """Factors from each layer to the next, of deviation and absmax, and the distance of the shares of octaves."""
     figure, panels = page(3, 1, panel_width=9.6, panel_height=2.3)
-    layers = [layer for layer in survey.values_of("layer_idx") if layer >= 0]
+    layers = [layer for layer in data.values_of("layer_idx") if layer >= 0]
     later = layers[1:]
     # The first layer of another stack does not follow the last one of this.
     is_next = np.array([stack_of(one) == stack_of(other) for one, other in itertools.pairwise(layers)], dtype=bool)
@@ -54,7 +54,7 @@ def draw_neighbouring_layers(survey: Survey, groups: Sequence[Group], *, heading
         axes.set_title(f"{words} over that of the layer before", fontsize=PANEL_SIZE)
         drawn = []
         for group in groups:
-            values = line_values(survey, group, panel.figure, field="layer_idx")
+            values = line_values(data, group, panel.figure, field="layer_idx")
             factors = np.where(is_next, steps(values[-len(layers) :]), np.nan)
             drawn.append(factors)
             _draw(axes, later, factors, group)
@@ -63,7 +63,7 @@ def draw_neighbouring_layers(survey: Survey, groups: Sequence[Group], *, heading
     axes = panels[2, 0]
     axes.set_title("share of values that lie in another octave than in the layer before", fontsize=PANEL_SIZE)
     for group in groups:
-        distances = octave_distances(survey, group.label, num_layers=len(layers))
+        distances = octave_distances(data, group.label, num_layers=len(layers))
         _draw(axes, later, np.where(is_next, distances, np.nan), group)
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 1]))
@@ -79,12 +79,12 @@ def steps(values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.diff(np.where(np.isfinite(logs), logs, np.nan))
 
 
-def octave_distances(survey: Survey, operation: str, *, num_layers: int) -> NDArray[np.float64]:
+def octave_distances(data: PlotData, operation: str, *, num_layers: int) -> NDArray[np.float64]:
     """Part of the values that would have to move to another octave, from each layer to the next, zeros being one.
 
     Of the last layers, so many, which are those of the stack. NaN where a layer has no values.
     """
-    shares = survey.passed.octaves["layer_idx"].shares(operation, with_zeros=True)[-num_layers:]
+    shares = data.passed.octaves["layer_idx"].shares(operation, with_zeros=True)[-num_layers:]
     return np.asarray(np.abs(np.diff(shares, axis=0)).sum(axis=1) / 2)
 
 

@@ -1,8 +1,9 @@
-"""How many values of each layer or rank lie in each octave?"""
+"""Counts how many values of each layer or rank lie in each octave."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,7 +11,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.numerics.digests.digest import Digest
-    from ranktape.analyze.views.plots.survey import Survey
 
 LOWEST, HIGHEST = -160, 135
 """Exponents of the first and the last octave, which hold what lies beyond them too; float32 has those in between."""
@@ -19,10 +19,17 @@ LOWEST, HIGHEST = -160, 135
 class Octaves:
     """Counts of finite magnitudes by octave, [2^e, 2^(e+1)) for an exponent e; zeros are apart."""
 
-    def __init__(self, survey: Survey, field: str) -> None:
-        """A row for each operation and value of a field."""
-        self.operations, self.values = survey.values_of("operation"), survey.values_of(field)
-        self._row_of = survey.codes("operation") * len(self.values) + survey.codes(field)
+    def __init__(
+        self,
+        *,
+        operations: Sequence[str],
+        operation_of: NDArray[np.int64],
+        values: Sequence[Any],
+        of: NDArray[np.int64],
+    ) -> None:
+        """A row for each operation and value of a field; of each record the place of either."""
+        self.operations, self.values = operations, values
+        self._row_of = operation_of * len(values) + of
         num_rows = len(self.operations) * len(self.values)
         self._has_records = np.bincount(self._row_of, minlength=num_rows) > 0
         self._counts = np.zeros((num_rows, HIGHEST - LOWEST + 1), dtype=np.float64)

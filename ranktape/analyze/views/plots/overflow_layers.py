@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.lines import Line2D
 
 from ranktape.analyze.layer_stacks import layer_places
 from ranktape.analyze.numerics.formats import BY_DTYPE, FORMATS
-from ranktape.analyze.questions.overflow import overflow
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.views.plots.axes import scale_layers, scale_shares, with_gap
-from ranktape.analyze.views.plots.files import form_of, write_plot
-from ranktape.analyze.views.plots.kinds import KINDS
 from ranktape.analyze.views.plots.style import (
     COLORS,
     INK,
@@ -37,11 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.formats import Format
-    from ranktape.analyze.views.plots.survey import Survey
-    from ranktape.storage import Records
+    from ranktape.analyze.views.plots.data import PlotData
 
 MAX_MARKS = 40
 """Layers up to which marks do not run together."""
@@ -107,48 +100,24 @@ class Line:
     """Of that tensor of the layer which has the largest."""
 
 
-def plot_overflow(
-    records: Records,
-    *,
-    path: Path,
-    format: str | None = None,  # noqa: A002 - the option's name
-    view: View | None = None,
-    engine: Engine | None = None,
-    on_record: Callable[[], object] = lambda: None,
-) -> Table:
-    """Write a plot of overflow and underflow of each layer, operation and type of layer; returns the counts.
-
-    Limits and values are those of `questions.overflow`. Zeros lie on the axis; where nothing at all is lost, the
-    panel says so. Existing files are replaced, folders made. The file is a PNG, unless its name ends in .svg or .pdf.
-
-    Raises:
-        UsageError: the format is not known; the name ends as one of a plot of another kind.
-        StorageError: the file cannot be written.
-    """
-    form_of(path)
-    table = overflow(records, format=format, view=view, engine=engine, on_record=on_record)
-    write_plot(draw_overflow(table), path)
-    return table
-
-
-def survey_table(survey: Survey) -> Table:
+def table_of(data: PlotData) -> Table:
     """What `draw_overflow` draws, of what is known already; counts that are not known are 0."""
     counted = {
-        "elements": survey.figure("num_elements"),
-        "overflow.total": survey.figure("upper") + survey.figure("lower"),
-        "overflow.underflow.count": survey.figure("underflow"),
-        "overflow.zero.count": survey.figure("zero"),
-        **({"overflow.flushed.count": survey.figure("flushed")} if survey.target is not None else {}),
+        "elements": data.metric("num_elements"),
+        "overflow.total": data.metric("upper") + data.metric("lower"),
+        "overflow.underflow.count": data.metric("underflow"),
+        "overflow.zero.count": data.metric("zero"),
+        **({"overflow.flushed.count": data.metric("flushed")} if data.target is not None else {}),
     }
     fields = ("iteration", "rank", "operation", "layer_type", "layer_idx")
-    limits = survey.column("dtype").tolist() if survey.target is None else [survey.target.name] * len(survey)
+    limits = data.column("dtype").tolist() if data.target is None else [data.target.name] * len(data)
     numbers = ([0 if value != value else int(value) for value in column.tolist()] for column in counted.values())  # noqa: PLR0124 - NaN
-    rows = tuple(zip(*(survey.column(field).tolist() for field in fields), limits, *numbers, strict=True))
+    rows = tuple(zip(*(data.column(field).tolist() for field in fields), limits, *numbers, strict=True))
     columns = tuple(Column(name=name, kind=Kind.INTEGER) for name in (*fields, "limits_of", *counted))
     return Table(title="", columns=columns, rows=rows)
 
 
-def draw_overflow(table: Table) -> Figure:
+def draw_overflow(table: Table, *, title: str = "") -> Figure:
     """The plot of an overflow table that has one row for each record."""
     rows = _placed(table)
     operations = sorted({row["operation"] for row in rows}, key=lambda name: (name != "forward", name))
@@ -172,9 +141,7 @@ def draw_overflow(table: Table) -> Figure:
         axes_of_panel[0].set_ylabel(f"{panel.kind}\n{panel.definition(limits)}", fontsize=TEXT_SIZE)
     for operation, axes in zip(operations, grid[0], strict=True):
         axes.set_title(operation, fontsize=PANEL_SIZE)
-    heading = Heading(
-        title=KINDS["overflow"].title, subtitle=_subtitle(table), notes=("Shares are of the elements of a layer.",)
-    )
+    heading = Heading(title=title, subtitle=_subtitle(table), notes=("Shares are of the elements of a layer.",))
     return finish(figure, heading, handles=_handles(styles))
 
 

@@ -1,12 +1,11 @@
-"""Which tensors were recorded in two quant types, and how do the values of one follow those of the other?"""
+"""Draws how the values of tensors in one quant type follow those of the same tensors in another."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,24 +13,13 @@ from ranktape.analyze.engine.values import read_values
 from ranktape.analyze.views.palette import BLUE, GREY, VERMILION
 from ranktape.analyze.views.plots.axes import scale_numbers
 from ranktape.analyze.views.plots.style import PANEL_SIZE, TEXT_SIZE, Heading, empty, finish, page, plain
-from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from ranktape.analyze.views.plots.survey import Survey
+    from ranktape.analyze.views.plots.data import PlotData
     from ranktape.storage import Record
-
-SITE_FIELDS = (
-    *("iteration", "rank", "microbatch", "call", "mode", "module", "layer_type", "layer_idx"),
-    *("operation", "phase", "component", "tensor_name", "shape"),
-)
-"""What is the same of a tensor that was recorded in two quant types; modules may be named otherwise."""
-
-HIFP8 = ("hifp8", "hif8", "hifloat8")
-MXFP8 = ("mxfp8", "mxfp8_e4m3", "mxfp8_e5m2")
-"""Tags of the two that the seeds compare."""
 
 MAX_PAIRS = 48
 """Pairs of tensors whose values are read: of more, every n-th."""
@@ -41,7 +29,7 @@ VALUES_OF_PAIR = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pair:
+class TensorPair:
     """The same tensor in two quant types."""
 
     name: str
@@ -54,49 +42,22 @@ class Pair:
     """Of all values that are finite in both; NaN where either has no two that differ."""
 
 
-def two_quant_types(survey: Survey) -> tuple[str, str] | None:
-    """HiFP8 and MXFP8 where both are there, else the two with the most records; None where there is one alone."""
-    counts = Counter(survey.column("quant_type").tolist())
-    ours = [[name for name in counts if name.lower() in names] for names in (HIFP8, MXFP8)]
-    if ours[0] and ours[1]:
-        return ours[0][0], ours[1][0]
-    if len(counts) < 2:  # noqa: PLR2004 - a pair
-        return None
-    first, second = sorted(sorted(counts), key=lambda name: -counts[name])[:2]
-    return first, second
-
-
-def matched(survey: Survey, types: tuple[str, str]) -> list[tuple[int, int]]:
-    """Places of records that are the same tensor in both quant types, by `SITE_FIELDS`, values kept of both.
-
-    Of several with one identity in a quant type the first is taken.
-    """
-    fields = [survey.column(field).tolist() for field in SITE_FIELDS]
-    found: list[dict[Any, int]] = [{}, {}]
-    kept = survey.records.column("keep").tolist()
-    rows = zip(zip(*fields, strict=True), survey.column("quant_type").tolist(), kept, strict=True)
-    for index, (site, quant_type, keep) in enumerate(rows):
-        if quant_type in types and keep == Keep.VALUES:
-            found[types.index(quant_type)].setdefault(site, index)
-    return [(index, found[1][site]) for site, index in found[0].items() if site in found[1]]
-
-
-def read_pairs(survey: Survey, types: tuple[str, str]) -> list[Pair]:
+def read_pairs(data: PlotData, types: tuple[str, str]) -> list[TensorPair]:
     """Values of some pairs, evenly chosen from all; both tensors of each are read once more.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
     """
-    places = matched(survey, types)
+    places = data.matched(types)
     chosen = places[:: math.ceil(len(places) / MAX_PAIRS) or 1]
-    return [_pair(survey.records[one], survey.records[other], survey) for one, other in chosen]
+    return [_pair(data.records[one], data.records[other], data) for one, other in chosen]
 
 
-def _pair(one: Record, other: Record, survey: Survey) -> Pair:
+def _pair(one: Record, other: Record, data: PlotData) -> TensorPair:
     values = []
     for record in (one, other):
-        array = read_values(record, view=survey.view)
+        array = read_values(record, view=data.view)
         # Complex values: the real part stands for both.
         real = array.real if array.dtype.kind == "c" else array
         values.append(real.astype(np.float64).reshape(-1))
@@ -104,7 +65,7 @@ def _pair(one: Record, other: Record, survey: Survey) -> Pair:
     first, second = (array[both] for array in values)
     step = math.ceil(first.size / VALUES_OF_PAIR) or 1
     name = f"{plain(one.module)} {plain(one.tensor_name)}"
-    return Pair(name=name, one=first[::step], other=second[::step], correlation=correlation(first, second))
+    return TensorPair(name=name, one=first[::step], other=second[::step], correlation=correlation(first, second))
 
 
 def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
@@ -117,7 +78,7 @@ def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     return float(scaled[0] @ scaled[1]) / norms if norms else math.nan
 
 
-def draw_pairs(pairs: Sequence[Pair], *, types: tuple[str, str], heading: Heading) -> Figure:
+def draw_pairs(pairs: Sequence[TensorPair], *, types: tuple[str, str], heading: Heading) -> Figure:
     """Left the values of one against those of the other in units of each tensor's largest, right each correlation."""
     figure, panels = page(1, 2, panel_width=5.4, panel_height=4.6)
     scatter, bars = panels[0]
@@ -149,7 +110,7 @@ def draw_pairs(pairs: Sequence[Pair], *, types: tuple[str, str], heading: Headin
     return finish(figure, heading)
 
 
-def _over_largest(pair: Pair) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _over_largest(pair: TensorPair) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     largest = max(float(np.abs(pair.one).max()), float(np.abs(pair.other).max())) or 1.0
     return pair.one / largest, pair.other / largest
 

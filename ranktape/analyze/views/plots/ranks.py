@@ -11,31 +11,31 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.views.plots.survey import Survey
+    from ranktape.analyze.views.plots.data import PlotData
 
 SITE_FIELDS = ("iteration", "microbatch", "call", "module", "operation", "phase", "tensor_name")
 """What is the same of a tensor on all ranks."""
 
 
-def rank_logs(survey: Survey, figure: str) -> tuple[NDArray[np.float64], list[tuple[Any, ...]]]:
+def rank_logs(data: PlotData, figure: str) -> tuple[NDArray[np.float64], list[tuple[Any, ...]]]:
     """log2 of a figure for each site and rank, NaN where there is none; the sites are `SITE_FIELDS` and the layer."""
-    fields = [survey.column(field).tolist() for field in (*SITE_FIELDS, "layer_idx")]
+    fields = [data.column(field).tolist() for field in (*SITE_FIELDS, "layer_idx")]
     sites = list(zip(*fields, strict=True))
     index = {site: number for number, site in enumerate(dict.fromkeys(sites))}
-    grid = np.full((len(index), len(survey.values_of("rank"))), np.nan)
+    grid = np.full((len(index), len(data.values_of("rank"))), np.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log2(survey.figure(figure))
-    places = ([index[site] for site in sites], survey.codes("rank"))
+        logs = np.log2(data.metric(figure))
+    places = ([index[site] for site in sites], data.codes("rank"))
     grid[places] = np.where(np.isfinite(logs), logs, np.nan)
     return grid, list(index)
 
 
-def rank_deviations(survey: Survey, *, layers: Sequence[int]) -> NDArray[np.float64]:
+def rank_deviations(data: PlotData, *, layers: Sequence[int]) -> NDArray[np.float64]:
     """For each layer and rank log2 of absmax over that of the median rank: of the tensor that is farthest off.
 
     NaN where no other rank has the same tensor.
     """
-    logs, sites = rank_logs(survey, "absmax")
+    logs, sites = rank_logs(data, "absmax")
     is_shared = (~np.isnan(logs)).sum(axis=1) > 1
     found = np.full((len(layers), logs.shape[1]), np.nan)
     rows = {layer: row for row, layer in enumerate(layers)}
@@ -56,13 +56,13 @@ MAX_SITES = 4096
 """Tensors that they are compared by: of more, every n-th."""
 
 
-def rank_distances(survey: Survey) -> tuple[NDArray[np.float64], int]:
+def rank_distances(data: PlotData) -> tuple[NDArray[np.float64], int]:
     """For each pair of ranks the mean |log2| of the ratio of the deviations of the same tensors, and ranks in a block.
 
     Of blocks of neighbouring ranks, a tensor's deviation is the one farthest from the median rank's. NaN where two
     have no tensor in common.
     """
-    logs, _ = rank_logs(survey, "std")
+    logs, _ = rank_logs(data, "std")
     logs = logs[:: math.ceil(logs.shape[0] / MAX_SITES)]
     size = math.ceil(logs.shape[1] / MAX_COMPARED)
     if size > 1:

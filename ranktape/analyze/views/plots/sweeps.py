@@ -15,25 +15,25 @@ from ranktape.storage.format.record_info import Keep
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ranktape.analyze.views.plots.survey import Survey
+    from ranktape.analyze.views.plots.data import PlotData
     from ranktape.storage import Record
 
 DEFAULT_FORMAT = "fp8_e4m3"
 """What is swept where no format is asked for."""
 
 
-def widest(survey: Survey) -> int | None:
+def widest(data: PlotData) -> int | None:
     """The place of the record whose finite magnitudes reach over the most octaves; None where no value was kept.
 
     Of several the first; records whose values are not known at all are none.
     """
-    is_kept = survey.records.column("keep") != Keep.STATISTICS
-    ranges = np.where(is_kept, np.nan_to_num(survey.figure("log2_range"), nan=-1.0), -2.0)
+    is_kept = data.records.column("keep") != Keep.STATISTICS
+    ranges = np.where(is_kept, np.nan_to_num(data.metric("log2_range"), nan=-1.0), -2.0)
     place = int(ranges.argmax())
     return place if is_kept[place] else None
 
 
-def draw_sweep(survey: Survey, *, is_summary: bool) -> Figure:
+def draw_sweep(data: PlotData, *, is_summary: bool) -> Figure:
     """Six panels or a summary of the sweep of that record, one scale for the tensor; it is read once more.
 
     Raises:
@@ -41,13 +41,13 @@ def draw_sweep(survey: Survey, *, is_summary: bool) -> Figure:
         StorageError: the store cannot be read.
         UsageError: the format has no room for a scale.
     """
-    place = widest(survey)
+    place = widest(data)
     if place is None:
         raise UsageError("of all tensors statistics alone were kept: no scale can be tried")
-    record = survey.records[place]
-    name = DEFAULT_FORMAT if survey.target is None else survey.target.name
-    jobs = jobs_of(parse_request([name], view=survey.view))
-    (sweep,) = sweep_one(record, jobs, view=survey.view)
+    record = data.records[place]
+    name = DEFAULT_FORMAT if data.target is None else data.target.name
+    jobs = jobs_of(parse_request([name], view=data.view))
+    (sweep,) = sweep_one(record, jobs, view=data.view)
     return (draw_summary if is_summary else draw_panels)(sweep, name=record_name(record))
 
 

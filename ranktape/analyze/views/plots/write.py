@@ -1,4 +1,4 @@
-"""Many plots of a selection, written into their folders with an index."""
+"""Writes a plot into its file, or many of a selection into their folders with an index."""
 
 from __future__ import annotations
 
@@ -9,22 +9,78 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.views.plots.files import write_error, write_plot, write_whole
-from ranktape.analyze.views.plots.gallery import content, draw, missing
-from ranktape.analyze.views.plots.kinds import FOLDERS, KINDS
-from ranktape.analyze.views.plots.subject import subject_line
-from ranktape.analyze.views.plots.survey import Survey, default_target
+from ranktape.analyze.questions.overflow import overflow
+from ranktape.analyze.views.plots.data import PlotData, default_target
+from ranktape.analyze.views.plots.drawing import draw
+from ranktape.analyze.views.plots.groups import subject_line
+from ranktape.analyze.views.plots.overflow_layers import draw_overflow
+from ranktape.analyze.views.plots.style import FORMS, plot_bytes
+from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
+from ranktape.analyze.views.whole_file import write_error, write_whole
+from ranktape.errors import UsageError
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.formats import Format
-    from ranktape.analyze.views.plots.kinds import Plot
+    from ranktape.analyze.table import Table
+    from ranktape.analyze.views.plots.plot import Plot
     from ranktape.storage import Records
 
 INDEX, README = "index.json", "README.txt"
 """What lists the plots, for programs and for people."""
+
+OTHER_FORMS = ("jpg", "jpeg", "gif", "bmp", "tif", "tiff", "webp", "eps", "ps")
+"""Ends of names that would promise what is not written."""
+
+
+def form_of(path: Path) -> str:
+    """What is written under a name: png, unless it ends in .svg or .pdf.
+
+    Raises:
+        UsageError: it ends as one of a plot of another kind.
+    """
+    end = path.suffix.lower().lstrip(".")
+    if end in OTHER_FORMS:
+        raise UsageError(f"--output {printable(str(path))}: no plot is written as .{end}; give .png, .svg or .pdf")
+    return end if end in FORMS else "png"
+
+
+def write_plot(figure: Figure, path: Path) -> None:
+    """Draw a plot into its file; an existing one is replaced, folders are made.
+
+    Raises:
+        UsageError: the name ends as one of a plot of another kind.
+        StorageError: it cannot be written; the kind says why.
+    """
+    write_whole(path, plot_bytes(figure, form=form_of(path)))
+
+
+def plot_overflow(
+    records: Records,
+    *,
+    path: Path,
+    format: str | None = None,  # noqa: A002 - the option's name
+    view: View | None = None,
+    engine: Engine | None = None,
+    on_record: Callable[[], object] = lambda: None,
+) -> Table:
+    """Write a plot of overflow and underflow of each layer, operation and type of layer; returns the counts.
+
+    Limits and values are those of `questions.overflow`. Zeros lie on the axis; where nothing at all is lost, the
+    panel says so. Existing files are replaced, folders made. The file is a PNG, unless its name ends in .svg or .pdf.
+
+    Raises:
+        UsageError: the format is not known; the name ends as one of a plot of another kind.
+        StorageError: the file cannot be written.
+    """
+    form_of(path)
+    table = overflow(records, format=format, view=view, engine=engine, on_record=on_record)
+    write_plot(draw_overflow(table, title=PLOTS["overflow"].title), path)
+    return table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,29 +120,29 @@ def write_plots(
         DataError: a record's bytes are missing or damaged.
         UsageError: of a record values were kept that are rounded already, and are to be looked at as seen.
     """
-    survey = Survey(records, target=format or default_target(records), view=view, engine=engine)
-    wanted = list(KINDS.values()) if kinds is None else list(kinds)
+    data = PlotData(records, target=format or default_target(records), view=view, engine=engine)
+    wanted = list(PLOTS.values()) if kinds is None else list(kinds)
     for name in FOLDERS if kinds is None else sorted({kind.folder for kind in wanted}):
         make_folder(folder / name)
     drawn: list[Plot] = []
     left_out: list[tuple[Plot, str]] = []
-    reasons = {kind.name: missing(kind.name, survey) for kind in wanted}
+    reasons = {kind.name: kind.missing(data) for kind in wanted}
     # Of several that show the same the last: the later folders have the more special names.
-    shown = {content(name, survey): name for name, reason in reasons.items() if not reason}
+    shown = {kind.content(data): kind.name for kind in wanted if not reasons[kind.name]}
     for kind in wanted:
         path = folder / kind.path
-        reason, same = reasons[kind.name], content(kind.name, survey)
+        reason, same = reasons[kind.name], kind.content(data)
         if not reason and same is not None and shown[same] != kind.name:
             reason = f"it shows the same groups as {shown[same]}"
         if reason:
             left_out.append((kind, reason))
             remove(path)
             continue
-        write_plot(draw(kind.name, survey), path)
+        write_plot(draw(kind.name, data), path)
         drawn.append(kind)
         on_plot(path)
-    written = Written(drawn=tuple(drawn), left_out=tuple(left_out), notes=_notes(survey, is_named=format is not None))
-    write_index(written, folder, source=source or records_source(records), subject=subject_line(survey))
+    written = Written(drawn=tuple(drawn), left_out=tuple(left_out), notes=_notes(data, is_named=format is not None))
+    write_index(written, folder, source=source or records_source(records), subject=subject_line(data))
     return written
 
 
@@ -164,16 +220,16 @@ def records_source(records: Records) -> str:
     return str(records[0].path).split("/attempt_", maxsplit=1)[0]
 
 
-def _notes(survey: Survey, *, is_named: bool) -> tuple[str, ...]:
+def _notes(data: PlotData, *, is_named: bool) -> tuple[str, ...]:
     notes = []
-    if survey.target is not None and not is_named:
-        notes.append(f"No format was named: overflow and underflow are those of {survey.target.name} without a scale.")
-    if survey.num_left_out:
-        notes.append(f"{survey.num_left_out:,} records of integers or bool are in no plot.")
-    if survey.has_passed and survey.passed.num_without_values:
-        count = survey.passed.num_without_values
+    if data.target is not None and not is_named:
+        notes.append(f"No format was named: overflow and underflow are those of {data.target.name} without a scale.")
+    if data.num_left_out:
+        notes.append(f"{data.num_left_out:,} records of integers or bool are in no plot.")
+    if data.has_passed and data.passed.num_without_values:
+        count = data.passed.num_without_values
         notes.append(f"Of {count:,} records statistics alone were kept: they are in no distribution.")
-    if survey.has_passed and survey.passed.num_rounded:
-        count = survey.passed.num_rounded
+    if data.has_passed and data.passed.num_rounded:
+        count = data.passed.num_rounded
         notes.append(f"Of {count:,} records of wider types distributions are drawn of quantile summaries.")
     return tuple(notes)

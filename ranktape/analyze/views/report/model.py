@@ -1,4 +1,4 @@
-"""What does the page show: facts, findings and columns of numbers, as plain data?"""
+"""Gathers what the page shows: facts, findings and columns of numbers, as plain data."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS
 from ranktape.analyze.layer_stacks import layer_places, stacks_of
+from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.table import nbytes_text
 from ranktape.analyze.views.report.columns import packed
 from ranktape.analyze.views.report.details import Details, bundles_of
-from ranktape.analyze.views.report.samples import Samples
+from ranktape.analyze.views.report.samples import SampleColumns
 from ranktape.analyze.views.report.shown import SHOWN, sqnr_of
 from ranktape.storage.places.failures import printable
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.findings.finding import Finding
+    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Records
 
@@ -87,7 +88,7 @@ def build_model(
     used = engine or Engine()
     named = sorted({place for finding in findings[:MAX_FINDINGS] for place in finding.places[:MAX_PLACES]})
     details = Details(bundles_of(records, alone=named), num_records=len(records), formats=formats, view=view)
-    samples = Samples()
+    samples = SampleColumns()
     columns, num_rounded = _columns(records, details, samples, view=view, engine=used)
     details.add_block_sweeps(records, first=named, engine=used)
     sample_columns, num_sampled = samples.to_json(first=named)
@@ -119,18 +120,19 @@ def build_model(
 
 
 def _columns(
-    records: Records, details: Details, samples: Samples, *, view: View, engine: Engine
+    records: Records, details: Details, samples: SampleColumns, *, view: View, engine: Engine
 ) -> tuple[dict[str, NDArray[np.float64]], int]:
-    """The figures of each record by their names, from one pass that fills the others too; how many were rounded."""
-    sources = [parse_metric(name) for name in dict.fromkeys(("elements", *(one.source for one in SHOWN)))]
-    rows = np.full((len(sources), len(records)), math.nan)
+    """The metrics of each record by their names, from one pass that fills the others too; how many were rounded."""
     num_rounded = 0
-    for index, digest in enumerate(digests(records, view=view, engine=engine)):
-        rows[:, index] = [math.nan if (value := one.of(digest)) is None else value for one in sources]
+
+    def add(index: int, digest: Digest) -> None:
+        nonlocal num_rounded
         details.add(index, digest)
         samples.add(index, digest)
         num_rounded += not digest.is_exact
-    return dict(zip((one.name for one in sources), rows, strict=True)), num_rounded
+
+    wanted = {name: parse_metric(name).of for name in ("elements", *(one.source for one in SHOWN))}
+    return gather(records, wanted, view=view, engine=engine, on_digest=add), num_rounded
 
 
 def _figures_json(columns: Mapping[str, Any], details: Details) -> list[dict[str, Any]]:

@@ -1,12 +1,10 @@
-"""How does a report become one file that loads nothing, runs nothing of a stranger's, and is whole or not there?"""
+"""Writes a report as one file that loads nothing, runs nothing of a stranger's, and is whole or not there."""
 
 from __future__ import annotations
 
 import base64
-import errno
 import hashlib
 import json
-import os
 import re
 import shlex
 import stat
@@ -21,8 +19,9 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.questions.swept import parse_request
 from ranktape.analyze.views.report.model import Model, build_model
-from ranktape.errors import AccessDeniedError, NoRecordsError, NoSpaceError, StorageError, UsageError
-from ranktape.storage.places.failures import FULL, REFUSED, printable
+from ranktape.analyze.views.whole_file import write_error, write_whole
+from ranktape.errors import NoRecordsError, UsageError
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.findings.finding import Finding
@@ -93,7 +92,8 @@ def write_report(
         environment=environment,
         engine=used,
     )
-    _write(render(model, view=chosen), path=path)
+    # Half of a character, which a run may hold, has no bytes.
+    write_whole(path, render(model, view=chosen).encode("utf-8", errors="replace"), what="report")
     return path
 
 
@@ -195,33 +195,7 @@ def _checked(output: Path) -> Path:
         with tempfile.TemporaryFile(dir=path.parent):
             return path
     except OSError as error:
-        raise _failure(output, error) from error
-
-
-def _write(text: str, *, path: Path) -> None:
-    """Write a file beside its place and move it there; what is not finished is removed."""
-    beside: Path | None = None
-    try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
-        beside = Path(name)
-        with os.fdopen(descriptor, "wb") as file:
-            # Half of a character, which a run may hold, has no bytes.
-            file.write(text.encode("utf-8", errors="replace"))
-            mask = os.umask(0)
-            os.umask(mask)
-            os.fchmod(file.fileno(), 0o666 & ~mask)
-        beside.replace(path)
-    except OSError as error:
-        raise _failure(path, error) from error
-    finally:
-        if beside is not None:
-            beside.unlink(missing_ok=True)
-
-
-def _failure(path: Path, error: OSError) -> StorageError:
-    kind = NoSpaceError if error.errno in FULL else AccessDeniedError if error.errno in REFUSED else StorageError
-    why = error.strerror or os.strerror(error.errno or errno.EIO)
-    return kind(f"the report cannot be written to {_named(path)}: {why}")
+        raise write_error(error, output, what="report") from error
 
 
 def _named(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""How do the samples of a batch differ, record by record, in as many numbers as a page can hold?"""
+"""Gathers metrics of samples, record by record, in as many numbers as a page can hold."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MAX_SAMPLES = 200_000
 """Samples of all records together; of more, the records whose samples differ most are kept."""
 
 
-class Samples:
-    """Collects the figures of samples, one digest after the other."""
+class SampleColumns:
+    """Collects metrics of samples, one digest after the other."""
 
     def __init__(self) -> None:
         self._figures: dict[int, NDArray[np.float64]] = {}

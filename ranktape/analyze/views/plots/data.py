@@ -1,7 +1,7 @@
-"""What all plots of a selection need to know, gathered in one pass over its digests.
+"""Gathers what all plots of a selection need to know, in one pass over its digests.
 
-Of each record a row of figures; of each kind of tensor the distribution of all its values; of layers
-and ranks how many values lie in each octave; of samples their figures. What is kept does not grow with the tensors'
+Of each record a row of metrics; of each kind of tensor the distribution of all its values; of layers
+and ranks how many values lie in each octave; of samples their metrics. What is kept does not grow with the tensors'
 sizes, and but for the rows not with their number.
 """
 
@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.engine.digests import digests, merge_digests
+from ranktape.analyze.engine.digests import merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, viewed_dtype
-from ranktape.analyze.identity import SAMPLE
+from ranktape.analyze.identity import SAMPLE, sample_names
 from ranktape.analyze.layer_stacks import layer_places
+from ranktape.analyze.metrics.gather import gather
+from ranktape.analyze.metrics.metric import METRICS
+from ranktape.analyze.metrics.places import find_places
+from ranktape.analyze.metrics.target import parse_targets
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.histograms.histogram import Limits
-from ranktape.analyze.questions.overflow import overflow
 from ranktape.analyze.views.plots.octaves import Octaves
-from ranktape.analyze.views.plots.sample_figures import SampleFigures
+from ranktape.analyze.views.plots.samples import SampleMetrics
 from ranktape.errors import NoRecordsError
 from ranktape.storage.format.dtypes import dtype_row
+from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -49,23 +54,38 @@ CELL_FIELDS = (
 MAX_CELLS = 256
 """Kinds of tensors at most: where there are more, the last of the fields do not count."""
 
+SITE_FIELDS = (
+    *("iteration", "rank", "microbatch", "call", "mode", "module", "layer_type", "layer_idx"),
+    *("operation", "phase", "component", "tensor_name", "shape"),
+)
+"""What is the same of a tensor that was recorded in two quant types; modules may be named otherwise."""
+
+HIFP8 = ("hifp8", "hif8", "hifloat8")
+MXFP8 = ("mxfp8", "mxfp8_e4m3", "mxfp8_e5m2")
+"""Tags of the two that the legacy tool compares."""
+
 PENDING_FACTOR = 4
 """Values that wait to be merged, as a multiple of those that were merged before."""
-
-STATISTICS = (
-    *("mean", "std", "variance", "minimum", "maximum", "absmax", "mean_magnitude", "rms", "norm"),
-    *("skewness", "kurtosis"),
-)
-"""Figures of finite values that each row has."""
 
 COUNTS = ("num_elements", "upper", "lower", "underflow", "flushed", "nan", "inf", "zero")
 """What is counted in each row, against the limits of the dtype or of the format that was asked for."""
 
-SUMS = ("num_finite", "sum", "moment_2")
-"""What the deviation of several records together follows from."""
+OF_DIGEST: Mapping[str, Callable[[Digest], float | None]] = {
+    **{
+        name: METRICS[name].of
+        for name in ("mean", "std", "variance", "minimum", "maximum", "absmax", "skewness", "kurtosis", "log2_range")
+    },
+    # With infinities.
+    "extreme": METRICS["overflow.absmax"].of,
+    # What the deviation of several records together follows from.
+    "num_finite": lambda digest: digest.statistics.num_finite,
+    "sum": lambda digest: digest.statistics.sum,
+    "moment_2": lambda digest: digest.statistics.moment_2,
+}
+"""Metrics that each row has, and how they follow from a digest."""
 
 
-class Survey:
+class PlotData:
     """A selection of records of floating-point or complex numbers, and what is known of them.
 
     Columns of the catalogue are there at once; the first question about values reads every record once.
@@ -101,7 +121,8 @@ class Survey:
         self.view = view or View.COMPUTE
         """Which numbers are judged."""
         self._engine = engine or Engine()
-        self._on_record = on_record
+        self.on_record = on_record
+        """Called after each record that was read."""
         self._columns: dict[str, NDArray[Any]] = {}
         self._codes: dict[str, tuple[list[Any], NDArray[np.int64]]] = {}
 
@@ -168,7 +189,7 @@ class Survey:
         return "passed" in self.__dict__
 
     @functools.cached_property
-    def passed(self) -> Pass:
+    def passed(self) -> DataPass:
         """What one pass over the values finds; the first time it is asked for, every record is read.
 
         Raises:
@@ -176,22 +197,19 @@ class Survey:
             StorageError: the store cannot be read.
             UsageError: of a record values were kept that are rounded already, and are to be looked at as seen.
         """
-        found = Pass(self)
-        places = zip(digests(self.records, view=self.view, engine=self._engine), self.kinds[1].tolist(), strict=True)
-        for index, (digest, kind) in enumerate(places):
-            found.add(index, digest, kind=kind)
-            self._on_record()
+        found = DataPass(self)
+        found.metrics |= gather(self.records, OF_DIGEST, view=self.view, engine=self._engine, on_digest=found.add)
         found.close()
         return found
 
-    def figure(self, name: str) -> NDArray[np.float64]:
-        """A figure of `STATISTICS`, `COUNTS` or `SUMS` for each record; NaN where there is none."""
-        return self.passed.figures[name]
+    def metric(self, name: str) -> NDArray[np.float64]:
+        """A metric of `OF_DIGEST` or `COUNTS` for each record; NaN where there is none."""
+        return self.passed.metrics[name]
 
     def share(self, *names: str) -> NDArray[np.float64]:
         """What part of each record's elements is counted under names of `COUNTS`; 0 of an empty tensor."""
-        counted = sum((self.figure(name) for name in names), start=np.zeros(len(self)))
-        return np.asarray(counted / np.maximum(1, self.figure("num_elements")))
+        counted = sum((self.metric(name) for name in names), start=np.zeros(len(self)))
+        return np.asarray(counted / np.maximum(1, self.metric("num_elements")))
 
     def distribution(self, **fields: Any) -> Digest | None:
         """All values of the records whose fields, some of `CELL_FIELDS`, have one of the values that are given.
@@ -208,19 +226,70 @@ class Survey:
         parts = [self.passed.cells[index] for index in chosen if index in self.passed.cells]
         return merge_digests(parts) if parts else None
 
-    def sample_figures(self, name: str) -> SampleFigures:
-        """Figures of samples; counts are those against the target's limits, where there is one."""
+    def sample_metrics(self, name: str) -> SampleMetrics:
+        """Metrics of samples; counts are those against the target's limits, where there is one."""
         samples = self.passed.samples
         if self.target is not None and name in {"overflow", "underflow"} and not samples.is_recounted:
-            fields = ("operation", "layer_idx", "rank", SAMPLE)
-            table = overflow(self.records, by=fields, format=self.target.name, view=self.view, engine=self._engine)
-            samples.recount(table.records(), places=self._layer_places())
+            found = find_places(
+                self.records, parse_targets(self.target.name), per_sample=True, view=self.view, engine=self._engine
+            )
+            fields = ("operation", "layer_stack", "layer_idx", "rank", SAMPLE)
+            groups = [(key, found.together(found.counts[0], places)) for key, places in found.groups(fields)]
+            samples.recount(groups, places=self._layer_places())
         return samples
 
     def _layer_places(self) -> dict[tuple[str, int], int]:
         """For each stack and layer where it lies."""
         columns = (self.records.column("layer_stack"), self.records.column("layer_idx"), self.column("layer_idx"))
         return {(stack, layer): place for stack, layer, place in zip(*map(np.ndarray.tolist, columns), strict=True)}
+
+    def operations(self) -> list[str]:
+        """Forward, then the others."""
+        return sorted(self.values_of("operation"), key=lambda name: (name != "forward", name))
+
+    def gradient_names(self) -> list[str]:
+        """The names of tensors that are gradients."""
+        return [name for name in self.values_of("tensor_name") if name.startswith("grad_")]
+
+    def kept_samples(self) -> set[tuple[Any, int]]:
+        """Samples of tensors whose values were kept, by name and rank."""
+        kept = (self.records.column("keep") == Keep.VALUES).tolist()
+        rows = zip(sample_names(self.records), self.records.column("rank").tolist(), kept, strict=True)
+        return {(name, rank) for names, rank, is_kept in rows if is_kept for name in names}
+
+    def partition(self, *fields: str, **chosen: Any) -> Hashable:
+        """The same for fields that put the same records together, whatever their values are called."""
+        columns = np.stack([self.codes(field) for field in fields], axis=1)
+        _, numbers = np.unique(columns, axis=0, return_inverse=True)
+        numbers = np.where(self.mask(**chosen), numbers.reshape(-1), -1)
+        # By the order in which groups come.
+        _, firsts, places = np.unique(numbers, return_index=True, return_inverse=True)
+        return (numbers < 0).tobytes(), firsts[places].tobytes()
+
+    def two_quant_types(self) -> tuple[str, str] | None:
+        """HiFP8 and MXFP8 where both are there, else the two with the most records; None where there is one alone."""
+        counts = Counter(self.column("quant_type").tolist())
+        ours = [[name for name in counts if name.lower() in names] for names in (HIFP8, MXFP8)]
+        if ours[0] and ours[1]:
+            return ours[0][0], ours[1][0]
+        if len(counts) < 2:  # noqa: PLR2004 - a pair
+            return None
+        first, second = sorted(sorted(counts), key=lambda name: -counts[name])[:2]
+        return first, second
+
+    def matched(self, types: tuple[str, str]) -> list[tuple[int, int]]:
+        """Places of records that are the same tensor in both quant types, by `SITE_FIELDS`, values kept of both.
+
+        Of several with one identity in a quant type the first is taken.
+        """
+        fields = [self.column(field).tolist() for field in SITE_FIELDS]
+        found: list[dict[Any, int]] = [{}, {}]
+        kept = self.records.column("keep").tolist()
+        rows = zip(zip(*fields, strict=True), self.column("quant_type").tolist(), kept, strict=True)
+        for index, (site, quant_type, keep) in enumerate(rows):
+            if quant_type in types and keep == Keep.VALUES:
+                found[types.index(quant_type)].setdefault(site, index)
+        return [(index, found[1][site]) for site, index in found[0].items() if site in found[1]]
 
     def mask(self, **fields: Any) -> NDArray[np.bool_]:
         """Which records have those values in their fields; a list holds alternatives."""
@@ -237,31 +306,42 @@ def _field(kind: tuple[Any, ...], field: str) -> Any:
     return kind[index] if index < len(kind) else None
 
 
-class Pass:
-    """What one pass over the digests of a survey leaves."""
+class DataPass:
+    """What one pass over the digests of a selection leaves."""
 
-    def __init__(self, survey: Survey) -> None:
-        self._limits = None if survey.target is None else limits_of(survey.target)
-        self.figures: dict[str, NDArray[np.float64]] = {
-            name: np.full(len(survey), math.nan)
-            for name in (*STATISTICS, *COUNTS, *SUMS, "extreme", "smallest_nonzero", "log2_range")
-        }
-        """One number for each record, NaN where there is none; `extreme` is absmax with infinities."""
+    def __init__(self, data: PlotData) -> None:
+        self._limits = None if data.target is None else limits_of(data.target)
+        self._kinds = data.kinds[1].tolist()
+        self._on_record = data.on_record
+        self.metrics: dict[str, NDArray[np.float64]] = {name: np.full(len(data), math.nan) for name in COUNTS}
+        """One number for each record, NaN where there is none: of `COUNTS` and, after the pass, of `OF_DIGEST`."""
         self.cells: dict[int, Digest] = {}
         """The distribution of each kind of tensor of which values are known."""
         self._pending: dict[int, list[Digest]] = {}
-        self.octaves = {field: Octaves(survey, field) for field in ("layer_idx", "rank")}
+        self.octaves = {
+            field: Octaves(
+                operations=data.values_of("operation"),
+                operation_of=data.codes("operation"),
+                values=data.values_of(field),
+                of=data.codes(field),
+            )
+            for field in ("layer_idx", "rank")
+        }
         """How many values lie in each octave, for each operation and value of these fields."""
-        self.samples = SampleFigures(survey.records, layers=survey.column("layer_idx").tolist())
-        """Figures of samples."""
+        self.samples = SampleMetrics(data.records, layers=data.column("layer_idx").tolist())
+        """Metrics of samples."""
         self.num_without_values = 0
         """Records of which statistics alone were kept."""
         self.num_rounded = 0
         """Records whose values are known as a quantile summary."""
 
-    def add(self, index: int, digest: Digest, *, kind: int) -> None:
+    def add(self, index: int, digest: Digest) -> None:
         """Take in the digest of the record in that place."""
-        self._add_figures(index, digest)
+        self._on_record()
+        tallies = digest.tallies if self._limits is None else digest.count(self._limits)
+        for name in COUNTS:
+            if digest.has_values or self._limits is None or name in {"num_elements", "nan", "inf", "zero"}:
+                self.metrics[name][index] = getattr(tallies, name)
         self.samples.add(index, digest)
         if not digest.has_values:
             self.num_without_values += 1
@@ -269,6 +349,7 @@ class Pass:
         self.num_rounded += not digest.is_exact
         for octaves in self.octaves.values():
             octaves.add(index, digest)
+        kind = self._kinds[index]
         waiting = self._pending.setdefault(kind, [])
         waiting.append(digest)
         held = self.cells[kind].values.size if kind in self.cells else 0
@@ -284,25 +365,6 @@ class Pass:
     def _merge(self, kind: int) -> None:
         parts = [*([self.cells[kind]] if kind in self.cells else []), *self._pending.pop(kind)]
         self.cells[kind] = merge_digests(parts)
-
-    def _add_figures(self, index: int, digest: Digest) -> None:
-        statistics, tallies = digest.statistics, digest.tallies
-        if self._limits is not None:
-            tallies = digest.count(self._limits)
-        for name in (*STATISTICS, *SUMS):
-            self._set(index, name, getattr(statistics, name))
-        for name in COUNTS:
-            is_known = digest.has_values or self._limits is None or name in {"num_elements", "nan", "inf", "zero"}
-            self._set(index, name, getattr(tallies, name) if is_known else None)
-        self._set(index, "extreme", tallies.absmax)
-        self._set(index, "smallest_nonzero", tallies.smallest_nonzero)
-        if tallies.largest_finite and tallies.smallest_nonzero:
-            bits = math.log2(tallies.largest_finite) - math.log2(tallies.smallest_nonzero)
-            self._set(index, "log2_range", bits)
-
-    def _set(self, index: int, name: str, value: float | None) -> None:
-        if value is not None:
-            self.figures[name][index] = value
 
 
 DEFAULT_FORMAT = "fp8_e4m3"
@@ -323,8 +385,8 @@ def limits_of(target: Format) -> Limits:
     return Limits(overflow_start=target.overflow_start, min_normal=target.min_normal, flush_limit=target.flush_limit)
 
 
-def pooled(survey: Survey, name: str, groups: NDArray[np.int64], *, num_groups: int) -> NDArray[np.float64]:
-    """A figure of all records of each group together, for `groups` that number each record's, negative for none.
+def pooled(data: PlotData, name: str, groups: NDArray[np.int64], *, num_groups: int) -> NDArray[np.float64]:
+    """A metric of all records of each group together, for `groups` that number each record's, negative for none.
 
     Shares (`overflow`, `underflow`, `flushed`, `nan`, `zero`) are of all elements of the group, `std` of all its finite
     values; `extreme` is the largest. NaN where a group has no record, or none of which it is known.
@@ -337,21 +399,21 @@ def pooled(survey: Survey, name: str, groups: NDArray[np.int64], *, num_groups: 
         return added.astype(np.float64)
 
     if name in SHARES:
-        counted = sum((survey.figure(one) for one in SHARES[name]), start=np.zeros(len(survey)))
+        counted = sum((data.metric(one) for one in SHARES[name]), start=np.zeros(len(data)))
         is_known = ~np.isnan(counted)
-        elements = total(np.where(is_known, survey.figure("num_elements"), 0.0))
+        elements = total(np.where(is_known, data.metric("num_elements"), 0.0))
         known = np.bincount(places, weights=is_known[inside], minlength=num_groups)
         return np.where(known > 0, total(counted) / np.maximum(1, elements), np.nan)
     if name == "std":
-        count = total(survey.figure("num_finite"))
-        mean = total(survey.figure("sum")) / np.maximum(1, count)
+        count = total(data.metric("num_finite"))
+        mean = total(data.metric("sum")) / np.maximum(1, count)
         with np.errstate(over="ignore", invalid="ignore"):
-            own = survey.figure("sum") / np.maximum(1, survey.figure("num_finite"))
+            own = data.metric("sum") / np.maximum(1, data.metric("num_finite"))
             shifts = np.where(inside, own - mean[np.maximum(groups, 0)], 0.0)
-            moment = total(survey.figure("moment_2") + survey.figure("num_finite") * shifts**2)
+            moment = total(data.metric("moment_2") + data.metric("num_finite") * shifts**2)
             return np.where(count > 0, np.sqrt(moment / np.maximum(1, count)), np.nan)
     found = np.full(num_groups, np.nan)
-    np.fmax.at(found, places, survey.figure(name)[inside])
+    np.fmax.at(found, places, data.metric(name)[inside])
     return found
 
 

@@ -1,4 +1,4 @@
-"""How does each sample of a batch differ from the others, layer by layer?"""
+"""Gathers metrics of samples by operation and layer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ COUNTED = ("elements", "overflow", "underflow", "num_finite", "sum", "squares")
 """What is added up for each sample and layer."""
 
 
-class SampleFigures:
-    """Figures of samples by operation and layer.
+class SampleMetrics:
+    """Metrics of samples by operation and layer.
 
     A sample is known by the id that the user gave it; without ids by its rank and its place in the batch, as ranks have
     batches of their own. Over iterations, microbatches and tensors counts add up, and the largest magnitude remains.
@@ -76,33 +76,30 @@ class SampleFigures:
         found = self._ratios.setdefault(key, [0.0, 0.0, math.inf, -math.inf])
         found[:] = [found[0] + 1, found[1] + ratio, min(found[2], ratio), max(found[3], ratio)]
 
-    def recount(self, rows: Iterable[Mapping[str, Any]], *, places: Mapping[tuple[str, int], int]) -> None:
-        """Replace counts by those of `questions.overflow` by operation, layer, rank and sample.
+    def recount(
+        self, groups: Iterable[tuple[Mapping[str, Any], Mapping[str, float]]], *, places: Mapping[tuple[str, int], int]
+    ) -> None:
+        """Replace counts by those of groups by operation, stack, layer, rank and sample.
 
         `places` says for each stack and layer where it lies.
         """
-        layers = {layer: place for (_, layer), place in places.items()}
         self.is_recounted = True
         for cell in self._cells.values():
             cell[:3] = 0.0, 0.0, 0.0
-        # A table has the names of samples as text.
-        columns = {(rank, str(name)): column for (rank, name), column in self.columns.items()}
-        for row in rows:
-            name = str(row[SAMPLE])
-            column = columns.get((row["rank"], name), columns.get((None, name), -1))
-            # The table names the stack where there are several.
-            layer = places.get((row.get("layer_stack", ""), row["layer_idx"]), layers[row["layer_idx"]])
-            found = self._cells.get((row["operation"], layer, column))
+        for key, counts in groups:
+            column = self.columns.get((key["rank"], key[SAMPLE]), self.columns.get((None, key[SAMPLE]), -1))
+            layer = places[key["layer_stack"], key["layer_idx"]]
+            found = self._cells.get((key["operation"], layer, column))
             if found is not None:
-                counts = (row["elements"], row["overflow.total"], row["overflow.underflow.count"])
-                found[:3] = [one + other for one, other in zip(found[:3], counts, strict=True)]
+                added = (counts["elements"], counts["total"], counts["underflow"])
+                found[:3] = [one + other for one, other in zip(found[:3], added, strict=True)]
 
     def ordered(self) -> list[tuple[int | None, SampleName]]:
         """The samples: by rank and place, then by id; numbers before words."""
         return sorted(self.columns, key=lambda key: (key[0] is None, key[0] or 0, isinstance(key[1], str), key[1]))
 
     def grid(self, name: str, *, operation: str, layers: list[int]) -> NDArray[np.float64]:
-        """A figure for each layer and sample, in the order of `ordered`; NaN where there is none.
+        """A metric for each layer and sample, in the order of `ordered`; NaN where there is none.
 
         `overflow` and `underflow` are parts of all elements, `std` is of all finite values, `extreme` the largest
         finite magnitude.
@@ -112,7 +109,7 @@ class SampleFigures:
         grid = np.full((len(layers), len(order)), np.nan)
         for (whose, layer, column), cell in self._cells.items():
             if whose == operation and layer in rows:
-                grid[rows[layer], order[column]] = _figure(name, cell)
+                grid[rows[layer], order[column]] = _metric(name, cell)
         return grid
 
     def ratios(self, operation: str) -> NDArray[np.float64]:
@@ -136,7 +133,7 @@ def _are_places(names: list[SampleName]) -> bool:
     return names == list(range(len(names))) or (len(names) == 1 and isinstance(names[0], int))
 
 
-def _figure(name: str, cell: list[float]) -> float:
+def _metric(name: str, cell: list[float]) -> float:
     elements, overflow, underflow, count, total, squares, absmax = cell
     if name == "extreme":
         return absmax

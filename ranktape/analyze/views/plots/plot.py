@@ -1,0 +1,158 @@
+"""What a plot is, and what it may need that a selection does not have.
+
+Nothing is imported here that takes long: the help of the command names all plots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ranktape.analyze.layer_stacks import stack_of
+
+if TYPE_CHECKING:
+    from ranktape.analyze.views.plots.data import PlotData
+
+GROUPED = frozenset({"distributions", "boxes", "loss_bars"})
+"""Functions that draw one thing of each group: two plots of the same groups would show the same."""
+
+Reason = str
+"""Why a plot cannot be drawn of a selection; empty where it can."""
+
+Need = Callable[["PlotData"], Reason]
+"""Says what is missing; asks the catalogue alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """One plot that can be drawn of a run."""
+
+    name: str
+    """The choice of `--kind`, and the name of the file."""
+    folder: str
+    """Where its file goes."""
+    title: str
+    """Above the plot."""
+    sentence: str
+    """What it shows, for the index."""
+    function: str
+    """The function of `drawing` that draws it."""
+    by: tuple[str, ...]
+    """The fields whose values make its groups."""
+    of: Mapping[str, Any]
+    """The values that its records have in some fields."""
+    needs: tuple[Need, ...]
+    """What it needs that a selection may not have."""
+    options: Mapping[str, Any]
+    """What else the function is told."""
+
+    @property
+    def path(self) -> str:
+        """Where its PNG goes, under the folder that is written."""
+        return f"{self.folder}/{self.name}.png"
+
+    def missing(self, data: PlotData) -> Reason:
+        """Why it cannot be drawn of a selection; empty where it can. Nothing is read."""
+        return next(filter(None, (need(data) for need in self.needs)), "")
+
+    def content(self, data: PlotData) -> Hashable:
+        """The same of plots that show the same under other names; None where no other can. Nothing is read."""
+        if self.function not in GROUPED or self.options:
+            return None
+        return self.function, data.partition(*self.by, **self.of)
+
+
+def plot(
+    name: str,
+    title: str,
+    sentence: str,
+    *,
+    draw: str,
+    by: tuple[str, ...] = (),
+    of: Mapping[str, Any] | None = None,
+    needs: tuple[Need, ...] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Plot:
+    """A row of the table, which adds the folder; to compare groups needs two values of the first field by default."""
+    return Plot(
+        name=name,
+        folder="",
+        title=title,
+        sentence=sentence,
+        function=draw,
+        by=by,
+        of=of or {},
+        needs=needs or ((several(by[0]),) if draw in GROUPED else ()),
+        options=options or {},
+    )
+
+
+def has(reason: str, **fields: Any) -> Need:
+    """A record must have those values in its fields; else there is that reason."""
+    return lambda data: "" if data.mask(**fields).any() else reason
+
+
+def several(field: str) -> Need:
+    """The field must have two values at least; that it is not known is none."""
+
+    def need(data: PlotData) -> Reason:
+        values = [value for value in data.values_of(field) if value is not None] or [None]
+        return "" if len(values) > 1 else f"there is one {field.replace('_', ' ')}: {_plain(values[0])}"
+
+    return need
+
+
+def several_samples(data: PlotData) -> Reason:
+    """Tensors with samples, with their values; or samples of several ranks."""
+    found = data.kept_samples()
+    if not found:
+        return "no tensor has samples whose values were kept"
+    return "" if len(found) > 1 else "there is one sample"
+
+
+def several_backward(data: PlotData) -> Reason:
+    """Backward of two layer types."""
+    found = set(data.column("layer_type")[data.mask(operation="backward")].tolist())
+    return "" if len(found) > 1 else f"backward is of one layer type: {_plain(found.pop())}"
+
+
+def two_types(data: PlotData) -> Reason:
+    """Another quant type."""
+    if data.two_quant_types() is not None:
+        return ""
+    return f"there is one quant type, {_plain(data.values_of('quant_type')[0])}: nothing to compare it with"
+
+
+def pairs(data: PlotData) -> Reason:
+    """Tensors that were recorded in both quant types, with their values."""
+    types = data.two_quant_types()
+    if types is None or data.matched(types):
+        return ""
+    return f"no tensor was recorded in both {_plain(types[0])} and {_plain(types[1])}"
+
+
+def two_layers(data: PlotData) -> Reason:
+    """Two layers of one stack."""
+    inside = [stack_of(layer) for layer in data.values_of("layer_idx") if layer >= 0]
+    return "" if len(inside) > len(set(inside)) else "there are no two layers"
+
+
+def gradients(data: PlotData) -> Reason:
+    """Tensors that are called gradients."""
+    return "" if data.gradient_names() else "no tensor is a gradient: none is called grad_..."
+
+
+def a_scale(data: PlotData) -> Reason:
+    """A format that scales are tried for, and values."""
+    if data.target is not None and data.target.dtype == "float64":
+        return "fp64 holds every captured value, and has no use for a scale"
+    if set(data.records.column("keep").tolist()) == {"statistics"}:
+        return "of all tensors statistics alone were kept"
+    return ""
+
+
+def _plain(value: object) -> str:
+    from ranktape.analyze.views.plots.style import plain
+
+    return plain(value)
