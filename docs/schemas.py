@@ -30,8 +30,7 @@ from ranktape.analyze.cli import cli as analyze
 from ranktape.analyze.legacy import export_records
 from ranktape.analyze.metrics.metric import METRICS
 from ranktape.analyze.table import Kind
-from ranktape.capture.plans.forecast import Forecast
-from ranktape.capture.plans.planning import RankPlan
+from ranktape.capture.plans.forecast import Forecast, RankPlan
 from ranktape.capture.writing.recover import RingReport
 from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
 from ranktape.storage import open_run

@@ -4,33 +4,10 @@
 the commands. Importing does no work: a public name is fetched from its file when it is first used.
 """
 
-import importlib
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
-
-
-def public_names(
-    package: str, *, homes: Mapping[str, Sequence[str]]
-) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package whose public names live in its submodules `homes`.
-
-    A name is imported when it is first used, and stays in the package from then on. Type checkers cannot follow:
-    the package repeats the names as imports under `TYPE_CHECKING`, and tests/test_packaging.py compares the two.
-    """
-    home_of = {name: f"{package}.{home}" for home, names in homes.items() for name in names}
-
-    def fetch(name: str) -> Any:
-        if name not in home_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(home_of[name]), name)
-        setattr(sys.modules[package], name, value)
-        return value
-
-    return list(home_of), fetch, lambda: list(home_of)
-
+from ranktape.lazy_names import __version__ as __version__
+from ranktape.lazy_names import public_names
 
 if TYPE_CHECKING:
     from ranktape.analyze.legacy.open import open_source as open_source

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ranktape import public_names
+from ranktape.lazy_names import public_names
 
 if TYPE_CHECKING:
     from ranktape.analyze.advice.recommendation import Recommendation as Recommendation

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ranktape import public_names
+from ranktape.lazy_names import public_names
 
 if TYPE_CHECKING:
     from ranktape.capture.hooks.layers import get_layer_hidden_states as get_layer_hidden_states

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ranktape.capture.hooks.coverage import Coverage
     from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.capture.sites import Tally
+    from ranktape.capture.sites import IterationTally
 
 
 def write_line(text: str) -> None:
@@ -95,7 +95,7 @@ class Console:
 
     def show_matched(
         self,
-        tally: Tally,
+        tally: IterationTally,
         *,
         iterations: Sequence[int],
         min_iterations: int,

@@ -1,4 +1,4 @@
-"""Which tensors should an iteration have, which did it get, and why not the others?
+"""Tells which tensors an iteration should have, which it got, and why the others are missing.
 
 A site is expected where something was attached to see it: a module's hook sees its input, weight and output, and
 the gradients of what needs them; a gradient hook sees its gradient; a function that was recorded in an earlier
@@ -15,12 +15,12 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.guard import Guard, OnFailure
-from ranktape.capture.sites import MAX_ALL_FORMS, Form, Site
+from ranktape.capture.sites import MAX_ALL_FORMS, RecordForm, Site
 from ranktape.capture.source import source_name
 from ranktape.storage.format.record_info import Operation
 
 if TYPE_CHECKING:
-    from ranktape.capture.passes.tracker import Call
+    from ranktape.capture.passes.passes import Call
     from ranktape.capture.source import Source, TensorRole
 
 SILENT = "its hook did not fire"
@@ -120,7 +120,7 @@ class Expected:
             site = watched.sites.setdefault(role, new)  # another thread may have met it, too
         return site
 
-    def keep_form(self, site: Site, key: Any, form: Form) -> Form:
+    def keep_form(self, site: Site, key: Any, form: RecordForm) -> RecordForm:
         """Have a form of a site at hand from now on; those of all sites are given up where they become too many."""
         if self._num_forms >= MAX_ALL_FORMS:
             self._num_forms = 0

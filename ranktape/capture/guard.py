@@ -1,4 +1,4 @@
-"""How is a defect of ours kept from ending somebody's training?"""
+"""Keeps a defect of ours from ending somebody's training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a tensor that a hook holds get into the ring, and what is known of the iteration so far?"""
+"""Brings tensors that hooks hold into the ring, and knows what the iteration has had so far."""
 
 from __future__ import annotations
 
@@ -14,13 +14,23 @@ from ranktape.capture.expected import Expected
 from ranktape.capture.guard import Guard, Naming, StrictCaptureError, failure_text
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.passes.circumstances import TRANSFORMED, is_transformed
-from ranktape.capture.passes.tracker import Call, Tracker, dtype_name
+from ranktape.capture.passes.passes import Call, dtype_name
+from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.settings.selecting import find_unmatched
-from ranktape.capture.sites import Form, Site, Tally, find_sample_dim, form_of, ids_at, keep_samples, narrow
+from ranktape.capture.sites import (
+    IterationTally,
+    RecordForm,
+    Site,
+    find_sample_dim,
+    form_of,
+    ids_at,
+    keep_samples,
+    narrow,
+)
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole, site_name, source_name
 from ranktape.capture.staging.device import DeviceStage
 from ranktape.capture.staging.ring_file import SlotKind
-from ranktape.capture.tensors.parts import Part, UnrecordableError, take_apart
+from ranktape.capture.tensors.parts import PlainPart, UnrecordableError, take_apart
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.record_info import Mode, Operation
 
@@ -71,12 +81,12 @@ class Recorder:
         self.expected = Expected(self._fail)
         self.explain_endless: Callable[[], str] = lambda: "call capture.step() after each iteration"
         """Says why no iteration ends, and the way out."""
-        self.tally: Tally | None = None
+        self.tally: IterationTally | None = None
         self.num_left_out = 0
 
     def begin(self, iteration: int, *, is_staged: bool) -> None:
         """An iteration begins."""
-        self.tally = Tally(iteration=iteration, is_staged=is_staged)
+        self.tally = IterationTally(iteration=iteration, is_staged=is_staged)
         self.num_left_out = 0
         # What the first captured iteration will cost is counted before it is due.
         self._selecting.begin(iteration if is_staged else self._selecting.first)
@@ -247,14 +257,14 @@ class Recorder:
             where = f" at {name}" if name else ""
             raise StrictCaptureError(f"the capture failed{where}: {text} (it is strict)") from error
 
-    def _turn_away(self, site: Site, call: Call, tally: Tally) -> None:
+    def _turn_away(self, site: Site, call: Call, tally: IterationTally) -> None:
         if call.iteration != tally.iteration:
             late = f"it belongs to iteration {call.iteration}, and came after that had ended"
             self.refuse(site.source, site.role, late)
         else:
             self.refuse(site.source, site.role, TRANSFORMED, call=call)
 
-    def _form(self, site: Site, part: Part, call: Call, tags: Tags) -> Form | None:
+    def _form(self, site: Site, part: PlainPart, call: Call, tags: Tags) -> RecordForm | None:
         """The form in which a part is recorded; None where the selection leaves it out."""
         tensor, selecting = part.tensor, self._selecting
         decision = selecting.of_all or selecting.decide(
@@ -297,7 +307,7 @@ class Recorder:
     def _quant_type(self, call: Call, tags: Tags) -> str:
         return tags.quant_type or self._options.quant_type or call.quant_type
 
-    def _stage(self, whole: torch.Tensor, form: Form, call: Call, tags: Tags) -> None:
+    def _stage(self, whole: torch.Tensor, form: RecordForm, call: Call, tags: Tags) -> None:
         tensor = whole
         if form.places is not None and form.sample_dim is not None:
             tensor = narrow(whole, form.places, sample_dim=form.sample_dim)
@@ -324,7 +334,7 @@ class Recorder:
             self._device = DeviceStage(self._ring)
         return self._device
 
-    def _header(self, form: Form, call: Call, tags: Tags) -> bytes:
+    def _header(self, form: RecordForm, call: Call, tags: Tags) -> bytes:
         counter, self._counter = self._counter, self._counter + 1
         sample_ids = ids_at(form.places, tags.sample_ids or (call.sample_ids if form.sample_dim is not None else None))
         ids = "null" if sample_ids is None else json.dumps(sample_ids)

@@ -41,7 +41,7 @@ _LATE = "late: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """Where this process stands among the ranks."""
 
     rank: int
@@ -56,12 +56,12 @@ class Place:
     """Restart count of the worker group."""
 
 
-def find_place() -> Place:
+def find_place() -> RankPlace:
     """Where this process stands; alone, where nothing says otherwise."""
     environment = {name: int(os.environ.get(name) or default) for name, default in _ENVIRONMENT.items()}
     if dist.is_available() and dist.is_initialized():
         environment |= {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
-    return Place(
+    return RankPlace(
         rank=environment["RANK"],
         world_size=environment["WORLD_SIZE"],
         num_local_ranks=environment["LOCAL_WORLD_SIZE"],
@@ -80,7 +80,7 @@ def collective_seconds() -> float | None:
 class Rendezvous:
     """The ranks of one start of the worker group, meeting in a key-value store."""
 
-    def __init__(self, place: Place, *, seconds: float, on_wait: Callable[[str], None] | None = None) -> None:
+    def __init__(self, place: RankPlace, *, seconds: float, on_wait: Callable[[str], None] | None = None) -> None:
         """Meet, waiting for rank 0 at most so long.
 
         Args:
@@ -244,7 +244,7 @@ _servers: list[Store] = []
 """Stores that this process serves: a server ends with its object, and other ranks still need it."""
 
 
-def _find_store(place: Place, *, seconds: float) -> Store:
+def _find_store(place: RankPlace, *, seconds: float) -> Store:
     if dist.is_available() and dist.is_initialized():
         # A connection of its own: one client's wait blocks every other call on it.
         default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  (torch has no public way to it)

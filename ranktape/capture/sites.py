@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ranktape.capture.passes.tracker import dtype_name
+from ranktape.capture.passes.passes import dtype_name
 from ranktape.capture.writing.kept_nbytes import kept_nbytes
 from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
     from ranktape.capture.guard import Guard
-    from ranktape.capture.passes.tracker import Call
+    from ranktape.capture.passes.passes import Call
     from ranktape.capture.settings.selecting import Decision
     from ranktape.capture.source import Source, TensorRole
-    from ranktape.capture.tensors.parts import Part
+    from ranktape.capture.tensors.parts import PlainPart
 
 
 _LAYOUTS = {
@@ -73,7 +73,7 @@ def _of_length(layouts: Sequence[str], num_dims: int) -> str:
 class Kept:
     """A part of a tensor as it is recorded."""
 
-    part: Part
+    part: PlainPart
     """With the samples that are kept."""
     keep: str
     """What the writer keeps of it: `values`, `histogram` or `statistics`."""
@@ -83,7 +83,7 @@ class Kept:
     """The places in the batch of the samples that are kept; None for all of them."""
 
 
-def keep_samples(part: Part, *, decision: Decision, sample_dim: int | None) -> Kept | None:
+def keep_samples(part: PlainPart, *, decision: Decision, sample_dim: int | None) -> Kept | None:
     """The part with the samples that the decision names; None where it has none of these.
 
     A part without a dimension of samples is kept whole, and so is a shard of the samples: which of them it holds is
@@ -148,7 +148,7 @@ Calls = set[tuple[Mode, int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class RecordForm:
     """What is the same of all tensors of a site that have one dtype, one shape and one kind of pass."""
 
     header: str
@@ -183,7 +183,7 @@ class Site:
         self.role = role
         self.guard = guard
         self.is_disabled = is_disabled
-        self.forms: dict[Any, Form] = {}
+        self.forms: dict[Any, RecordForm] = {}
         """Forms in which it was recorded, by all that tells one from another."""
         self.taken: dict[tuple[Mode, int], set[int]] = {}
         """In this iteration: by mode and microbatch the numbers of those that came."""
@@ -221,7 +221,7 @@ class Site:
         indices.add(index)
         return call if index == call.index else dataclasses.replace(call, index=index)
 
-    def keep_form(self, key: Any, form: Form) -> Form:
+    def keep_form(self, key: Any, form: RecordForm) -> RecordForm:
         """Have a form at hand from now on."""
         if len(self.forms) >= MAX_FORMS:
             self.forms.clear()
@@ -229,7 +229,7 @@ class Site:
         return form
 
 
-def form_of(site: Site, kept: Kept, *, call: Call, quant_type: str) -> Form:
+def form_of(site: Site, kept: Kept, *, call: Call, quant_type: str) -> RecordForm:
     """The form of a tensor of a site as it is recorded."""
     source, role, part, sample_dim = site.source, site.role, kept.part, kept.sample_dim
     tensor: torch.Tensor = part.tensor
@@ -254,7 +254,7 @@ def form_of(site: Site, kept: Kept, *, call: Call, quant_type: str) -> Form:
         "keep": kept.keep,
         "placement": None if part.placement is None else json.loads(part.placement),
     }
-    return Form(
+    return RecordForm(
         header=json.dumps(fixed)[:-1],
         keep=kept.keep,
         nbytes=tensor.nbytes,
@@ -265,7 +265,7 @@ def form_of(site: Site, kept: Kept, *, call: Call, quant_type: str) -> Form:
 
 
 @dataclass(slots=True)
-class Tally:
+class IterationTally:
     """What one iteration has come to."""
 
     iteration: int
@@ -285,7 +285,7 @@ class Tally:
     sources: set[Source] = field(default_factory=set)
     """What they came from."""
 
-    def count(self, form: Form) -> None:
+    def count(self, form: RecordForm) -> None:
         """One more tensor, of that form."""
         self.num_tensors += 1
         self.nbytes += form.nbytes

@@ -1,4 +1,4 @@
-"""What does a captured tensor come from, what is it there, and what is it called?"""
+"""Names what a captured tensor comes from, and what it is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ranktape.storage.format.layout import TensorSite
 from ranktape.storage.format.record_info import Operation
 
 if TYPE_CHECKING:
-    from ranktape.capture.passes.tracker import Call
+    from ranktape.capture.passes.passes import Call
 
 
 # Both are keys of many tables for each tensor on the training thread: a tuple's hash needs no step of Python.

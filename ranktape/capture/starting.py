@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-import ranktape
 from ranktape.capture.rendezvous import Rendezvous, collective_seconds
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.staging.ring_file import boot_id, new_ring_path
 from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import LateError, RanktapeError, UsageError
+from ranktape.lazy_names import __version__
 from ranktape.storage.format.progress import read_verdict
 from ranktape.storage.format.status import RunVerdict
 from ranktape.storage.places.urls import open_backend
@@ -33,7 +33,7 @@ from ranktape.storage.recording.start import check_place
 
 if TYPE_CHECKING:
     from ranktape.capture.console import Console
-    from ranktape.capture.rendezvous import Place
+    from ranktape.capture.rendezvous import RankPlace
     from ranktape.capture.staging.process import WriterProcess
     from ranktape.storage.places.backend import Backend
     from ranktape.storage.places.retry import RetryingBackend
@@ -50,7 +50,7 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "ranktape": ranktape.__version__,
+        "ranktape": __version__,
         "program": Path(sys.argv[0]).name,
         "git_revision": _git_revision(),
     }
@@ -136,7 +136,7 @@ def start_writer(
     url: str,
     shown_url: str,
     options: CaptureOptions,
-    place: Place,
+    place: RankPlace,
     on_wait: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], Rendezvous]:
     """The words of the writer, once it is ready, and where the ranks have met.
@@ -190,7 +190,7 @@ def _meeting_seconds(options: CaptureOptions) -> float:
 
 
 def _writer_config(
-    options: CaptureOptions, *, url: str, place: Place, launch_id: str, path: Path | None
+    options: CaptureOptions, *, url: str, place: RankPlace, launch_id: str, path: Path | None
 ) -> WriterConfig:
     return WriterConfig(
         url=url,

@@ -26,7 +26,7 @@ from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import Slot, SlotKind
 from ranktape.capture.writing.committing import Committer
-from ranktape.capture.writing.coordinator import MAX_ASK_SECONDS, Coordinator, Goal
+from ranktape.capture.writing.coordinator import MAX_ASK_SECONDS, CaptureGoal, Coordinator
 from ranktape.capture.writing.patience import Patience
 from ranktape.capture.writing.recover import Recovery, read_slots, site_of
 from ranktape.capture.writing.storing import COUNT_FROM_NBYTES, HOLD_SECONDS, Staged, Storer, StoringOptions
@@ -150,7 +150,7 @@ class Writer:
 
     def _start_coordinator(self, cadence: Cadence) -> Coordinator:
         config = self._config
-        goal = Goal(
+        goal = CaptureGoal(
             planned=self._plan.iterations,
             cadence=cadence,
             target=config.target,

@@ -1,4 +1,4 @@
-"""How does `torchrun -m ranktape.launch` start?"""
+"""Starts `torchrun -m ranktape.launch`."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from ranktape import __version__
 from ranktape.analyze.group import RanktapeGroup
 from ranktape.launch.worker import stand_aside
+from ranktape.lazy_names import __version__
 
 COMMANDS = {
     "demo": "ranktape.launch.demo:command",

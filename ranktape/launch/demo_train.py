@@ -77,7 +77,7 @@ class FeedForward(nn.Module):
         return transformed
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """A pre-norm decoder layer."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -101,7 +101,7 @@ class GPT(nn.Module):
         super().__init__()
         self.token_embedding = nn.Embedding(VOCABULARY, config.width)
         self.position_embedding = nn.Embedding(config.context, config.width)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
         self.apply(_initialise)

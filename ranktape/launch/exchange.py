@@ -17,7 +17,16 @@ from ranktape.analyze.console import say, say_json
 from ranktape.analyze.options import MAX_NAMED_FILES, NamedPath, Selection, selection_options
 from ranktape.analyze.table import nbytes_text
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.launch.place import Answer, Progress, command_of, count_text, json_option, read_options, shown, work_bar
+from ranktape.launch.place import (
+    CommandAnswer,
+    Progress,
+    command_of,
+    count_text,
+    json_option,
+    read_options,
+    shown,
+    work_bar,
+)
 
 if TYPE_CHECKING:
     from ranktape.analyze.legacy.into_run import ImportReport
@@ -131,7 +140,9 @@ def push(
         "keep": "Leave everything in DIR, too.",
     },
 )
-def push_command(results: Sequence[tuple[Spill, PushReport | None, str | None]], given: Mapping[str, Any]) -> Answer:
+def push_command(
+    results: Sequence[tuple[Spill, PushReport | None, str | None]], given: Mapping[str, Any]
+) -> CommandAnswer:
     """What was brought of each rank, and what stays."""
     directory = given["directory"]
     lines = [line for result in results for line in _push_lines(*result)]
@@ -146,7 +157,7 @@ def push_command(results: Sequence[tuple[Spill, PushReport | None, str | None]],
         }
         for spill, report, error in results
     ]
-    return Answer(
+    return CommandAnswer(
         text="\n".join(lines or [f"nothing waits in {directory}"]),
         document={"directory": str(directory), "spills": spills},
         problem=f"something of {len(stays)} of {len(results)} ranks stays in {directory}" if stays else None,
@@ -202,7 +213,7 @@ def recover(
         "may be missing if it did not go down in order.",
     },
 )
-def recover_command(reports: Sequence[RingReport], given: Mapping[str, Any]) -> Answer:
+def recover_command(reports: Sequence[RingReport], given: Mapping[str, Any]) -> CommandAnswer:
     """What was stored of each ring, and what is lost."""
     directory = given["directory"]
     left = sum(report.remains is not None for report in reports)
@@ -211,7 +222,7 @@ def recover_command(reports: Sequence[RingReport], given: Mapping[str, Any]) -> 
     if lost and not left:
         problem = f"{lost} iterations are lost; the status of the run says why"
     rings = [{**dataclasses.asdict(report), "path": str(report.path)} for report in reports]
-    return Answer(
+    return CommandAnswer(
         text="\n".join(line for report in reports for line in _ring_lines(report)) or f"no ring in {directory}",
         document={"directory": str(directory), "rings": rings},
         problem=problem,
@@ -305,7 +316,7 @@ def import_files(
     },
     has_json=False,
 )
-def import_command(report: ImportReport, given: Mapping[str, Any]) -> Answer:
+def import_command(report: ImportReport, given: Mapping[str, Any]) -> CommandAnswer:
     """What was stored, and on stderr what was left out."""
     for name, reason in list(report.left_out.items())[:MAX_NAMED_FILES]:
         say(f"left out: {name}: {reason}", err=True)
@@ -313,4 +324,4 @@ def import_command(report: ImportReport, given: Mapping[str, Any]) -> Answer:
         say(f"left out: {len(report.left_out)} files in all", err=True)
     stored = f"{report.num_records} tensors stored in {given['run']}, {nbytes_text(report.nbytes)}"
     already = "everything was stored before" if not report.num_records else stored
-    return Answer(text=f"{already}; {report.verdict.message()}")
+    return CommandAnswer(text=f"{already}; {report.verdict.message()}")

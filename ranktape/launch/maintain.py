@@ -11,7 +11,7 @@ import click
 
 from ranktape.analyze.table import Column, Kind, Table, nbytes_text
 from ranktape.errors import RanktapeError
-from ranktape.launch.place import Answer, Progress, command_of, count_text, open_backend_of, quiet, shown
+from ranktape.launch.place import CommandAnswer, Progress, command_of, count_text, open_backend_of, quiet, shown
 
 if TYPE_CHECKING:
     from ranktape.storage.maintenance.finding import CheckFinding, CheckReport
@@ -49,7 +49,7 @@ def runs(url: str, *, depth: int | None = None, storage_options: Mapping[str, An
     runs,
     helps={"depth": {"type": click.IntRange(min=0), "help": "Levels of names that are looked through. [default: 4]"}},
 )
-def runs_command(found: Sequence[RunSummary], given: Mapping[str, Any]) -> Answer:
+def runs_command(found: Sequence[RunSummary], given: Mapping[str, Any]) -> CommandAnswer:
     """One row for each run; below, why some cannot be read."""
     rows = tuple(
         (
@@ -66,7 +66,7 @@ def runs_command(found: Sequence[RunSummary], given: Mapping[str, Any]) -> Answe
     )
     unreadable = tuple(f"{run.path or '.'}: {run.message}" for run in found if run.state == "unreadable")
     notes = unreadable if found else ("no run lies here",)
-    return Answer(
+    return CommandAnswer(
         text=Table(title=shown(given["url"]), columns=COLUMNS, rows=rows, notes=notes),
         document={"url": shown(given["url"]), "runs": [dataclasses.asdict(run) for run in found]},
     )
@@ -96,7 +96,7 @@ def check(
 
 
 @command_of(check, helps={"deep": "Read every byte and compare it with its checksums."}, working="checking")
-def check_command(report: CheckReport, _given: Mapping[str, Any]) -> Answer:
+def check_command(report: CheckReport, _given: Mapping[str, Any]) -> CommandAnswer:
     """Each finding in a line, errors first, and what was looked at below."""
     looked = (
         f"{count_text(report.num_iterations, 'complete iteration')}, {count_text(report.num_records, 'record')}, "
@@ -105,7 +105,7 @@ def check_command(report: CheckReport, _given: Mapping[str, Any]) -> Answer:
     how = "every byte was read" if report.deep else "sizes and documents were compared, --deep reads every byte"
     errors = count_text(len(report.errors), "error")
     told = f"{errors}, {count_text(len(report.notes), 'note')}; {looked} ({how})"
-    return Answer(
+    return CommandAnswer(
         text="\n".join([*(one.text() for one in (*report.errors, *report.notes)), told]),
         document=report.to_json(),
         problem=f"{errors} in {report.url}" if report.errors else None,
@@ -150,14 +150,14 @@ def _mend(finding: CheckFinding) -> str:
     working="checking",
     each=_mend,
 )
-def repair_command(report: RepairReport, given: Mapping[str, Any]) -> Answer:
+def repair_command(report: RepairReport, given: Mapping[str, Any]) -> CommandAnswer:
     """What was done, what was left alone and what cannot be mended."""
     word = "to be mended" if report.dry_run else "mended"
     lines = [f"would {_mend(finding)}" for finding in report.done] if report.dry_run else []
     lines += [f"left alone, as it is younger than {given['min_age']:g} s: {_mend(one)}" for one in report.young]
     lines += [f"cannot be mended: {finding.text()}" for finding in report.left]
     told = f"{len(report.done)} {word}, {len(report.young)} left alone, {len(report.left)} cannot be mended"
-    return Answer(
+    return CommandAnswer(
         text="\n".join((*lines, told)),
         document=report.to_json(),
         problem=f"{count_text(len(report.left), 'error')} left in {report.url}" if report.left else None,
@@ -203,13 +203,13 @@ def _prune_question(plan: PruneReport) -> str | None:
     working="removing",
     question=_prune_question,
 )
-def prune_command(report: PruneReport, _given: Mapping[str, Any]) -> Answer:
+def prune_command(report: PruneReport, _given: Mapping[str, Any]) -> CommandAnswer:
     """How many iterations are gone, or would be, and which are left."""
     word = "to be removed" if report.dry_run and report.removed else "removed"
     removed = f" ({_named(report.removed)})" if report.removed else ""
     kept = f" ({_named(report.kept)})" if report.kept else ""
     count = count_text(len(report.removed), "iteration")
-    return Answer(
+    return CommandAnswer(
         text=f"{report.url}: {count} {word}{removed}, {len(report.kept)} kept{kept}",
         document=dataclasses.asdict(report),
     )
@@ -243,9 +243,9 @@ def rm(run: str, *, dry_run: bool = False, storage_options: Mapping[str, Any] | 
     question=lambda told: f"Delete {told.partition(': ')[2]}?",
     has_json=False,
 )
-def rm_command(told: str, _given: Mapping[str, Any]) -> Answer:
+def rm_command(told: str, _given: Mapping[str, Any]) -> CommandAnswer:
     """What was deleted."""
-    return Answer(text=told)
+    return CommandAnswer(text=told)
 
 
 def _described(backend: Backend) -> str:

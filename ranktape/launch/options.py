@@ -1,4 +1,4 @@
-"""How does a command get the settings of a capture as options, from the one table that defines them?"""
+"""Gives a command the settings of a capture as options, from the table that defines them."""
 
 from __future__ import annotations
 

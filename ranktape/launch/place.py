@@ -99,7 +99,7 @@ def work_bar(description: str) -> Iterator[Callable[[int, int], object]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CommandAnswer:
     """What a command says when its function has returned."""
 
     text: Table | str
@@ -118,7 +118,7 @@ def command_of(
     question: Callable[[Any], str | None] | None = None,
     each: Callable[[Any], str] | None = None,
     has_json: bool = True,
-) -> Callable[[Callable[..., Answer]], click.Command]:
+) -> Callable[[Callable[..., CommandAnswer]], click.Command]:
     """A decorator that makes a function's command: it is given what the function returns, and gives the answer.
 
     The function's own arguments become those of the command, what can only be named its options; `--storage-options`
@@ -134,7 +134,7 @@ def command_of(
     """
     from ranktape.analyze.console import say
 
-    def decorate(tell: Callable[..., Answer]) -> click.Command:
+    def decorate(tell: Callable[..., CommandAnswer]) -> click.Command:
         def run(*, as_json: bool = False, yes: bool = False, **given: Any) -> None:
             if "storage_options" in given:
                 given["storage_options"] = read_options(given["storage_options"])
@@ -184,7 +184,7 @@ _KINDS: Mapping[str, type] = {"bool": bool, "int": int, "float": float, "str": s
 """What an annotation, which is text, may begin with."""
 
 
-def _write(answer: Answer, *, as_json: bool) -> None:
+def _write(answer: CommandAnswer, *, as_json: bool) -> None:
     """Write an answer.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How does a user learn what a capture would take, before it is run?
+"""`ranktape plan`: says what a capture would take, before it is run.
 
 ranktape plan --capture URL [options] train.py [its own arguments], in one process; for all ranks of a launch
 
@@ -26,8 +26,8 @@ from ranktape.launch.script import Script
 from ranktape.launch.worker import Worker
 
 if TYPE_CHECKING:
-    from ranktape.capture.plans.forecast import Forecast
-    from ranktape.capture.plans.planning import PlanningCapture, RankPlan
+    from ranktape.capture.plans.forecast import Forecast, RankPlan
+    from ranktape.capture.plans.planning import PlanningCapture
 
 PROGRAM = "torchrun [its options] -m ranktape.launch.plan"
 """What the help page calls us under torchrun."""
@@ -132,8 +132,8 @@ def _agree(capture: PlanningCapture, *, num_ranks: int | None, num_hosts: int) -
     """
     import torch.distributed as dist
 
-    from ranktape.capture.plans.forecast import make_forecast, spread
-    from ranktape.capture.plans.planning import MEET_SECONDS, RankPlan
+    from ranktape.capture.plans.forecast import RankPlan, make_forecast, spread
+    from ranktape.capture.plans.planning import MEET_SECONDS
 
     rendezvous = capture.rendezvous
     rendezvous.share("plan", json.dumps(capture.plan().to_json()))

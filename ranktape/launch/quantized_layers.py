@@ -1,4 +1,4 @@
-"""How does a model compute its linear layers with quantised operands, so that a capture sees them?
+"""Linear layers that compute with quantised operands, so that a capture sees them.
 
 By fake quantisation: linear layers are replaced by ones with the same names and parameters, which quantise what their
 three products are computed with, and have a role of their own.

@@ -1,4 +1,4 @@
-"""How is an unmodified script run as if Python itself had started it?
+"""Runs an unmodified script as if Python itself had started it.
 
 `runpy.run_path` takes its `__main__` module away when the script's last line has run; with
 `python train.py` it stays until the process ends, and threads that still save a checkpoint look classes

@@ -1,4 +1,4 @@
-"""How does one see a run coming in, on a terminal or from a script?"""
+"""`ranktape watch`: shows a run coming in, on a terminal or to a script."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def command(
     with 3 when the time is up or the run is closed without them. A table that moves on a terminal, a line for each
     change in a pipe.
     """
-    goal = Goal(until_complete=until_complete, min_records=min_records)
+    goal = WatchGoal(until_complete=until_complete, min_records=min_records)
     with open_backend_of(run, read_options(storage_options)) as backend, _screen(shown(run)) as show:
         watch(backend, goal=goal, timeout_seconds=timeout, interval_seconds=interval, show=show)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
+class WatchGoal:
     """What a run is watched for."""
 
     until_complete: bool = False
@@ -89,7 +89,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class WatchView:
     """What is shown after one look."""
 
     snapshot: Snapshot
@@ -103,10 +103,10 @@ class View:
 def watch(
     backend: Backend,
     *,
-    goal: Goal,
+    goal: WatchGoal,
     timeout_seconds: float | None,
     interval_seconds: float,
-    show: Callable[[View], object],
+    show: Callable[[WatchView], object],
     restart_seconds: float = RESTART_SECONDS,
 ) -> None:
     """Look at a run until its goal is reached, or without a goal until it is closed.
@@ -144,7 +144,7 @@ def watch(
         time.sleep(max(0.0, left))
 
 
-def lines(view: View, *, before: Snapshot | None) -> list[str]:
+def lines(view: WatchView, *, before: Snapshot | None) -> list[str]:
     """What a pipe is told: a line for each change since the look before; none where nothing changed."""
     now = view.snapshot
     told = []
@@ -172,17 +172,17 @@ def _look(watcher: Watcher, *, may_appear: bool) -> Snapshot | None:
         return None
 
 
-def _view(looks: Sequence[Snapshot]) -> View:
+def _view(looks: Sequence[Snapshot]) -> WatchView:
     first, last = looks[0], looks[-1]
     seconds = last.seconds - first.seconds
     if seconds <= 0 or first.attempt != last.attempt:
-        return View(snapshot=last)
+        return WatchView(snapshot=last)
     before = {rank.rank: rank.nbytes for rank in first.ranks}
     rates = {rank.rank: (rank.nbytes - before.get(rank.rank, 0)) / seconds for rank in last.ranks}
-    return View(snapshot=last, rates=rates, rate=(last.nbytes - first.nbytes) / seconds)
+    return WatchView(snapshot=last, rates=rates, rate=(last.nbytes - first.nbytes) / seconds)
 
 
-def _summary(view: View) -> str:
+def _summary(view: WatchView) -> str:
     now = view.snapshot
     rate = f", {nbytes_text(round(view.rate))}/s" if view.rate > 0 else ""
     closed = "; closed" if now.is_closed else ""
@@ -207,12 +207,12 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 @contextlib.contextmanager
-def _screen(title: str) -> Iterator[Callable[[View], object]]:
+def _screen(title: str) -> Iterator[Callable[[WatchView], object]]:
     """Where a view is shown: a table that moves, or lines."""
     if not sys.stdout.isatty():
         before: list[Snapshot] = []
 
-        def write(view: View) -> None:
+        def write(view: WatchView) -> None:
             for line in lines(view, before=before[-1] if before else None):
                 say(line)
             before[:] = [view.snapshot]
@@ -226,7 +226,7 @@ def _screen(title: str) -> Iterator[Callable[[View], object]]:
         yield lambda view: live.update(_moving_table(view, title=title), refresh=True)
 
 
-def _moving_table(view: View, *, title: str) -> RenderableType:
+def _moving_table(view: WatchView, *, title: str) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ranktape import public_names
+from ranktape.lazy_names import public_names
 from ranktape.storage.format.zarr_types import register_on_import
 
 if TYPE_CHECKING:

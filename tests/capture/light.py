@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.capture.rendezvous import Place
+from ranktape.capture.rendezvous import RankPlace
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.process import WriterProcess
 from ranktape.capture.staging.ring_file import SlotKind
@@ -29,7 +29,7 @@ class LightTrainer:
         self.url = str(url)
         self.options = CaptureOptions(**values)
         self.process = WriterProcess(host_budget_nbytes=budget_nbytes, ring_path=ring_path(self.options, rank=0))
-        place = Place(rank=0, world_size=1, num_local_ranks=1, restart=0)
+        place = RankPlace(rank=0, world_size=1, num_local_ranks=1, restart=0)
         self.words, _ = start_writer(self.process, url=str(url), shown_url=str(url), options=self.options, place=place)
         self.num_staged = 0
 

@@ -13,7 +13,7 @@ import pytest
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import cadence_of
-from ranktape.capture.writing.coordinator import Coordinator, Goal
+from ranktape.capture.writing.coordinator import CaptureGoal, Coordinator
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.format.attempt import IterationPlan, read_plan
 from ranktape.storage.format.layout import Mark
@@ -43,7 +43,7 @@ class Watched:
         self.coordinator = Coordinator(
             self.backend,
             attempt=self.attempt,
-            goal=Goal(
+            goal=CaptureGoal(
                 planned=planned,
                 cadence=cadence,
                 target=target,
@@ -118,7 +118,9 @@ def test_a_coordinator_that_follows_a_killed_one_finishes_what_that_saw(tmp_path
     watched.coordinator._stop.set()  # as if it were killed
     watched.coordinator._thread.join()
     watched.end(10)
-    goal = Goal(planned=(10, 15), cadence=Cadence.regular(start=0, every=5), target=2, finish_timeout_seconds=0.5)
+    goal = CaptureGoal(
+        planned=(10, 15), cadence=Cadence.regular(start=0, every=5), target=2, finish_timeout_seconds=0.5
+    )
     follower = Coordinator(watched.backend, attempt=watched.attempt, goal=goal, step=lambda: 11, is_successor=True)
     follower.start()
     eventually(lambda: open_run(watched.url).iterations == [10])
@@ -135,7 +137,7 @@ def test_a_rank_that_does_not_come_is_looked_for_less_and_less_often(tmp_path: P
         looks.append(time.monotonic())
         return {}
 
-    goal = Goal(planned=(10,), cadence=Cadence.regular(start=10, every=1), target=1, finish_timeout_seconds=4)
+    goal = CaptureGoal(planned=(10,), cadence=Cadence.regular(start=10, every=1), target=1, finish_timeout_seconds=4)
     waiting = Coordinator(backend, attempt=attempt, goal=goal, step=lambda: 10, given_up=given_up)
     waiting.start()
     waiting.finish()

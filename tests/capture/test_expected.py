@@ -15,8 +15,8 @@ from torch import nn
 
 from ranktape.capture import Capture
 from ranktape.capture.expected import MAX_PLACES, MAX_REASONS, Expected
-from ranktape.capture.passes.tracker import Call
-from ranktape.capture.sites import MAX_ALL_FORMS, Form
+from ranktape.capture.passes.passes import Call
+from ranktape.capture.sites import MAX_ALL_FORMS, RecordForm
 from ranktape.capture.source import Source, TensorRole
 from ranktape.storage import IterationStatus, open_run
 from ranktape.storage.format.attempt import read_attempts
@@ -340,7 +340,7 @@ def test_a_source_of_which_an_iteration_has_nothing_is_forgotten_and_what_is_dis
 
 def test_the_forms_of_all_sites_together_are_bounded() -> None:
     expected = Expected()
-    form = Form(header="{", keep="values", nbytes=4, kept_nbytes=4, sample_dim=None, places=None)
+    form = RecordForm(header="{", keep="values", nbytes=4, kept_nbytes=4, sample_dim=None, places=None)
     sites = [expected.site(source_of(number), INPUT) for number in range(1000)]
     for number in range(MAX_ALL_FORMS):
         assert expected.keep_form(sites[number % len(sites)], number, form) is form

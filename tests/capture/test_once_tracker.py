@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ranktape.capture.passes.passes import StagePass
-from ranktape.capture.passes.tracker import Call, Frame, Tracker
+from ranktape.capture.passes.passes import Call, Frame, StagePass
+from ranktape.capture.passes.tracker import Tracker
 from ranktape.storage.format.record_info import Mode
 
 

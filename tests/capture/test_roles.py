@@ -379,7 +379,7 @@ def test_the_gradient_that_a_layer_adds_up_itself_is_recorded_and_said_to_be_so(
         def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
             return hidden @ self.weight.T, None
 
-    from ranktape.capture.roles.megatron import main_grad
+    from ranktape.capture.roles.known import main_grad
 
     role = ModuleRole(
         classes=(Fused,),

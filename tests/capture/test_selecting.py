@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.capture.passes.tracker import Call
+from ranktape.capture.passes.passes import Call
 from ranktape.capture.settings.cadence import Beat, Cadence
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.settings.selecting import Decision, Selecting
 from ranktape.capture.sites import ids_at, keep_samples
 from ranktape.capture.source import Source, TensorRole
-from ranktape.capture.tensors.parts import Part
+from ranktape.capture.tensors.parts import PlainPart
 from ranktape.errors import UsageError
 from ranktape.storage.format.catalogue import Catalogue, CatalogueEntry, encode_catalogue
 from ranktape.storage.format.dtypes import DTYPES
@@ -299,12 +299,12 @@ def test_iterations_that_never_come_are_refused(options: dict[str, Any]) -> None
 # Which samples.
 
 
-def part(*shape: int, placement: str | None = None) -> Part:
+def part(*shape: int, placement: str | None = None) -> PlainPart:
     """A part whose values are all different."""
-    return Part(tensor=torch.arange(math.prod(shape)).reshape(shape), placement=placement)
+    return PlainPart(tensor=torch.arange(math.prod(shape)).reshape(shape), placement=placement)
 
 
-def sampled(samples: Any, whole: Part, *, sample_dim: int | None) -> Any:
+def sampled(samples: Any, whole: PlainPart, *, sample_dim: int | None) -> Any:
     """What is left of a part."""
     (decision,) = Selecting(CaptureOptions(samples=samples), rank=0)._decisions
     return keep_samples(whole, decision=decision, sample_dim=sample_dim)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ranktape.capture import Capture
-from ranktape.capture.passes.tracker import Call
+from ranktape.capture.passes.passes import Call
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.source import Source, TensorRole

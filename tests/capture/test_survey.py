@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ranktape.capture import Capture
-from ranktape.capture.hooks.stacks import Survey, Surveys, stated_idx
+from ranktape.capture.hooks.stacks import ModelSurvey, Surveys, stated_idx
 from ranktape.storage import open_run
 
 WIDTH = 4
@@ -75,7 +75,7 @@ def places(url: Path, iteration: int) -> set[tuple[str, int]]:
     return {(record.info.module, record.info.layer_idx) for record in records}
 
 
-def numbers(survey: Survey) -> dict[str, int]:
+def numbers(survey: ModelSurvey) -> dict[str, int]:
     return {place.path: place.layer_idx for place in survey.places}
 
 

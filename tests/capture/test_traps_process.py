@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranktape.capture
 from ranktape.capture import Capture
-from ranktape.capture.rendezvous import Place, Rendezvous
+from ranktape.capture.rendezvous import RankPlace, Rendezvous
 from ranktape.storage import open_run
 from tests.capture.models import NUM_TENSORS, Net
 
@@ -163,7 +163,7 @@ def test_ranks_whose_store_has_gone_are_not_known_to_agree() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in address.items():
             patch.setenv(name, value)
-        meeting = Rendezvous(Place(rank=0, world_size=2, num_local_ranks=2, restart=0), seconds=1)
+        meeting = Rendezvous(RankPlace(rank=0, world_size=2, num_local_ranks=2, restart=0), seconds=1)
     assert not meeting.count("silent")
     assert meeting.count("silent")
     del server

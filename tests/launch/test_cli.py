@@ -9,9 +9,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from ranktape import __version__
 from ranktape.capture.settings.table import SETTINGS
 from ranktape.launch.cli import COMMANDS, cli
+from ranktape.lazy_names import __version__
 from tests.launch.processes import python
 
 HELP_SECONDS = 0.3

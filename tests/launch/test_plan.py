@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from ranktape.capture.plans.forecast import Footprint, find_refusals, make_forecast, spread
-from ranktape.capture.plans.planning import RankPlan
+from ranktape.capture.plans.forecast import Footprint, RankPlan, find_refusals, make_forecast, spread
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.errors import CaptureError, UsageError
 from ranktape.launch.plan import forecast_lines

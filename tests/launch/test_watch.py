@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ranktape.errors import CheckFoundError, RunNotFoundError
 from ranktape.launch.cli import cli
-from ranktape.launch.watch import Goal, View, _moving_table, _ranks_text, lines, watch
+from ranktape.launch.watch import WatchGoal, WatchView, _moving_table, _ranks_text, lines, watch
 from ranktape.storage.format.progress import write_verdict
 from ranktape.storage.maintenance.watch import RankWatch, Snapshot
 from ranktape.storage.places.urls import open_backend
@@ -112,17 +112,17 @@ def test_a_run_that_never_appears_is_told(tmp_path: Path) -> None:
     assert result.exit_code == 3
     assert "after 0.1 s no attempt has begun" in result.stderr
     with pytest.raises(RunNotFoundError):
-        watch(open_backend(tmp_path), goal=Goal(), timeout_seconds=None, interval_seconds=FAST, show=print)
+        watch(open_backend(tmp_path), goal=WatchGoal(), timeout_seconds=None, interval_seconds=FAST, show=print)
 
 
 def test_a_run_that_closes_without_its_minimum_ends_the_watch(tmp_path: Path) -> None:
     backend, attempt, _ = whole_run(str(tmp_path / "run"), iterations=(0,), close=False, min_iterations=2)
     write_verdict(backend, attempt=attempt)
-    shown: list[View] = []
+    shown: list[WatchView] = []
     with pytest.raises(CheckFoundError, match=r"is closed, and 1 of 2 guaranteed iterations are complete$"):
         watch(
             backend,
-            goal=Goal(until_complete=True),
+            goal=WatchGoal(until_complete=True),
             timeout_seconds=60,
             interval_seconds=FAST,
             show=shown.append,
@@ -135,15 +135,17 @@ def test_a_run_that_closes_without_its_minimum_ends_the_watch(tmp_path: Path) ->
 def test_only_changes_are_lines() -> None:
     before = snapshot(waiting={20: (0,)}, complete=(0,))
     now = snapshot(seconds=12.0)
-    view = View(snapshot=now, rate=1_500_000.0)
+    view = WatchView(snapshot=now, rate=1_500_000.0)
     assert lines(view, before=before) == [
         "iteration 20: committed by ranks 0-1, 3 (3 of 4)",
         "iteration 10: complete",
         "2 of 3 guaranteed iterations complete; 32 records, 20 MB, 1.5 MB/s",
     ]
     assert lines(view, before=now) == []
-    assert lines(View(snapshot=snapshot(is_closed=True)), before=now)[-1].endswith("; closed")
-    assert lines(View(snapshot=snapshot(attempt=1)), before=now)[0] == "attempt 1: 4 ranks, 3 iterations guaranteed"
+    assert lines(WatchView(snapshot=snapshot(is_closed=True)), before=now)[-1].endswith("; closed")
+    assert (
+        lines(WatchView(snapshot=snapshot(attempt=1)), before=now)[0] == "attempt 1: 4 ranks, 3 iterations guaranteed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,9 @@ def test_ranks_are_ranges(ranks: tuple[int, ...], text: str) -> None:
 def test_a_terminal_gets_a_table() -> None:
     written = io.StringIO()
     console = Console(file=written, width=100)
-    console.print(_moving_table(View(snapshot=snapshot(), rates={1: 2_000_000.0}, rate=2_000_000.0), title="runs/x"))
+    console.print(
+        _moving_table(WatchView(snapshot=snapshot(), rates={1: 2_000_000.0}, rate=2_000_000.0), title="runs/x")
+    )
     table = written.getvalue()
     assert "runs/x" in table
     assert [line.split()[:4] for line in table.splitlines()[2:6]] == [[str(rank), "2", "10", "8"] for rank in range(4)]
@@ -167,7 +171,7 @@ def test_a_terminal_gets_a_table() -> None:
     many = tuple(
         RankWatch(rank=rank, iterations=(), num_records=0, nbytes=0, num_lost=0, is_closed=True) for rank in range(99)
     )
-    console.print(_moving_table(View(snapshot=snapshot(ranks=many)), title="runs/x"))
+    console.print(_moving_table(WatchView(snapshot=snapshot(ranks=many)), title="runs/x"))
     assert "and 59 more ranks" in written.getvalue()
 
 

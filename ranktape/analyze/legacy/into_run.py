@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape import __version__
 from ranktape.analyze.legacy.table import for_each
 from ranktape.errors import DataError, RanktapeError, RunExistsError, RunNotFoundError, StorageError, UsageError
+from ranktape.lazy_names import __version__
 from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.layout import TensorSite, site_path

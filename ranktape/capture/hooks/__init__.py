@@ -1,1 +1,1 @@
-"""How are modules and functions seen while an iteration is captured, without changing what they compute?"""
+"""See modules and functions while an iteration is captured, without changing what they compute."""

@@ -1,4 +1,4 @@
-"""How are the operands and the result of one call recorded, and their gradients, without changing them?
+"""Records the operands and the result of one call, and their gradients, without changing them.
 
     forward pre     the operands        as they are passed
     forward post    the output
@@ -21,17 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ranktape.capture.hooks.leaves import CACHED, is_cached_by_autocast
 from ranktape.capture.hooks.ports import Argument, Port, Ports
-from ranktape.capture.hooks.weights import is_lasting
+from ranktape.capture.hooks.weights import CACHED, is_cached_by_autocast, is_lasting
 from ranktape.capture.passes.circumstances import in_backward
 from ranktape.capture.passes.forwards import Arguments
-from ranktape.capture.passes.tracker import Call
+from ranktape.capture.passes.passes import Call
 from ranktape.capture.source import NO_TAGS, Tags
 
 if TYPE_CHECKING:
-    from ranktape.capture.hooks.leaves import Leaves
-    from ranktape.capture.hooks.weights import Weights
+    from ranktape.capture.hooks.weights import Leaves, Weights
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.source import Source
 
@@ -52,7 +50,7 @@ class Awaited:
 
 
 @dataclass(slots=True)
-class Entry:
+class RunningRole:
     """A module or function with a role that is running."""
 
     layer_type: str
@@ -75,13 +73,13 @@ class Running(threading.local):
     """The modules and functions with a role that are running on this thread, the outermost first."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[RunningRole] = []
 
     def has(self, layer_type: str) -> bool:
         """Whether one of that kind is running."""
         return any(entry.layer_type == layer_type for entry in self.entries)
 
-    def leave(self, owner: Any) -> Entry | None:
+    def leave(self, owner: Any) -> RunningRole | None:
         """End the innermost one of that owner, and what an exception left inside of it."""
         for place in range(len(self.entries) - 1, -1, -1):
             if self.entries[place].owner is owner:
@@ -170,7 +168,7 @@ class Taking:
                 if self.leaves is None or port.value.has_samples:
                     self.recorder.refuse(self.source, port.grad, CACHED, call=call)
                 else:
-                    self.leaves.watch(self, port, value)
+                    self.leaves.watch(self.source, port, value, take=functools.partial(self.record_grad_now, port))
             return value
         alias = value.view_as(value)
         for port in wanted:
@@ -192,7 +190,7 @@ class Taking:
     def record(self, port: Port, tensor: torch.Tensor, call: Call, *, tags: Tags = NO_TAGS) -> None:
         """Record one tensor; a weight unless it was recorded as it is."""
         place = self._placed(port.name, tensor)
-        if port.value.has_samples or (port.name == "bias" and not is_lasting(tensor)):
+        if port.value.has_samples or (port.is_optional and not is_lasting(tensor)):
             self.recorder.record(self.source, port.value, tensor, call=call, placement=place, tags=tags)
         else:
             self.weights.record(self.recorder, self.source, port.value, tensor, call=call, placement=place, tags=tags)

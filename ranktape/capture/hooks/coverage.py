@@ -16,7 +16,7 @@ from ranktape.capture.settings.rules import listed
 if TYPE_CHECKING:
     from torch import nn
 
-    from ranktape.capture.passes.tracker import Frame
+    from ranktape.capture.passes.passes import Frame
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.capture.source import Source

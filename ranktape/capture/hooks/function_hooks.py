@@ -1,4 +1,4 @@
-"""How are functions with a role seen, that are no modules?
+"""Replacements that see functions with a role, while an iteration is captured.
 
 They are replaced while an iteration is captured, under every name by which loaded modules and the model know them
 (`references.py`), and put back after it: outside of captured iterations nothing costs anything. Of functions that call
@@ -18,10 +18,9 @@ import torch
 from torch import nn
 from torch.overrides import has_torch_function
 
-from ranktape.capture.hooks.calls import Entry, Running, Taking, tensor_in
+from ranktape.capture.hooks.calls import Running, RunningRole, Taking, tensor_in
 from ranktape.capture.hooks.compiled import forget_replacements
 from ranktape.capture.hooks.hook import as_itself
-from ranktape.capture.hooks.leaves import Leaves, is_cached_by_autocast
 from ranktape.capture.hooks.owners import Owner, Owners
 from ranktape.capture.hooks.ports import Ports, ports_of, resolved
 from ranktape.capture.hooks.references import (
@@ -34,10 +33,10 @@ from ranktape.capture.hooks.references import (
     restore_names,
     table_of,
 )
+from ranktape.capture.hooks.weights import Leaves, is_cached_by_autocast
 from ranktape.capture.passes.circumstances import is_traced, is_transformed
-from ranktape.capture.passes.tracker import Call
-from ranktape.capture.roles.known import function_roles
-from ranktape.capture.roles.pytorch import ATTENTION
+from ranktape.capture.passes.passes import Call
+from ranktape.capture.roles.known import ATTENTION, function_roles
 from ranktape.capture.roles.table import operand_of
 from ranktape.capture.source import Source
 
@@ -55,7 +54,7 @@ _SPARSE = 6
 """Place of `sparse` among the arguments of an embedding; a linear product has fewer."""
 
 
-class Replacement:
+class StandIn:
     """Stands for a function while an iteration is captured, and passes through at other times."""
 
     def __init__(self, original: Callable[..., Any], role: FunctionRole, name: str) -> None:
@@ -87,7 +86,7 @@ class _Active:
     """The hooks of the iteration that is captured; None outside of one."""
 
     hooks: ClassVar[FunctionHooks | None] = None
-    replacements: ClassVar[dict[str, Replacement]] = {}
+    replacements: ClassVar[dict[str, StandIn]] = {}
 
 
 class FunctionHooks:
@@ -211,7 +210,7 @@ class FunctionHooks:
         return self._recorded(role, original, source, args, kwargs, names=names)
 
     def _with_aliases(
-        self, entry: Entry, role: FunctionRole, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, entry: RunningRole, role: FunctionRole, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
         """The arguments with aliases of the parameters that a module awaits, but those that autocast keeps."""
         for argument in self._ports[role].arguments:
@@ -234,7 +233,7 @@ class FunctionHooks:
         if source is not None and is_transformed():
             self._recorder.pass_by(source, [port.value for port in self._ports[role].all])
             return original(*args, **kwargs)
-        entry = Entry(role.layer_type, role)
+        entry = RunningRole(role.layer_type, role)
         taking = None
         if source is not None:
             taking = Taking(
@@ -270,10 +269,10 @@ class FunctionHooks:
             setattr(holder, attribute, _giver(original, role))
             return []
         known = _Active.replacements.get(name)
-        if isinstance(original, Replacement):
+        if isinstance(original, StandIn):
             return []
         if known is None or known.original is not original or known.role is not role:
-            known = _Active.replacements[name] = Replacement(original, role, name)
+            known = _Active.replacements[name] = StandIn(original, role, name)
         return [(original, known)]
 
     def _source(self, role: FunctionRole, owner: Owner | None = None) -> Source | None:
@@ -291,7 +290,7 @@ class FunctionHooks:
         return None if role.owner or frame is None else self._place(frame.module, ports_of(role))
 
     def _take(
-        self, entry: Entry, taking: Taking, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, entry: RunningRole, taking: Taking, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         found = [argument.find(args, kwargs) for argument in taking.ports.arguments]
         tensors = [one for one in found if isinstance(one, torch.Tensor)]

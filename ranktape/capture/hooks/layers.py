@@ -1,4 +1,4 @@
-"""How are the outputs of a model's layers seen, and what did the last forward pass of this thread give?
+"""Hooks that see the outputs of a model's layers, and hold what the last forward pass of a thread gave.
 
     embedding, forward post   output         what enters the first layer
     hidden, forward post      output         what a layer returns: the first tensor
@@ -22,7 +22,7 @@ from torch import nn
 
 from ranktape.capture.hooks.calls import before_views, tensor_in
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.stacks import Layer, Stack, embedding_path, module_path
+from ranktape.capture.hooks.stacks import Stack, StackLayer, embedding_path, module_path
 from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
 from ranktape.capture.roles.table import OUTPUT, forward_role, grad_role
 from ranktape.capture.settings.rules import Numbers, read_layers
@@ -44,14 +44,14 @@ class _States:
         self.tensors: list[torch.Tensor] | None = None
 
 
-class _Thread(threading.local):
+class _LayerThread(threading.local):
     """Of each thread its own."""
 
     def __init__(self) -> None:
         self.states = _States()
 
 
-_thread = _Thread()
+_thread = _LayerThread()
 _holding: weakref.WeakSet[_States] = weakref.WeakSet()
 
 
@@ -105,7 +105,7 @@ class LayerHooks:
                 _release_at_next(module)
         self._firsts.clear()
 
-    def _attach_layer(self, layer: Layer, prefix: str, *, stack: str) -> None:
+    def _attach_layer(self, layer: StackLayer, prefix: str, *, stack: str) -> None:
         source = Source(prefix + layer.path, "hidden", layer.idx, "hidden", stack)
         self._recorder.attach(source, [_VALUE])
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are captured, under which names, and how are the hooks put on and taken off?"""
+"""Chooses the modules of a model that are captured, names them, and puts the hooks on and takes them off."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ranktape.capture.hooks.weights import Weights
 from ranktape.capture.passes.checkpointing import CheckpointHooks
 from ranktape.capture.passes.circumstances import in_backward, is_traced, keyword_arguments
 from ranktape.capture.passes.forwards import Arguments
+from ranktape.capture.passes.passes import Frame
 from ranktape.capture.passes.pipeline import PipelineHooks, stage_prefix
-from ranktape.capture.passes.tracker import Frame
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
-from ranktape.capture.roles.table import FunctionRole, ModuleRole, forward_role
+from ranktape.capture.roles.table import OPTIONAL, FunctionRole, ModuleRole, forward_role
 from ranktape.capture.source import Source
 from ranktape.capture.tensors.placement import Placements
 from ranktape.errors import UsageError
@@ -335,7 +335,7 @@ class ModelHooks:
             if is_hidden(module, attribute):
                 reason = f"its {attribute} is not a plain parameter (parametrized, or not made yet)"
                 self._recorder.refuse(source, forward_role(name, role.layouts), reason)
-                if name != "bias":
+                if name not in OPTIONAL:
                     return
         if is_seen_inside(module, role):
             self._inside[module] = source

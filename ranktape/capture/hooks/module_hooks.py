@@ -15,14 +15,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ranktape.capture.hooks.calls import Awaited, Entry, Placement, Running, Taking, tensor_in
+from ranktape.capture.hooks.calls import Awaited, Placement, Running, RunningRole, Taking, tensor_in
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.leaves import is_cached_by_autocast
 from ranktape.capture.hooks.ports import Port, Ports, ports_of, resolved
-from ranktape.capture.hooks.weights import PLAIN, Weights
+from ranktape.capture.hooks.weights import PLAIN, Leaves, Weights, is_cached_by_autocast
 from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
-from ranktape.capture.passes.tracker import Call
-from ranktape.capture.roles.pytorch import PRODUCTS
+from ranktape.capture.passes.passes import Call
+from ranktape.capture.roles.known import PRODUCTS
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole
 from ranktape.capture.tensors.placement import is_dtensor
 
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ranktape.capture.guard import Guard
-    from ranktape.capture.passes.tracker import Frame, Tracker
+    from ranktape.capture.passes.passes import Frame
+    from ranktape.capture.passes.tracker import Tracker
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.roles.table import ModuleRole
 
@@ -85,8 +85,7 @@ class ModuleHooks:
             is_aliased=role.is_aliased,
             placement=own or place(module, self._ports),
         )
-        self._backward_calls: dict[str, Call] = {}
-        self._leaves: dict[str, Any] = {}
+        self._leaves = Leaves(recorder=recorder, tracker=tracker)
         self._returned = frozenset({"bias"} if role.returned is not None and role.returned(module) else ())
         recorder.attach(source, self._certain_roles(module))
         self._handles = [
@@ -102,8 +101,9 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Detach everything."""
-        for handle in (*self._handles, *self._leaves.values()):
+        for handle in self._handles:
             handle.remove()
+        self._leaves.remove()
 
     def call_before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -116,14 +116,14 @@ class ModuleHooks:
         # Without keywords: torch's word for a hook that was taken off while its module is called.
         if kwargs is None or is_traced():
             return None
-        entry = Entry(self._role.layer_type, module)
+        entry = RunningRole(self._role.layer_type, module)
         self._running.entries.append(entry)
         with self._recorder.guarded(self.source):
             return self._take(entry, module, args, kwargs)
         return args, kwargs
 
     def _take(
-        self, entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, entry: RunningRole, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._tracker.is_active:
             self._recorder.expected.called(self.source, is_recorded=False)
@@ -174,7 +174,7 @@ class ModuleHooks:
             yield _own(module, attribute)
 
     def _take_parameter(
-        self, entry: Entry, module: nn.Module, attribute: str, port: Port, kwargs: dict[str, Any]
+        self, entry: RunningRole, module: nn.Module, attribute: str, port: Port, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         call = entry.call
         assert call is not None, "only called in a call"
@@ -183,7 +183,7 @@ class ModuleHooks:
         # Read here and not when we were attached: under FSDP this is the weight that is computed with.
         weight = given if isinstance(given, torch.Tensor) else _in_call(module, attribute)
         if weight is None:
-            if port.name != "bias":
+            if not port.is_optional:
                 self._recorder.refuse(self.source, port.value, f"the module has no tensor {attribute!r}", call=call)
             return kwargs
         is_returned = port.name in self._returned
@@ -234,35 +234,21 @@ class ModuleHooks:
                 reason = f"forward gave a {type(output).__name__} without a tensor at {self._role.output!r}"
                 self._recorder.refuse(self.source, self._ports.output.value, reason, call=entry.call)
                 return
-            on_grad = self._on_grad_output if entry.is_leaf else None
+            on_grad = self._leaves.on_grad_output(self.source) if entry.is_leaf else None
             self._taking.output(found, entry.call, given=called[:-1], on_grad=on_grad)
 
-    def _watch_leaf(self, entry: Entry, module: nn.Module, weight: torch.Tensor, port: Port) -> None:
+    def _watch_leaf(self, entry: RunningRole, module: nn.Module, weight: torch.Tensor, port: Port) -> None:
         """See the gradient of a weight on the weight itself."""
         entry.is_leaf = True
-        if port.name in self._leaves:
-            return
 
-        def hook(grad: torch.Tensor) -> None:
-            with self._recorder.guarded(self.source, port.grad):
-                self._on_grad_weight(module, weight, port, grad)
+        def take(grad: torch.Tensor, call: Call) -> None:
+            own = None if self._role.accumulated is None else self._role.accumulated(module, weight)
+            if own is not None:
+                self._recorder.record(self.source, port.grad, own, call=call, tags=ACCUMULATED)
+            else:
+                self._taking.record_grad_now(port, grad, call)
 
-        self._leaves[port.name] = weight.register_hook(Hook(hook))
-
-    def _on_grad_output(self, call: Call) -> None:
-        self._backward_calls = dict.fromkeys(self._leaves, call)
-
-    def _on_grad_weight(self, module: nn.Module, weight: torch.Tensor, port: Port, grad: torch.Tensor) -> None:
-        # The hook of a leaf knows no call: the gradient of this layer's output came just before.
-        call = self._backward_calls.pop(port.name, None)
-        own = None if self._role.accumulated is None else self._role.accumulated(module, weight)
-        if call is None:
-            if self._tracker.is_active:
-                self._recorder.refuse(self.source, port.grad, "no gradient of the layer's output came before it")
-        elif own is not None:
-            self._recorder.record(self.source, port.grad, own, call=call, tags=ACCUMULATED)
-        else:
-            self._taking.record_grad_now(port, grad, call)
+        self._leaves.watch(self.source, port, weight, take=take)
 
 
 class EnterHook(Hook):

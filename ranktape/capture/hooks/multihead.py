@@ -1,4 +1,4 @@
-"""How is the attention of `nn.MultiheadAttention` seen when it is asked for its weights, and calls no function for it?
+"""Sees the attention of `nn.MultiheadAttention` where it is asked for its weights, and calls no function for it.
 
 Its query, key and value are what its input projections give, its output is what enters the output projection. All of
 these are bare products with parameters of the module, which `function_hooks.py` sees.
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ranktape.capture.hooks.calls import Entry, Running, Taking, before_views
+from ranktape.capture.hooks.calls import Running, RunningRole, Taking, before_views
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.ports import ports_of
 from ranktape.capture.hooks.weights import Weights
 from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
-from ranktape.capture.roles.pytorch import MULTIHEAD
+from ranktape.capture.roles.known import MULTIHEAD
 from ranktape.capture.source import Source
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class MultiheadHooks:
 
     def _take(
         self,
-        entry: Entry,
+        entry: RunningRole,
         taking: Taking,
         port: Port,
         tensor: torch.Tensor,
@@ -124,7 +124,7 @@ class MultiheadHooks:
             self._recorder.pass_by(source, [port.value for port in self._takings[module].ports.all])
             return
         with self._recorder.guarded(source):
-            entry = Entry(_KIND, module)
+            entry = RunningRole(_KIND, module)
             key = f"attention {source.module}"
             entry.call = self._tracker.begin_call(key, dtype=query.dtype, device_type=query.device.type)
             self._recorder.called(source, entry.call)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ranktape.capture.passes.tracker import Frame
+from ranktape.capture.passes.passes import Frame
 
 if TYPE_CHECKING:
     from torch import nn

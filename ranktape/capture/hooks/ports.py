@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.passes.forwards import Arguments
-from ranktape.capture.roles.table import OUTPUT, FunctionRole, ModuleRole, Operand, forward_role, grad_role, operand_of
+from ranktape.capture.roles.table import (
+    OPTIONAL,
+    OUTPUT,
+    FunctionRole,
+    ModuleRole,
+    Operand,
+    forward_role,
+    grad_role,
+    operand_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +39,11 @@ class Port:
     """What its gradient is in the backward pass."""
     part: tuple[int, int] | None = None
     """Of an argument that holds several tensors: the dimension that counts them, and the place of this one."""
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether a layer may do without it, as without a bias, which may also be computed for one call."""
+        return self.name in OPTIONAL
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """What of an argument, or of its gradient, belongs to this port."""

@@ -1,4 +1,4 @@
-"""Where is a function known, and how is another put there for a while?
+"""Finds where a function is known, and puts another one there for a while.
 
 Under every module-level name of all modules that are loaded, but those of the standard library and of the packages
 beneath torch; in the attributes of a model's modules; in the default arguments and the closures of their methods and

@@ -36,7 +36,7 @@ _MAX_DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class StackLayer:
     """One layer of a stack."""
 
     idx: int
@@ -53,7 +53,7 @@ class Stack:
 
     name: str
     """Its name in the model, wrappers included."""
-    layers: tuple[Layer, ...]
+    layers: tuple[StackLayer, ...]
     """The layers that this process has."""
     keys: dict[str, int]
     """By the first part of a name inside of it: the number of the layer."""
@@ -184,7 +184,8 @@ def _stack(name: str, found: dict[str, tuple[int, nn.Module]], *, layer_offset: 
 def stack_of(name: str, children: Mapping[str, nn.Module], keys: dict[str, int]) -> Stack:
     """The stack of that name whose layers are the children with these keys, under these numbers."""
     layers = [
-        Layer(idx=idx, path=module_path(f"{name}.{key}".lstrip(".")), module=children[key]) for key, idx in keys.items()
+        StackLayer(idx=idx, path=module_path(f"{name}.{key}".lstrip(".")), module=children[key])
+        for key, idx in keys.items()
     ]
     return Stack(name=name, layers=tuple(sorted(layers, key=lambda layer: layer.idx)), keys=keys)
 
@@ -252,7 +253,7 @@ def _children(root: nn.Module, above: list[str]) -> Iterator[tuple[str, nn.Modul
         yield ".".join([*above, name]), child
 
 
-class Place(NamedTuple):
+class ModulePlace(NamedTuple):
     """Where a module is."""
 
     path: str
@@ -266,10 +267,10 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class ModelSurvey:
     """What there is in a model."""
 
-    places: list[Place]
+    places: list[ModulePlace]
     """Every module, the model itself first."""
     containers: list[tuple[str, nn.Module, dict[str, int]]]
     """For each stack its name, the module that holds its layers, and their numbers by their keys in it."""
@@ -300,7 +301,7 @@ class Surveys:
         self._layer_offset = layer_offset
         self._findings: weakref.WeakKeyDictionary[nn.Module, _Findings] = weakref.WeakKeyDictionary()
 
-    def of(self, root: nn.Module) -> Survey:
+    def of(self, root: nn.Module) -> ModelSurvey:
         """The survey of a model as it is now."""
         named = list(root.named_modules())
         members = [_member(name, module) for name, module in named]
@@ -313,9 +314,9 @@ class Surveys:
                 stacks=[(stack.name, stack.keys) for stack in stacks],
             )
         pairs = zip(named, known.places, strict=True)
-        places = [Place(path, module, layer_idx, stack) for (_, module), (path, layer_idx, stack) in pairs]
+        places = [ModulePlace(path, module, layer_idx, stack) for (_, module), (path, layer_idx, stack) in pairs]
         modules = dict(named)
-        return Survey(places=places, containers=[(name, modules[name], keys) for name, keys in known.stacks])
+        return ModelSurvey(places=places, containers=[(name, modules[name], keys) for name, keys in known.stacks])
 
     def _layer_of(self, name: str, module: nn.Module, stacks: list[Stack]) -> tuple[int, str]:
         """The number of the layer that a module is in, and the path of the list that holds it."""

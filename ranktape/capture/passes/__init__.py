@@ -1,1 +1,1 @@
-"""Which pass, microbatch, call and iteration is the training in?"""
+"""Follow the passes, microbatches, calls and iterations of a training."""

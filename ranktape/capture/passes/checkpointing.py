@@ -1,4 +1,4 @@
-"""Which calls does a recomputation repeat?
+"""Tells the calls that a recomputation repeats from new ones.
 
 Activation checkpointing runs a segment of the forward again in the backward pass. What is recorded there must be
 named like the first pass, whose microbatch may long be over, and a layer that is called twice in a segment must

@@ -29,7 +29,7 @@ class _Running:
         self.models: list[nn.Module] = []
 
 
-class _Thread(threading.local):
+class _ForwardThread(threading.local):
     """What a thread is running; `all_running` has that of each thread that lives."""
 
     def __init__(self, all_running: weakref.WeakSet[_Running]) -> None:
@@ -56,7 +56,7 @@ class ForwardClock:
         self._on_late = on_late
         self._owner = os.getpid()
         self._all_running: weakref.WeakSet[_Running] = weakref.WeakSet()
-        self._thread = _Thread(self._all_running)
+        self._thread = _ForwardThread(self._all_running)
         self._lock = threading.RLock()
         self._handles: list[Any] = []
 

@@ -1,7 +1,8 @@
-"""What is a pass of a training, and which of its calls are counted together?"""
+"""The passes of a training, their calls, and which of these are counted together."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,7 +14,54 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ranktape.capture.passes.tracker import Frame
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a module, bound to its gradients' hooks when it happens."""
+
+    iteration: int
+    """Training step."""
+    microbatch: int
+    """Index of the pass within the step, among those of its mode."""
+    index: int
+    """How many calls of the module came before in the microbatch."""
+    compute_dtype: str
+    """What the operation computes in; autocast included."""
+    batch_size: int | None
+    """Samples in the microbatch; None where it is not known."""
+    sample_ids: tuple[int | str, ...] | None = None
+    """The user's identifiers of the samples; None where none were given."""
+    mode: Mode = Mode.TRAIN
+    """Whether it was a training pass."""
+    key: tuple[Mode, int, int] = field(init=False, repr=False, compare=False)
+    """Mode, microbatch and index: what it is counted by among the calls of its module in the iteration."""
+
+    def __post_init__(self) -> None:
+        """Made once, and not for each of its tensors."""
+        object.__setattr__(self, "key", (self.mode, self.microbatch, self.index))
+
+    @property
+    def quant_type(self) -> str:
+        """The tag of a run that names none: what the operation computes in."""
+        return QUANT_TYPES.get(self.compute_dtype, self.compute_dtype)
+
+
+QUANT_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+"""The field's short words for dtypes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """A module that is running."""
+
+    module: nn.Module
+    """The module."""
+    path: str
+    """Its dotted path."""
+    layer_idx: int
+    """Its layer; -1 outside of the stack."""
+    layer_stack: str = ""
+    """Dotted path of the list that holds its layer; empty outside of any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +102,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class ForwardPass:
     """One outermost forward."""
 
     iteration: int
@@ -68,7 +116,7 @@ class Pass:
 class Moment:
     """A point of a forward to which a recomputation comes back."""
 
-    running: Pass
+    running: ForwardPass
     num_calls: dict[str, int]
     num_failed: int
     frames: tuple[Frame, ...]
@@ -103,3 +151,9 @@ def checked_sample_ids(sample_ids: Iterable[int | str] | torch.Tensor) -> tuple[
     if wrong := [item for item in listed if not isinstance(item, int | str)]:
         raise UsageError(f"sample id {wrong[0]!r} is a {type(wrong[0]).__name__}: give whole numbers or text")
     return tuple(listed)
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype in a record's words."""
+    return str(dtype).removeprefix("torch.")

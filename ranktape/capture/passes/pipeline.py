@@ -1,4 +1,4 @@
-"""Which stage and which microbatch does a pipeline schedule run?
+"""Follows which stage and which microbatch a pipeline schedule runs.
 
 A schedule of `torch.distributed.pipelining` runs its microbatches in an order of its own, and rehearses once on data
 that is none. It says what it runs to its stages: there we listen while an iteration is captured.

@@ -1,4 +1,4 @@
-"""Which pass, which microbatch and which module is the training in?
+"""Follows which pass, which microbatch and which module the training is in.
 
 One fact carries it all: `torch._C._current_graph_task_id()` is -1 exactly when no backward pass is running.
 A forward hook that fires while one runs belongs to a recomputation (activation checkpointing): its values
@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,66 +22,27 @@ from torch.utils._pytree import tree_leaves
 
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.passes.circumstances import calls_itself, in_backward, is_transformed
-from ranktape.capture.passes.passes import Microbatch, Moment, Pass, StagePass, ids_of, scheduled_microbatch
+from ranktape.capture.passes.passes import (
+    Call,
+    ForwardPass,
+    Frame,
+    Microbatch,
+    Moment,
+    StagePass,
+    dtype_name,
+    ids_of,
+    scheduled_microbatch,
+)
 from ranktape.storage.format.record_info import Mode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call of a module, bound to its gradients' hooks when it happens."""
-
-    iteration: int
-    """Training step."""
-    microbatch: int
-    """Index of the pass within the step, among those of its mode."""
-    index: int
-    """How many calls of the module came before in the microbatch."""
-    compute_dtype: str
-    """What the operation computes in; autocast included."""
-    batch_size: int | None
-    """Samples in the microbatch; None where it is not known."""
-    sample_ids: tuple[int | str, ...] | None = None
-    """The user's identifiers of the samples; None where none were given."""
-    mode: Mode = Mode.TRAIN
-    """Whether it was a training pass."""
-    key: tuple[Mode, int, int] = field(init=False, repr=False, compare=False)
-    """Mode, microbatch and index: what it is counted by among the calls of its module in the iteration."""
-
-    def __post_init__(self) -> None:
-        """Made once, and not for each of its tensors."""
-        object.__setattr__(self, "key", (self.mode, self.microbatch, self.index))
-
-    @property
-    def quant_type(self) -> str:
-        """The tag of a run that names none: what the operation computes in."""
-        return QUANT_TYPES.get(self.compute_dtype, self.compute_dtype)
-
-
-QUANT_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-"""The field's short words for dtypes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """A module that is running."""
-
-    module: nn.Module
-    """The module."""
-    path: str
-    """Its dotted path."""
-    layer_idx: int
-    """Its layer; -1 outside of the stack."""
-    layer_stack: str = ""
-    """Dotted path of the list that holds its layer; empty outside of any."""
-
-
-class _Thread(threading.local):
+class _PassThread(threading.local):
     """What one thread is in."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        self.running: Pass | None = None
-        self.repeated: Pass | None = None
+        self.running: ForwardPass | None = None
+        self.repeated: ForwardPass | None = None
         self.stage: StagePass | None = None
         self.is_rehearsing = False
 
@@ -114,7 +73,7 @@ class Tracker:
     def reset(self, iteration: int) -> None:
         """Begin an iteration; forget what was left behind by passes that ended in an exception."""
         self._iteration = iteration
-        self._thread = _Thread()
+        self._thread = _PassThread()
         self.num_passes = 0
         """Outermost forwards, of those that are recorded and of all training passes."""
         self.num_train_passes = 0
@@ -126,7 +85,7 @@ class Tracker:
         self._is_backward_seen = False
         self._is_staged = False
         self._microbatches: dict[tuple[Mode, int], Microbatch] = {}
-        self._latest: dict[Mode, Pass] = {}
+        self._latest: dict[Mode, ForwardPass] = {}
         self._none_yet = self._last = self._new_pass(self._microbatch(Mode.TRAIN, 0))
         self._calls: defaultdict[tuple[str, Mode, int], list[Call]] = defaultdict(list)
         self._num_recomputed: defaultdict[tuple[str, Mode, int], int] = defaultdict(int)
@@ -274,18 +233,20 @@ class Tracker:
             thread.is_rehearsing = before
 
     @property
-    def _present(self) -> Pass:
+    def _present(self) -> ForwardPass:
         thread = self._thread
         # After a validation, what is recorded by hand belongs to the training again.
         last = self._unfollowed if torch.is_grad_enabled() else self._last
         return thread.repeated or thread.running or last
 
     @property
-    def _unfollowed(self) -> Pass:
+    def _unfollowed(self) -> ForwardPass:
         """The pass of which a recomputation that nobody announced is taken to be one."""
         return self._latest.get(Mode.TRAIN, self._none_yet)
 
-    def _begin_pass(self, thread: _Thread, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_pass(
+        self, thread: _PassThread, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         is_rehearsal = thread.is_rehearsing or (self.before_pass is not None and self.before_pass())
         mode = mode_of(module)
         if is_rehearsal or (mode is Mode.EVAL and mode not in self._modes):
@@ -342,8 +303,8 @@ class Tracker:
         batch_size: int | None = None,
         sample_ids: tuple[int | str, ...] | None = None,
         is_recorded: bool = True,
-    ) -> Pass:
-        return Pass(
+    ) -> ForwardPass:
+        return ForwardPass(
             iteration=self._iteration,
             microbatch=microbatch,
             batch_size=batch_size,
@@ -351,7 +312,7 @@ class Tracker:
             is_recorded=is_recorded,
         )
 
-    def _call(self, running: Pass, index: int, compute_dtype: str) -> Call:
+    def _call(self, running: ForwardPass, index: int, compute_dtype: str) -> Call:
         return Call(
             iteration=running.iteration,
             microbatch=running.microbatch.index,
@@ -383,9 +344,3 @@ def _compute_dtype(dtype: torch.dtype, device_type: str) -> str:
     if dtype.is_floating_point and torch.is_autocast_enabled(device_type):
         return dtype_name(torch.get_autocast_dtype(device_type))
     return dtype_name(dtype)
-
-
-@functools.cache
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype in a record's words."""
-    return str(dtype).removeprefix("torch.")

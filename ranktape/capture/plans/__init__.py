@@ -1,1 +1,1 @@
-"""What would a capture cost, before it is made?"""
+"""Tells what a capture would cost, before it is made."""

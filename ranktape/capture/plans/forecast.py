@@ -25,7 +25,6 @@ from ranktape.storage.format.record_info import Keep, RecordInfo
 from ranktape.storage.recording import stack
 
 if TYPE_CHECKING:
-    from ranktape.capture.plans.planning import RankPlan
     from ranktape.capture.settings.options import CaptureOptions
 
 
@@ -128,6 +127,57 @@ _MARGIN = 1.5
 """By how much more than what was measured a timeout should allow."""
 
 _MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """What one rank has found out."""
+
+    rank: int
+    """Global rank."""
+    host: str
+    """Its machine."""
+    num_local_ranks: int
+    """Ranks on this machine."""
+    num_steps: int
+    """Steps of the training that have ended."""
+    num_layers: dict[str, int]
+    """Modules that are captured, by kind of layer."""
+    layers: dict[str, list[str]]
+    """Their names; of each kind the first thousand, but for rank 0, which has all."""
+    footprint: Footprint
+    """What a captured iteration takes."""
+    num_expected: int
+    """Tensors that were expected of it."""
+    silent_sites: dict[str, str]
+    """Those that were not there, by module, each with the reason."""
+    coverage: str | None
+    """How much of the model's weights hooks see; None where linear layers are not recorded."""
+    silence: str | None
+    """Why there was nothing to capture; None where there was."""
+    problem: str | None
+    """What disabled the capture; None where nothing did."""
+    budget_nbytes: int
+    """Of the ring."""
+    available_nbytes: int
+    """Host memory that could still be taken when the training began."""
+    step_seconds: float | None
+    """Of a step that is not captured; None where the training was too short."""
+    captured_seconds: float | None
+    """Of one that is."""
+    write_rate: float
+    """Bytes per second that the store took from this rank, while it took from the others."""
+    free_nbytes: int | None
+    """Left in the store; None where nobody can know."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> RankPlan:
+        """Rebuild what `to_json` wrote."""
+        return cls(**{**document, "footprint": Footprint(**document["footprint"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

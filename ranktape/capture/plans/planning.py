@@ -1,4 +1,4 @@
-"""What would a capture of this training cost? A capture that records nothing finds out.
+"""A capture that records nothing, and finds out what one of this training would cost.
 
 The training runs for a few steps with everything in place but the writer: the hooks, the rules and the copies are the
 capture's own, and what would be stored is freed at once. Several steps are captured so, as the first one of a program
@@ -13,14 +13,13 @@ import secrets
 import shutil
 import socket
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from ranktape.capture.console import Console
-from ranktape.capture.plans.forecast import Footprint, footprint_of
+from ranktape.capture.plans.forecast import Footprint, RankPlan, footprint_of
 from ranktape.capture.rendezvous import Rendezvous
 from ranktape.capture.session import Capture
 from ranktape.capture.settings.rules import cadence_of
@@ -63,57 +62,6 @@ _MAX_NAMED = 1000
 
 _MAX_LOOKED_AT = 256
 """Iterations among which that one is looked for in which most rules are due."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlan:
-    """What one rank has found out."""
-
-    rank: int
-    """Global rank."""
-    host: str
-    """Its machine."""
-    num_local_ranks: int
-    """Ranks on this machine."""
-    num_steps: int
-    """Steps of the training that have ended."""
-    num_layers: dict[str, int]
-    """Modules that are captured, by kind of layer."""
-    layers: dict[str, list[str]]
-    """Their names; of each kind the first thousand, but for rank 0, which has all."""
-    footprint: Footprint
-    """What a captured iteration takes."""
-    num_expected: int
-    """Tensors that were expected of it."""
-    silent_sites: dict[str, str]
-    """Those that were not there, by module, each with the reason."""
-    coverage: str | None
-    """How much of the model's weights hooks see; None where linear layers are not recorded."""
-    silence: str | None
-    """Why there was nothing to capture; None where there was."""
-    problem: str | None
-    """What disabled the capture; None where nothing did."""
-    budget_nbytes: int
-    """Of the ring."""
-    available_nbytes: int
-    """Host memory that could still be taken when the training began."""
-    step_seconds: float | None
-    """Of a step that is not captured; None where the training was too short."""
-    captured_seconds: float | None
-    """Of one that is."""
-    write_rate: float
-    """Bytes per second that the store took from this rank, while it took from the others."""
-    free_nbytes: int | None
-    """Left in the store; None where nobody can know."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A dictionary for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> RankPlan:
-        """Rebuild what `to_json` wrote."""
-        return cls(**{**document, "footprint": Footprint(**document["footprint"])})
 
 
 class PlanRing(RingProducer):

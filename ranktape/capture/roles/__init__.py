@@ -1,1 +1,1 @@
-"""Say what the modules and functions of each framework are: one row for each role, one file for each framework."""
+"""Say what the modules and functions of each framework are: one row for each role."""

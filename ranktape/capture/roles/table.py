@@ -1,4 +1,4 @@
-"""What is a row in the table of roles: which modules or functions, and which of their tensors are recorded as what?"""
+"""The form of a role: which modules or functions it is about, and which of their tensors are recorded as what."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 UNSAMPLED = frozenset({"weight", "bias", "grad_weight", "grad_bias"})
 """Tensors without a dimension of samples."""
+
+OPTIONAL = frozenset({"bias"})
+"""Parameters that a layer may do without."""
 
 OUTPUT = "output"
 """What the result of a role is called."""

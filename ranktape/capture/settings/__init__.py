@@ -1,1 +1,1 @@
-"""What is to be captured, and how do a command line, the environment, a file and Python say it?"""
+"""The settings of a capture, from a command line, the environment, a file and Python."""

@@ -15,7 +15,7 @@ from ranktape.capture.settings.rules import (
     CLOSED,
     FIELDS,
     LAYER_OUTPUTS,
-    Rule,
+    CaptureRule,
     cadence_of,
     fits,
     leaves_out,
@@ -203,7 +203,7 @@ def check_layer_types(options: CaptureOptions, *, known: Sequence[str]) -> None:
             raise UsageError(f"no kind of layer is called {pattern!r:.60} (--layer-type): {hint}")
 
 
-def _modes_that_fit(rule: Rule) -> tuple[str, ...]:
+def _modes_that_fit(rule: CaptureRule) -> tuple[str, ...]:
     modes = CLOSED["mode"]
     column = StringColumn(codes=np.arange(len(modes)), table=modes)
     fitting = rule.can_hold(lambda _: column, known={"mode"}, num_rows=len(modes))

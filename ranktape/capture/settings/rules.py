@@ -92,7 +92,7 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class CaptureRule:
     """Some tensors, when they are captured, and what is kept of them."""
 
     filters: tuple[Filter, ...]
@@ -122,7 +122,7 @@ class Rule:
         return found
 
 
-def read_selection(options: Settings) -> tuple[Rule, tuple[Rule, ...]]:
+def read_selection(options: Settings) -> tuple[CaptureRule, tuple[CaptureRule, ...]]:
     """What holds for all tensors, and the rules of which the first that fits decides; one of them at least.
 
     Raises:
@@ -136,7 +136,7 @@ def read_selection(options: Settings) -> tuple[Rule, tuple[Rule, ...]]:
     for number, rule in enumerate(rules[:-1], start=1):
         if not (rule.filters or rule.where):
             raise UsageError(f"--select, rule {number + 1} is never asked: rule {number} fits everything, put it last")
-    alone = Rule(filters=(), where=None, every=options.every, samples=general.samples, keep=general.keep)
+    alone = CaptureRule(filters=(), where=None, every=options.every, samples=general.samples, keep=general.keep)
     return general, rules or (alone,)
 
 
@@ -168,7 +168,7 @@ def cadence_of(options: Settings) -> Cadence:
     return Cadence(start=options.start, beats=beats, first=options.first_iteration)
 
 
-def _beat(general: Rule, rule: Rule) -> Beat:
+def _beat(general: CaptureRule, rule: CaptureRule) -> Beat:
     both = (general, rule)
     return Beat(
         every=rule.every,
@@ -296,7 +296,7 @@ def _top_level(options: Settings) -> dict[str, Any]:
     return {**words, "where": options.where, "samples": options.samples, "keep": options.keep}
 
 
-def _rule(words: Mapping[str, Any], *, options: Settings, label: str) -> Rule:
+def _rule(words: Mapping[str, Any], *, options: Settings, label: str) -> CaptureRule:
     # None is a missing value, as in a query; of what is no field it stands for 'not given'.
     given = {name: value for name, value in words.items() if value is not None or name in FIELDS}
     every = given.pop("every", options.every)
@@ -304,7 +304,7 @@ def _rule(words: Mapping[str, Any], *, options: Settings, label: str) -> Rule:
     samples = given.pop("samples", options.samples)
     keep = given.pop("keep", options.keep)
     try:
-        return Rule(
+        return CaptureRule(
             filters=tuple(_checked_filter(name, value) for name, value in given.items()),
             where=None if where is None else _checked_where(where),
             every=_checked_every(every, least=options.every),

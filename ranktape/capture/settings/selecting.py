@@ -22,9 +22,9 @@ from ranktape.storage.query.columns import StringColumn
 from ranktape.storage.query.filters import Filter
 
 if TYPE_CHECKING:
-    from ranktape.capture.passes.tracker import Call
+    from ranktape.capture.passes.passes import Call
     from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.capture.settings.rules import Numbers, Rule
+    from ranktape.capture.settings.rules import CaptureRule, Numbers
     from ranktape.capture.source import Source, TensorRole
     from ranktape.storage.query.columns import Column
 
@@ -108,7 +108,7 @@ def _hint(given: str, column: Column, *, paths: Collection[str]) -> str:
     return f" (seen were {', '.join(names)})" if 0 < len(names) <= _MAX_LISTED else ""
 
 
-def _can_fit(rule: Rule, seen: Sightings) -> bool:
+def _can_fit(rule: CaptureRule, seen: Sightings) -> bool:
     return bool(rule.can_hold(seen.column, known=OF_SITES, num_rows=len(seen.sites)).any())
 
 
@@ -207,7 +207,7 @@ class Selecting:
         """What is kept of a tensor, whose name may have a suffix; None where it is not taken in this iteration."""
         if self._is_general:
             return self._decisions[0] if self._due[0] else None
-        seen = _Seen(call, dtype, shape, nbytes, quant_type)
+        seen = _SeenTensor(call, dtype, shape, nbytes, quant_type)
         key = (source, role, suffix, *[get(seen) for get in self._getters])
         number = self._answers.get(key)
         if number is None:
@@ -230,7 +230,7 @@ class Selecting:
             found = self._possible[key] = self._can_take(source, role, call)
         return found
 
-    def _find(self, source: Source, role: TensorRole, seen: _Seen, *, suffix: str) -> int:
+    def _find(self, source: Source, role: TensorRole, seen: _SeenTensor, *, suffix: str) -> int:
         values = self._values(source, role, suffix=suffix)
         for name, get in _GETTERS.items():
             values[name] = get(seen)
@@ -282,7 +282,7 @@ class Selecting:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _SeenTensor:
     """What is known of a tensor only when it is there."""
 
     call: Call
@@ -301,11 +301,11 @@ _OF_CALL: Mapping[str, Callable[[Call], Any]] = {
 """What is known when a module is called; not `call`, which is counted on where two backward passes bring a gradient."""
 
 
-def _of_seen(get: Callable[[Call], Any]) -> Callable[[_Seen], Any]:
+def _of_seen(get: Callable[[Call], Any]) -> Callable[[_SeenTensor], Any]:
     return lambda seen: get(seen.call)
 
 
-_GETTERS: Mapping[str, Callable[[_Seen], Any]] = {
+_GETTERS: Mapping[str, Callable[[_SeenTensor], Any]] = {
     **{name: _of_seen(get) for name, get in _OF_CALL.items()},
     "call": lambda seen: seen.call.index,
     "quant_type": lambda seen: seen.quant_type,
@@ -330,11 +330,11 @@ def _source_of(values: Mapping[str, Any]) -> Callable[[str], Column]:
     return column
 
 
-def _holds(rule: Rule, column: Callable[[str], Column]) -> bool:
+def _holds(rule: CaptureRule, column: Callable[[str], Column]) -> bool:
     return all(one.mask(column, 1)[0] for one in rule.filters) and (
         rule.where is None or bool(rule.where.mask(column, 1)[0])
     )
 
 
-def _can_hold(rule: Rule, column: Callable[[str], Column], *, known: frozenset[str]) -> bool:
+def _can_hold(rule: CaptureRule, column: Callable[[str], Column], *, known: frozenset[str]) -> bool:
     return bool(rule.can_hold(column, known=known, num_rows=1)[0])

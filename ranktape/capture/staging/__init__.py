@@ -1,1 +1,1 @@
-"""How does a tensor get from the training thread to the writer process?"""
+"""Bring tensors from the training thread to the writer process."""

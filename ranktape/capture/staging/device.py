@@ -1,4 +1,4 @@
-"""How does a tensor get off a CUDA device without the training waiting for it?
+"""Copies tensors off a CUDA device without the training waiting for it.
 
     compute stream   a clone: from here on nothing that the training does changes what is recorded
     side stream      the clone's copy into the ring, which is pinned memory
@@ -28,7 +28,7 @@ DEVICE_BUDGET_NBYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Copy:
+class _DeviceCopy:
     """A copy that is under way."""
 
     event: torch.cuda.Event
@@ -49,7 +49,7 @@ class DeviceStage:
             CaptureError: the driver does not pin it.
         """
         self._ring = ring
-        self._copies: deque[_Copy] = deque()
+        self._copies: deque[_DeviceCopy] = deque()
         self._nbytes = 0
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.RLock()
@@ -76,7 +76,7 @@ class DeviceStage:
                 target.copy_(clone.view(-1).view(torch.uint8), non_blocking=True)
                 event = torch.cuda.Event()
                 event.record(side)
-            self._copies.append(_Copy(event=event, slot=slot, clone=clone))
+            self._copies.append(_DeviceCopy(event=event, slot=slot, clone=clone))
             self._nbytes += clone.nbytes
             while self._nbytes > DEVICE_BUDGET_NBYTES:
                 self._copies[0].event.synchronize()
@@ -90,7 +90,7 @@ class DeviceStage:
     def drain(self) -> None:
         """Wait for everything that is under way, and publish it."""
 
-        def arrived(copy: _Copy) -> bool:
+        def arrived(copy: _DeviceCopy) -> bool:
             copy.event.synchronize()
             return True
 
@@ -101,7 +101,7 @@ class DeviceStage:
             self._sides[device] = torch.cuda.Stream(device)
         return self._sides[device]
 
-    def _publish_while(self, has_arrived: Callable[[_Copy], bool]) -> None:
+    def _publish_while(self, has_arrived: Callable[[_DeviceCopy], bool]) -> None:
         with self._lock:
             while self._copies and has_arrived(self._copies[0]):
                 copy = self._copies.popleft()

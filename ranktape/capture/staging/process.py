@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ranktape
 from ranktape import errors
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import Counter, unnamed_file
@@ -262,7 +261,7 @@ def writer_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name.startswith(_FOR_THE_STORE) or not name.startswith(_OURS)
     }
-    root = str(Path(ranktape.__file__).parents[1])
+    root = str(Path(errors.__file__).parents[1])
     installed = {*site.getsitepackages(), site.getusersitepackages()}
     if root not in installed and root not in kept.get("PYTHONPATH", "").split(os.pathsep):
         kept["PYTHONPATH"] = os.pathsep.join(path for path in (root, kept.get("PYTHONPATH")) if path)

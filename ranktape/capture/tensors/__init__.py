@@ -1,1 +1,1 @@
-"""What is a tensor made of, where does it lie in one that spans ranks, and what are its dimensions?"""
+"""Take tensors apart, and find where they lie in those that span ranks."""

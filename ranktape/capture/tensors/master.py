@@ -1,4 +1,4 @@
-"""Which weights does the optimizer update, and with which gradients?
+"""Records the weights that the optimizer updates, and the gradients that it gets.
 
 What a module computes with is often not what is trained: under FSDP2 each rank updates its shard of the weight, and
 optimizers for mixed precision update a float32 copy. The gradient that they get is the mean over ranks and passes,
@@ -45,6 +45,9 @@ SKIPPED = "the gradient scaler skipped the optimizer's step: a gradient was not 
 
 Weights = Iterable[tuple["Source", nn.Module, str, str]]
 """What each weight or bias belongs to, its module, its name there, and its name in records."""
+
+_Place = tuple[nn.Module, str]
+"""A module, and its name of a parameter."""
 
 _STATES = ("master_param", "master_weight", "master")
 """Under which names an optimizer's state holds a copy in higher precision."""
@@ -100,26 +103,25 @@ class MasterWeights:
             return  # a step that initialises the optimizer
         self._seen_iteration = tally.iteration
         with self._recorder.guarded():
-            for source, roles, module, attribute in self._held():
+            for source, roles, parameter, place in self._held():
                 with self._recorder.guarded(source, roles[0]):
-                    self._record(source, roles, module, attribute, optimizer)
+                    self._record(source, roles, parameter, place, optimizer)
 
-    def _held(self) -> Iterator[tuple[Source, tuple[TensorRole, TensorRole], nn.Module, str]]:
-        """The weights and biases that there are, with what is recorded of each."""
+    def _held(self) -> Iterator[tuple[Source, tuple[TensorRole, TensorRole], nn.Parameter, _Place]]:
+        """The weights and biases that there are, with what is recorded of each, and the module and its name of it."""
         for source, module, attribute, name in self._weights():
-            if module._parameters.get(attribute) is not None:  # noqa: SLF001  (runs no parametrization)
-                yield source, _roles(name), module, attribute
+            parameter = module._parameters.get(attribute)  # noqa: SLF001  (runs no parametrization)
+            if parameter is not None:
+                yield source, _roles(name), parameter, (module, attribute)
 
     def _record(
         self,
         source: Source,
         roles: tuple[TensorRole, TensorRole],
-        module: nn.Module,
-        attribute: str,
+        parameter: nn.Parameter,
+        place: _Place,
         optimizer: Optimizer,
     ) -> None:
-        parameter = module._parameters[attribute]  # noqa: SLF001  (a parametrized weight is computed when it is read)
-        assert parameter is not None, "only asked for what is there"
         if getattr(parameter, "main_param_sharded", False):
             reason = "Megatron's distributed optimizer holds a flat piece of it, which is no part of a weight"
             for role in roles:
@@ -127,14 +129,14 @@ class MasterWeights:
             return
         master = find_master(parameter, optimizer)
         gradient = find_gradient(parameter, master)
-        self._take(source, roles[0], module, attribute, master)
+        self._take(source, roles[0], place, master)
         if gradient is not None:
-            self._take(source, roles[1], module, attribute, gradient)
+            self._take(source, roles[1], place, gradient)
 
-    def _take(self, source: Source, role: TensorRole, module: nn.Module, attribute: str, tensor: torch.Tensor) -> None:
+    def _take(self, source: Source, role: TensorRole, place: _Place, tensor: torch.Tensor) -> None:
         free = self._tracker.free_call(index=0, dtype=tensor.dtype, device_type=tensor.device.type)
         call = dataclasses.replace(free, microbatch=0)
-        placement = self._placements.of_master(module, attribute, role.tensor_name, tensor)
+        placement = self._placements.of_master(*place, role.tensor_name, tensor)
         self._recorder.record(source, role, tensor, call=call, placement=placement)
 
 

@@ -1,4 +1,4 @@
-"""Where do the plain tensors of Megatron-core's layers lie in the tensors that span the ranks?
+"""Finds where the plain tensors of Megatron-core's layers lie in the tensors that span the ranks.
 
 Megatron keeps plain tensors, and notes on each weight along which dimension it is split. How activations are split
 follows from the class of the layer and from its settings. Weights are replicas over the data parallel ranks as well;

@@ -1,4 +1,4 @@
-"""How is the place of a tensor in a mesh of ranks written down?
+"""Writes down the place of a tensor in a mesh of ranks.
 
 As the document that `ranktape.capture.tensors.placement` describes, as JSON text.
 """

@@ -1,4 +1,4 @@
-"""Of which plain tensors is a tensor made that a hook holds?
+"""Takes a tensor that a hook holds apart into the plain tensors that are recorded.
 
 A plain tensor is one part. A DTensor is this rank's shard of it, with its placement. The result of a collective that
 is still on its way is what arrives: it is waited for where the operation that follows would wait for it. A quantised
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ranktape.capture.passes.tracker import dtype_name
+from ranktape.capture.passes.passes import dtype_name
 from ranktape.capture.tensors.placement import is_dtensor, scale_placement, shard_of
 from ranktape.storage.format.dtypes import DTYPES
 
@@ -45,7 +45,7 @@ here follow it by their own name."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class PlainPart:
     """A plain tensor that is recorded."""
 
     tensor: torch.Tensor
@@ -60,7 +60,7 @@ class UnrecordableError(Exception):
     """The tensor cannot be recorded; the text says why."""
 
 
-def take_apart(tensor: torch.Tensor, *, placement: str | None = None) -> list[Part]:
+def take_apart(tensor: torch.Tensor, *, placement: str | None = None) -> list[PlainPart]:
     """The parts of the tensor that are recorded.
 
     With `placement` that one counts, and not the tensor's own.
@@ -73,7 +73,7 @@ def take_apart(tensor: torch.Tensor, *, placement: str | None = None) -> list[Pa
     return list(_apart(tensor, suffix="", placement=placement))
 
 
-def _apart(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Iterator[Part]:
+def _apart(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Iterator[PlainPart]:
     if tensor.is_nested:
         raise UnrecordableError(
             "it is a nested tensor: its samples have different shapes, and only dense ones are stored"
@@ -100,7 +100,7 @@ def _apart(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Itera
         raise UnrecordableError(f"it is a {kind}, which does not say of which tensors it is made")
 
 
-def _shard(tensor: Any, *, suffix: str, placement: str | None) -> Iterator[Part]:
+def _shard(tensor: Any, *, suffix: str, placement: str | None) -> Iterator[PlainPart]:
     shard = shard_of(tensor)
     if shard is None:
         raise UnrecordableError(f"this rank has no part of it: it is not in the mesh {tensor.device_mesh}")
@@ -135,7 +135,7 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return torch._C._functorch.get_unwrapped(tensor)  # noqa: SLF001
 
 
-def _plain(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Part:
+def _plain(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> PlainPart:
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         raise UnrecordableError(
             f"it is on {tensor.device} with layout {tensor.layout}, and only dense tensors with values can be recorded"
@@ -147,7 +147,7 @@ def _plain(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Part:
             values = values.detach().view(torch.uint8)
         else:
             raise UnrecordableError(f"its dtype {dtype_name(values.dtype)} cannot be stored")
-    return Part(tensor=values, suffix=suffix, placement=placement)
+    return PlainPart(tensor=values, suffix=suffix, placement=placement)
 
 
 def _as_plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where in a tensor that spans several ranks does a shard lie?
+"""Finds where in a tensor that spans several ranks a shard lies.
 
 A placement is a document: the axes, shape and ranks of a mesh, this rank's coordinates in it, one word for each axis
 (`replicate`, `shard(1)`, `strided_shard(0, 2)`, `partial(sum)`), the shape of the whole tensor, and where in it this

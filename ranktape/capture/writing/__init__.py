@@ -1,1 +1,1 @@
-"""How does what was staged get into the store, whole, from every rank?"""
+"""Store what was staged, whole, from every rank."""

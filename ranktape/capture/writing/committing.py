@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ranktape.capture.writing.recover import expectations
 from ranktape.errors import RanktapeError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import check_attempt
@@ -34,14 +35,8 @@ if TYPE_CHECKING:
     from ranktape.storage.recording.writer import RankWriter
 
 
-def expectations(header: Mapping[str, Any]) -> dict[str, Any]:
-    """What the end of an iteration says of the tensors that it should have; arguments of `RankWriter.commit`."""
-    names = ("expected", "silent_sites", "num_expected", "num_missing")
-    return {name: header[name] for name in names if name in header}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Word:
+class _OwedMark:
     """A marker that is to be written."""
 
     iteration: int
@@ -101,7 +96,7 @@ class Committer:
         self._on_word = on_word
         # Commits flush the disk: while they do, the tensors of the next iteration are stored.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ranktape-commit")
-        self._owed: list[_Word] = []
+        self._owed: list[_OwedMark] = []
         self._lock = threading.Lock()
         self.num_committed = num_committed
         """Iterations that the rank has committed into the store."""
@@ -120,7 +115,7 @@ class Committer:
 
     def mark(self, iteration: int, mark: Mark, reason: str) -> None:
         """Say of an iteration, when all before it are settled, that it is not recorded."""
-        word = _Word(iteration=iteration, mark=mark, reason=reason)
+        word = _OwedMark(iteration=iteration, mark=mark, reason=reason)
         self._pool.submit(self._guarded, partial(self._mark, word))
 
     def recover(self, recovery: Recovery, iteration: int, left: Left) -> None:
@@ -155,11 +150,13 @@ class Committer:
         failure = self._storer.finish(staged, commit)
         if failure is not None:
             self._mark(
-                _Word(iteration=staged.iteration, mark=Mark.FAILED, reason=failure, lacks_space=staged.lacks_space)
+                _OwedMark(iteration=staged.iteration, mark=Mark.FAILED, reason=failure, lacks_space=staged.lacks_space)
             )
         elif self._spill is not None and (reason := self._spill.why_spilled(staged.iteration)) is not None:
             waits = f"it waits in {self._spill.place} for 'ranktape push', as the store did not take it ({reason})"
-            self._mark(_Word(iteration=staged.iteration, mark=Mark.FAILED, reason=waits, waits_in=self._spill.place))
+            self._mark(
+                _OwedMark(iteration=staged.iteration, mark=Mark.FAILED, reason=waits, waits_in=self._spill.place)
+            )
         else:
             self._committed(staged)
         if end is not None and self._ring_is_kept:
@@ -172,7 +169,7 @@ class Committer:
                 recovery.settle(iteration, left)
         except RanktapeError as error:
             self._rank_writer.abandon(iteration)
-            self._mark(_Word(iteration=iteration, mark=Mark.FAILED, reason=str(error)))
+            self._mark(_OwedMark(iteration=iteration, mark=Mark.FAILED, reason=str(error)))
         else:
             if (reason := recovery.failed.get(iteration)) is not None:
                 self._say(problem=f"iteration {iteration} is not stored by rank {self._rank}: {reason}")
@@ -192,7 +189,7 @@ class Committer:
         self._had_word(staged.iteration)
         self._settle()
 
-    def _mark(self, word: _Word) -> None:
+    def _mark(self, word: _OwedMark) -> None:
         self._say(problem=f"iteration {word.iteration} is not stored by rank {self._rank}: {word.reason}")
         with self._lock:
             self._owed.append(word)
@@ -216,7 +213,7 @@ class Committer:
             with self._lock:
                 self._owed.pop(0)
 
-    def _write(self, word: _Word) -> None:
+    def _write(self, word: _OwedMark) -> None:
         attempt, iteration = self._attempt.path, word.iteration
         if self._rank == self._attempt.launch.first_rank:
             open_iteration(self._backend, attempt=self._attempt, iteration=iteration)

@@ -49,7 +49,7 @@ _MAX_POLL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
+class CaptureGoal:
     """What the coordinator works towards."""
 
     planned: tuple[int, ...]
@@ -72,7 +72,7 @@ class Coordinator:
         backend: Backend,
         *,
         attempt: Attempt,
-        goal: Goal,
+        goal: CaptureGoal,
         step: Callable[[], int],
         given_up: Callable[[], Mapping[int, str]] = dict,
         lost: Callable[[], str | None] = lambda: None,

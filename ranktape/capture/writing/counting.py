@@ -1,4 +1,4 @@
-"""What is kept of a tensor where there is no room for its values, or where they are not asked for?
+"""Makes what is kept of a tensor where there is no room for its values, or where they are not asked for.
 
 How often each bit pattern of a 16-bit value occurs in it, and each magnitude in blocks of each kind: every question
 about single values, and about the scales of blocks, can be answered from that (`Keep.HISTOGRAM`). Wider values are

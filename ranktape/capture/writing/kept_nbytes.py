@@ -1,4 +1,4 @@
-"""What takes that which is kept of a tensor in the place of its values?
+"""Tells what that takes which is kept of a tensor in the place of its values.
 
 Known without the values, and without what counts them, so that the trainer can say it.
 """

@@ -36,7 +36,7 @@ class Patience:
             self._gives_up.reset(token)
 
 
-class Budget:
+class HeldMemory:
     """Bytes of memory that several threads take and give back."""
 
     def __init__(self, nbytes: int) -> None:

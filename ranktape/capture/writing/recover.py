@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import RING_SUFFIX, Counter, Slot, SlotKind, boot_id, lock_ring
-from ranktape.capture.writing.committing import expectations
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.capture.writing.storing import staged_record
 from ranktape.errors import CaptureError, DataError, RanktapeError, StorageError
@@ -319,3 +318,9 @@ def site_of(slot: Slot) -> str:
     """The path at which the tensor in a slot is stored."""
     header: dict[str, Any] = slot.header
     return site_path(TensorSite(**{name: header[name] for name in TensorSite.__dataclass_fields__ if name in header}))
+
+
+def expectations(header: Mapping[str, Any]) -> dict[str, Any]:
+    """What the end of an iteration says of the tensors that it should have; arguments of `RankWriter.commit`."""
+    names = ("expected", "silent_sites", "num_expected", "num_missing")
+    return {name: header[name] for name in names if name in header}

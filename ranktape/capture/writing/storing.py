@@ -27,7 +27,7 @@ import numpy as np
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.writing.counting import is_countable, reduce_to
-from ranktape.capture.writing.patience import Budget, Patience
+from ranktape.capture.writing.patience import HeldMemory, Patience
 from ranktape.errors import CaptureError, NoSpaceError, RanktapeError, UnreachableError
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import Keep, RecordInfo
@@ -150,7 +150,7 @@ class Storer:
         # Not behind the tensors that wait in the pool: they may be waiting for the room that this makes.
         self._flushes = ThreadPoolExecutor(1, thread_name_prefix="ranktape-flush")
         self._flush: Future[None] | None = None
-        self._budget = Budget(HELD_NBYTES)
+        self._budget = HeldMemory(HELD_NBYTES)
         self._lock = threading.Lock()
         self._open: dict[int, Staged] = {}
         self.trainer_is_gone = False

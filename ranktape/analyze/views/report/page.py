@@ -14,13 +14,13 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ranktape import __version__
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.questions.swept import parse_request
 from ranktape.analyze.views.report.model import Model, build_model
 from ranktape.analyze.views.whole_file import write_error, write_whole
 from ranktape.errors import NoRecordsError, UsageError
+from ranktape.lazy_names import __version__
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
