@@ -1,1 +1,26 @@
-"""Open the doors: start a training with capture under torchrun, the `ranktape` command, the demo."""
+"""Open the doors: start a training with capture under torchrun, the `ranktape` command, the demo.
+
+The commands that look after runs are functions, too: `check("s3://bucket/run")` returns what `ranktape check` writes.
+"""
+
+from typing import TYPE_CHECKING
+
+from ranktape.lazy_names import public_names
+
+if TYPE_CHECKING:
+    from ranktape.launch.exchange import import_files as import_files
+    from ranktape.launch.exchange import push as push
+    from ranktape.launch.exchange import recover as recover
+    from ranktape.launch.maintain import check as check
+    from ranktape.launch.maintain import prune as prune
+    from ranktape.launch.maintain import repair as repair
+    from ranktape.launch.maintain import rm as rm
+    from ranktape.launch.maintain import runs as runs
+else:
+    __all__, __getattr__, __dir__ = public_names(
+        __name__,
+        homes={
+            "exchange": ["import_files", "push", "recover"],
+            "maintain": ["check", "prune", "repair", "rm", "runs"],
+        },
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from ranktape import launch
 from ranktape.capture.settings.table import SETTINGS
 from ranktape.launch.cli import COMMANDS, cli
 from ranktape.lazy_names import __version__
@@ -111,3 +113,11 @@ def test_help_answers_at_once_and_imports_nothing_heavy(tmp_path: Path) -> None:
         assert ended.stdout.endswith("heavy:\n"), ended.stdout + ended.stderr
     # The quickest of five: what the machine does besides is not ours.
     assert min(durations) < HELP_SECONDS
+
+
+@pytest.mark.parametrize("name", sorted(dir(launch)))
+def test_a_command_and_its_function_take_the_same_words(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name.partition("_")[0])
+    assert command is not None
+    words = {parameter.name for parameter in command.params} - {"as_json", "yes"}
+    assert words == set(inspect.signature(getattr(launch, name)).parameters) - {"on_done", "on_progress"}
