@@ -128,7 +128,7 @@ class Selection:
         return chosen
 
 
-class Answer(Protocol):
+class AnswerTable(Protocol):
     """An answer that is more than a table."""
 
     def write(self, output: Output) -> None:
@@ -183,7 +183,7 @@ class Output:
         say(said, err=True)
         return replace(ordered, rows=ordered.rows[:MAX_TEXT_ROWS])
 
-    def write(self, answer: Table | Answer) -> None:
+    def write(self, answer: Table | AnswerTable) -> None:
         """Write an answer where and how it was asked for; of a table what `shown` leaves.
 
         Raises:

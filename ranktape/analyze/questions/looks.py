@@ -58,7 +58,7 @@ class LookOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class LookAnswer:
     """What a look makes of a digest."""
 
     title: str
@@ -201,13 +201,13 @@ def _zipped(*columns: NDArray[Any]) -> Rows:
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
-ANSWERS: Mapping[Look, Answer] = {
-    Look.LINEAR: Answer(
+ANSWERS: Mapping[Look, LookAnswer] = {
+    Look.LINEAR: LookAnswer(
         title="histogram",
         columns=(*_EDGES, *_COUNT, _column("density", Kind.FLOAT), _RELATIVE),
         rows=_linear,
     ),
-    Look.NORMALISED: Answer(
+    Look.NORMALISED: LookAnswer(
         title="histogram, normalised to [0, 1],",
         columns=(
             _column("normalised.lower", Kind.FLOAT, "from"),
@@ -221,7 +221,7 @@ ANSWERS: Mapping[Look, Answer] = {
         ),
         rows=_normalised,
     ),
-    Look.LOG2: Answer(
+    Look.LOG2: LookAnswer(
         title="histogram in octaves",
         columns=(
             *_EDGES,
@@ -233,7 +233,7 @@ ANSWERS: Mapping[Look, Answer] = {
         ),
         rows=_log2,
     ),
-    Look.EXPONENTS: Answer(
+    Look.EXPONENTS: LookAnswer(
         title="powers of two",
         columns=(
             _column("exponent", Kind.INTEGER),
@@ -246,7 +246,7 @@ ANSWERS: Mapping[Look, Answer] = {
         ),
         rows=_exponents,
     ),
-    Look.FORMATS: Answer(
+    Look.FORMATS: LookAnswer(
         title="what formats hold",
         columns=(
             _column("format", Kind.TEXT),
@@ -266,7 +266,7 @@ ANSWERS: Mapping[Look, Answer] = {
         ),
         rows=_formats,
     ),
-    Look.NORMAL: Answer(
+    Look.NORMAL: LookAnswer(
         title="normal fit",
         columns=(
             _column("finite", Kind.INTEGER),
@@ -280,7 +280,7 @@ ANSWERS: Mapping[Look, Answer] = {
         ),
         rows=_normal,
     ),
-    Look.QQ: Answer(
+    Look.QQ: LookAnswer(
         title="quantiles beside those of the normal fit",
         columns=(
             _column("probability", Kind.FLOAT),
