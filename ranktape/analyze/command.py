@@ -184,7 +184,8 @@ def _option(one: Parameter) -> Callable[..., Any]:
     elif "PathLike" in one.annotation:
         settings["type"] = NamedPath(path_type=Path)
     else:
-        settings["type"] = _TYPES.get(one.annotation.split(" |")[0], str)
+        kinds = one.annotation.split(" | ")
+        settings["type"] = str if "str" in kinds else _TYPES.get(kinds[0], str)
     if "Sequence" in one.annotation:
         return click.option(flag, one.name, multiple=True, **settings)
     return click.option(flag, one.name, default=one.default, show_default=one.default is not None, **settings)
