@@ -40,7 +40,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add one flag for each marker that is opt-in."""
     for marker, meaning in OPT_IN.items():
         parser.addoption(f"--run-{marker}", action="store_true", help=f"run the tests marked {marker}: {meaning}")
-    parser.addoption("--run-slow", action="store_true", help="nothing: each test runs that is not exhaustive")
     parser.addoption("--require-s3", action="store_true", help="fail, do not skip, where Ceph's packages are missing")
     parser.addoption("--require-browser", action="store_true", help="fail, do not skip, where Chromium is missing")
 
