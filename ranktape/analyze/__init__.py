@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.questions.trace import trace as trace
     from ranktape.analyze.questions.trend import trend as trend
     from ranktape.analyze.rules.result import GateResult as GateResult
-    from ranktape.analyze.rules.rule import Rule as Rule
+    from ranktape.analyze.rules.rule import GateRule as GateRule
     from ranktape.analyze.table import Table as Table
     from ranktape.analyze.views.plots.write import plot_overflow as plot_overflow
     from ranktape.analyze.views.report.page import write_report as write_report
@@ -91,7 +91,7 @@ else:
             "questions.trace": ["trace"],
             "questions.trend": ["trend"],
             "rules.result": ["GateResult"],
-            "rules.rule": ["Rule"],
+            "rules.rule": ["GateRule"],
             "table": ["Table"],
             "views.plots.write": ["plot_overflow"],
             "views.report.page": ["write_report"],

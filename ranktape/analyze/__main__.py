@@ -1,4 +1,4 @@
-"""How does `python -m ranktape.analyze` start?"""
+"""Starts `python -m ranktape.analyze`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a command line find its commands, and what does a user's mistake look like there?
+"""Finds the commands of a command line when they are used, and makes one line of a user's mistake.
 
 One click group for every door: commands are imported when they are used, so that help answers at once,
 and a `RanktapeError` becomes one line on stderr with the exit code of its class. Other exceptions are our
@@ -20,7 +20,7 @@ import click
 from ranktape.errors import RanktapeError
 
 
-class Failure(click.ClickException):
+class CommandFailure(click.ClickException):
     """A `RanktapeError` on its way to the user."""
 
     def __init__(self, error: RanktapeError) -> None:
@@ -109,9 +109,9 @@ class RanktapeGroup(click.Group):
         """Run the command; a `RanktapeError` leaves as one line with its exit code.
 
         Raises:
-            Failure: the command met a `RanktapeError`.
+            CommandFailure: the command met a `RanktapeError`.
         """
         try:
             return super().invoke(ctx)
         except RanktapeError as error:
-            raise Failure(error) from error
+            raise CommandFailure(error) from error

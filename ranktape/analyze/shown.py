@@ -1,4 +1,4 @@
-"""What do people see of an answer: a table of text, with lines above and below; aligned, in colour, or as HTML?"""
+"""Shows an answer to people: a table of text, with lines above and below; aligned, in colour, or as HTML."""
 
 from __future__ import annotations
 

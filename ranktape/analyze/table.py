@@ -1,4 +1,4 @@
-"""How does an answer look: as aligned text, as one JSON document, as CSV, as a DataFrame, in a notebook?
+"""Holds an answer, and writes it as aligned text, as one JSON document, as CSV, as a DataFrame, in a notebook.
 
 One `Table` for every command. Numbers stay numbers until they are printed; a column says what they are.
 """

@@ -20,7 +20,7 @@ from ranktape.analyze.comparison import tensors
 from ranktape.analyze.comparison.figures import DISTANCES
 from ranktape.analyze.comparison.map import difference_map
 from ranktape.analyze.comparison.sample_pairs import sample_pairs
-from ranktape.analyze.comparison.tensors import Tensor as Side
+from ranktape.analyze.comparison.tensors import ComparedTensor as Side
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.questions.compare import compare
 from ranktape.analyze.table import Table

@@ -20,7 +20,7 @@ from ranktape.analyze.cli import cli
 from ranktape.analyze.questions.gate import gate
 from ranktape.analyze.rules.condition import judge
 from ranktape.analyze.rules.defaults import DEFAULT_RULES, default_rules
-from ranktape.analyze.rules.rule import Missing, Rule, parse_rule
+from ranktape.analyze.rules.rule import GateRule, Missing, parse_rule
 from ranktape.analyze.rules.rule_file import parse_rules, read_rule_file
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records, Run, open_run
@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return store(tmp_path_factory.mktemp("run"), model_tensors(num_ranks=2))
 
 
-def checked(run: Run | Records, *rules: str | Rule, **options: Any) -> list[tuple[Any, ...]]:
+def checked(run: Run | Records, *rules: str | GateRule, **options: Any) -> list[tuple[Any, ...]]:
     """For each rule whether it holds, and how many were checked, failed and could not be told."""
     found = gate(run.select(), rule=rules, **options)
     return [(one.holds, one.num_checked, one.num_failed, one.num_missing) for one in found.outcomes]
@@ -65,7 +65,7 @@ def test_counts_against_a_format_are_those_of_overflow(run: Run) -> None:
             values = table.column(name)
             limit = sorted(values)[len(values) // 2]
             num_above = sum(value > limit for value in values)
-            rule = Rule(name="a", check=f"{name} <= {limit!r}", format="fp8_e4m3", scaling=scaling)
+            rule = GateRule(name="a", check=f"{name} <= {limit!r}", format="fp8_e4m3", scaling=scaling)
             assert checked(run, rule)[0][2] == num_above
             assert checked(run, f"{name} <= {limit!r}", format="fp8_e4m3", scaling=scaling)[0][2] == num_above
 
@@ -195,7 +195,7 @@ def test_a_figure_that_does_not_exist_fails_unless_it_does_not_matter(tmp_path: 
         ("batch_size == 4", 3, 3),
     ):
         assert checked(run, check) == [(failed == 0, 3, failed, missing)], check
-    rule = Rule(name="a", check="mean < 10", missing=Missing.PASS)
+    rule = GateRule(name="a", check="mean < 10", missing=Missing.PASS)
     assert checked(run, rule) == [(True, 3, 0, 2)]
     (outcome,) = gate(run.select(), rule=["mean < 1"]).outcomes
     assert [one.value for one in outcome.offenders] == [None, None, 2]
@@ -230,19 +230,19 @@ def test_every_comparison_to_blame_is_named_the_worst_first(run: Run) -> None:
 def test_a_rule_that_checks_nothing_is_an_error(run: Run) -> None:
     with pytest.raises(NoRecordsError, match=r"checks nothing: none of 36 records.*where layer_type == 'attn'"):
         gate(run.select(), rule=["std < 10", "std < 10 where layer_type == 'attn'"])
-    rule = Rule(name="a", check="std < 10", where="layer_type == 'attn'", allow_empty=True)
+    rule = GateRule(name="a", check="std < 10", where="layer_type == 'attn'", allow_empty=True)
     assert checked(run, rule) == [(True, 0, 0, 0)]
 
 
 def test_a_group_of_copies_of_which_some_are_not_there_is_missing(tmp_path: Path) -> None:
     records = store(tmp_path, replicated(3)).select()
-    rule = Rule(name="copies", check="replicas.differing == 0", by=("tensor_name",))
+    rule = GateRule(name="copies", check="replicas.differing == 0", by=("tensor_name",))
     assert checked(records, rule) == [(True, 1, 0, 0)]
     assert checked(records.select(rank=1), rule) == [(False, 1, 1, 1)]
 
 
 def test_one_rule_may_be_given_alone(run: Run) -> None:
-    for rule in ("std < 1e-9 WHERE rank == 0", Rule(name="a", check="std < 1e-9", where="rank == 0")):
+    for rule in ("std < 1e-9 WHERE rank == 0", GateRule(name="a", check="std < 1e-9", where="rank == 0")):
         (outcome,) = gate(run.select(), rule=rule).outcomes
         assert (outcome.num_records, outcome.holds) == (len(run.select(rank=0)), False)
 
@@ -257,7 +257,9 @@ def test_integers_are_left_out_where_formats_are_sought(tmp_path: Path) -> None:
     assert (outcome.holds, outcome.num_checked) == (True, 1)
     assert outcome.notes == ("1 records of integers or bool left out: no format is for them",)
     assert checked(run, "elements > 0 and overflow.nan.count == 0") == [(True, 2, 0, 0)]
-    in_blocks = Rule(name="b", check="overflow.total == 0 and std < 1", by=("rank",), format="mxfp8", scaling="block")
+    in_blocks = GateRule(
+        name="b", check="overflow.total == 0 and std < 1", by=("rank",), format="mxfp8", scaling="block"
+    )
     assert checked(run, in_blocks) == [(True, 1, 0, 0)]
 
 

@@ -1,1 +1,1 @@
-"""Which scale, and which format, should be used, and what has to be known about it?"""
+"""Recommends a scale and a format, and says what has to be known about them."""

@@ -1,4 +1,4 @@
-"""Which of the levels of a sweep should be used, how sure is that, and what is lost by it?
+"""Recommends one of the levels of a sweep, says how sure that is, and what is lost by it.
 
 `recommend` judges one tensor. What is beyond the format's limits has a severity, the metrics have a spread over
 the levels, and `advice` says in words what follows. All of it is the same for a tensor and a multiple of it,

@@ -1,4 +1,4 @@
-"""What should somebody do who has seen a sweep, in words?"""
+"""Gives what somebody should do who has seen a sweep, in words."""
 
 from __future__ import annotations
 

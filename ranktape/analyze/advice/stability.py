@@ -1,4 +1,4 @@
-"""How much does it matter which level of a sweep is chosen?"""
+"""Tells how much it matters which level of a sweep is chosen."""
 
 from __future__ import annotations
 

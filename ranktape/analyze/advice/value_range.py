@@ -1,4 +1,4 @@
-"""Between which values does a tensor lie, before and after it is rounded at a level of a sweep?"""
+"""Gives between which values a tensor lies, before and after it is rounded at a level of a sweep."""
 
 from __future__ import annotations
 

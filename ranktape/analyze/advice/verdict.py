@@ -1,4 +1,4 @@
-"""How much of a tensor does a level put beyond the limits of its format, and how bad is that?"""
+"""Tells how much of a tensor a level puts beyond the limits of its format, and how bad that is."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How far are two tensors apart, and which tensor of one side belongs to which of the other?"""
+"""Compares tensors: how far two are apart, and which of one side belongs to which of the other."""

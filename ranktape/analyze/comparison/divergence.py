@@ -1,4 +1,4 @@
-"""Where do two runs begin to differ, by more than equal runs do?"""
+"""Finds where two runs begin to differ by more than equal runs do."""
 
 from __future__ import annotations
 

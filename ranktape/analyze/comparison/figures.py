@@ -1,4 +1,4 @@
-"""Which figures of a pair have a name, and which end of each is the worse one?"""
+"""Names the metrics of a pair, and which end of each is the worse one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks' records are compared, where both sides have records of several ranks at one place?
+"""Chooses which ranks' records are compared, where both sides have records of several ranks at one place.
 
 Where both sides have the same ranks and every rank holds the same part (or one of the same shape, where one side does
 not say what it is), each rank's record is compared with its own counterpart; copies of one part that are the same bits

@@ -1,4 +1,4 @@
-"""In which tokens and which channels of a tensor are the differences?"""
+"""Gives in which tokens and which channels of a tensor the differences are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.comparison.tensors import Tensor
+from ranktape.analyze.comparison.tensors import ComparedTensor
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
@@ -105,7 +105,7 @@ class DifferenceMap:
 
 
 def difference_map(
-    a: Record | Tensor, b: Record | Tensor, *, max_bins: int = MAX_BINS, view: View = View.SEEN
+    a: Record | ComparedTensor, b: Record | ComparedTensor, *, max_bins: int = MAX_BINS, view: View = View.SEEN
 ) -> DifferenceMap:
     """Where two tensors of one shape differ, and how much; a has the layout. Both are in memory.
 
@@ -116,7 +116,7 @@ def difference_map(
         StorageError: a store cannot be read.
         UsageError: shapes differ, or values were not kept.
     """
-    one, other = (side if isinstance(side, Tensor) else Tensor(records=(side,)) for side in (a, b))
+    one, other = (side if isinstance(side, ComparedTensor) else ComparedTensor(records=(side,)) for side in (a, b))
     for side in (one, other):
         if not side.has_values:
             raise UsageError(f"of {side.first!r} the {side.first.keep} were kept, and a map needs the values")

@@ -1,4 +1,4 @@
-"""What is compared with what: in which field do the two sides differ, and what must then be the same?
+"""Reads what is compared with what: in which field the two sides differ, and what must then be the same.
 
 A side is a selection of records. A pairing names the field in which the sides differ, and what it is on each; a record
 of the one side belongs to those of the other that agree with it in every other field of the identity. Some fields

@@ -1,4 +1,4 @@
-"""Which elements of two tensors stand for all of them, where each pair of elements is a point?"""
+"""Chooses which elements of two tensors stand for all of them, where each pair of elements is a point."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.comparison.tensors import Tensor
+from ranktape.analyze.comparison.tensors import ComparedTensor
 from ranktape.analyze.engine.values import View
 from ranktape.errors import UsageError
 
@@ -30,7 +30,7 @@ class SampledPairs:
 
 
 def sample_pairs(
-    a: Record | Tensor, b: Record | Tensor, *, count: int = 10_000, view: View = View.SEEN
+    a: Record | ComparedTensor, b: Record | ComparedTensor, *, count: int = 10_000, view: View = View.SEEN
 ) -> SampledPairs:
     """At most `count` pairs of elements, spread over the whole tensors; the same for the same shape and count.
 
@@ -42,7 +42,7 @@ def sample_pairs(
         StorageError: a store cannot be read.
         UsageError: shapes differ, values were not kept, or the count is negative.
     """
-    one, other = (side if isinstance(side, Tensor) else Tensor(records=(side,)) for side in (a, b))
+    one, other = (side if isinstance(side, ComparedTensor) else ComparedTensor(records=(side,)) for side in (a, b))
     for side in (one, other):
         if not side.has_values:
             raise UsageError(f"of {side.first!r} the {side.first.keep} were kept, and pairs need the values")
@@ -62,7 +62,7 @@ def _places(num_elements: int, *, count: int) -> NDArray[np.int64]:
     return edges[:-1] + np.floor(drawn * np.diff(edges)).astype(np.int64)
 
 
-def _taken(tensor: Tensor, places: NDArray[np.int64], *, view: View) -> NDArray[np.float64]:
+def _taken(tensor: ComparedTensor, places: NDArray[np.int64], *, view: View) -> NDArray[np.float64]:
     taken = tensor.read(view=view).reshape(-1)[places]
     with np.errstate(over="ignore", invalid="ignore"):
         if taken.dtype.kind == "c":

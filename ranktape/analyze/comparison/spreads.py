@@ -1,4 +1,4 @@
-"""How far apart are the distributions of the two tensors of each pair, whatever was kept of them?"""
+"""Gives how far apart the distributions of the two tensors of each pair are, whatever was kept of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is the comparison of many pairs cut into pieces of work?"""
+"""Cuts the comparison of many pairs into pieces of work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, overload
 
-from ranktape.analyze.comparison.tensors import Pair, Tensor
+from ranktape.analyze.comparison.tensors import ComparedTensor, TensorPair
 from ranktape.analyze.engine.values import View
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ BATCH_SIZE = 64
 """Pairs of one piece of work at most: small tensors that are stored together are read together."""
 
 
-class PairTasks(Sequence[tuple[Pair, ...]]):
+class PairTasks(Sequence[tuple[TensorPair, ...]]):
     """The pairs of a matching in batches, made when they are asked for: a run may have millions of them."""
 
     def __init__(
@@ -58,12 +58,12 @@ class PairTasks(Sequence[tuple[Pair, ...]]):
         return len(self._starts)
 
     @overload
-    def __getitem__(self, index: int) -> tuple[Pair, ...]: ...
+    def __getitem__(self, index: int) -> tuple[TensorPair, ...]: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[tuple[Pair, ...]]: ...
+    def __getitem__(self, index: slice) -> list[tuple[TensorPair, ...]]: ...
 
-    def __getitem__(self, index: int | slice) -> tuple[Pair, ...] | list[tuple[Pair, ...]]:
+    def __getitem__(self, index: int | slice) -> tuple[TensorPair, ...] | list[tuple[TensorPair, ...]]:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
@@ -77,9 +77,9 @@ class PairTasks(Sequence[tuple[Pair, ...]]):
             _tensors(self._matching.b, [other for _, other in pairs]),
             self._twins_of(places),
         ]
-        return tuple(Pair(a=a, b=b, twin=twin, view=self._view) for a, b, twin in zip(*sides, strict=True))
+        return tuple(TensorPair(a=a, b=b, twin=twin, view=self._view) for a, b, twin in zip(*sides, strict=True))
 
-    def _twins_of(self, places: Sequence[int]) -> Sequence[Tensor | None]:
+    def _twins_of(self, places: Sequence[int]) -> Sequence[ComparedTensor | None]:
         if self._noise is None or self._twins is None:
             return [None] * len(places)
         rows = [self._twins[place] for place in places]
@@ -92,9 +92,10 @@ class PairTasks(Sequence[tuple[Pair, ...]]):
         return [None if known is None else next(found) for known in rows]
 
 
-def _tensors(records: Records, parts: Sequence[Parts]) -> list[Tensor]:
+def _tensors(records: Records, parts: Sequence[Parts]) -> list[ComparedTensor]:
     """The tensors whose records are at those places; records are fetched together."""
     found = iter(records.take([row for one in parts for row in one.rows]))
     return [
-        Tensor(records=tuple(itertools.islice(found, len(one.rows))), is_assembled=one.is_assembled) for one in parts
+        ComparedTensor(records=tuple(itertools.islice(found, len(one.rows))), is_assembled=one.is_assembled)
+        for one in parts
     ]

@@ -1,4 +1,4 @@
-"""How is a tensor of a pair read: as one record or put together from several, whole or sample by sample?"""
+"""Reads a tensor of a pair: as one record or put together from several, whole or sample by sample."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHOLE_NBYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class ComparedTensor:
     """One side of a pair: a record, or the parts of one tensor. It can be pickled."""
 
     records: tuple[Record, ...]
@@ -89,20 +89,20 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class TensorPair:
     """Two tensors that are compared, and the twin of the first from a second equal run. It can be pickled."""
 
-    a: Tensor
+    a: ComparedTensor
     """The reference."""
-    b: Tensor
+    b: ComparedTensor
     """What is compared with it."""
-    twin: Tensor | None = None
+    twin: ComparedTensor | None = None
     """The same tensor as `a`, of another run that should be equal."""
     view: View = View.SEEN
     """Which numbers are compared."""
 
 
-def compare_pairs(pairs: tuple[Pair, ...]) -> list[tuple[Differences | None, Differences | None]]:
+def compare_pairs(pairs: tuple[TensorPair, ...]) -> list[tuple[Differences | None, Differences | None]]:
     """For each pair the differences of b from a, and those of the twin from a.
 
     None where the values of one were not kept, or where shapes differ. In memory are the two tensors; of large ones
@@ -121,7 +121,7 @@ def compare_pairs(pairs: tuple[Pair, ...]) -> list[tuple[Differences | None, Dif
     ]
 
 
-def compare_tensors(a: Tensor, b: Tensor, *, view: View = View.SEEN) -> Differences | None:
+def compare_tensors(a: ComparedTensor, b: ComparedTensor, *, view: View = View.SEEN) -> Differences | None:
     """The differences of one tensor from another; None where there are none to be known.
 
     Raises:
@@ -133,12 +133,12 @@ def compare_tensors(a: Tensor, b: Tensor, *, view: View = View.SEEN) -> Differen
     return compare_parts(_parts(a, b, view=view), shape=a.shape, first_dim=a.sample_dim)
 
 
-def is_comparable(a: Tensor, b: Tensor) -> bool:
+def is_comparable(a: ComparedTensor, b: ComparedTensor) -> bool:
     """Whether the tensors can be compared element by element."""
     return a.has_values and b.has_values and a.shape == b.shape
 
 
-def _parts(a: Tensor, b: Tensor, *, view: View) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+def _parts(a: ComparedTensor, b: ComparedTensor, *, view: View) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Both tensors in flat parts, samples first: the same elements in the same order, however they are read."""
     dim = a.sample_dim
     if dim is not None and dim == b.sample_dim and a.is_read_by_sample() and b.is_read_by_sample():

@@ -1,1 +1,1 @@
-"""What is wrong in a run, and where?"""
+"""Finds what is wrong in a run, and where."""

@@ -1,4 +1,4 @@
-"""Which channels are far larger than the others, and which are never anything but zero?
+"""Finds channels that are far larger than the others, and those that are never anything but zero.
 
 A channel is a place along the last dimension. Digests do not know it: records are read once more, and what is found is
 kept.

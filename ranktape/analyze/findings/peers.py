@@ -1,4 +1,4 @@
-"""How far is a number from those that should be like it, and is that far?
+"""Tells how far a number is from those that should be like it, and whether that is far.
 
 All functions work on many groups of peers at once: `groups` holds a whole number for each value, and values with the
 same one are peers. Values are finite.

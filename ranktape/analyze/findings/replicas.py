@@ -1,4 +1,4 @@
-"""Which tensors that ranks hold copies of are not the same bits on all of them?
+"""Finds tensors that ranks hold copies of and that are not the same bits on all of them.
 
 The catalogue has a checksum of every record, so that nothing is read. Where a placement says `replicate`, it says which
 ranks have copies. Where no placement is known, as under DDP, weights are copies that are equal bit for bit in most

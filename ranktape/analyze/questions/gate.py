@@ -18,9 +18,9 @@ from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.questions.swept import sweepable
 from ranktape.analyze.rules.condition import Fault, faults, judge
 from ranktape.analyze.rules.defaults import default_rules
-from ranktape.analyze.rules.operands import Operand, Origin, parse_operand
-from ranktape.analyze.rules.result import GateResult, Offender, Outcome
-from ranktape.analyze.rules.rule import Missing, Rule, parse_rule
+from ranktape.analyze.rules.operands import Origin, RuleOperand, parse_operand
+from ranktape.analyze.rules.result import GateResult, Offender, RuleOutcome
+from ranktape.analyze.rules.rule import GateRule, Missing, parse_rule
 from ranktape.analyze.rules.rule_file import read_rule_file
 from ranktape.analyze.rules.values import Judged, values_of
 from ranktape.errors import NoRecordsError, UsageError
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class _Asked:
     """A rule that is ready to be judged."""
 
-    rule: Rule
-    operands: tuple[Operand, ...]
+    rule: GateRule
+    operands: tuple[RuleOperand, ...]
     records: Records
     notes: tuple[str, ...]
 
@@ -45,7 +45,7 @@ class _Asked:
 def gate(
     records: Records,
     *,
-    rule: str | Rule | Sequence[str | Rule] = (),
+    rule: str | GateRule | Sequence[str | GateRule] = (),
     rule_file: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     format: str | None = None,  # noqa: A002 - the option's name
     scaling: str | None = None,
@@ -76,8 +76,8 @@ def gate(
         UsageError: a rule cannot be read, asks for what there is not, or an option is of no use to any.
     """
     files = [rule_file] if isinstance(rule_file, str | os.PathLike) else list(rule_file)
-    several = [rule] if isinstance(rule, str | Rule) else rule
-    given = [one if isinstance(one, Rule) else parse_rule(one) for one in several]
+    several = [rule] if isinstance(rule, str | GateRule) else rule
+    given = [one if isinstance(one, GateRule) else parse_rule(one) for one in several]
     for file in files:
         given += read_rule_file(Path(file))
     filled = _filled(given or default_rules(), by=by, format_name=format, scaling=scaling)
@@ -86,7 +86,9 @@ def gate(
     return GateResult(outcomes=tuple(_outcome(one, view=view, engine=engine) for one in asked))
 
 
-def _filled(rules: Sequence[Rule], *, by: Sequence[str], format_name: str | None, scaling: str | None) -> list[Rule]:
+def _filled(
+    rules: Sequence[GateRule], *, by: Sequence[str], format_name: str | None, scaling: str | None
+) -> list[GateRule]:
     """The rules with what was said for all of them, where they say nothing themselves and it is of use."""
     found, is_used = [], False
     for rule in rules:
@@ -109,14 +111,14 @@ def _filled(rules: Sequence[Rule], *, by: Sequence[str], format_name: str | None
     return found
 
 
-def _operands(rule: Rule) -> tuple[Operand, ...]:
+def _operands(rule: GateRule) -> tuple[RuleOperand, ...]:
     try:
         return tuple(map(parse_operand, rule.condition.names))
     except UsageError as error:
         raise rule.mistake(error) from error
 
 
-def _asked(rule: Rule, records: Records) -> _Asked:
+def _asked(rule: GateRule, records: Records) -> _Asked:
     operands = _operands(rule)
     try:
         _check(rule, operands)
@@ -141,7 +143,7 @@ def _asked(rule: Rule, records: Records) -> _Asked:
     return _Asked(rule=rule, operands=operands, records=chosen, notes=tuple(notes))
 
 
-def _check(rule: Rule, operands: Sequence[Operand]) -> None:
+def _check(rule: GateRule, operands: Sequence[RuleOperand]) -> None:
     target = one_target(rule.format, rule.scaling)
     if target is not None and not any(operand.has_limits for operand in operands):
         names = ", ".join(operand.name for operand in operands)
@@ -151,10 +153,10 @@ def _check(rule: Rule, operands: Sequence[Operand]) -> None:
             raise UsageError(f"{operand.name} is counted against a format: say which, as format: fp8_e4m3")
 
 
-def _outcome(asked: _Asked, *, view: View | None, engine: Engine | None) -> Outcome:
+def _outcome(asked: _Asked, *, view: View | None, engine: Engine | None) -> RuleOutcome:
     rule = asked.rule
     if not len(asked.records):
-        return Outcome(
+        return RuleOutcome(
             rule=rule, num_records=0, num_checked=0, num_failed=0, num_missing=0, offenders=(), notes=asked.notes
         )
     target = one_target(rule.format, rule.scaling)
@@ -170,7 +172,7 @@ def _outcome(asked: _Asked, *, view: View | None, engine: Engine | None) -> Outc
         found = list(faults(condition, judged.columns, is_bad))
     except UsageError as error:
         raise rule.mistake(error) from error
-    return Outcome(
+    return RuleOutcome(
         rule=rule,
         num_records=len(asked.records),
         num_checked=num_rows,

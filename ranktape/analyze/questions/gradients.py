@@ -74,8 +74,8 @@ def gradients(
     by_type, by_module = (
         with_stacks(by, records) or default for default in (("layer_type",), ("layer_type", "layer_idx", "module"))
     )
-    ranges = _Totals.of(records, by=(*by_type, *([] if "tensor_name" in by_type else ["tensor_name"])))
-    passes, weights = _Totals.of(records, by=by_type), _Totals.of(records, by=by_module)
+    ranges = _GroupDigests.of(records, by=(*by_type, *([] if "tensor_name" in by_type else ["tensor_name"])))
+    passes, weights = _GroupDigests.of(records, by=by_type), _GroupDigests.of(records, by=by_module)
     flushed: dict[tuple[int, str], list[_Flushed | None]] = defaultdict(list)
     found = digests(records, view=view or View.COMPUTE, engine=engine)
     for position, (name, digest) in enumerate(zip(names, found, strict=True)):
@@ -93,7 +93,7 @@ def gradients(
 _WEIGHTS = ("weight", f"{_PREFIX}weight")
 
 
-class _Totals:
+class _GroupDigests:
     """Digests of groups, for each name of a tensor, as far as they were seen."""
 
     def __init__(self, keys: Sequence[dict[str, Any]], numbers: Sequence[int]) -> None:
@@ -104,7 +104,7 @@ class _Totals:
         """The fields of each group."""
 
     @classmethod
-    def of(cls, records: Records, *, by: Sequence[str]) -> _Totals:
+    def of(cls, records: Records, *, by: Sequence[str]) -> _GroupDigests:
         """Nothing yet, of the groups of those fields."""
         groups = group_records(records, by=by)
         return cls(groups.keys, groups.numbers)
@@ -158,7 +158,7 @@ def _flushed(digest: Digest, targets: Sequence[Target]) -> _Flushed | None:
 
 
 def _ranges_table(
-    totals: _Totals, flushed: dict[tuple[int, str], list[_Flushed | None]], targets: Sequence[Target]
+    totals: _GroupDigests, flushed: dict[tuple[int, str], list[_Flushed | None]], targets: Sequence[Target]
 ) -> Table:
     shown = [parse_metric(name) for name in (*FIGURES[:2], "norm", "smallest_nonzero", *FIGURES[2:])]
     rows = []
@@ -196,7 +196,7 @@ def _flushed_cells(parts: Sequence[_Flushed | None], num_targets: int) -> tuple[
     return tuple(sum(part.counts[place] for part in known) / elements for place in range(num_targets))
 
 
-def _weights_table(totals: _Totals) -> Table:
+def _weights_table(totals: _GroupDigests) -> Table:
     rows = []
     for number, key, count in totals.groups(f"{_PREFIX}weight"):
         gradient, weight = totals.digest(number, f"{_PREFIX}weight"), totals.digest(number, "weight")
@@ -233,7 +233,7 @@ def _weights_table(totals: _Totals) -> Table:
     )
 
 
-def _passes_table(totals: _Totals) -> Table:
+def _passes_table(totals: _GroupDigests) -> Table:
     shown = [parse_metric(name) for name in FIGURES]
     rows = []
     for number, key in enumerate(totals.keys):

@@ -41,7 +41,7 @@ _ORDER = ("iteration", "attempt", "counter", "rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Beginning:
     """Something that begins."""
 
     name: str
@@ -53,10 +53,10 @@ class Event:
 
 
 EVENTS = (
-    Event(name="nan", kind="nan", above=0.0),
-    Event(name="overflow", kind="total", above=0.0),
-    Event(name="underflow", kind="underflow", above=MODERATE_RATIO),
-    Event(name="flushed", kind="flushed", above=MODERATE_RATIO),
+    Beginning(name="nan", kind="nan", above=0.0),
+    Beginning(name="overflow", kind="total", above=0.0),
+    Beginning(name="underflow", kind="underflow", above=MODERATE_RATIO),
+    Beginning(name="flushed", kind="flushed", above=MODERATE_RATIO),
 )
 """What is looked for; of underflow as much as the older tool warns of."""
 
@@ -94,7 +94,7 @@ def overflow_begins(places: Places, *, by: Sequence[str]) -> Table:
     )
 
 
-def _events(target: Target | None) -> tuple[Event, ...]:
+def _events(target: Target | None) -> tuple[Beginning, ...]:
     """Nothing is flushed that is stored already."""
     return EVENTS if target is not None else tuple(event for event in EVENTS if event.kind != "flushed")
 

@@ -1,1 +1,1 @@
-"""Does a run hold to rules, so that a pipeline of tests may go on?"""
+"""Checks a run against rules, so that a pipeline of tests may go on."""

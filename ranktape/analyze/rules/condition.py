@@ -1,4 +1,4 @@
-"""Of which rows does a condition hold, of which does it not, and of which can it not be told?
+"""Tells of which rows a condition holds, of which it does not, and of which it cannot be told.
 
 A missing figure compares as unknown, and `and`, `or` and `not` make of it what they make of a truth that nobody knows
 (Kleene, 1938): `a < 1 or b < 1` holds where a is 0, whether there is a b or not. A comparison with None is known.

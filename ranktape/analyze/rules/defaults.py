@@ -1,11 +1,11 @@
-"""Which rules hold for every run, if nothing else is asked for?
+"""Gives the rules that hold for every run, if nothing else is asked for.
 
 All of them are answered by the catalogue: no value is read.
 """
 
 from __future__ import annotations
 
-from ranktape.analyze.rules.rule import Rule
+from ranktape.analyze.rules.rule import GateRule
 from ranktape.analyze.rules.rule_file import parse_rules
 
 DEFAULT_RULES = """\
@@ -38,6 +38,6 @@ DEFAULT_RULES = """\
 """As a file of rules."""
 
 
-def default_rules() -> list[Rule]:
+def default_rules() -> list[GateRule]:
     """The same as rules."""
     return parse_rules(DEFAULT_RULES, place="the default rules")

@@ -1,4 +1,4 @@
-"""What does a name in a condition stand for: a count, a figure, what a format loses, copies that differ, a field?"""
+"""Tells what a name in a condition stands for: a count, a metric, a loss of a format, copies that differ, a field."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Origin(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operand:
+class RuleOperand:
     """What a name stands for."""
 
     name: str
@@ -76,7 +76,7 @@ class Operand:
         return self.part in SWEPT_METRICS and not SWEPT_METRICS[self.part].is_error
 
 
-def parse_operand(name: str) -> Operand:
+def parse_operand(name: str) -> RuleOperand:
     """What a name stands for.
 
     Raises:
@@ -85,15 +85,15 @@ def parse_operand(name: str) -> Operand:
     if name in _COUNTS:
         return _COUNTS[name]
     if name == REPLICAS:
-        return Operand(name=name, origin=Origin.REPLICAS)
+        return RuleOperand(name=name, origin=Origin.REPLICAS)
     if name in METRICS or re.fullmatch(r"p\d+(\.\d+)?", name):
-        return Operand(name=parse_metric(name).name, origin=Origin.DIGEST)
+        return RuleOperand(name=parse_metric(name).name, origin=Origin.DIGEST)
     if name in COLUMNS or name == SAMPLE:
-        return Operand(name=name, origin=Origin.FIELD)
+        return RuleOperand(name=name, origin=Origin.FIELD)
     part, dot, format_name = name.partition(".")
     if dot and part in LOSSES:
         resolve(format_name, options=SweepOptions())
-        return Operand(name=name, origin=Origin.SWEEP, part=part, format=format_name)
+        return RuleOperand(name=name, origin=Origin.SWEEP, part=part, format=format_name)
     known = [*_COUNTS, REPLICAS, *METRICS, *COLUMNS, *(f"{loss}.{format_name or 'mxfp8'}" for loss in LOSSES)]
     near = [one for one in known if f".{name}." in f".{one}."]
     near += difflib.get_close_matches(name, known, n=3, cutoff=0.5)
@@ -101,15 +101,15 @@ def parse_operand(name: str) -> Operand:
     raise UsageError(f"no figure or field {printable(repr(name))}: {hint}")
 
 
-def _counts() -> dict[str, Operand]:
-    found = [Operand(name="elements", origin=Origin.COUNTS, part="elements")]
+def _counts() -> dict[str, RuleOperand]:
+    found = [RuleOperand(name="elements", origin=Origin.COUNTS, part="elements")]
     for kind in KINDS:
         names = f"overflow.{kind}.count", f"overflow.{kind}.ratio"
         for name, is_ratio in zip(
             ("overflow.total", "overflow.ratio") if kind == "total" else names, (False, True), strict=True
         ):
-            found.append(Operand(name=name, origin=Origin.COUNTS, part=kind, is_ratio=is_ratio))
-    found += [Operand(name=f"overflow.{name}", origin=Origin.COUNTS, part=name) for name in EXTREMES]
+            found.append(RuleOperand(name=name, origin=Origin.COUNTS, part=kind, is_ratio=is_ratio))
+    found += [RuleOperand(name=f"overflow.{name}", origin=Origin.COUNTS, part=name) for name in EXTREMES]
     return {operand.name: operand for operand in found}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS
-from ranktape.analyze.rules.rule import Missing, Rule
+from ranktape.analyze.rules.rule import GateRule, Missing
 from ranktape.analyze.table import Column, Form, Kind, Table, write_table, write_text
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ class Offender:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RuleOutcome:
     """What became of one rule."""
 
-    rule: Rule
+    rule: GateRule
     """The rule, with what was said for all rules filled in."""
     num_records: int
     """Records that it is about."""
@@ -67,7 +67,7 @@ class Outcome:
 class GateResult:
     """What became of all rules."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RuleOutcome, ...]
     """One for each rule, in order."""
 
     @property
@@ -76,7 +76,7 @@ class GateResult:
         return all(outcome.holds for outcome in self.outcomes)
 
     @property
-    def failed(self) -> tuple[Outcome, ...]:
+    def failed(self) -> tuple[RuleOutcome, ...]:
         """The rules that do not hold, the worst severity first."""
         bad = [outcome for outcome in self.outcomes if not outcome.holds]
         return tuple(sorted(bad, key=lambda outcome: outcome.rule.severity.order))
@@ -177,7 +177,7 @@ _RULE_COLUMNS = (
 )
 
 
-def _rule_row(outcome: Outcome) -> tuple[Any, ...]:
+def _rule_row(outcome: RuleOutcome) -> tuple[Any, ...]:
     rule = outcome.rule
     return (
         "passed" if outcome.holds else "failed",
@@ -195,7 +195,7 @@ def _rule_row(outcome: Outcome) -> tuple[Any, ...]:
     )
 
 
-def _fields(failed: Sequence[Outcome]) -> tuple[str, ...]:
+def _fields(failed: Sequence[RuleOutcome]) -> tuple[str, ...]:
     """The fields that any offender is told by, those of an identity in their order."""
     used = dict.fromkeys(field for outcome in failed for one in outcome.offenders for field in one.identity)
     known = tuple(field for field in IDENTITY if field in used)

@@ -1,4 +1,4 @@
-"""What does a rule say: which figures have to be how, of which records, against which limits?
+"""Reads what a rule says: which metrics have to be how, of which records, against which limits.
 
     CONDITION [ where SELECTION ]        overflow.ratio < 1e-4 where layer_type == 'attention'
 
@@ -28,7 +28,7 @@ class Missing(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class GateRule:
     """One thing that has to hold."""
 
     name: str
@@ -72,7 +72,7 @@ _WORDS = re.compile(
 )
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> GateRule:
     """The rule that a text means; its name is the text.
 
     Raises:
@@ -83,11 +83,11 @@ def parse_rule(text: str) -> Rule:
         raise UsageError(f"rule {printable(repr(text))} has 'where' {len(places)} times: give it once, and 'and'")
     check, where = (text, None) if not places else (text[: places[0].start()], text[places[0].end() :])
     name = " ".join(text.split())
-    rule = Rule(name=name, check=check.strip(), where=None if where is None else where.strip())
+    rule = GateRule(name=name, check=check.strip(), where=None if where is None else where.strip())
     return checked(rule)
 
 
-def checked(rule: Rule) -> Rule:
+def checked(rule: GateRule) -> GateRule:
     """The same rule, if its expressions can be read.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ranktape.analyze.findings.finding import Severity
-from ranktape.analyze.rules.rule import Missing, Rule, checked
+from ranktape.analyze.rules.rule import GateRule, Missing, checked
 from ranktape.errors import UsageError
 from ranktape.storage.places.failures import printable
 from ranktape.yaml_file import parse_yaml, read_text
@@ -17,7 +17,7 @@ MAX_SHOWN = 60
 """Characters of a value in a message."""
 
 
-def read_rule_file(path: Path) -> list[Rule]:
+def read_rule_file(path: Path) -> list[GateRule]:
     """The rules of a file, in order.
 
     Raises:
@@ -27,7 +27,7 @@ def read_rule_file(path: Path) -> list[Rule]:
     return parse_rules(text, place=str(path))
 
 
-def parse_rules(text: str, *, place: str) -> list[Rule]:
+def parse_rules(text: str, *, place: str) -> list[GateRule]:
     """The rules that a text in YAML lists; `place` is what messages call it.
 
     Raises:
@@ -98,7 +98,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 """The keys of an entry, and what their values are."""
 
 
-def _rule(entry: Any, *, place: str) -> Rule:
+def _rule(entry: Any, *, place: str) -> GateRule:
     if not isinstance(entry, dict):
         raise UsageError(f"{place} is {_kind(entry)}, not a rule: write '- check: overflow.ratio == 0'")
     named = entry.get("name")
@@ -118,7 +118,7 @@ def _rule(entry: Any, *, place: str) -> Rule:
         raise UsageError(f"{shown}: there is no check: write what has to hold, as 'check: overflow.ratio == 0'")
     where = f" where {values['where']}" if "where" in values else ""
     try:
-        return checked(Rule(**({"name": values["check"] + where} | values)))
+        return checked(GateRule(**({"name": values["check"] + where} | values)))
     except UsageError as error:
         raise UsageError(f"{place}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""What are the values of the names in a condition, for each record or group that a rule is about?"""
+"""Gives the values of the names in a condition, for each record or group that a rule is about."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ranktape.analyze.metrics.places import Places, find_places
 from ranktape.analyze.metrics.target import Target
 from ranktape.analyze.questions.grouped import Groups, group_digests
 from ranktape.analyze.questions.swept import jobs_of, parse_request
-from ranktape.analyze.rules.operands import Operand, Origin
+from ranktape.analyze.rules.operands import Origin, RuleOperand
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.records.placement import AxisKind, parse_placement
 
@@ -43,7 +43,7 @@ class Judged:
 
 def values_of(
     records: Records,
-    operands: Sequence[Operand],
+    operands: Sequence[RuleOperand],
     *,
     by: Sequence[str],
     targets: Sequence[Target],
@@ -120,7 +120,9 @@ def differing_copies(records: Records) -> NDArray[np.float64]:
     return found
 
 
-def _counted_values(places: Places, operand: Operand, groups: Sequence[tuple[Any, NDArray[np.int64]]]) -> NDArray[Any]:
+def _counted_values(
+    places: Places, operand: RuleOperand, groups: Sequence[tuple[Any, NDArray[np.int64]]]
+) -> NDArray[Any]:
     (counts,) = places.counts
     if groups and not groups[0][0]:
         values, elements = counts[operand.part], counts["elements"]
@@ -145,7 +147,7 @@ def _field_values(
 
 def _digest_values(
     records: Records,
-    operands: Sequence[Operand],
+    operands: Sequence[RuleOperand],
     groups: Sequence[tuple[Any, NDArray[np.int64]]],
     *,
     view: View,
@@ -171,7 +173,7 @@ def _digest_values(
 
 def _swept_values(
     records: Records,
-    operands: Sequence[Operand],
+    operands: Sequence[RuleOperand],
     groups: Sequence[tuple[Any, NDArray[np.int64]]],
     *,
     view: View,
