@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.questions.compare import compare as compare
     from ranktape.analyze.questions.compare import compare_map as compare_map
     from ranktape.analyze.questions.distribution import distribution as distribution
-    from ranktape.analyze.questions.gate import gate as gate
     from ranktape.analyze.questions.gradients import gradients as gradients
     from ranktape.analyze.questions.ls import ls as ls
     from ranktape.analyze.questions.outliers import outliers as outliers
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.questions.sweep import sweep as sweep
     from ranktape.analyze.questions.trace import trace as trace
     from ranktape.analyze.questions.trend import trend as trend
+    from ranktape.analyze.rules.gate import gate as gate
     from ranktape.analyze.rules.result import GateResult as GateResult
     from ranktape.analyze.rules.rule import GateRule as GateRule
     from ranktape.analyze.table import Table as Table
@@ -81,7 +81,6 @@ else:
             "numerics.sweeps.sweep": ["ScaleSweep", "sweep_array", "sweep_formats"],
             "questions.compare": ["compare", "compare_map"],
             "questions.distribution": ["distribution"],
-            "questions.gate": ["gate"],
             "questions.gradients": ["gradients"],
             "questions.ls": ["ls"],
             "questions.outliers": ["outliers"],
@@ -90,6 +89,7 @@ else:
             "questions.sweep": ["sweep"],
             "questions.trace": ["trace"],
             "questions.trend": ["trend"],
+            "rules.gate": ["gate"],
             "rules.result": ["GateResult"],
             "rules.rule": ["GateRule"],
             "table": ["Table"],

@@ -25,7 +25,7 @@ COMMANDS = {
     "compare": f"{_QUESTIONS}.compare:compare",
     "compare-map": f"{_QUESTIONS}.compare:compare_map",
     "plot": f"{_COMMANDS}.plot:command",
-    "gate": f"{_QUESTIONS}.gate:gate",
+    "gate": "ranktape.analyze.rules.gate:gate",
     "report": f"{_COMMANDS}.report:command",
 }
 """Where each command is: a question, of which the command is made, or a command."""
@@ -37,7 +37,7 @@ class _AnalyzeGroup(RanktapeGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of that name; None if there is none."""
         module, _, name = self.lazy.get(cmd_name, "").partition(":")
-        if not module.startswith(_QUESTIONS):
+        if not module or module.startswith(_COMMANDS):
             return super().get_command(ctx, cmd_name)
         from ranktape.analyze.command import question_command
 

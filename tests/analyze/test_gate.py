@@ -17,9 +17,9 @@ from click.testing import CliRunner
 
 from ranktape.analyze import overflow, sweep
 from ranktape.analyze.cli import cli
-from ranktape.analyze.questions.gate import gate
 from ranktape.analyze.rules.condition import judge
 from ranktape.analyze.rules.defaults import DEFAULT_RULES, default_rules
+from ranktape.analyze.rules.gate import gate
 from ranktape.analyze.rules.rule import GateRule, Missing, parse_rule
 from ranktape.analyze.rules.rule_file import parse_rules, read_rule_file
 from ranktape.errors import NoRecordsError, UsageError

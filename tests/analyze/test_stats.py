@@ -333,7 +333,7 @@ def test_the_command_asks_each_question(run: Records) -> None:
         ("--neighbours --per-sample", "--neighbours and --per-sample exclude each other"),
         ("--neighbours --metric std", "--neighbours has metrics of its own"),
         ("--by layr", "records have no field 'layr'"),
-        ("--by sample --metric kurtosis", "figure 'kurtosis' is not known of samples"),
+        ("--by sample --metric kurtosis", "metric 'kurtosis' is not known of samples"),
     ],
 )
 def test_the_command_names_the_way_out(run: Records, options: str, message: str) -> None:
