@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, overload
 
-from ranktape.analyze.comparison.tensors import ComparedTensor, TensorPair
+from ranktape.analyze.comparison.tensors import ComparedPairOfTensors, ComparedTensor
 from ranktape.analyze.engine.values import View
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ BATCH_SIZE = 64
 """Pairs of one piece of work at most: small tensors that are stored together are read together."""
 
 
-class PairTasks(Sequence[tuple[TensorPair, ...]]):
+class PairTasks(Sequence[tuple[ComparedPairOfTensors, ...]]):
     """The pairs of a matching in batches, made when they are asked for: a run may have millions of them."""
 
     def __init__(
@@ -58,12 +58,14 @@ class PairTasks(Sequence[tuple[TensorPair, ...]]):
         return len(self._starts)
 
     @overload
-    def __getitem__(self, index: int) -> tuple[TensorPair, ...]: ...
+    def __getitem__(self, index: int) -> tuple[ComparedPairOfTensors, ...]: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[tuple[TensorPair, ...]]: ...
+    def __getitem__(self, index: slice) -> list[tuple[ComparedPairOfTensors, ...]]: ...
 
-    def __getitem__(self, index: int | slice) -> tuple[TensorPair, ...] | list[tuple[TensorPair, ...]]:
+    def __getitem__(
+        self, index: int | slice
+    ) -> tuple[ComparedPairOfTensors, ...] | list[tuple[ComparedPairOfTensors, ...]]:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
@@ -77,7 +79,9 @@ class PairTasks(Sequence[tuple[TensorPair, ...]]):
             _tensors(self._matching.b, [other for _, other in pairs]),
             self._twins_of(places),
         ]
-        return tuple(TensorPair(a=a, b=b, twin=twin, view=self._view) for a, b, twin in zip(*sides, strict=True))
+        return tuple(
+            ComparedPairOfTensors(a=a, b=b, twin=twin, view=self._view) for a, b, twin in zip(*sides, strict=True)
+        )
 
     def _twins_of(self, places: Sequence[int]) -> Sequence[ComparedTensor | None]:
         if self._noise is None or self._twins is None:

@@ -89,7 +89,7 @@ class ComparedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPair:
+class ComparedPairOfTensors:
     """Two tensors that are compared, and the twin of the first from a second equal run. It can be pickled."""
 
     a: ComparedTensor
@@ -102,7 +102,7 @@ class TensorPair:
     """Which numbers are compared."""
 
 
-def compare_pairs(pairs: tuple[TensorPair, ...]) -> list[tuple[Differences | None, Differences | None]]:
+def compare_pairs(pairs: tuple[ComparedPairOfTensors, ...]) -> list[tuple[Differences | None, Differences | None]]:
     """For each pair the differences of b from a, and those of the twin from a.
 
     None where the values of one were not kept, or where shapes differ. In memory are the two tensors; of large ones

@@ -33,7 +33,7 @@ _MARKS = ("overflow.nan.count", "overflow.inf.count")
 def trace(
     records: Records,
     *,
-    sample: int | str | None = None,
+    sample: str | int | None = None,
     metric: str | Sequence[str] = (),
     view: View | None = None,
     engine: Engine | None = None,
