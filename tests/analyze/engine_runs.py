@@ -19,8 +19,8 @@ from ranktape.analyze.numerics.digests.digest import Digest
 from ranktape.errors import DataError
 from ranktape.storage import Record, Run, open_run
 from ranktape.storage.format.commit import finish_iteration
-from ranktape.storage.format.documents import Compression
 from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.format.record_info import Compression
 from ranktape.storage.recording.writer import RankWriter
 from tests.analyze.runs import Tensor
 from tests.runs import start

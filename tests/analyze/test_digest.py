@@ -22,9 +22,9 @@ from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import DataError
 from ranktape.storage import Run
-from ranktape.storage.format.documents import Compression
 from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
 from ranktape.storage.format.parts import RUN
+from ranktape.storage.format.record_info import Compression
 from tests.analyze.engine_runs import assert_same_digests, store_as
 from tests.analyze.runs import Tensor, describe_tensor
 from tests.strategies import special_patterns

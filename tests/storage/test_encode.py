@@ -22,7 +22,7 @@ import ranktape.storage  # registers our data types with zarr
 from ranktape.errors import DataError
 from ranktape.storage.format import decode
 from ranktape.storage.format.crc import combine
-from ranktape.storage.format.documents import Compression, chunk_key, encode_document
+from ranktape.storage.format.documents import chunk_key, encode_document
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.encode import (
     MIN_SAMPLE_NBYTES,
@@ -32,7 +32,7 @@ from ranktape.storage.format.encode import (
     encode_array,
     encode_stack,
 )
-from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.format.record_info import Compression, RecordInfo
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.record import Location, Record

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ranktape.errors import UsageError
-from ranktape.storage.format.documents import Compression
-from ranktape.storage.format.record_info import Keep, Mode, check_term
+from ranktape.storage.format.record_info import Compression, Keep, Mode, check_term
 from ranktape.storage.recording.stack import STORE_CONCURRENCY
 
 MAX_NUMBER = 2**53

@@ -19,7 +19,6 @@ import numpy as np
 from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.format.documents import (
     MAX_PACKED_NBYTES,
-    Compression,
     array_document,
     chunk_key,
     decode_document,
@@ -29,6 +28,7 @@ from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.encode import CRC_NBYTES, INDEX_ENTRY_NBYTES, checksum, crc_of
 from ranktape.storage.format.layout import document_key
 from ranktape.storage.format.memory import expect_memory
+from ranktape.storage.format.record_info import Compression
 
 if TYPE_CHECKING:
     from ranktape.storage.format.dtypes import DtypeRow

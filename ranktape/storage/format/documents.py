@@ -8,7 +8,6 @@ put in another one's place is known for it.
 
 from __future__ import annotations
 
-import enum
 import json
 import re
 import struct
@@ -19,6 +18,7 @@ import google_crc32c
 import numpy as np
 
 from ranktape.errors import DataError, RunFormatError
+from ranktape.storage.format.record_info import Compression, spelled
 
 SCHEMA_VERSION = 1
 """Of the layout, the documents and the catalogue; readers refuse what is newer."""
@@ -46,17 +46,6 @@ BLOSC_BLOCK_NBYTES = 1 << 20
 """Smaller blocks, which blosc takes by itself, leave a tenth more of bfloat16."""
 
 
-class Compression(enum.StrEnum):
-    """How the values of a tensor are packed."""
-
-    NONE = "none"
-    """As they are."""
-    ZSTD = "zstd"
-    """With Zstandard, level 1: about four fifths of the size of bfloat16."""
-    BLOSC = "blosc"
-    """With Zstandard behind a shuffle of bits: about seven tenths, for up to half as much processor time more."""
-
-
 def encode_document(document: Mapping[str, Any], *, key: str, members: Mapping[str, bytes] | None = None) -> bytes:
     """A document as JSON text, with its checksum.
 
@@ -78,18 +67,6 @@ def encode_document(document: Mapping[str, Any], *, key: str, members: Mapping[s
         text = text[:-1] + _CONSOLIDATED + listed + b"}}}"
     digits = text.index(_BLANK.encode()) + len(_ALGORITHM)
     return text[:digits] + b"%08x" % _document_crc(text, key=key) + text[digits + 8 :]
-
-
-def spelled(value: Any) -> Any:
-    r"""What JSON is made of, with `\udcff` spelled out for each lone surrogate: strict readers refuse its escape."""
-    match value:
-        case str():
-            return value.encode(errors="backslashreplace").decode()
-        case Mapping():
-            return {spelled(name): spelled(item) for name, item in value.items()}
-        case list() | tuple():
-            return [spelled(item) for item in value]
-    return value
 
 
 def decode_document(data: bytes, *, place: str, key: str | None = None) -> dict[str, Any]:

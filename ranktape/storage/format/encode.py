@@ -21,9 +21,9 @@ import numpy as np
 from ranktape.errors import DataError, UsageError
 from ranktape.storage.format.block_counts import NUM_CODES, WIDE_FROM
 from ranktape.storage.format.crc import combine
-from ranktape.storage.format.documents import MAX_PACKED_NBYTES, Compression, array_document, pack
+from ranktape.storage.format.documents import MAX_PACKED_NBYTES, array_document, pack
 from ranktape.storage.format.dtypes import DTYPES
-from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.record_info import Compression, Keep
 from ranktape.storage.format.statistics import STATISTICS
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import check_attempt
 from ranktape.storage.format.blob import write_blob
 from ranktape.storage.format.catalogue import CatalogueEntry, encode_catalogue
-from ranktape.storage.format.documents import Compression, chunk_key, document_checksum, encode_document, group_document
+from ranktape.storage.format.documents import chunk_key, document_checksum, encode_document, group_document
 from ranktape.storage.format.encode import (
     check_form,
     checksum,
@@ -31,7 +31,7 @@ from ranktape.storage.format.encode import (
 )
 from ranktape.storage.format.group_documents import write_group
 from ranktape.storage.format.layout import TensorSite, site_path
-from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.record_info import Compression, Keep
 from ranktape.storage.recording import stack
 from ranktape.storage.recording.stack import HeldTensor, Pending
 
