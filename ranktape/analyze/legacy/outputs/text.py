@@ -260,7 +260,7 @@ def _overflow_issue(sweep: ScaleSweep, found: Recommendation, verdict: Verdict, 
     yield f"    {counted_as(sweep)}Overflow: {verdict.overflow_count} ({share_text(verdict.overflow_ratio)})"
     yield f"    Max Normal: {sweep.target.maximum:.2e}"
     yield f"    Tensor Range: {_ranges(found, after)}"
-    yield f"    LossSeverity: {verdict.overflow.value.upper()}"
+    yield f"    Severity: {verdict.overflow.value.upper()}"
 
 
 def _underflow_issue(sweep: ScaleSweep, found: Recommendation, verdict: Verdict, after: Range) -> Iterator[str]:
@@ -269,7 +269,7 @@ def _underflow_issue(sweep: ScaleSweep, found: Recommendation, verdict: Verdict,
     yield f"    {counted_as(sweep)}Flush to Zero: {verdict.flushed_count} ({share_text(verdict.flushed_ratio)})"
     yield f"    Min Normal: {sweep.target.min_normal:.2e}"
     yield f"    Tensor Range: {_ranges(found, after)}"
-    yield f"    LossSeverity: {verdict.underflow.value.upper()}"
+    yield f"    Severity: {verdict.underflow.value.upper()}"
 
 
 def _ranges(found: Recommendation, after: Range) -> str:
