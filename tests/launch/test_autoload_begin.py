@@ -126,7 +126,7 @@ INFERENCE = """
 """
 
 
-@pytest.mark.parametrize("settings", [{"RANKTAPE_LAYERS": "all"}, {"RANKTAPE_MODES": "eval"}])
+@pytest.mark.parametrize("settings", [{"RANKTAPE_LAYERS": "all"}, {"RANKTAPE_MODE": "eval"}])
 def test_a_pass_of_inference_begins_it_where_such_passes_are_asked_for(
     settings: dict[str, str], tmp_path: Path
 ) -> None:

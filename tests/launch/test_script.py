@@ -46,7 +46,7 @@ SCRIPTS = {
         class Item:
             def __init__(self, value): self.value = value
         def double(item): return Item(2 * item.value)
-        print("imported as", __name__)
+        print("imported as", __name__, flush=True)  # a pool ends its processes by a signal
         if __name__ == "__main__":
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 print([item.value for item in pool.map(double, [Item(1), Item(2)])])
