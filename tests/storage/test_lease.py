@@ -13,7 +13,9 @@ import pytest
 
 from ranktape.errors import AccessDeniedError, NoSpaceError, RunExistsError, StorageError, UnreachableError
 from ranktape.storage import open_run
+from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Launch
+from ranktape.storage.format.group_documents import write_group
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.copy import copy_run
 from ranktape.storage.places import local
@@ -107,6 +109,18 @@ def test_one_of_many_who_want_it_gets_it(backend: RetryingBackend, *, left: bool
     assert all("another launch records into the run" in result for result in results if isinstance(result, str))
     assert backend.list_names("") == [f"lease_{held._number:03}"]
     held.release()
+
+
+def test_a_lease_that_is_just_being_written_is_anothers(tmp_path: Path) -> None:
+    backend = open_backend(tmp_path / "run")
+    (tmp_path / "run" / "lease_000").mkdir(parents=True)  # before its document, as the directory of any file
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(Lease, backend, launch=launch("later"))
+        time.sleep(EXPIRY_SECONDS / 3)
+        write_group(backend, layout.lease_path(0), {"launch_id": "first", "host": "h", "process": 1, "renewed": 0.0})
+        with pytest.raises(RunExistsError, match="another launch records"):
+            later.result()
+    assert backend.list_names("") == ["lease_000"]
 
 
 def test_who_was_not_heard_of_learns_that_another_has_the_run(

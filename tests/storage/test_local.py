@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,19 @@ def test_a_folder_that_another_process_removed_is_made_again(backend: RetryingBa
         assert backend.create("a/c", b"again")
     assert backend.get("a/c") == b"again"
     assert names_in(root / "a") == ["c"]
+
+
+def test_a_folder_that_others_empty_is_written_into(root: Path) -> None:
+    """Each removal of the last file removes the folder, which the other is about to write into."""
+
+    def make_and_remove(number: int) -> None:
+        backend = LocalBackend(str(root))
+        for turn in range(300):
+            assert backend.create(f"lease/{number}-{turn}", b"1")
+            backend.delete_keys([f"lease/{number}-{turn}"])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(make_and_remove, range(4)))
 
 
 def test_a_long_capture_does_not_remember_every_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,8 @@ PARTIAL_SUFFIX = ".partial"
 
 _LINKED_TWICE = 2
 
+_FOLDER_TRIES = 10
+"""How often a folder is made for a file before its absence is an error."""
 _MAX_REMEMBERED = 4096
 """Folders that are known to be there; a long capture makes one for each large tensor."""
 
@@ -336,6 +338,13 @@ class LocalBackend:
                 self._refuse_links(path.relative_to(self._root).parts[:-1])
         if len(self._made) >= _MAX_REMEMBERED:
             self._made.clear()
+        for _ in range(_FOLDER_TRIES - 1):
+            # Who removes the last file of a folder removes the folder, perhaps between these two.
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
+                return self._made_with_folder(path, flags)
+        return self._made_with_folder(path, flags)
+
+    def _made_with_folder(self, path: Path, flags: int) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, flags, 0o666)
         self._made.add(path.parent)

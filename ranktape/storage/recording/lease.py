@@ -82,7 +82,8 @@ class Lease:
         first: dict[int, dict[str, Any]] | None = None
         while True:
             leases = {number: self._read(number) for number in _numbers(self._backend)}
-            others = {n: words for n, words in leases.items() if words and words["launch_id"] != self._launch_id}
+            # One without a document is being written, or half of it was removed: a directory comes before its file.
+            others = {n: words for n, words in leases.items() if words.get("launch_id") != self._launch_id}
             first = others if first is None else first
             if changed := {number for number, words in others.items() if words != first.get(number)}:
                 raise self._refusal(max(changed))
