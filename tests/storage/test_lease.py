@@ -205,13 +205,14 @@ def test_a_server_that_dies_keeps_nobody(s3_server: S3Server, client: str) -> No
 def test_a_store_that_refuses_or_hangs_is_named(s3_server: S3Server, client: str) -> None:
     with flaky_proxy(s3_server.endpoint_url) as proxy:
         options = s3_server.storage_options | {"endpoint_url": proxy.endpoint_url, "client": client}
-        backend = open_backend(s3_server.new_url(), storage_options=options, timeout_seconds=2)
+        backend = open_backend(s3_server.new_url(), storage_options=options, timeout_seconds=30)
+        hasty = open_backend(backend.url, storage_options=options, timeout_seconds=2)
         proxy.faults += ["", (403, "AccessDenied")]
         with pytest.raises(AccessDeniedError, match=r"cannot write s3://.*lease_000.*lack the permission"):
             Lease(backend, launch=launch("first"))
         proxy.faults += [HANG] * 100
         with pytest.raises(UnreachableError, match=r"cannot list s3://"):
-            Lease(backend, launch=launch("first"))
+            Lease(hasty, launch=launch("first"))
         proxy.faults.clear()
         with Lease(backend, launch=launch("first")) as held:
             proxy.faults += [(503, "SlowDown")] * 100
