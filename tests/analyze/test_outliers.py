@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shlex
 from pathlib import Path
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.find import find
+from ranktape.analyze.findings.thresholds import ROBUST_Z
 from ranktape.analyze.legacy.open import open_source
 from ranktape.analyze.questions.outliers import outliers
 from ranktape.analyze.questions.overflow import overflow
@@ -227,3 +229,8 @@ def test_the_command(run: Run) -> None:
     refused = CliRunner().invoke(cli, [*arguments[:2], "--across", "smaple"])
     assert refused.exit_code == 2
     assert "use sample" in refused.stderr
+
+
+def test_an_outlier_of_the_question_is_one_of_the_findings() -> None:
+    """The number stands in the signature, too: help reads it there without importing anything."""
+    assert inspect.signature(outliers).parameters["threshold"].default == ROBUST_Z

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.distributions.distances import Distances
     from ranktape.storage import Records
 
-DEFAULT_MARGIN = 3.0
-"""How many times the noise floor a difference must be to be one."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedPair:
