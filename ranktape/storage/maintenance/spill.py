@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ranktape.errors import StorageError, UnreachableError
 from ranktape.storage.format.group_documents import read_document
 from ranktape.storage.format.layout import document_key
+from ranktape.storage.places.backend import ForwardingBackend
 from ranktape.storage.places.local import LocalBackend
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.places.backend import Buffer, Debris, ObjectInfo
+    from ranktape.storage.places.backend import Buffer
     from ranktape.storage.places.retry import RetryingBackend
 
 Result = TypeVar("Result")
@@ -42,7 +43,7 @@ _PROBE_TIMEOUT_SECONDS = 5.0
 _ITERATION = re.compile(r"(?:rank_\d+|commits)/iter_(\d+)/")
 
 
-class SpillingBackend:
+class SpillingBackend(ForwardingBackend):
     """The store of one rank, with a directory for what it cannot take; a `Backend`.
 
     A write that fails, after all that was tried, goes into the directory, and so does what follows of its
@@ -117,49 +118,9 @@ class SpillingBackend:
         if self._reasons:
             self._spill.flush()
 
-    def create(self, key: str, data: bytes) -> bool:
-        """Write an object into the store if there is none; False if there was one."""
-        return self._backend.create(key, data)
-
-    def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
-        """Some bytes of an object in the store; None where there is none."""
-        return self._backend.get_range(key, start, nbytes)
-
-    def size(self, key: str) -> int | None:
-        """The bytes that an object in the store has; None where there is none."""
-        return self._backend.size(key)
-
-    def exists(self, key: str) -> bool:
-        """Whether there is an object in the store."""
-        return self._backend.exists(key)
-
-    def list_keys(self, prefix: str) -> list[str]:
-        """The keys of all objects of the store below a prefix, relative to it, sorted."""
-        return self._backend.list_keys(prefix)
-
-    def list_objects(self, prefix: str) -> list[ObjectInfo]:
-        """All objects of the store below a prefix, sorted by key."""
-        return self._backend.list_objects(prefix)
-
-    def list_names(self, prefix: str) -> list[str]:
-        """The first segments of all keys of the store below a prefix, sorted."""
-        return self._backend.list_names(prefix)
-
-    def delete(self, prefix: str) -> None:
-        """Remove an object, or every object below a prefix, from the store."""
-        self._backend.delete(prefix)
-
-    def delete_keys(self, keys: Sequence[str]) -> None:
-        """Remove many objects from the store."""
-        self._backend.delete_keys(keys)
-
-    def list_debris(self) -> list[Debris]:
-        """What writers left unfinished in the store."""
-        return self._backend.list_debris()
-
-    def remove_debris(self, debris: Sequence[Debris]) -> None:
-        """Remove what `list_debris` found."""
-        self._backend.remove_debris(debris)
+    def forward(self, work: Callable[[RetryingBackend], Result]) -> Result:
+        """Of all other verbs: what the store answers."""
+        return work(self._backend)
 
     def _put(self, backend: RetryingBackend, key: str, parts: Sequence[Buffer]) -> None:
         if self._is_unflushed:

@@ -7,13 +7,14 @@ only to this protocol. `open_backend` (`urls.py`) gives one that tries again wha
 
 from __future__ import annotations
 
+import functools
 import io
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeAlias, TypeVar
 
 from ranktape.errors import ObjectTooLargeError, StorageError
 from ranktape.storage.places.failures import printable
@@ -21,6 +22,9 @@ from ranktape.storage.places.failures import printable
 if TYPE_CHECKING:
     import numpy as np
     from _typeshed import WriteableBuffer
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 Buffer: TypeAlias = "bytes | memoryview | np.ndarray[Any, Any]"
 """Bytes to write; an array is contiguous."""
@@ -119,7 +123,8 @@ class Backend(Protocol):
 
     def delete(self, prefix: str) -> None:
         """Remove an object, or every object below a prefix; nothing happens where none is."""
-        ...
+        folder = f"{prefix}/" if prefix else ""
+        self.delete_keys([*([prefix] if prefix else []), *(folder + key for key in self.list_keys(prefix))])
 
     def delete_keys(self, keys: Sequence[str]) -> None:
         """Remove many objects at once; those that are not there are passed over."""
@@ -127,15 +132,47 @@ class Backend(Protocol):
 
     def list_debris(self) -> list[Debris]:
         """What writers left unfinished, sorted by name; a writer that still works at it is not told apart."""
-        ...
+        return []
 
     def remove_debris(self, debris: Sequence[Debris]) -> None:
         """Remove what `list_debris` found; what is gone already is passed over."""
-        ...
+        assert not debris, "none was listed"
 
     def flush(self) -> None:
-        """Make everything that was written survive a loss of power."""
-        ...
+        """Make everything that was written survive a loss of power; object stores answer a PUT when it does."""
+        return  # not abstract
+
+
+def _forwarded(verb: Callable[Concatenate[Any, Params], Result]) -> Callable[Concatenate[Any, Params], Result]:
+    @functools.wraps(verb)
+    def forwarded(self: Any, /, *arguments: Params.args, **options: Params.kwargs) -> Result:
+        result: Result = self.forward(lambda backend: getattr(backend, verb.__name__)(*arguments, **options))
+        return result
+
+    return forwarded
+
+
+class ForwardingBackend(Backend):
+    """A backend over another one: what is not said otherwise goes through `forward`."""
+
+    def forward(self, work: Callable[[Any], Result]) -> Result:
+        """What `work` makes of the backend below."""
+        raise NotImplementedError
+
+    put = _forwarded(Backend.put)
+    create = _forwarded(Backend.create)
+    get = _forwarded(Backend.get)
+    get_range = _forwarded(Backend.get_range)
+    size = _forwarded(Backend.size)
+    exists = _forwarded(Backend.exists)
+    list_keys = _forwarded(Backend.list_keys)
+    list_objects = _forwarded(Backend.list_objects)
+    list_names = _forwarded(Backend.list_names)
+    delete = _forwarded(Backend.delete)
+    delete_keys = _forwarded(Backend.delete_keys)
+    list_debris = _forwarded(Backend.list_debris)
+    remove_debris = _forwarded(Backend.remove_debris)
+    flush = _forwarded(Backend.flush)
 
 
 def range_within(size: int, start: int, nbytes: int) -> tuple[int, int]:

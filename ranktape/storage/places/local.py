@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from ranktape.errors import StorageError
 from ranktape.storage.places.backend import (
+    Backend,
     Debris,
     ObjectInfo,
     is_text,
@@ -67,7 +68,7 @@ _NO_RENAMES = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 """What one answers that cannot rename without replacing."""
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """A run in a directory; the `Backend` over plain files."""
 
     def __init__(self, path: str) -> None:
@@ -138,10 +139,6 @@ class LocalBackend:
         with self._translated("read", key):
             status = status_of(self._place(key))
             return status.st_size if status else None
-
-    def exists(self, key: str) -> bool:
-        """Whether there is a file."""
-        return self.size(key) is not None
 
     def list_keys(self, prefix: str) -> list[str]:
         """The paths of all files below a directory, relative to it, sorted."""

@@ -199,11 +199,6 @@ class ObstoreBackend(Backend):
 
         return self._call("list", prefix, work)
 
-    def delete(self, prefix: str) -> None:
-        """Remove an object, or every object below a prefix."""
-        folder = f"{prefix}/" if prefix else ""
-        self.delete_keys([*([prefix] if prefix else []), *(folder + key for key in self.list_keys(prefix))])
-
     def delete_keys(self, keys: Sequence[str]) -> None:
         """Remove many objects, as many in a request as the store takes."""
         if keys:
@@ -217,9 +212,6 @@ class ObstoreBackend(Backend):
         """Give up multipart uploads."""
         if debris:
             self._fsspec().remove_debris(debris)
-
-    def flush(self) -> None:
-        """Nothing: an object store answers a PUT when the object is durable."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stores": {}}

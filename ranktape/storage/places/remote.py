@@ -20,7 +20,6 @@ from fsspec.core import url_to_fs
 from ranktape.errors import UsageError
 from ranktape.storage.places.backend import (
     Backend,
-    Debris,
     ObjectInfo,
     byte_view,
     range_within,
@@ -141,16 +140,6 @@ class RemoteBackend(Backend):
         for key in keys:
             remove = partial(self._run, "rm_file", self._path(key))
             self._call("delete", key, partial(_none_if_missing, remove))
-
-    def list_debris(self) -> list[Debris]:
-        """Nothing: fsspec has no word for a write that was not finished."""
-        return []
-
-    def remove_debris(self, debris: Sequence[Debris]) -> None:
-        """Nothing, as `list_debris`."""
-
-    def flush(self) -> None:
-        """Nothing: what the file system took is its own to keep."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"url": self._address, "storage_options": self._options}

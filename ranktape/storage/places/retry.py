@@ -11,15 +11,12 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from ranktape.errors import StorageError
 from ranktape.storage.format.memory import available_nbytes, expect_memory
-from ranktape.storage.places.backend import Backend, Deadline, Debris, ObjectInfo
-
-if TYPE_CHECKING:
-    from ranktape.storage.places.backend import Buffer
+from ranktape.storage.places.backend import Backend, Deadline, ForwardingBackend
 
 Result = TypeVar("Result")
 
@@ -37,7 +34,7 @@ _LOOK_SECONDS = 0.25
 """How often `give_up` is asked during a pause."""
 
 
-class RetryingBackend:
+class RetryingBackend(ForwardingBackend):
     """A backend that tries again what may succeed later, until a deadline."""
 
     def __init__(
@@ -70,10 +67,6 @@ class RetryingBackend:
             reopen=self._reopen,
         )
 
-    def put(self, key: str, parts: Sequence[Buffer]) -> None:
-        """Write an object of the joined parts."""
-        self._retried(lambda: self._backend.put(key, parts))
-
     def create(self, key: str, data: bytes) -> bool:
         """Write an object if there is none; False if there was one."""
         tries = 0
@@ -86,58 +79,18 @@ class RetryingBackend:
             # An earlier try may have been done although its answer did not arrive.
             return tries > 1 and self._backend.get(key) == data
 
-        return self._retried(work)
+        return self.forward(lambda _: work())
 
     def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
         """The bytes of an object; None where there is none. Never more than there is memory for."""
         most = available_nbytes() if max_nbytes is None else max_nbytes
-        return self._retried(lambda: self._backend.get(key, max_nbytes=most))
+        return self.forward(lambda backend: backend.get(key, max_nbytes=most))
 
     def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
         """Some bytes of an object, clipped to what it has; None where there is none."""
         if nbytes > _LARGE_NBYTES:
             expect_memory(min(nbytes, self.size(key) or 0), place=f"{self.url}/{key}")
-        return self._retried(lambda: self._backend.get_range(key, start, nbytes))
-
-    def size(self, key: str) -> int | None:
-        """The bytes that an object has; None where there is none."""
-        return self._retried(lambda: self._backend.size(key))
-
-    def exists(self, key: str) -> bool:
-        """Whether there is an object."""
-        return self._retried(lambda: self._backend.exists(key))
-
-    def list_keys(self, prefix: str) -> list[str]:
-        """The keys of all objects below a prefix, relative to it, sorted."""
-        return self._retried(lambda: self._backend.list_keys(prefix))
-
-    def list_objects(self, prefix: str) -> list[ObjectInfo]:
-        """All objects below a prefix with size and time, sorted by key."""
-        return self._retried(lambda: self._backend.list_objects(prefix))
-
-    def list_names(self, prefix: str) -> list[str]:
-        """The first segments of all keys below a prefix, sorted."""
-        return self._retried(lambda: self._backend.list_names(prefix))
-
-    def delete(self, prefix: str) -> None:
-        """Remove an object, or every object below a prefix."""
-        self._retried(lambda: self._backend.delete(prefix))
-
-    def delete_keys(self, keys: Sequence[str]) -> None:
-        """Remove many objects at once."""
-        self._retried(lambda: self._backend.delete_keys(keys))
-
-    def list_debris(self) -> list[Debris]:
-        """What writers left unfinished."""
-        return self._retried(self._backend.list_debris)
-
-    def remove_debris(self, debris: Sequence[Debris]) -> None:
-        """Remove what `list_debris` found."""
-        self._retried(lambda: self._backend.remove_debris(debris))
-
-    def flush(self) -> None:
-        """Make everything that was written survive a loss of power."""
-        self._retried(self._backend.flush)
+        return self.forward(lambda backend: backend.get_range(key, start, nbytes))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _pid=os.getpid())
@@ -150,7 +103,8 @@ class RetryingBackend:
             self._pid = os.getpid()
         return self._opened
 
-    def _retried(self, work: Callable[[], Result]) -> Result:
+    def forward(self, work: Callable[[Backend], Result]) -> Result:
+        """What `work` makes of the backend below, tried until it succeeds, may not pass, or the deadline is over."""
         deadline = Deadline(self._timeout_seconds)
         begin = time.monotonic()
         pause = _FIRST_PAUSE_SECONDS
@@ -159,7 +113,7 @@ class RetryingBackend:
             tries += 1
             try:
                 with deadline:
-                    result = work()
+                    result = work(self._backend)
             except StorageError as error:
                 if not error.is_transient:
                     raise

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fsspec.asyn import sync
 
 from ranktape.storage.places.backend import (
+    Backend,
     Debris,
     ObjectInfo,
     answered,
@@ -145,10 +146,7 @@ class S3Backend(RemoteBackend):
             names |= {item["Key"][skipped:] for item in page.get("Contents", [])}
         return sorted(names - {""})
 
-    def delete(self, prefix: str) -> None:
-        """Remove an object, or every object below a prefix."""
-        folder = f"{prefix}/" if prefix else ""
-        self.delete_keys([*([prefix] if prefix else []), *(folder + key for key in self.list_keys(prefix))])
+    delete = Backend.delete
 
     def delete_keys(self, keys: Sequence[str]) -> None:
         """Remove many objects, a thousand in a request."""

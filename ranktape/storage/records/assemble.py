@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -20,11 +20,12 @@ from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchErr
 from ranktape.storage.format.dtypes import dtype_row, round_once, to_torch
 from ranktape.storage.format.layout import TensorSite
 from ranktape.storage.format.record_info import Keep
-from ranktape.storage.records.interfaces import AnyRecord, ReadableRecord
 from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
 
 if TYPE_CHECKING:
     import torch
+
+    from ranktape.storage.records.record import Record
 
 _MAX_CELLS = 1 << 22
 """Of the grid on which it is seen whether parts cover a tensor: a mesh of many thousand ranks has as many."""
@@ -35,7 +36,7 @@ _MAX_CUT = 16
 _MAX_NAMED = 8
 """Ranks in a message."""
 
-Part = tuple[AnyRecord, Placement | None]
+Part: TypeAlias = "tuple[Record, Placement | None]"
 """A record, and where it lies."""
 
 
@@ -48,11 +49,11 @@ class Replicas(enum.StrEnum):
     """The first of them counts."""
 
 
-class GlobalView(Generic[AnyRecord]):
+class GlobalView:
     """A tensor as it was over all ranks that held parts of it; nothing is read before `read`."""
 
-    def __init__(self, parts: Sequence[Part[AnyRecord]], *, replicas: Replicas) -> None:
-        self.records: tuple[AnyRecord, ...] = tuple(record for record, _ in parts)
+    def __init__(self, parts: Sequence[Part], *, replicas: Replicas) -> None:
+        self.records: tuple[Record, ...] = tuple(record for record, _ in parts)
         """Its parts and their copies, in the order of the selection."""
         self._placements = [placement for _, placement in parts]
         self._replicas = replicas
@@ -125,9 +126,9 @@ class GlobalView(Generic[AnyRecord]):
         """
         return to_torch(self.read(), dtype=self.dtype, shape=self.shape)
 
-    def _grouped(self, *kinds: AxisKind) -> list[list[Part[AnyRecord]]]:
+    def _grouped(self, *kinds: AxisKind) -> list[list[Part]]:
         """The parts that differ in their coordinates along axes of these kinds alone."""
-        groups: dict[tuple[int | None, ...], list[Part[AnyRecord]]] = {}
+        groups: dict[tuple[int | None, ...], list[Part]] = {}
         for record, placement in zip(self.records, self._placements, strict=True):
             key = () if placement is None else placement.fixed(*kinds)
             groups.setdefault(key, []).append((record, placement))
@@ -142,7 +143,7 @@ class GlobalView(Generic[AnyRecord]):
                 + ": read each record, or take the first with replicas='ignore'"
             )
 
-    def _summands(self, box: Sequence[Part[AnyRecord]]) -> list[Part[AnyRecord]]:
+    def _summands(self, box: Sequence[Part]) -> list[Part]:
         """Of each summand of a part one copy, in the order of the mesh; one where it is no sum.
 
         Raises:
@@ -150,7 +151,7 @@ class GlobalView(Generic[AnyRecord]):
             IncompleteTensorError: one is missing.
             UsageError: of one the values were not kept.
         """
-        copies: dict[tuple[int | None, ...], Part[AnyRecord]] = {}
+        copies: dict[tuple[int | None, ...], Part] = {}
         for record, placement in box:
             assert placement is not None
             copies.setdefault(placement.fixed(AxisKind.REPLICATE), (record, placement))
@@ -189,7 +190,7 @@ class GlobalView(Generic[AnyRecord]):
             return f"are missing: there is no record of {_ranks(self.missing_ranks)} here"
         return "are missing: of parts not all samples were recorded"
 
-    def _put_together(self, summands: Sequence[Part[AnyRecord]]) -> np.ndarray[Any, Any]:
+    def _put_together(self, summands: Sequence[Part]) -> np.ndarray[Any, Any]:
         first, placement = summands[0]
         assert placement is not None
         if not placement.is_partial:
@@ -214,7 +215,7 @@ _OPERATIONS: dict[str, Any] = {"sum": np.add, "avg": np.add, "max": np.maximum, 
 """By the word of a partial placement."""
 
 
-def assemble_records(records: Iterable[AnyRecord], *, replicas: str = Replicas.CHECK) -> list[GlobalView[AnyRecord]]:
+def assemble_records(records: Iterable[Record], *, replicas: str = Replicas.CHECK) -> list[GlobalView]:
     """The tensors of which records are parts, in the order of their first ones.
 
     Raises:
@@ -222,16 +223,14 @@ def assemble_records(records: Iterable[AnyRecord], *, replicas: str = Replicas.C
         UsageError: `replicas` is neither "check" nor "ignore".
     """
     policy = _policy(replicas)
-    groups: dict[Any, list[Part[AnyRecord]]] = {}
+    groups: dict[Any, list[Part]] = {}
     for record in records:
         placement = parse_placement(record.info)
         groups.setdefault(_key(record, placement), []).append((record, placement))
     return [GlobalView(parts, replicas=policy) for parts in groups.values()]
 
 
-def view_of(
-    record: AnyRecord, *, siblings: Iterable[AnyRecord], replicas: str = Replicas.CHECK
-) -> GlobalView[AnyRecord]:
+def view_of(record: Record, *, siblings: Iterable[Record], replicas: str = Replicas.CHECK) -> GlobalView:
     """The tensor of which a record is a part, and its siblings may be others.
 
     Raises:
@@ -251,7 +250,7 @@ def _policy(replicas: str) -> Replicas:
         raise UsageError(f"replicas={replicas!r} is not allowed: use one of {', '.join(Replicas)}") from error
 
 
-def _is_alike(one: ReadableRecord, record: ReadableRecord) -> bool:
+def _is_alike(one: Record, record: Record) -> bool:
     """Whether the placements are of one mesh and one tensor, whatever else is wrong with the other one's."""
     alike = ("mesh", "placements", "global_shape")
     documents = [info.placement or {} for info in (one.info, record.info)]
@@ -259,7 +258,7 @@ def _is_alike(one: ReadableRecord, record: ReadableRecord) -> bool:
     return left == right
 
 
-def _key(record: ReadableRecord, placement: Placement | None) -> Any:
+def _key(record: Record, placement: Placement | None) -> Any:
     """What parts of one tensor have in common."""
     info = record.info
     common = (info.iteration, info.attempt, TensorSite.of(info))
@@ -268,7 +267,7 @@ def _key(record: ReadableRecord, placement: Placement | None) -> Any:
     return (*common, placement.axes, placement.ranks, placement.global_shape)
 
 
-def _spans(part: Part[Any]) -> list[list[tuple[int, int]]]:
+def _spans(part: Part) -> list[list[tuple[int, int]]]:
     record, placement = part
     assert placement is not None
     return placement.spans(record.info.shape)
