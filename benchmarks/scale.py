@@ -34,8 +34,7 @@ from ranktape.storage.format.attempt import Attempt, Launch, read_attempts
 from ranktape.storage.format.blob import write_blob
 from ranktape.storage.format.catalogue import merge_catalogues
 from ranktape.storage.format.commit import finish_iteration
-from ranktape.storage.format.documents import document_checksum
-from ranktape.storage.format.group_documents import write_group
+from ranktape.storage.format.documents import document_checksum, write_group
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.format.record_info import TALLY_KINDS
 from ranktape.storage.maintenance.check import check_run

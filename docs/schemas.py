@@ -36,11 +36,10 @@ from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING
 from ranktape.storage import open_run
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS
 from ranktape.storage.format.status import IterationStatus, RunVerdict
-from ranktape.storage.maintenance.copy import CopyReport
-from ranktape.storage.maintenance.copy_selection import SelectionReport
+from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
 from ranktape.storage.maintenance.finding import CheckFinding
+from ranktape.storage.maintenance.outbox import PushReport
 from ranktape.storage.maintenance.prune import PruneReport
-from ranktape.storage.maintenance.push import PushReport
 from ranktape.storage.maintenance.runs import RunSummary
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
 

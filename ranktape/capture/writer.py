@@ -35,7 +35,7 @@ from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage.format.attempt import IterationPlan, Launch, lost_message, read_attempt, read_plan
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration
-from ranktape.storage.maintenance.spill import SpillingBackend
+from ranktape.storage.maintenance.outbox import SpillingBackend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.stack import STACK_BELOW_NBYTES
 from ranktape.storage.recording.start import begin_attempt, claim_run, join_attempt

@@ -31,7 +31,7 @@ from ranktape.launch.place import (
 if TYPE_CHECKING:
     from ranktape.analyze.legacy.into_run import ImportReport
     from ranktape.capture.writing.recover import RingReport
-    from ranktape.storage.maintenance.push import PushReport, Spill
+    from ranktape.storage.maintenance.outbox import PushReport, Spill
     from ranktape.storage.places.retry import RetryingBackend
 
 
@@ -86,7 +86,7 @@ def _copy_selection(
     source: RetryingBackend, target: RetryingBackend, *, selection: Selection, on_progress: Progress
 ) -> tuple[Any, str]:
     """Copy the records that match; what was copied, and that in words."""
-    from ranktape.storage.maintenance.copy_selection import copy_records
+    from ranktape.storage.maintenance.copy import copy_records
     from ranktape.storage.records.run import Run
 
     run = selection.source()
@@ -118,7 +118,7 @@ def push(
     Everything that a commit names is read back from the run and compared before the commit is made. What was brought
     is removed from DIR. A push that was interrupted can be repeated. Exits with 3 when something has to stay.
     """
-    from ranktape.storage.maintenance.push import find_spills, push_spill
+    from ranktape.storage.maintenance.outbox import find_spills, push_spill
 
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory: give the --spill-dir of a capture")

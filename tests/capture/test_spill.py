@@ -15,7 +15,7 @@ from ranktape.storage import IterationState, open_run
 from ranktape.storage.format.progress import write_verdict
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import Mend
-from ranktape.storage.maintenance.push import find_spills, push_spill
+from ranktape.storage.maintenance.outbox import find_spills, push_spill
 from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.places.local import LocalBackend
 from tests.capture.light import tensors

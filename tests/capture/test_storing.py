@@ -30,7 +30,7 @@ from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, Unrea
 from ranktape.storage import IterationState, Records, open_run
 from ranktape.storage.format.attempt import Attempt, Launch
 from ranktape.storage.format.dtypes import numpy_dtype
-from ranktape.storage.maintenance.spill import SpillingBackend
+from ranktape.storage.maintenance.outbox import SpillingBackend
 from ranktape.storage.places.backend import Buffer
 from ranktape.storage.places.local import LocalBackend
 from ranktape.storage.places.retry import RetryingBackend

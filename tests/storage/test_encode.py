@@ -21,13 +21,13 @@ from numcodecs import blosc
 import ranktape.storage  # registers our data types with zarr
 from ranktape.errors import DataError
 from ranktape.storage.format import decode
-from ranktape.storage.format.crc import combine
 from ranktape.storage.format.documents import chunk_key, encode_document
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.encode import (
     MIN_SAMPLE_NBYTES,
     checksum,
     checksums,
+    combine,
     dimension_names,
     encode_array,
     encode_stack,

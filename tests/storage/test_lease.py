@@ -15,7 +15,7 @@ from ranktape.errors import AccessDeniedError, NoSpaceError, RunExistsError, Sto
 from ranktape.storage import open_run
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Launch
-from ranktape.storage.format.group_documents import write_group
+from ranktape.storage.format.documents import write_group
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.copy import copy_run
 from ranktape.storage.places import local

@@ -13,7 +13,7 @@ import pytest
 from ranktape.errors import RunNotFoundError
 from ranktape.storage import open_run
 from ranktape.storage.format.attempt import Attempt
-from ranktape.storage.format.group_documents import write_group
+from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import Mend

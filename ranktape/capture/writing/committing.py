@@ -18,11 +18,11 @@ from ranktape.capture.writing.recover import expectations
 from ranktape.errors import RanktapeError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import check_attempt
-from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_document, write_group
+from ranktape.storage.format.commit import mark_committed
+from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, read_document, write_group
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration
-from ranktape.storage.maintenance.push import commit_summary
-from ranktape.storage.maintenance.spill import SPILLED_KEY
+from ranktape.storage.maintenance.outbox import SPILLED_KEY
 
 if TYPE_CHECKING:
     from ranktape.capture.staging.ring import RingConsumer
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ranktape.capture.writing.recover import Left, Recovery
     from ranktape.capture.writing.storing import Staged, Storer
     from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.maintenance.spill import SpillingBackend
+    from ranktape.storage.maintenance.outbox import SpillingBackend
     from ranktape.storage.places.backend import Backend
     from ranktape.storage.recording.writer import RankWriter
 
@@ -219,16 +219,14 @@ class Committer:
             open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
         check_attempt(self._backend, self._attempt)
         group = layout.rank_iteration_path(attempt, self._rank, iteration)
-        key = layout.document_key(group)
         is_failed = word.mark is Mark.FAILED
         commit = read_document(self._backend, group, max_nbytes=MAX_COMMIT_NBYTES) if is_failed else None
-        mark, words = word.mark, {"reason": word.reason}
-        if word.waits_in is not None:
-            words[SPILLED_KEY] = word.waits_in
         if commit is not None:
             # The answer to its last request was lost, or its marker could not be written: it is whole all the same.
-            mark, words = Mark.COMMITTED, commit_summary(commit, place=f"{self._backend.url}/{key}", key=key)
             self.num_committed += 1
-        elif word.lacks_space:
+            mark_committed(self._backend, attempt, self._rank, iteration, commit=commit)
+            return
+        if word.lacks_space:
             self._backend.delete(group)
-        write_group(self._backend, layout.marker_path(attempt, iteration, self._rank, mark), words)
+        words = {"reason": word.reason} | ({} if word.waits_in is None else {SPILLED_KEY: word.waits_in})
+        write_group(self._backend, layout.marker_path(attempt, iteration, self._rank, word.mark), words)

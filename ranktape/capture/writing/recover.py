@@ -20,13 +20,16 @@ from ranktape.capture.writing.storing import staged_record
 from ranktape.errors import CaptureError, DataError, RanktapeError, StorageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempt
-from ranktape.storage.format.commit import entries_of, finish_iteration
+from ranktape.storage.format.commit import entries_of, mark_committed
 from ranktape.storage.format.decode import parse_array, read_stored
-from ranktape.storage.format.documents import decode_document
-from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_attributes, read_document, write_group
+from ranktape.storage.format.documents import (
+    MAX_COMMIT_NBYTES,
+    decode_document,
+    read_attributes,
+    read_document,
+)
 from ranktape.storage.format.layout import Mark, TensorSite, site_path
-from ranktape.storage.format.progress import open_iteration, read_progress, write_verdict
-from ranktape.storage.maintenance.push import commit_summary
+from ranktape.storage.format.progress import finish_ready, judge_again, open_iteration, read_progress
 from ranktape.storage.recording.writer import RankWriter
 
 if TYPE_CHECKING:
@@ -222,11 +225,9 @@ class Recovery:
         if self._rank == self._attempt.launch.first_rank:
             open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
         group = layout.rank_iteration_path(attempt, self._rank, iteration)
-        key = layout.document_key(group)
         commit = read_document(self._backend, group, max_nbytes=MAX_COMMIT_NBYTES)
         if commit is not None:
-            words = commit_summary(commit, place=f"{self._backend.url}/{key}", key=key)
-            write_group(self._backend, layout.marker_path(attempt, iteration, self._rank, Mark.COMMITTED), words)
+            mark_committed(self._backend, attempt, self._rank, iteration, commit=commit)
             self.committed.append(iteration)
             return
         if left.skip is not None:
@@ -248,13 +249,9 @@ class Recovery:
         closed = layout.closed_path(self._attempt.path, self._rank)
         if read_attributes(self._backend, closed) is None:
             self._rank_writer.close(reason="its processes were ended; 'ranktape recover' stored what they left")
-        progress = read_progress(self._backend, self._attempt)
-        finished = progress.ready()
-        for iteration in finished:
-            finish_iteration(self._backend, attempt=self._attempt, iteration=iteration)
-        if len(progress.closed) == self._attempt.launch.world_size:
-            closing = read_attributes(self._backend, layout.verdict_path(self._attempt.path)) or {}
-            write_verdict(self._backend, attempt=self._attempt, problems=closing.get("problems", {}))
+        finished = finish_ready(self._backend, self._attempt)
+        if len(read_progress(self._backend, self._attempt).closed) == self._attempt.launch.world_size:
+            judge_again(self._backend, self._attempt)
         return finished
 
     def _commit(self, iteration: int, left: Left) -> None:

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage.format import layout
-from ranktape.storage.format.documents import SCHEMA_KEY, SCHEMA_VERSION, decode_document
-from ranktape.storage.format.group_documents import MAX_DOCUMENT_NBYTES, read_document, read_fields, write_group
+from ranktape.storage.format.documents import (
+    MAX_DOCUMENT_NBYTES,
+    SCHEMA_KEY,
+    SCHEMA_VERSION,
+    decode_document,
+    read_document,
+    read_fields,
+    write_group,
+)
 from ranktape.storage.format.validation import MAX_WORLD_SIZE, Fields
 
 if TYPE_CHECKING:

@@ -25,8 +25,16 @@ from ranktape.storage.format.catalogue import (
     encode_text,
     merge_catalogues,
 )
-from ranktape.storage.format.documents import CHECKSUM_KEY, decode_document, encode_document
-from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_attributes, read_document
+from ranktape.storage.format.documents import (
+    CHECKSUM_KEY,
+    MAX_COMMIT_NBYTES,
+    decode_document,
+    document_checksum,
+    encode_document,
+    read_attributes,
+    read_document,
+    write_group,
+)
 from ranktape.storage.format.layout import CATALOGUE, Mark, TensorSite, site_path
 from ranktape.storage.format.record_info import EXTREMES, RecordInfo
 from ranktape.storage.format.validation import Fields, check_documents, check_records
@@ -153,6 +161,23 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
         num_expected=fields.count("num_expected"),
         num_missing=fields.count("num_missing"),
     )
+
+
+def mark_committed(backend: Backend, attempt: str, rank: int, iteration: int, *, commit: bytes) -> None:
+    """Leave the marker of a commit that is stored, from its document, instead of any other word of the rank.
+
+    Raises:
+        DataError: the document is damaged.
+    """
+    group = layout.rank_iteration_path(attempt, rank, iteration)
+    key = layout.document_key(group)
+    attributes = decode_document(commit, place=f"{backend.url}/{key}", key=key)["attributes"]
+    names = ("num_records", "nbytes", "silent_sites", "num_expected", "num_missing")
+    words = {name: attributes[name] for name in names if name in attributes}
+    others = (layout.marker_path(attempt, iteration, rank, mark) for mark in (Mark.FAILED, Mark.SKIPPED))
+    backend.delete_keys([layout.document_key(path) for path in others])
+    marker = layout.marker_path(attempt, iteration, rank, Mark.COMMITTED)
+    write_group(backend, marker, {**words, "commit": document_checksum(commit)})
 
 
 def read_whole_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> RankCommit:

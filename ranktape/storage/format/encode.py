@@ -8,6 +8,7 @@ chunks, then their offsets and sizes, then a checksum of those.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import struct
@@ -20,7 +21,6 @@ import numpy as np
 
 from ranktape.errors import DataError, UsageError
 from ranktape.storage.format.block_counts import NUM_CODES, WIDE_FROM
-from ranktape.storage.format.crc import combine
 from ranktape.storage.format.documents import MAX_PACKED_NBYTES, array_document, pack
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.record_info import Compression, Keep
@@ -269,3 +269,48 @@ def _samples_apart(array: np.ndarray[Any, Any], *, info: RecordInfo) -> int | No
 def _samples(array: np.ndarray[Any, Any], *, sample_dim: int) -> Iterator[np.ndarray[Any, Any]]:
     for sample in np.moveaxis(array, sample_dim, 0):
         yield _raw(sample)
+
+
+_POLYNOMIAL = 0x82F63B78
+"""Of CRC-32C (Castagnoli), its bits reversed."""
+
+_NUM_BITS = 32
+
+Matrix = tuple[int, ...]
+"""A linear map of checksums: what becomes of each bit."""
+
+
+def combine(crcs: Sequence[int], *, part_nbytes: int) -> int:
+    """The checksum of parts of equal size, one after the other, from theirs; at least one."""
+    zeros = _zeros(part_nbytes)
+    whole = crcs[0]
+    for crc in crcs[1:]:
+        whole = _apply(zeros, whole) ^ crc
+    return whole
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(nbytes: int) -> Matrix:
+    """What so many zero bytes behind a message make of its checksum."""
+    power: Matrix = (_POLYNOMIAL, *(1 << bit for bit in range(_NUM_BITS - 1)))  # one zero bit
+    result: Matrix = tuple(1 << bit for bit in range(_NUM_BITS))
+    count = 8 * nbytes
+    while count:
+        if count & 1:
+            result = _product(power, result)
+        power = _product(power, power)
+        count >>= 1
+    return result
+
+
+def _product(outer: Matrix, inner: Matrix) -> Matrix:
+    return tuple(_apply(outer, column) for column in inner)
+
+
+def _apply(matrix: Matrix, crc: int) -> int:
+    total = 0
+    while crc:
+        low = crc & -crc
+        total ^= matrix[low.bit_length() - 1]
+        crc ^= low
+    return total

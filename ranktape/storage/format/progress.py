@@ -22,7 +22,8 @@ from ranktape.storage.format.attempt import (
     lost_message,
     read_attempts,
 )
-from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_fields, write_group
+from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, read_attributes, read_fields, write_group
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.status import DISABLED, IterationState, IterationStatus, RunVerdict, judge
 from ranktape.storage.format.validation import Fields
@@ -221,6 +222,35 @@ def write_verdict(backend: Backend, *, attempt: Attempt, problems: Mapping[str, 
     write_group(backend, path, {**verdict.to_json(), **closing})
     backend.flush()
     return verdict
+
+
+def judge_again(backend: Backend, attempt: Attempt) -> None:
+    """Write the verdict on an attempt anew, as the run stands; what its coordinator met stays in it."""
+    try:
+        problems = (read_attributes(backend, layout.verdict_path(attempt.path)) or {}).get("problems")
+    except (DataError, RunFormatError):
+        problems = {"verdict": "it was damaged, and written again"}
+    write_verdict(backend, attempt=attempt, problems=problems if isinstance(problems, dict) else {})
+
+
+def finish_ready(backend: Backend, attempt: Attempt, *, problems: dict[int, str] | None = None) -> list[int]:
+    """Write the iteration commits of which only these are missing; the iterations that are complete since then.
+
+    One that is damaged is noted in `problems`.
+
+    Raises:
+        DataError: one is damaged, and `problems` is not given.
+    """
+    finished = []
+    for iteration in read_progress(backend, attempt).ready():
+        try:
+            finish_iteration(backend, attempt=attempt, iteration=iteration)
+            finished.append(iteration)
+        except DataError as error:
+            if problems is None:
+                raise
+            problems.setdefault(iteration, str(error))
+    return finished
 
 
 def _status(

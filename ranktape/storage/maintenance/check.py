@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempt, read_run, run_attributes
-from ranktape.storage.format.documents import document_checksum, is_document_intact
-from ranktape.storage.format.group_documents import read_document
+from ranktape.storage.format.documents import document_checksum, is_document_intact, read_document
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.maintenance.check_commit import check_commit
 from ranktape.storage.maintenance.check_iteration import check_iteration

@@ -14,14 +14,12 @@ from ranktape.storage.format.blob import blob_key, blob_nbytes, split_checksum
 from ranktape.storage.format.catalogue import Catalogue, RecordTable
 from ranktape.storage.format.commit import parse_commit
 from ranktape.storage.format.decode import StoredArray, parse_array, read_stored
-from ranktape.storage.format.documents import is_document_intact
+from ranktape.storage.format.documents import is_document_intact, read_attributes
 from ranktape.storage.format.encode import checksum
-from ranktape.storage.format.group_documents import read_attributes
 from ranktape.storage.format.layout import Mark
-from ranktape.storage.maintenance.check_columns import first_difference
-from ranktape.storage.maintenance.check_view import AttemptView
+from ranktape.storage.maintenance.check_view import AttemptView, first_difference
 from ranktape.storage.maintenance.finding import CheckFinding, FindingKind, Findings, Mend
-from ranktape.storage.maintenance.spill import SPILLED_KEY
+from ranktape.storage.maintenance.outbox import SPILLED_KEY
 from ranktape.storage.query.columns import values_of
 
 if TYPE_CHECKING:

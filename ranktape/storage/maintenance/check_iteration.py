@@ -10,7 +10,7 @@ from ranktape.storage.format import layout
 from ranktape.storage.format.blob import blob_key, blob_nbytes, split_checksum
 from ranktape.storage.format.catalogue import Catalogue
 from ranktape.storage.format.layout import Mark
-from ranktape.storage.maintenance.check_columns import differing_replicas, first_difference
+from ranktape.storage.maintenance.check_view import differing_replicas, first_difference
 from ranktape.storage.maintenance.finding import CheckFinding, FindingKind, Findings, Mend
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ranktape.storage.format.attempt import (
     read_run,
     run_attributes,
 )
-from ranktape.storage.format.group_documents import read_attributes, write_group
+from ranktape.storage.format.documents import read_attributes, write_group
 from ranktape.storage.query.filters import filter_from_text
 from ranktape.storage.recording.lease import Lease
 from ranktape.storage.recording.start import delete_parts

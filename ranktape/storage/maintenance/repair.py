@@ -13,14 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ranktape.errors import DataError, RunFormatError
+from ranktape.errors import DataError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempts
-from ranktape.storage.format.commit import finish_iteration, read_whole_commit
-from ranktape.storage.format.documents import decode_document, is_document_intact
-from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_attributes, read_document, write_group
-from ranktape.storage.format.layout import Mark
-from ranktape.storage.format.progress import write_verdict
+from ranktape.storage.format.commit import finish_iteration, mark_committed
+from ranktape.storage.format.documents import (
+    MAX_COMMIT_NBYTES,
+    decode_document,
+    is_document_intact,
+    read_document,
+    write_group,
+)
+from ranktape.storage.format.progress import judge_again
 from ranktape.storage.maintenance.check import OnProgress, check_run
 from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, Mend
 from ranktape.storage.maintenance.prune import drop_iteration
@@ -158,7 +162,7 @@ class _Repair:
                 self._backend.remove_debris(found)
                 return bool(found)
             case Mend.WRITE_VERDICT:
-                self._write_verdict(self._attempt_of(finding))
+                judge_again(self._backend, self._attempt_of(finding))
         return True
 
     def _restore_document(self, key: str) -> None:
@@ -180,21 +184,10 @@ class _Repair:
         attempt = self._attempt_of(finding)
         assert finding.rank is not None
         assert finding.iteration is not None
-        commit = read_whole_commit(self._backend, attempt.path, finding.rank, finding.iteration)
-        attributes = {
-            "num_records": commit.catalogue.num_rows,
-            "nbytes": commit.nbytes,
-            "silent_sites": commit.silent_sites,
-            **commit.counts(),
-            "restored": time.time(),
-        }
-        if commit.checksum is not None:
-            attributes["commit"] = commit.checksum
-        path = layout.marker_path(attempt.path, finding.iteration, finding.rank, Mark.COMMITTED)
-        write_group(self._backend, path, attributes)
-        # What the rank said of a commit that it did not know to have arrived would still be believed.
-        failed = layout.marker_path(attempt.path, finding.iteration, finding.rank, Mark.FAILED)
-        self._backend.delete_keys([layout.document_key(failed)])
+        group = layout.rank_iteration_path(attempt.path, finding.rank, finding.iteration)
+        commit = read_document(self._backend, group, max_nbytes=MAX_COMMIT_NBYTES)
+        assert commit is not None, group
+        mark_committed(self._backend, attempt.path, finding.rank, finding.iteration, commit=commit)
 
     def _finish(self, finding: CheckFinding) -> bool:
         attempt = self._attempt_of(finding)
@@ -221,14 +214,6 @@ class _Repair:
             return False
         self._backend.delete(path)
         return True
-
-    def _write_verdict(self, attempt: Attempt) -> None:
-        path = layout.verdict_path(attempt.path)
-        try:
-            problems = (read_attributes(self._backend, path) or {}).get("problems")
-        except (DataError, RunFormatError):
-            problems = {"verdict": "it was damaged, and written again by a repair"}
-        write_verdict(self._backend, attempt=attempt, problems=problems if isinstance(problems, dict) else {})
 
     def _attempt_of(self, finding: CheckFinding) -> Attempt:
         return self._attempts[finding.key.partition("/")[0]]

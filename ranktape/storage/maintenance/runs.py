@@ -16,7 +16,7 @@ from urllib.parse import quote
 from ranktape.errors import DataError, RanktapeError, RunFormatError, RunNotFoundError, UsageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempts, read_run, run_attributes
-from ranktape.storage.format.group_documents import read_document
+from ranktape.storage.format.documents import read_document
 from ranktape.storage.format.progress import read_verdict
 from ranktape.storage.format.status import IterationState
 from ranktape.storage.places.urls import open_backend

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ranktape.errors import RunNotFoundError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempts, read_run, run_attributes
-from ranktape.storage.format.group_documents import MAX_COMMIT_NBYTES, read_fields
+from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, read_fields
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import Progress, read_progress
 

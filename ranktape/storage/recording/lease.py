@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ranktape.errors import RunExistsError, StorageError
 from ranktape.storage.format import layout
-from ranktape.storage.format.documents import encode_document, group_document
-from ranktape.storage.format.group_documents import read_attributes, write_group
+from ranktape.storage.format.documents import encode_document, group_document, read_attributes, write_group
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Launch

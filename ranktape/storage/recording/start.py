@@ -25,15 +25,14 @@ from ranktape.storage.format.attempt import (
     read_run,
     run_attributes,
 )
-from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.documents import (
     SCHEMA_KEY,
     SCHEMA_VERSION,
     encode_document,
     group_document,
+    write_group,
 )
-from ranktape.storage.format.group_documents import write_group
-from ranktape.storage.format.progress import read_progress, read_verdict
+from ranktape.storage.format.progress import finish_ready, read_verdict
 from ranktape.storage.recording.lease import Lease
 
 if TYPE_CHECKING:
@@ -95,7 +94,8 @@ def begin_attempt(
     )
     earlier = read_attempts(backend)
     for one in earlier:
-        _finish_leftovers(backend, one)
+        # What its coordinator did not live to write.
+        finish_ready(backend, one)
     place = (launch.launch_id, launch.first_rank)
     continued = [one for one in earlier if not add or (one.launch.launch_id, one.launch.first_rank) == place]
     completed = sorted({iteration for one in continued for iteration in complete_iterations(backend, one)})
@@ -237,9 +237,3 @@ def delete_parts(backend: Backend) -> None:
         backend.delete(name)
     # And this last: where the deletion is interrupted, it is still a run that can be overwritten.
     backend.delete(layout.document_key(""))
-
-
-def _finish_leftovers(backend: Backend, attempt: Attempt) -> None:
-    """Write the iteration commits that an earlier attempt's coordinator did not live to write."""
-    for iteration in read_progress(backend, attempt).ready():
-        finish_iteration(backend, attempt=attempt, iteration=iteration)

@@ -19,7 +19,7 @@ from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import check_attempt
 from ranktape.storage.format.blob import write_blob
 from ranktape.storage.format.catalogue import CatalogueEntry, encode_catalogue
-from ranktape.storage.format.documents import chunk_key, document_checksum, encode_document, group_document
+from ranktape.storage.format.documents import chunk_key, document_checksum, encode_document, group_document, write_group
 from ranktape.storage.format.encode import (
     check_form,
     checksum,
@@ -29,7 +29,6 @@ from ranktape.storage.format.encode import (
     stored_dtype,
     stored_shape,
 )
-from ranktape.storage.format.group_documents import write_group
 from ranktape.storage.format.layout import TensorSite, site_path
 from ranktape.storage.format.record_info import Compression, Keep
 from ranktape.storage.recording import stack

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
@@ -20,12 +20,11 @@ from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchErr
 from ranktape.storage.format.dtypes import dtype_row, round_once, to_torch
 from ranktape.storage.format.layout import TensorSite
 from ranktape.storage.format.record_info import Keep
+from ranktape.storage.records.interfaces import AnyRecord, ReadableRecord
 from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
 
 if TYPE_CHECKING:
     import torch
-
-    from ranktape.storage.records.record import Record
 
 _MAX_CELLS = 1 << 22
 """Of the grid on which it is seen whether parts cover a tensor: a mesh of many thousand ranks has as many."""
@@ -36,7 +35,7 @@ _MAX_CUT = 16
 _MAX_NAMED = 8
 """Ranks in a message."""
 
-Part: TypeAlias = "tuple[Record, Placement | None]"
+Part = tuple[AnyRecord, Placement | None]
 """A record, and where it lies."""
 
 
@@ -49,11 +48,11 @@ class Replicas(enum.StrEnum):
     """The first of them counts."""
 
 
-class GlobalView:
+class GlobalView(Generic[AnyRecord]):
     """A tensor as it was over all ranks that held parts of it; nothing is read before `read`."""
 
-    def __init__(self, parts: Sequence[Part], *, replicas: Replicas) -> None:
-        self.records: tuple[Record, ...] = tuple(record for record, _ in parts)
+    def __init__(self, parts: Sequence[Part[AnyRecord]], *, replicas: Replicas) -> None:
+        self.records: tuple[AnyRecord, ...] = tuple(record for record, _ in parts)
         """Its parts and their copies, in the order of the selection."""
         self._placements = [placement for _, placement in parts]
         self._replicas = replicas
@@ -126,9 +125,9 @@ class GlobalView:
         """
         return to_torch(self.read(), dtype=self.dtype, shape=self.shape)
 
-    def _grouped(self, *kinds: AxisKind) -> list[list[Part]]:
+    def _grouped(self, *kinds: AxisKind) -> list[list[Part[AnyRecord]]]:
         """The parts that differ in their coordinates along axes of these kinds alone."""
-        groups: dict[tuple[int | None, ...], list[Part]] = {}
+        groups: dict[tuple[int | None, ...], list[Part[AnyRecord]]] = {}
         for record, placement in zip(self.records, self._placements, strict=True):
             key = () if placement is None else placement.fixed(*kinds)
             groups.setdefault(key, []).append((record, placement))
@@ -143,7 +142,7 @@ class GlobalView:
                 + ": read each record, or take the first with replicas='ignore'"
             )
 
-    def _summands(self, box: Sequence[Part]) -> list[Part]:
+    def _summands(self, box: Sequence[Part[AnyRecord]]) -> list[Part[AnyRecord]]:
         """Of each summand of a part one copy, in the order of the mesh; one where it is no sum.
 
         Raises:
@@ -151,7 +150,7 @@ class GlobalView:
             IncompleteTensorError: one is missing.
             UsageError: of one the values were not kept.
         """
-        copies: dict[tuple[int | None, ...], Part] = {}
+        copies: dict[tuple[int | None, ...], Part[AnyRecord]] = {}
         for record, placement in box:
             assert placement is not None
             copies.setdefault(placement.fixed(AxisKind.REPLICATE), (record, placement))
@@ -190,7 +189,7 @@ class GlobalView:
             return f"are missing: there is no record of {_ranks(self.missing_ranks)} here"
         return "are missing: of parts not all samples were recorded"
 
-    def _put_together(self, summands: Sequence[Part]) -> np.ndarray[Any, Any]:
+    def _put_together(self, summands: Sequence[Part[AnyRecord]]) -> np.ndarray[Any, Any]:
         first, placement = summands[0]
         assert placement is not None
         if not placement.is_partial:
@@ -215,7 +214,7 @@ _OPERATIONS: dict[str, Any] = {"sum": np.add, "avg": np.add, "max": np.maximum, 
 """By the word of a partial placement."""
 
 
-def assemble_records(records: Iterable[Record], *, replicas: str = Replicas.CHECK) -> list[GlobalView]:
+def assemble_records(records: Iterable[AnyRecord], *, replicas: str = Replicas.CHECK) -> list[GlobalView[AnyRecord]]:
     """The tensors of which records are parts, in the order of their first ones.
 
     Raises:
@@ -223,14 +222,16 @@ def assemble_records(records: Iterable[Record], *, replicas: str = Replicas.CHEC
         UsageError: `replicas` is neither "check" nor "ignore".
     """
     policy = _policy(replicas)
-    groups: dict[Any, list[Part]] = {}
+    groups: dict[Any, list[Part[AnyRecord]]] = {}
     for record in records:
         placement = parse_placement(record.info)
         groups.setdefault(_key(record, placement), []).append((record, placement))
     return [GlobalView(parts, replicas=policy) for parts in groups.values()]
 
 
-def view_of(record: Record, *, siblings: Iterable[Record], replicas: str = Replicas.CHECK) -> GlobalView:
+def view_of(
+    record: AnyRecord, *, siblings: Iterable[AnyRecord], replicas: str = Replicas.CHECK
+) -> GlobalView[AnyRecord]:
     """The tensor of which a record is a part, and its siblings may be others.
 
     Raises:
@@ -250,7 +251,7 @@ def _policy(replicas: str) -> Replicas:
         raise UsageError(f"replicas={replicas!r} is not allowed: use one of {', '.join(Replicas)}") from error
 
 
-def _is_alike(one: Record, record: Record) -> bool:
+def _is_alike(one: ReadableRecord, record: ReadableRecord) -> bool:
     """Whether the placements are of one mesh and one tensor, whatever else is wrong with the other one's."""
     alike = ("mesh", "placements", "global_shape")
     documents = [info.placement or {} for info in (one.info, record.info)]
@@ -258,7 +259,7 @@ def _is_alike(one: Record, record: Record) -> bool:
     return left == right
 
 
-def _key(record: Record, placement: Placement | None) -> Any:
+def _key(record: ReadableRecord, placement: Placement | None) -> Any:
     """What parts of one tensor have in common."""
     info = record.info
     common = (info.iteration, info.attempt, TensorSite.of(info))
@@ -267,7 +268,7 @@ def _key(record: Record, placement: Placement | None) -> Any:
     return (*common, placement.axes, placement.ranks, placement.global_shape)
 
 
-def _spans(part: Part) -> list[list[tuple[int, int]]]:
+def _spans(part: Part[Any]) -> list[list[tuple[int, int]]]:
     record, placement = part
     assert placement is not None
     return placement.spans(record.info.shape)

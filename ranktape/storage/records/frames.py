@@ -18,7 +18,7 @@ from ranktape.storage.format.record_info import EXTREMES, FIELDS, TALLY_KINDS
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
 
-    from ranktape.storage.records.records import Records
+    from ranktape.storage.records.interfaces import RecordColumns
 
 _INT64 = np.iinfo(np.int64)
 
@@ -88,7 +88,7 @@ def _objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
     return array
 
 
-def records_frame(records: Records) -> pd.DataFrame:
+def records_frame(records: RecordColumns) -> pd.DataFrame:
     """One row for each record, one column for each field; `overflow` is a column for each of its numbers.
 
     Raises:
@@ -117,7 +117,7 @@ def _dtype(name: str) -> Dtype:
     return Dtype.INTEGER if is_whole else Dtype.FLOAT
 
 
-def _values(records: Records, name: str) -> list[Any] | np.ndarray[Any, Any]:
+def _values(records: RecordColumns, name: str) -> list[Any] | np.ndarray[Any, Any]:
     column = records.column(name)
     if name == "checksum":
         return [f"crc32c:{value:08x}" for value in column.tolist()]

@@ -19,13 +19,12 @@ from ranktape.errors import RunFormatError, UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.format.validation import check_sample_ids
-from ranktape.storage.records.record import otherwise_kept
+from ranktape.storage.records.interfaces import otherwise_kept
 
 if TYPE_CHECKING:
     import xarray
 
-    from ranktape.storage.records.record import Record
-    from ranktape.storage.records.records import Records
+    from ranktape.storage.records.interfaces import ReadableRecord, RecordColumns
 
 _PLACE = (
     "layer_idx",
@@ -67,7 +66,7 @@ class _Dim:
 class RecordGrid:
     """The records as an array that dask can slice: each slice reads the records that are in it."""
 
-    def __init__(self, records: Records | Sequence[Record], positions: np.ndarray[Any, Any]) -> None:
+    def __init__(self, records: RecordColumns | Sequence[ReadableRecord], positions: np.ndarray[Any, Any]) -> None:
         first = records[0]
         self._records = records
         self._positions = positions
@@ -93,7 +92,7 @@ class RecordGrid:
         # Records of a selection go to other processes without the catalogues of the run.
         return {**self.__dict__, "_records": list(self._records)}
 
-    def _read(self, record: Record, inner: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+    def _read(self, record: ReadableRecord, inner: tuple[Any, ...]) -> np.ndarray[Any, Any]:
         dim = self._sample_dim
         if dim is None:
             return np.asarray(record.read()[inner])
@@ -107,7 +106,7 @@ class RecordGrid:
         return values[(*inner[:dim], slice(None), *inner[dim + 1 :])]
 
 
-def stack_records(records: Records) -> xarray.DataArray:
+def stack_records(records: RecordColumns) -> xarray.DataArray:
     """The records as one array over the fields in which they differ and the tensors' own dimensions; nothing is read.
 
     Fields that follow from others are coordinates, those that all share attributes.
@@ -144,7 +143,7 @@ def stack_records(records: Records) -> xarray.DataArray:
     return xarray.DataArray(values, dims=names, coords=coordinates, name=name, attrs=shared)
 
 
-def _check_alike(records: Records) -> None:
+def _check_alike(records: RecordColumns) -> None:
     for name in _ALIKE:
         values = _dim(records, name).values
         if len(values) > 1:
@@ -157,7 +156,7 @@ def _check_alike(records: Records) -> None:
         raise UsageError(f"of these records {otherwise_kept(records[0].info.keep, wanted=Keep.VALUES)} of each")
 
 
-def _dim(records: Records, name: str) -> _Dim:
+def _dim(records: RecordColumns, name: str) -> _Dim:
     column = records.column(name).tolist()
     # A missing value is NaN, which is not equal to itself.
     plain = [None if value != value else value for value in column]  # noqa: PLR0124
@@ -224,7 +223,7 @@ def _words(dims: Sequence[_Dim], combination: Sequence[int]) -> str:
     return " ".join(f"{dim.name}={dim.values[place]!r}" for dim, place in zip(dims, combination, strict=True))
 
 
-def own_names(record: Record) -> list[str]:
+def own_names(record: ReadableRecord) -> list[str]:
     """Names of the tensors' own dimensions: letters of the layout where there are some, none of them twice."""
     letters = list(record.info.layout)
     if len(letters) != len(record.info.shape) or len(set(letters)) < len(letters):
@@ -243,7 +242,7 @@ def labels_of(values: Sequence[Any]) -> np.ndarray[Any, Any]:
     return labels
 
 
-def _sample_coordinate(records: Records, positions: np.ndarray[Any, Any], dims: Sequence[_Dim]) -> dict[str, Any]:
+def _sample_coordinate(records: RecordColumns, positions: np.ndarray[Any, Any], dims: Sequence[_Dim]) -> dict[str, Any]:
     """The samples' identifiers: of the dimension where all records have the same, else over the fields that matter."""
     texts = np.asarray(records.column("sample_ids")[positions], dtype=object)
     dim = records[0].info.sample_dim

@@ -12,13 +12,13 @@ from xarray.core import indexing
 from ranktape.storage.records.labelled import SAMPLE, RecordGrid, labels_of, own_names
 
 if TYPE_CHECKING:
-    from ranktape.storage.records.record import Record
+    from ranktape.storage.records.interfaces import ReadableRecord
 
 
 class LazyRecord(BackendArray):
     """The values of a record, as xarray asks for parts of a file."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: ReadableRecord) -> None:
         self._grid = RecordGrid([record], np.zeros((), dtype=np.int64))
         self.dtype, self.shape = self._grid.dtype, self._grid.shape
 
@@ -29,7 +29,7 @@ class LazyRecord(BackendArray):
         )
 
 
-def record_array(record: Record) -> xarray.DataArray:
+def record_array(record: ReadableRecord) -> xarray.DataArray:
     """The values under the names of their dimensions; `attrs` are the record's fields, samples have their identifiers.
 
     Nothing is read before it is used. One sample is read alone.

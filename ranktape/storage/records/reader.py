@@ -16,9 +16,8 @@ import numpy as np
 from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.format.blob import open_blob
 from ranktape.storage.format.catalogue import Catalogue
-from ranktape.storage.format.crc import combine
 from ranktape.storage.format.decode import StoredArray, fetch_object, open_stored, read_runs, read_slices, read_stored
-from ranktape.storage.format.encode import checksum, stored_dtype, stored_shape
+from ranktape.storage.format.encode import checksum, combine, stored_dtype, stored_shape
 from ranktape.storage.format.layout import document_key, dropped_path, iteration_path
 from ranktape.storage.format.parts import RUN, split
 from ranktape.storage.format.record_info import Compression

@@ -13,6 +13,7 @@ from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, unpack_b
 from ranktape.storage.format.dtypes import to_torch
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.format.statistics import Statistics
+from ranktape.storage.records.interfaces import expect
 from ranktape.storage.records.notebook import fields_html
 
 if TYPE_CHECKING:
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
     from ranktape.storage.format.block_counts import BlockCounts
     from ranktape.storage.format.record_info import Overflow, RecordInfo
     from ranktape.storage.records.assemble import GlobalView
-
-
-_READ_BY = {Keep.VALUES: "read", Keep.HISTOGRAM: "counts", Keep.STATISTICS: "statistics"}
-"""The method of a record that gives what was kept of it."""
 
 
 class RecordReader(Protocol):
@@ -158,7 +155,7 @@ class Record:
             DataError: bytes are missing, or are not those captured.
             UsageError: there is no such sample, the tensor has no samples, or its values were not kept.
         """
-        self._expect(Keep.VALUES)
+        expect(self, Keep.VALUES)
         index = None if sample is None else self._checked_sample(sample)
         return self._reader.read(self, sample=None if self.info.sample_dim is None else index)
 
@@ -174,7 +171,7 @@ class Record:
             DataError: bytes are missing, or are not those captured.
             UsageError: the values were not kept.
         """
-        self._expect(Keep.VALUES)
+        expect(self, Keep.VALUES)
         return self._reader.parts(self)
 
     def counts(self) -> np.ndarray[Any, Any]:
@@ -184,7 +181,7 @@ class Record:
             DataError: bytes are missing, or are not those written.
             UsageError: something else was kept.
         """
-        self._expect(Keep.HISTOGRAM)
+        expect(self, Keep.HISTOGRAM)
         return self._reader.read(self, sample=None)[:NUM_CODES]
 
     def block_counts(self, *, axis: str = BLOCK_AXES[0]) -> BlockCounts:
@@ -196,7 +193,7 @@ class Record:
             DataError: bytes are missing, or are not those written.
             UsageError: something else was kept; blocks along that axis were not counted.
         """
-        self._expect(Keep.HISTOGRAM)
+        expect(self, Keep.HISTOGRAM)
         return _block_counts_in(self._reader.read(self, sample=None), record=self, axis=axis)
 
     def statistics(self) -> Statistics:
@@ -206,7 +203,7 @@ class Record:
             DataError: bytes are missing, or are not those written.
             UsageError: something else was kept.
         """
-        self._expect(Keep.STATISTICS)
+        expect(self, Keep.STATISTICS)
         return _statistics_in(self._reader.read(self, sample=None), record=self)
 
     def tensor(self) -> torch.Tensor:
@@ -231,10 +228,10 @@ class Record:
             from ranktape.storage.records.labelled_record import record_array
         except ImportError as error:
             raise UsageError(f"to_xarray() needs xarray ({error}): pip install 'ranktape[notebook]'") from error
-        self._expect(Keep.VALUES)
+        expect(self, Keep.VALUES)
         return record_array(self)
 
-    def global_view(self, *, replicas: str = "check") -> GlobalView:
+    def global_view(self, *, replicas: str = "check") -> GlobalView[Record]:
         """The tensor over all ranks of which this record is a part, from the parts that all of them recorded.
 
         Copies of one part must be the same bits, unless `replicas` is `"ignore"`: the first of them counts then.
@@ -249,10 +246,6 @@ class Record:
         siblings = [self] if self.info.placement is None else self._reader.siblings(self)
         return view_of(self, siblings=siblings, replicas=replicas)
 
-    def _expect(self, keep: Keep) -> None:
-        if self.info.keep != keep:
-            raise UsageError(f"of {self!r} {otherwise_kept(self.info.keep, wanted=keep)}")
-
     def _checked_sample(self, sample: int) -> int:
         count = self.info.num_samples
         if self.info.sample_dim is None and not count:
@@ -261,12 +254,6 @@ class Record:
         if not 0 <= index < count:
             raise UsageError(f"sample {sample} is not in {self!r}: it has samples 0 to {count - 1}")
         return index
-
-
-def otherwise_kept(keep: str, *, wanted: Keep) -> str:
-    """What to say where something else was kept than is wanted: which, and what reads it."""
-    verb = "was" if keep == Keep.HISTOGRAM else "were"
-    return f"the {keep} {verb} kept, not the {wanted}: use {_READ_BY[Keep(keep)]}()"
 
 
 def _statistics_in(vector: np.ndarray[Any, Any], *, record: Record) -> Statistics:

@@ -187,7 +187,7 @@ class Records(Sequence[Record]):
             for key, positions in equal_rows(keys)
         ]
 
-    def assemble(self, *, replicas: str = "check") -> list[GlobalView]:
+    def assemble(self, *, replicas: str = "check") -> list[GlobalView[Record]]:
         """The tensors over all ranks of which the records of this selection are parts; a whole one is one itself.
 
         Parts that are not in the selection are missing. Copies of one part must be the same bits when a tensor is
