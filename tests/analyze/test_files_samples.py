@@ -19,7 +19,7 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.survey import survey
 from ranktape.analyze.legacy import export_records, import_folder, open_folder
 from ranktape.analyze.table import Table
-from ranktape.analyze.views.plots.samples import SampleMetrics
+from ranktape.analyze.views.plots.tallies import SampleMetrics
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records, Run, open_run
 from ranktape.storage.format.parts import RUN

@@ -33,7 +33,8 @@ from ranktape.analyze.layer_stacks import layer_places, number_of, short_names, 
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.table import Table
 from ranktape.analyze.views.plots.data import PlotData
-from ranktape.analyze.views.plots.drawing import draw, grid_of, layer_names
+from ranktape.analyze.views.plots.heat_maps import grid_of, layer_names
+from ranktape.analyze.views.plots.table import PLOTS
 from ranktape.analyze.views.report.columns import unpacked
 from ranktape.analyze.views.report.model import build_model
 from ranktape.analyze.views.report.page import write_report
@@ -187,7 +188,7 @@ def test_two_stacks_are_two_times_the_rows_of_a_heat_map(run: Run, survey: PlotD
 def test_every_picture_of_layers_can_be_drawn(survey: PlotData) -> None:
     """No line joins two stacks, and each axis says which they are."""
     for name in ("overflow", "layer_statistics", "neighbouring_layers", "layer_octaves", "layer_iteration_std"):
-        figure = draw(name, survey)
+        figure = PLOTS[name].draw(survey)
         labels = {axes.get_xlabel() for axes in figure.axes}
         if name in {"overflow", "layer_statistics", "neighbouring_layers"}:
             assert "layer of encoder | decoder" in labels

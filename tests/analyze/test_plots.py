@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,18 +13,15 @@ import pytest
 from matplotlib.container import BarContainer
 
 from ranktape.analyze.numerics.formats import FORMATS
-from ranktape.analyze.views.plots import boxes, drawing
+from ranktape.analyze.views.plots import boxes
 from ranktape.analyze.views.plots.data import PlotData
 from ranktape.analyze.views.plots.distributions import standardised
-from ranktape.analyze.views.plots.drawing import draw
 from ranktape.analyze.views.plots.groups import group_by
-from ranktape.analyze.views.plots.heat_maps import Grid, Scale, draw_heat_maps
-from ranktape.analyze.views.plots.losses import ratio_counts
-from ranktape.analyze.views.plots.octaves import LOWEST, exponents
-from ranktape.analyze.views.plots.pairs import read_pairs
-from ranktape.analyze.views.plots.ranks import rank_deviations, rank_distances
-from ranktape.analyze.views.plots.style import Heading, families, plain
+from ranktape.analyze.views.plots.heat_maps import Grid, Scale, draw_heat_maps, size_of
+from ranktape.analyze.views.plots.losses import ratio_counts, read_pairs
+from ranktape.analyze.views.plots.style import Page, families, plain
 from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
+from ranktape.analyze.views.plots.tallies import LOWEST, exponents, rank_deviations, rank_distances
 from ranktape.errors import NoRecordsError
 from tests.analyze.runs import SITES, Tensor, describe_tensor, store
 from tests.analyze.test_plot import assert_readable, texts
@@ -89,7 +87,7 @@ ONE_OF_EACH = (
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_plot_can_be_read(data: PlotData, name: str) -> None:
     assert PLOTS[name].missing(data) == ""
-    figure = draw(name, data)
+    figure = PLOTS[name].draw(data)
     shown = [text.get_text() for text in texts(figure)]
     assert any(text.startswith(PLOTS[name].title) for text in shown)
     assert any("2 ranks" in text for text in shown)
@@ -99,7 +97,7 @@ def test_a_plot_can_be_read(data: PlotData, name: str) -> None:
 @pytest.mark.parametrize("name", ["statistics_by_iteration", "bf16_raw", "bf16_density", "bf16_raw_against_normalised"])
 def test_a_plot_of_two_iterations_in_bf16_can_be_read(in_bf16: PlotData, name: str) -> None:
     assert PLOTS[name].missing(in_bf16) == ""
-    assert_readable(draw(name, in_bf16))
+    assert_readable(PLOTS[name].draw(in_bf16))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +114,9 @@ def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> PlotData:
 
 def test_every_row_names_what_draws_it() -> None:
     assert {one.folder for one in PLOTS.values()} == set(FOLDERS)
-    assert all(hasattr(drawing, one.function) for one in PLOTS.values())
+    for one in PLOTS.values():
+        module, _, function = one.function.partition(".")
+        assert callable(getattr(importlib.import_module(f"ranktape.analyze.views.plots.{module}"), function))
 
 
 def shares(parts: list[np.ndarray[Any, Any]], is_lost: Callable[[np.ndarray[Any, Any]], Any]) -> float:
@@ -126,7 +126,7 @@ def shares(parts: list[np.ndarray[Any, Any]], is_lost: Callable[[np.ndarray[Any,
 
 def test_bars_are_shares_of_all_elements(data: PlotData) -> None:
     limits = FORMATS["fp8_e4m3"]
-    axes = draw("overflow_by_quant_type", data).axes[0]
+    axes = PLOTS["overflow_by_quant_type"].draw(data).axes[0]
     names = [label.get_text() for label in axes.get_yticklabels()]
     bars = [item for item in axes.containers if isinstance(item, BarContainer)]
     kinds: list[Callable[[np.ndarray[Any, Any]], Any]] = [
@@ -157,7 +157,7 @@ def test_cells_of_layers_and_ranks(data: PlotData, figure: str) -> None:
         "underflow": lambda parts: shares(parts, lambda array: (array != 0) & (np.abs(array) < limits.min_normal)),
         "std": lambda parts: float(np.std([value for array in parts for value in array[np.isfinite(array)]])),
     }
-    panels = draw(f"layer_rank_{figure}", data).axes[:2]
+    panels = PLOTS[f"layer_rank_{figure}"].draw(data).axes[:2]
     for axes, operation in zip(panels, ("forward", "backward"), strict=True):
         assert axes.get_title() == operation
         expected = np.array(
@@ -170,12 +170,17 @@ def test_cells_of_layers_and_ranks(data: PlotData, figure: str) -> None:
         np.testing.assert_allclose(cells(axes), logs, rtol=1e-9)
 
 
+def page_of(grids: list[Grid]) -> Page:
+    """A page for heat maps."""
+    return Page(1, len(grids), title="t", **size_of(grids))
+
+
 def test_infinite_and_missing_cells_have_colours_of_their_own(data: PlotData) -> None:
-    forward = draw("layer_rank_absmax", data).axes[0]
+    forward = PLOTS["layer_rank_absmax"].draw(data).axes[0]
     assert np.isnan(cells(forward)).all()  # each cell holds an infinity
     grid = Grid(title="t", values=np.array([[0.0, np.inf, np.nan, 4.0]]), rows=["0"], columns=list("abcd"))
     scale = Scale(kind="magnitude", label="x")
-    figure = draw_heat_maps([grid], scale=scale, row_label="r", column_label="c", heading=Heading(title="t"))
+    figure = draw_heat_maps(page_of([grid]), [grid], scale=scale, labels=("r", "c"), unit="columns")
     special = figure.axes[0].images[0].get_array()
     assert special is not None
     assert np.ma.filled(special, -1).tolist() == [[0, 1, -1, -1]]
@@ -218,11 +223,11 @@ def test_samples_have_the_names_that_the_user_gave(tmp_path: Path) -> None:
     assert found.passed.samples.ordered() == [(None, "$a$"), (None, "_c"), (None, "b")]
     # The median sample's absmax is 4 on the first rank and 8 on the second.
     assert found.passed.samples.ratios("forward").tolist() == [[0, 0, 0], [1, 1, 1], [-1, -1, -1]]
-    assert_readable(draw("layer_sample_absmax", found))
+    assert_readable(PLOTS["layer_sample_absmax"].draw(found))
 
 
 def test_octaves_are_those_of_all_values(data: PlotData) -> None:
-    lines = draw("exponent_occupancy", data).axes[0].get_lines()
+    lines = PLOTS["exponent_occupancy"].draw(data).axes[0].get_lines()
     for line, operation in zip(lines, ("forward", "backward"), strict=True):
         values = np.concatenate([array.reshape(-1) for array in arrays(operation=operation)])
         places = np.asarray(line.get_xdata(), dtype=float) - 0.5
@@ -272,7 +277,7 @@ def test_plots_of_bf16_are_of_that_quant_type(tmp_path: Path) -> None:
     ]
     found = PlotData(store(tmp_path, tensors).select())
     assert PLOTS["bf16_raw"].missing(found) == ""
-    ends = draw("bf16_raw", found).axes[0].get_xlim()
+    ends = PLOTS["bf16_raw"].draw(found).axes[0].get_xlim()
     assert -4 < ends[0] < ends[1] < 4
     only = PlotData(found.records.select(quant_type="mxfp8"))
     assert PLOTS["bf16_raw"].missing(only) == "no tensor is of the quant type bf16"
@@ -287,7 +292,7 @@ def test_a_layer_of_zeros_has_a_panel(tmp_path: Path) -> None:
     """What was cast to a format without a scale is zero: it neither overflows nor underflows."""
     tensors = [describe_tensor(np.zeros((4, 8), np.float32), layer_idx=1)]
     tensors.append(describe_tensor(np.ones((4, 8), np.float32), layer_idx=0))
-    figure = draw("overflow", PlotData(store(tmp_path, tensors).select()))
+    figure = PLOTS["overflow"].draw(PlotData(store(tmp_path, tensors).select()))
     assert any(text.get_text().startswith("zeros") for text in texts(figure))
 
 
@@ -340,8 +345,7 @@ def test_neighbouring_columns_are_one_where_there_are_too_many() -> None:
     values[1, 501] = -7.0
     grid = Grid(title="t", values=values, rows=list("abc"), columns=[str(rank) for rank in range(1000)])
     scale = Scale(kind="factor", label="x")
-    heading = Heading(title="t")
-    figure = draw_heat_maps([grid], scale=scale, row_label="layer", column_label="rank", heading=heading, unit="ranks")
+    figure = draw_heat_maps(page_of([grid]), [grid], scale=scale, labels=("layer", "rank"), unit="ranks")
     drawn = cells(figure.axes[0])
     assert drawn.shape == (3, 250)
     assert np.argwhere(drawn != 0).tolist() == [[1, 125]]
@@ -355,7 +359,7 @@ HOSTILE = ("<script>alert(1)</script>", "$\\frac{a}{b}$ $x$", "_under", "\u5c42\
 
 @pytest.mark.parametrize("name", ["distribution_by_tensor", "overflow_by_layer_type"])
 def test_names_are_text_and_nothing_else(name: str, hostile: PlotData) -> None:
-    figure = draw(name, hostile)
+    figure = PLOTS[name].draw(hostile)
     assert_readable(figure)
     words = "\n".join(text.get_text() for text in texts(figure)).replace(r"\$", "$")
     for one in HOSTILE[:3]:
@@ -405,7 +409,7 @@ def test_strange_tensors_have_plots(tmp_path: Path, number: int) -> None:
     found = PlotData(store(tmp_path, tensors).select())
     for one in ONE_OF_EACH[number::9]:
         if not PLOTS[one].missing(found):
-            assert_readable(draw(one, found))
+            assert_readable(PLOTS[one].draw(found))
 
 
 def test_integers_are_left_out(tmp_path: Path) -> None:
@@ -429,4 +433,4 @@ def test_many_groups_are_the_largest(tmp_path: Path) -> None:
     grouping = group_by(found, "tensor_name")
     assert [group.label for group in grouping.groups] == [f"name_{index:02d}" for index in range(4, 12)]
     assert grouping.note == "The 8 largest of 12 groups are drawn."
-    assert grouping.note in table_survey(draw("distribution_by_tensor", found))
+    assert grouping.note in table_survey(PLOTS["distribution_by_tensor"].draw(found))

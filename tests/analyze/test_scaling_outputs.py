@@ -27,10 +27,9 @@ from ranktape.analyze.legacy.outputs.write import (
     TensorReport,
     safe_name,
     titles_of,
-    write_error,
-    write_file,
 )
 from ranktape.analyze.numerics.sweeps.metrics import METRICS
+from ranktape.analyze.views.whole_file import writing
 from ranktape.errors import AccessDeniedError, DataError, NoSpaceError, StorageError
 
 NORMAL = np.random.default_rng(0).standard_normal((64, 128)).astype(ml_dtypes.bfloat16)
@@ -267,23 +266,12 @@ def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
     assert titles_of([]) == []
 
 
-def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    write_file(path, b"first")
-    write_file(path, b"second")
-    assert path.read_bytes() == b"second"
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(StorageError, match=r"folder cannot be written: Is a directory: move aside"):
-        write_file(tmp_path / "folder", b"third")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.txt", "folder"]
-
-
 def test_a_full_disk_is_named_as_one() -> None:
     device = Path("/dev/full")
     if not device.exists():
         pytest.skip("there is no /dev/full here")
     with (
-        pytest.raises(NoSpaceError, match="/dev/full cannot be written: No space left on device: free space"),
+        pytest.raises(NoSpaceError, match="to /dev/full: No space left on device: free space"),
         SweepLog(device, show=lambda _: None) as log,
     ):
         log.write(["x" * 100])
@@ -300,10 +288,11 @@ def test_a_full_disk_is_named_as_one() -> None:
     ],
 )
 def test_failed_writes_say_why_and_the_way_out(number: int, kind: type[StorageError]) -> None:
-    error = write_error(OSError(number, "reason"), Path("a\nb"))
-    assert type(error) is kind
-    assert str(error).startswith(r"a\nb cannot be written: reason: ")
-    assert str(error).endswith("give another --output-dir")
+    with pytest.raises(kind) as raised, writing(Path("a\nb"), what="log", option="--output-dir"):
+        raise OSError(number, "reason")
+    assert type(raised.value) is kind
+    assert str(raised.value).startswith(r"the log cannot be written to a\nb: reason: ")
+    assert str(raised.value).endswith("give another --output-dir")
 
 
 def test_files_are_named_for_tensor_and_format() -> None:

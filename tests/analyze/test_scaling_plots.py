@@ -12,9 +12,10 @@ import pytest
 
 from ranktape.analyze import SweepOptions, sweep_array
 from ranktape.analyze.advice.recommendation import recommend
-from ranktape.analyze.legacy.outputs.plots import PANELS, draw_panels, draw_summary, png_of
+from ranktape.analyze.legacy.outputs.plots import PANELS, draw_panels, draw_summary
 from ranktape.analyze.legacy.outputs.text import results_text
 from ranktape.analyze.legacy.outputs.words import limits_of, statistics_lines
+from ranktape.analyze.views.plots.style import plot_bytes
 from tests.analyze.test_plot import assert_readable, texts
 from tests.analyze.test_scaling_outputs import NORMAL, SUBJECT, sweep_of
 
@@ -54,7 +55,7 @@ def test_pictures_are_readable(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["one level", "all lossless"])
 def test_pictures_are_png_files_with_something_in_them(name: str) -> None:
-    png = png_of(draw_panels(sweep_of(name), name=name))
+    png = plot_bytes(draw_panels(sweep_of(name), name=name))
     assert png.startswith(b"\x89PNG")
     assert 0.001 < fraction_of_ink(png) < 0.2
 
@@ -68,7 +69,7 @@ def test_lines_are_the_figures_of_the_levels() -> None:
         assert len(drawn) == len(panel.lines)
         for line, expected in zip(drawn.values(), panel.lines, strict=True):
             assert list(line.get_xdata()) == [level.exponent for level in sweep.levels]  # type: ignore[arg-type]
-            assert list(line.get_ydata()) == [expected.figure(level) for level in sweep.levels]  # type: ignore[arg-type]
+            assert list(line.get_ydata()) == [expected.metric(level) for level in sweep.levels]  # type: ignore[arg-type]
     assert [axes.get_yscale() for axes in figure.axes] == ["log", "linear", "linear", "log", "log", "symlog"]
 
 
@@ -122,7 +123,7 @@ def test_errors_beyond_float64_are_not_taken_for_none(factor: float) -> None:
 @pytest.mark.filterwarnings("error")
 def test_letters_that_the_font_lacks_are_escaped() -> None:
     figure = draw_panels(sweep_of("one level"), name="日本 Größe.pt")
-    assert png_of(figure)
+    assert plot_bytes(figure)
     assert figure.get_suptitle().splitlines()[0] == r"\u65e5\u672c Größe.pt"
 
 

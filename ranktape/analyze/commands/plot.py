@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.formats import Format
-    from ranktape.analyze.views.plots.plot import Plot
+    from ranktape.analyze.views.plots.table import Plot
 
 DEFAULT_FOLDER = Path("draw")
 """Where many plots go: the place that the older tool used."""
@@ -168,13 +168,12 @@ def _draw_one(
             say(f"nothing overflows or underflows{but}; --format NAME draws against another format", err=True)
     else:
         from ranktape.analyze.views.plots.data import PlotData, default_target
-        from ranktape.analyze.views.plots.drawing import draw
 
         data = PlotData(records, target=target or default_target(records), view=view, engine=engine)
         reason = kind.missing(data)
         if reason:
             raise UsageError(f"--kind {kind.name} cannot be drawn: {reason}")
-        write_plot(draw(kind.name, data), path)
+        write_plot(kind.draw(data), path)
     say(str(path))
 
 

@@ -1,28 +1,27 @@
 """Draws a sweep: each metric from level to level, and the limits of the format.
 
-Two plots of one tensor: six panels with every figure, and a summary of three beside a box of statistics. No global
+Two plots of one tensor: six panels with every metric, and a summary of three beside a box of statistics. No global
 state of matplotlib is touched, so that plots can be drawn from any thread.
 """
 
 from __future__ import annotations
 
-import io
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ranktape.analyze.advice.verdict import is_lossless, verdict_of
-from ranktape.analyze.legacy.outputs.axes import drawable, is_drawable, linear_scale, log_scale, ratio_scale, wrapped
 from ranktape.analyze.legacy.outputs.words import figure_text, limits_of, number_of, statistics_lines
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.analyze.views.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILION
-from ranktape.analyze.views.plots.style import DOTS_PER_INCH
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,95 +41,134 @@ TITLE_WIDTH, MAX_TITLE_LINES = 100, 2
 MARGIN = 0.04
 """Of the levels' width, left and right of them."""
 
+SMALLEST_RATIO = 1e-5
+"""Below this part an axis of parts is linear at most; above it each tenth has the same height."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricLine:
-    """One figure in a panel."""
+SMALLEST_DRAWN, LARGEST_DRAWN = 1e-280, 1e280
+"""Between these a logarithmic axis can show what there is, with room beside it."""
 
-    figure: Callable[[Level], float]
+MANY_TIMES, FEW_TICKS = 300.0, 3
+"""Between ends that are so far apart powers of ten are ticks enough; with fewer ticks an axis hardly says anything."""
+
+
+def is_drawable(metric: float) -> bool:
+    """Whether a logarithmic axis has a place for it."""
+    return SMALLEST_DRAWN <= metric <= LARGEST_DRAWN
+
+
+def log_scale(axes: Axes, metrics: Sequence[float]) -> None:
+    """Logarithmic where an error is above zero, for errors spread over many orders and for those that are not.
+
+    Ticks are powers of ten; within few orders 1, 2 and 5 times powers of ten; within less than that round numbers.
+    """
+    positive = list(filter(is_drawable, metrics))
+    if not positive:
+        _no_scale(axes)
+        return
+    lowest, highest = math.log10(min(positive)), math.log10(max(positive))
+    margin = max(0.1, 0.08 * (highest - lowest))
+    low, high = 10 ** (lowest - margin), 10 ** (highest + margin)
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    if high / low < MANY_TIMES:
+        ticks: list[float] = []
+        for locator in (LogLocator(subs=(1.0, 2.0, 5.0)), MaxNLocator(4, steps=[1, 2, 5, 10])):
+            ticks = [tick for tick in np.asarray(locator.tick_values(low, high)).tolist() if low <= tick <= high]
+            if len(ticks) >= FEW_TICKS:
+                break
+        axes.yaxis.set_major_locator(FixedLocator(ticks))
+        axes.yaxis.set_major_formatter(FixedFormatter([f"{tick:.6g}" for tick in ticks]))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def linear_scale(axes: Axes, metrics: Sequence[float]) -> None:
+    """Linear, with every digit that tells ticks apart."""
+    finite = [metric for metric in metrics if math.isfinite(metric)]
+    if not finite:
+        _no_scale(axes)
+        return
+    lowest, highest = min(finite), max(finite)
+    margin = 0.08 * (highest - lowest) or 0.05 * max(abs(highest), 1e-300)
+    axes.set_ylim(lowest - margin, highest + margin)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.9g}"))
+
+
+def _no_scale(axes: Axes) -> None:
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_locator(NullLocator())
+
+
+def ratio_scale(axes: Axes, metrics: Sequence[float]) -> None:
+    """Logarithmic up to 100 %, with a true zero at its foot."""
+    smallest = min((metric for metric in metrics if metric > 0), default=SMALLEST_RATIO)
+    lowest = min(-3, max(math.floor(math.log10(smallest)), round(math.log10(SMALLEST_RATIO))))
+    ticks = [0.0, *(10.0**power for power in range(lowest, 1))]
+    axes.set_yscale("symlog", linthresh=10.0**lowest, linscale=0.6)
+    axes.set_ylim(0, 1.4)
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_major_formatter(FixedFormatter([f"{100 * tick:.3g} %" for tick in ticks]))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+class MetricLine(NamedTuple):
+    """One metric in a panel."""
+
+    metric: Callable[[Level], float]
     """What is drawn of each level."""
-    label: str
+    label: str = ""
     """What the legend calls it; empty where the panel has one line."""
-    color: str
+    color: str = BLUE
     """From Okabe and Ito."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricPanel:
-    """One panel: figures in the same unit."""
+class MetricPanel(NamedTuple):
+    """One panel: metrics in the same unit."""
 
     title: str
     """Above it."""
     unit: str
     """Beside its axis."""
+    scale: Callable[[Axes, Sequence[float]], None]
+    """How the axis is divided, given all metrics that are drawn."""
     lines: tuple[MetricLine, ...]
     """What is drawn."""
-    scale: Callable[[Axes, Sequence[float]], None]
-    """How the axis is divided, given all figures that are drawn."""
 
 
 MSE = MetricPanel(
-    title="Mean squared error (MSE)",
-    unit="squared unit of the tensor",
-    lines=(MetricLine(figure=lambda level: level.mse, label="", color=BLUE),),
-    scale=log_scale,
+    "Mean squared error (MSE)", "squared unit of the tensor", log_scale, (MetricLine(lambda level: level.mse),)
 )
-COSINE = MetricPanel(
-    title="Cosine similarity",
-    unit="1: same direction",
-    lines=(MetricLine(figure=lambda level: level.cosine, label="", color=BLUE),),
-    scale=linear_scale,
+COSINE = MetricPanel("Cosine similarity", "1: same direction", linear_scale, (MetricLine(lambda level: level.cosine),))
+PSNR = MetricPanel("Peak signal-to-noise ratio (PSNR)", "dB", linear_scale, (MetricLine(lambda level: level.psnr),))
+RATIOS = (
+    MetricLine(lambda level: level.psnr, "PSNR: peak"),
+    MetricLine(lambda level: level.sqnr, "SQNR: mean square", VERMILION),
 )
-PSNR = MetricPanel(
-    title="Peak signal-to-noise ratio (PSNR)",
-    unit="dB",
-    lines=(MetricLine(figure=lambda level: level.psnr, label="", color=BLUE),),
-    scale=linear_scale,
+ERRORS = (
+    MetricLine(lambda level: level.max_abs_error, "largest", VERMILION),
+    MetricLine(lambda level: level.rmse, "root mean square (RMSE)", PURPLE),
+    MetricLine(lambda level: level.mae, "mean (MAE)"),
+)
+LOSSES = (
+    MetricLine(lambda level: verdict_of(level).overflow_ratio, "overflow", VERMILION),
+    MetricLine(lambda level: verdict_of(level).underflow_ratio, "underflow"),
+    MetricLine(lambda level: verdict_of(level).flushed_ratio, "flushed to zero", ORANGE),
 )
 PANELS = (
     MSE,
     COSINE,
+    MetricPanel("Signal-to-noise ratios", "dB", linear_scale, RATIOS),
+    MetricPanel("Absolute errors", "unit of the tensor", log_scale, ERRORS),
     MetricPanel(
-        title="Signal-to-noise ratios",
-        unit="dB",
-        lines=(
-            MetricLine(figure=lambda level: level.psnr, label="PSNR: peak", color=BLUE),
-            MetricLine(figure=lambda level: level.sqnr, label="SQNR: mean square", color=VERMILION),
-        ),
-        scale=linear_scale,
+        "Relative error", "MAE in % of mean |x|", log_scale, (MetricLine(lambda level: 100 * level.relative_error),)
     ),
-    MetricPanel(
-        title="Absolute errors",
-        unit="unit of the tensor",
-        lines=(
-            MetricLine(figure=lambda level: level.max_abs_error, label="largest", color=VERMILION),
-            MetricLine(figure=lambda level: level.rmse, label="root mean square (RMSE)", color=PURPLE),
-            MetricLine(figure=lambda level: level.mae, label="mean (MAE)", color=BLUE),
-        ),
-        scale=log_scale,
-    ),
-    MetricPanel(
-        title="Relative error",
-        unit="MAE in % of mean |x|",
-        lines=(MetricLine(figure=lambda level: 100 * level.relative_error, label="", color=BLUE),),
-        scale=log_scale,
-    ),
-    MetricPanel(
-        title="Beyond the format's limits",
-        unit="share of values",
-        lines=(
-            MetricLine(figure=lambda level: verdict_of(level).overflow_ratio, label="overflow", color=VERMILION),
-            MetricLine(figure=lambda level: verdict_of(level).underflow_ratio, label="underflow", color=BLUE),
-            MetricLine(figure=lambda level: verdict_of(level).flushed_ratio, label="flushed to zero", color=ORANGE),
-        ),
-        scale=ratio_scale,
-    ),
+    MetricPanel("Beyond the format's limits", "share of values", ratio_scale, LOSSES),
 )
 """From left to right and from top to bottom."""
 
 
 def draw_panels(sweep: ScaleSweep, *, name: str) -> Figure:
-    """Six panels: every figure of every level of a tensor of that name.
+    """Six panels: every metric of every level of a tensor of that name.
 
     A sweep without levels says in each panel that there is nothing to draw.
     """
@@ -162,13 +200,6 @@ def draw_summary(sweep: ScaleSweep, *, name: str) -> Figure:
     return figure
 
 
-def png_of(figure: Figure) -> bytes:
-    """The plot as the bytes of a PNG file."""
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=DOTS_PER_INCH)
-    return stream.getvalue()
-
-
 def _draw_panel(axes: Axes, panel: MetricPanel, *, sweep: ScaleSweep, is_labelled: bool) -> None:
     whose = ", as the original counts" if sweep.mode is SweepMode.LEGACY and panel.scale is ratio_scale else ""
     axes.set_title(panel.title + whose, fontsize=11, pad=20 if len(panel.lines) > 1 else 6)
@@ -182,14 +213,20 @@ def _draw_panel(axes: Axes, panel: MetricPanel, *, sweep: ScaleSweep, is_labelle
         axes.set_yticks([])
         axes.text(0.5, 0.5, f"no level: {sweep.note}", transform=axes.transAxes, ha="center", va="center")
         return
-    panel.scale(axes, [line.figure(level) for line in panel.lines for level in sweep.levels])
-    _scale_levels(axes, sweep)
+    panel.scale(axes, [line.metric(level) for line in panel.lines for level in sweep.levels])
+    left, right = _ends(sweep)
+    axes.set_xlim(left, right)
+    axes.xaxis.set_major_locator(MaxNLocator(9, integer=True, min_n_ticks=1))
     if is_labelled:
         axes.set_xlabel(_levels_label(sweep), fontsize=9)
-    _mark_limits(axes, sweep)
+    for limit in limits_of(sweep):
+        if left <= limit.place <= right:
+            axes.axvline(limit.place, color=_LIMIT_COLORS[limit.kind], linestyle="--", linewidth=1.2, zorder=1)
+    if sweep.recommended is not None:
+        axes.axvline(sweep.recommended.exponent, color=GREEN, linewidth=1.2, alpha=0.7, zorder=1)
     for index, line in enumerate(panel.lines):
         _draw_line(axes, line, sweep=sweep, index=index, is_log=panel.scale is log_scale)
-    if panel.scale is ratio_scale and not any(line.figure(level) for line in panel.lines for level in sweep.levels):
+    if panel.scale is ratio_scale and not any(line.metric(level) for line in panel.lines for level in sweep.levels):
         axes.text(0.5, 0.5, "nothing is beyond them", transform=axes.transAxes, ha="center", va="center")
         return
     if len(panel.lines) > 1 and axes.get_legend_handles_labels()[0]:
@@ -200,28 +237,22 @@ def _draw_panel(axes: Axes, panel: MetricPanel, *, sweep: ScaleSweep, is_labelle
 
 def _draw_line(axes: Axes, line: MetricLine, *, sweep: ScaleSweep, index: int, is_log: bool) -> None:
     places = [level.exponent for level in sweep.levels]
-    figures = [line.figure(level) for level in sweep.levels]
-    drawn = [figure if (is_drawable(figure) if is_log else math.isfinite(figure)) else math.nan for figure in figures]
+    metrics = [line.metric(level) for level in sweep.levels]
+    drawn = [metric if (is_drawable(metric) if is_log else math.isfinite(metric)) else math.nan for metric in metrics]
     mark = MARKS[index] if len(places) <= MAX_MARKED_LEVELS else ""
     style: dict[str, Any] = {"color": line.color, "marker": mark or ("o" if len(places) == 1 else None)}
     style |= {"markersize": 5 - index, "linewidth": 1.8 - 0.3 * index, "clip_on": False}
     if not all(map(math.isnan, drawn)):
         axes.plot(places, drawn, **style, label=line.label)
     # What is better than an axis can say lies at one edge, what is too large or too small at its own.
-    missing = [level for level, figure in zip(sweep.levels, drawn, strict=True) if math.isnan(figure)]
+    missing = [level for level, metric in zip(sweep.levels, drawn, strict=True) if math.isnan(metric)]
     exact = [level.exponent for level in missing if is_lossless(level)]
     edge, shape = (0.0, "v") if is_log else (1.0, "^")
     at_edge: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "linestyle": "", "clip_on": False}
-    hollow: dict[str, Any] = {
-        "marker": shape,
-        "markersize": 7,
-        "color": line.color,
-        "markerfacecolor": "white",
-        "zorder": 4,
-    }
+    hollow: dict[str, Any] = {"marker": shape, "markersize": 7, "markerfacecolor": "white", "zorder": 4}
     if exact:
-        axes.plot(exact, [edge] * len(exact), **at_edge, **hollow)
-    beyond = [(level.exponent, float(line.figure(level) > 1)) for level in missing if not is_lossless(level)]
+        axes.plot(exact, [edge] * len(exact), **at_edge, **hollow, color=line.color)
+    beyond = [(level.exponent, float(line.metric(level) > 1)) for level in missing if not is_lossless(level)]
     if beyond:
         axes.plot(*zip(*beyond, strict=True), **at_edge, marker="x", markersize=6, color=line.color)
     if len(missing) == len(places) and index == 0:
@@ -240,25 +271,11 @@ def _draw_line(axes: Axes, line: MetricLine, *, sweep: ScaleSweep, index: int, i
         axes.plot([chosen.exponent], [height], **star, clip_on=False)
 
 
-def _scale_levels(axes: Axes, sweep: ScaleSweep) -> None:
-    axes.set_xlim(*_ends(sweep))
-    axes.xaxis.set_major_locator(MaxNLocator(9, integer=True, min_n_ticks=1))
-
-
 def _ends(sweep: ScaleSweep) -> tuple[float, float]:
     """From where to where levels are drawn."""
     places = [level.exponent for level in sweep.levels]
     margin = max(0.5, MARGIN * (max(places) - min(places)))
     return min(places) - margin, max(places) + margin
-
-
-def _mark_limits(axes: Axes, sweep: ScaleSweep) -> None:
-    left, right = _ends(sweep)
-    for limit in limits_of(sweep):
-        if left <= limit.place <= right:
-            axes.axvline(limit.place, color=_LIMIT_COLORS[limit.kind], linestyle="--", linewidth=1.2, zorder=1)
-    if sweep.recommended is not None:
-        axes.axvline(sweep.recommended.exponent, color=GREEN, linewidth=1.2, alpha=0.7, zorder=1)
 
 
 _LIMIT_COLORS = {"largest": VERMILION, "normal": PURPLE, "flush": ORANGE, "rule": "0.45"}
@@ -271,45 +288,25 @@ def _finish(figure: Figure, *, sweep: ScaleSweep, name: str, num_columns: int) -
     chosen = sweep.recommended
     if chosen is None:
         return
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=GREEN,
-            marker="*",
-            markersize=11,
-            linewidth=1.2,
-            label=f"recommended: {figure_text(chosen.exponent)} (scale factor {chosen.scale:.6g})",
-        )
-    ]
+    handles: list[Line2D] = []
+
+    def explain(label: str, **style: Any) -> None:
+        handles.append(Line2D([], [], label=label, **style))
+
+    recommended = f"recommended: {figure_text(chosen.exponent)} (scale factor {chosen.scale:.6g})"
+    explain(recommended, color=GREEN, marker="*", markersize=11, linewidth=1.2)
     left, right = _ends(sweep)
     for limit in limits_of(sweep):
         # What lies outside of the plot is said, not drawn.
         where = "" if left <= limit.place <= right else ", outside"
-        handles.append(
-            Line2D(
-                [],
-                [],
-                color=_LIMIT_COLORS[limit.kind],
-                linestyle="--",
-                linewidth=1.2,
-                label=f"{limit.text}: at {figure_text(limit.place)}{where}",
-            )
-        )
+        label = f"{limit.text}: at {figure_text(limit.place)}{where}"
+        explain(label, color=_LIMIT_COLORS[limit.kind], linestyle="--", linewidth=1.2)
     if any(map(is_lossless, sweep.levels)):
-        edge: dict[str, Any] = {
-            "linestyle": "",
-            "marker": "^",
-            "markersize": 7,
-            "markerfacecolor": "white",
-            "color": "0.3",
-        }
-        handles.append(Line2D([], [], **edge, label="nothing is lost: infinite ratio, error 0"))
+        edge: dict[str, Any] = {"marker": "^", "markersize": 7, "markerfacecolor": "white"}
+        explain("nothing is lost: infinite ratio, error 0", linestyle="", color="0.3", **edge)
     if any(not is_lossless(level) and not is_drawable(level.mse) for level in sweep.levels):
-        cross: dict[str, Any] = {"linestyle": "", "marker": "x", "markersize": 6, "color": "0.3"}
-        handles.append(
-            Line2D([], [], **cross, label="beyond float64, or nearly so: too large or too small to be drawn")
-        )
+        beyond = "beyond float64, or nearly so: too large or too small to be drawn"
+        explain(beyond, linestyle="", color="0.3", marker="x", markersize=6)
     figure.legend(handles=handles, loc="outside lower center", ncols=num_columns, frameon=False, fontsize=9)
 
 
@@ -329,3 +326,32 @@ def _title(sweep: ScaleSweep) -> str:
         "legacy": "one scale for the tensor, in bfloat16 arithmetic",
     }[sweep.mode.value]
     return f"{sweep.scheme.name}, {what}: {counts}"
+
+
+def drawable(text: str) -> str:
+    """The text as matplotlib draws it: letters that its font has, others by their number; $ as itself."""
+    letters = _letters()
+    kept = "".join(letter if ord(letter) in letters else letter.encode("unicode_escape").decode() for letter in text)
+    # matplotlib reads $ as the start of a formula.
+    return kept.replace("$", r"\$")
+
+
+def wrapped(text: str, *, width: int, num_lines: int) -> str:
+    """Lines of at most `width` letters, ended behind a mark where there is one; the middle of what is too long is cut.
+
+    The ends of names tell tensors apart.
+    """
+    room = width * num_lines
+    if len(text) > room:
+        text = f"{text[: room // 3]} ... {text[len(text) - room // 2 :]}"
+    lines: list[str] = []
+    while len(text) > width and len(lines) < num_lines - 1:
+        end = max(text.rfind(mark, width // 2, width) for mark in " ,/_.-") + 1 or width
+        lines.append(text[:end])
+        text = text[end:]
+    return "\n".join([*lines, text])
+
+
+@functools.cache
+def _letters() -> frozenset[int]:
+    return frozenset(get_font(findfont(FontProperties())).get_charmap())

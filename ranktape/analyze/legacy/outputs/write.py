@@ -26,8 +26,8 @@ from ranktape.analyze.legacy.outputs.text import (
     subject_lines,
 )
 from ranktape.analyze.legacy.outputs.words import number_of
-from ranktape.errors import AccessDeniedError, NoSpaceError, RanktapeError, StorageError
-from ranktape.storage.places.failures import FULL, REFUSED, printable
+from ranktape.analyze.views.whole_file import write_whole, writing
+from ranktape.errors import RanktapeError, StorageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.legacy.outputs.text import Subject
@@ -39,6 +39,8 @@ DEFAULT_OUTPUT_DIR = Path("draw/scaling_analysis")
 MAX_NAME_NBYTES = 120
 """Longest name of a directory; names of files hold it too, and a file system allows 255 bytes."""
 
+_OPTION = "--output-dir"
+_FOLDER, _LOG = {"what": "folder", "option": _OPTION}, {"what": "log", "option": _OPTION}
 _HASH_LENGTH = 8
 _PLAIN = "._-+=@"
 
@@ -127,37 +129,8 @@ def make_folder(folder: Path) -> None:
     Raises:
         StorageError: it cannot be made; the kind says why.
     """
-    try:
+    with writing(folder, **_FOLDER):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_error(error, folder) from error
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Put a file in its place, whole or not at all.
-
-    Raises:
-        StorageError: it cannot be written; the kind says why.
-    """
-    partial = path.with_name(f".{os.getpid()}.partial")
-    try:
-        partial.write_bytes(data)
-        partial.replace(path)
-    except OSError as error:
-        raise write_error(error, path) from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-
-
-def write_error(error: OSError, path: Path) -> StorageError:
-    """The error to raise for a file or directory that could not be written."""
-    kind, way_out = StorageError, "move aside what is in the way, or give another --output-dir"
-    if error.errno in FULL:
-        kind, way_out = NoSpaceError, "free space or raise the quota, or give another --output-dir"
-    elif error.errno in REFUSED:
-        kind, way_out = AccessDeniedError, "mend the permissions, or give another --output-dir"
-    return kind(f"{printable(str(path))} cannot be written: {error.strerror or error}: {way_out}")
 
 
 def _key(name: str) -> str:
@@ -181,12 +154,9 @@ class SweepLog:
         Raises:
             StorageError: the file cannot be written.
         """
-        self._path = path
-        self._show = show
-        try:
+        self._path, self._show = path, show
+        with writing(path, **_LOG):
             self._file = path.open("w", encoding="utf-8", errors="backslashreplace", buffering=1)
-        except OSError as error:
-            raise write_error(error, path) from error
 
     def __enter__(self) -> Self:
         return self
@@ -194,10 +164,8 @@ class SweepLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
+        with writing(self._path, **_LOG):
             self._file.close()
-        except OSError as failure:
-            raise write_error(failure, self._path) from failure
 
     def write(self, lines: Iterable[str]) -> None:
         """Add lines, each with the time now.
@@ -207,10 +175,8 @@ class SweepLog:
         """
         for text in lines:
             line = stamped(text)
-            try:
+            with writing(self._path, **_LOG):
                 self._file.write(line + "\n")
-            except OSError as error:
-                raise write_error(error, self._path) from error
             self._show(line)
 
 
@@ -310,7 +276,8 @@ class TensorReport:
         if sweep.levels:
             log.write(limit_lines(sweep, found))
         results = results_text(sweep, found, subject=self._subject)
-        write_file(files.results, results.encode("utf-8", "backslashreplace"))
+        data = results.encode("utf-8", "backslashreplace")
+        write_whole(files.results, data, what="results", option=_OPTION)
         log.write([f"Results saved to: {files.results}"])
         if self._with_plots:
             _draw(sweep, files=files, name=self._subject.name, log=log)
@@ -321,8 +288,9 @@ class TensorReport:
 
 
 def _draw(sweep: ScaleSweep, *, files: SweepFiles, name: str, log: SweepLog) -> None:
-    from ranktape.analyze.legacy.outputs.plots import draw_panels, draw_summary, png_of
+    from ranktape.analyze.legacy.outputs.plots import draw_panels, draw_summary
+    from ranktape.analyze.views.plots.style import plot_bytes
 
     for path, draw, what in ((files.panels, draw_panels, "Plots"), (files.summary, draw_summary, "Summary plot")):
-        write_file(path, png_of(draw(sweep, name=name)))
+        write_whole(path, plot_bytes(draw(sweep, name=name)), option=_OPTION)
         log.write([f"{what} saved to: {path}"])

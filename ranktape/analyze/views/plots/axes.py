@@ -1,4 +1,4 @@
-"""How are the axes of plots divided: into powers of two, shares of a whole, layers, and names?"""
+"""Divides the axes of plots: into powers of two, shares of a whole, layers, and names; marks what formats reach."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.patches import Patch
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from ranktape.analyze.layer_stacks import number_of, stack_of
+from ranktape.analyze.numerics.distributions.occupancy import NARROW_FORMATS
 from ranktape.analyze.numerics.formats import FORMATS
-from ranktape.analyze.views.plots.style import PALE_INK, SMALL_SIZE, TEXT_SIZE, plain
+from ranktape.analyze.views.palette import BLUE, SKY
+from ranktape.analyze.views.plots.style import INK, PALE_INK, SMALL_SIZE, empty, key, name, plain
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from numpy.typing import NDArray
 
 MAX_TICKS = 8
 """Numbers beside an axis."""
@@ -29,6 +34,9 @@ SMALLEST_SHARE = 1e-12
 
 LIMITS = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "fp16", "bf16")
 """Formats whose largest values axes name, the most wanted first: of two that lie too close the later one is not."""
+
+BANDS = tuple(one for one in NARROW_FORMATS if one != "int8")
+"""Formats whose ranges are drawn as bands; those of integers depend on their scale alone."""
 
 _NICE_STEPS = [factor * 10**power for power in range(19) for factor in (1, 2, 5)]
 
@@ -43,9 +51,11 @@ def set_ends(axes: Axes, which: str, low: float, high: float) -> None:
     (axes.set_xlim if which == "x" else axes.set_ylim)(low, high)
 
 
-def power_text(exponent: float) -> str:
-    """A power of two, raised."""
-    return f"$2^{{{exponent:g}}}$"
+def set_ticks(axis: Axis, places: Sequence[float], names: Sequence[str]) -> None:
+    """What stands where beside an axis, and nothing else."""
+    axis.set_major_locator(FixedLocator(places))
+    axis.set_major_formatter(FixedFormatter(names))
+    axis.set_minor_locator(NullLocator())
 
 
 def scale_powers(axes: Axes, which: str, exponents: Sequence[float] | Any, *, pad: float = 0.5) -> None:
@@ -61,11 +71,8 @@ def scale_powers(axes: Axes, which: str, exponents: Sequence[float] | Any, *, pa
         low, high = middle - 2, middle + 2
     low, high = low - pad, high + pad
     set_ends(axes, which, low, high)
-    axis = axis_of(axes, which)
     ticks = powers_between(low, high)
-    axis.set_major_locator(FixedLocator(ticks))
-    axis.set_major_formatter(FixedFormatter([power_text(tick) for tick in ticks]))
-    axis.set_minor_locator(NullLocator())
+    set_ticks(axis_of(axes, which), ticks, [f"$2^{{{tick}}}$" for tick in ticks])
 
 
 def powers_between(low: float, high: float, *, max_ticks: int = MAX_TICKS) -> list[int]:
@@ -90,10 +97,27 @@ def scale_shares(axes: Axes, which: str, shares: Sequence[float] | Any) -> None:
         "symlog", linthresh=10.0**lowest, linscale=max(0.6, -0.12 * lowest)
     )
     set_ends(axes, which, 0, 1.4)
-    axis = axis_of(axes, which)
-    axis.set_major_locator(FixedLocator(ticks))
-    axis.set_major_formatter(FixedFormatter([share_text(tick) for tick in ticks]))
-    axis.set_minor_locator(NullLocator())
+    set_ticks(axis_of(axes, which), ticks, [share_text(tick) for tick in ticks])
+
+
+def scale_factors(axes: Axes, logs: NDArray[np.float64]) -> None:
+    """A vertical axis of log2 of factors, with the same room above and below a line at no difference."""
+    known = logs[np.isfinite(logs)]
+    reach = max(1.0, float(np.abs(known).max(initial=0.0))) * 1.08
+    axes.set_ylim(-reach, reach)
+    ticks = powers_between(-reach, reach, max_ticks=6)
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_major_formatter(FixedFormatter([factor_text(tick) for tick in ticks]))
+    axes.axhline(0, color=INK, linewidth=0.9)
+    if not known.size:
+        empty(axes, "nothing to compare")
+
+
+def factor_text(power: int) -> str:
+    """A power of two as a factor."""
+    if abs(power) > 6:  # noqa: PLR2004 - short enough to be read at once
+        return f"$2^{{{power}}}$ x"
+    return f"{2**power} x" if power >= 0 else f"1/{2**-power} x"
 
 
 def share_text(share: float) -> str:
@@ -120,9 +144,7 @@ def scale_whole(axes: Axes, which: str, values: Sequence[int], *, max_ticks: int
     for value in wanted:
         if not named or (value - named[-1]) * max_ticks >= high - low:
             named.append(value)
-    axis_of(axes, which).set_major_locator(FixedLocator(named))
-    axis_of(axes, which).set_major_formatter(FixedFormatter([str(value) for value in named]))
-    axis_of(axes, which).set_minor_locator(NullLocator())
+    set_ticks(axis_of(axes, which), named, [str(value) for value in named])
 
 
 def place_of_layer(layer: int, layers: Sequence[int]) -> float:
@@ -144,18 +166,15 @@ def scale_layers(axes: Axes, layers: Sequence[int], *, max_ticks: int = 12, is_l
     margin = max(0.5, 0.01 * len(layers))
     places = [*outside, *map(float, inside)]
     axes.set_xlim(min(places) - margin, max(places) + margin)
-    axes.xaxis.set_major_locator(FixedLocator([*outside, *ticks]))
-    axes.xaxis.set_major_formatter(
-        FixedFormatter([*("outside" for _ in outside), *(str(number_of(layer)) for layer in ticks)])
-    )
-    axes.xaxis.set_minor_locator(NullLocator())
+    names = [*("outside" for _ in outside), *(str(number_of(layer)) for layer in ticks)]
+    set_ticks(axes.xaxis, [*outside, *ticks], names)
     axes.tick_params(axis="x", labelbottom=is_labelled)
     for one, other in itertools.pairwise(inside):
         if stack_of(one) != stack_of(other):
             axes.axvline((one + other) / 2, color=PALE_INK, linewidth=0.8)
     if is_labelled:
         stacks = [plain(stack, max_letters=24) for stack in dict.fromkeys(map(stack_of, inside)) if stack]
-        axes.set_xlabel(" ".join(["layer", *([f"of {' | '.join(stacks)}"] if stacks else [])]), fontsize=TEXT_SIZE)
+        name(axes, x=" ".join(["layer", *([f"of {' | '.join(stacks)}"] if stacks else [])]))
 
 
 def with_gap(
@@ -176,9 +195,7 @@ def with_gap(
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
     """Names of what is drawn from top to bottom at 0, 1, 2, ...; they are `plain` already."""
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.yaxis.set_major_locator(FixedLocator(range(len(names))))
-    axes.yaxis.set_major_formatter(FixedFormatter(list(names)))
-    axes.yaxis.set_minor_locator(NullLocator())
+    set_ticks(axes.yaxis, range(len(names)), list(names))
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
 
@@ -196,19 +213,41 @@ def mark_limits(axes: Axes, which: str, *, formats: Sequence[str] = LIMITS, min_
     """
     low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
     shown: dict[str, float] = {}
-    for name in formats:
-        place = math.log2(FORMATS[name].maximum)
+    for one in formats:
+        place = math.log2(FORMATS[one].maximum)
         far = all(abs(place - other) > min_distance * (high - low) for other in shown.values())
         if low < place < high and far:
-            shown[name] = place
+            shown[one] = place
     for place in shown.values():
         (axes.axvline if which == "x" else axes.axhline)(place, color=PALE_INK, linewidth=0.9, linestyle=(0, (4, 3)))
     if not shown:
         return
     beside = axes.secondary_xaxis("top") if which == "x" else axes.secondary_yaxis("right")
-    axis = beside.xaxis if which == "x" else beside.yaxis
-    axis.set_major_locator(FixedLocator(list(shown.values())))
-    axis.set_major_formatter(FixedFormatter([f"{name} {FORMATS[name].maximum:.4g}" for name in shown]))
-    axis.set_minor_locator(NullLocator())
+    names = [f"{one} {FORMATS[one].maximum:.4g}" for one in shown]
+    set_ticks(beside.xaxis if which == "x" else beside.yaxis, list(shown.values()), names)
     beside.tick_params(labelsize=SMALL_SIZE - 1, labelcolor=PALE_INK, length=0, labelrotation=0)
     beside.spines[:].set_visible(False)
+
+
+def draw_bands(axes: Axes, bands: Axes, exponents: NDArray[np.int64], *, is_named: bool = True) -> None:
+    """Two panels over the same octaves, in the second of which is from where to where formats reach without a scale.
+
+    Normal numbers are dark, subnormal ones light.
+    """
+    for one in (axes, bands):
+        scale_powers(one, "x", [exponents[0], exponents[-1] + 1])
+    low, high = bands.get_xlim()
+    for row, band in enumerate(BANDS):
+        limits = FORMATS[band]
+        ends = [math.log2(value) for value in (limits.min_subnormal, limits.min_normal, limits.maximum)]
+        subnormal, normal, largest = (min(max(end, low), high) for end in ends)
+        bands.barh(row, normal - subnormal, left=subnormal, height=0.62, color=SKY, hatch="////", edgecolor="white")
+        bands.barh(row, largest - normal, left=normal, height=0.62, color=BLUE, edgecolor="white")
+    name_rows(bands, BANDS if is_named else [""] * len(BANDS))
+    name(bands, x="|x|")
+
+
+def band_handles() -> list[Artist]:
+    """The entries of bands in a legend."""
+    subnormal = Patch(facecolor=SKY, hatch="////", edgecolor="white")
+    return [key(Patch(facecolor=BLUE), "normal numbers of a format"), key(subnormal, "its subnormal ones")]

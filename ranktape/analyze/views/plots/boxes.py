@@ -1,4 +1,4 @@
-"""How do figures of tensors spread within groups: box plots, one panel for each figure?
+"""Draws how metrics of tensors spread within groups: box plots, one panel for each metric.
 
 A box reaches from the first to the third quartile with a line at the median, its whiskers from the 5th to the 95th
 percentile; points are the tensors beyond them.
@@ -7,14 +7,15 @@ percentile; points are the tensors beyond them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ranktape.analyze.views.plots.axes import mark_limits, name_rows, scale_numbers, scale_powers
-from ranktape.analyze.views.plots.style import INK, PANEL_SIZE, TEXT_SIZE, Heading, empty, finish, page
+from ranktape.analyze.views.plots.groups import groups_of, page_of
+from ranktape.analyze.views.plots.style import INK, TEXT_SIZE, empty, name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.groups import Group
+    from ranktape.analyze.views.plots.table import Plot
 
 WHISKERS = (5.0, 95.0)
 """Percentiles at the ends of the whiskers."""
@@ -39,10 +41,10 @@ LINEAR_OCTAVES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxPanel:
-    """One figure of the tensors."""
+    """One metric of the tensors."""
 
-    figure: str
-    """Its name in `PlotData.figure`."""
+    metric: str
+    """Its name in `PlotData.metric`."""
     title: str
     """Above the panel."""
     is_magnitude: bool = True
@@ -53,49 +55,57 @@ class BoxPanel:
     """What it is of a normal distribution."""
 
 
-MEAN = BoxPanel(figure="mean", title="|mean|")
-STD = BoxPanel(figure="std", title="standard deviation")
-VARIANCE = BoxPanel(figure="variance", title="variance")
-ABSMAX = BoxPanel(figure="absmax", title="absmax", has_limits=True)
-KURTOSIS = BoxPanel(figure="kurtosis", title="kurtosis (normal: 3)", normal=math.log2(3.0))
-SKEWNESS = BoxPanel(figure="skewness", title="skewness (normal: 0)", is_magnitude=False, normal=0.0)
-MINIMUM = BoxPanel(figure="minimum", title="|minimum|", has_limits=True)
-MAXIMUM = BoxPanel(figure="maximum", title="|maximum|", has_limits=True)
+MEAN = BoxPanel(metric="mean", title="|mean|")
+STD = BoxPanel(metric="std", title="standard deviation")
+KURTOSIS = BoxPanel(metric="kurtosis", title="kurtosis (normal: 3)", normal=math.log2(3.0))
 
-GENERAL = (MEAN, STD, ABSMAX, KURTOSIS)
-SHAPES = (VARIANCE, SKEWNESS, KURTOSIS)
-ENDS = (MEAN, STD, MINIMUM, MAXIMUM)
+PANELS: Mapping[str, tuple[BoxPanel, ...]] = {
+    "general": (MEAN, STD, BoxPanel(metric="absmax", title="absmax", has_limits=True), KURTOSIS),
+    "shapes": (
+        BoxPanel(metric="variance", title="variance"),
+        BoxPanel(metric="skewness", title="skewness (normal: 0)", is_magnitude=False, normal=0.0),
+        KURTOSIS,
+    ),
+    "ends": (
+        *(MEAN, STD),
+        *(BoxPanel(metric=end, title=f"|{end}|", has_limits=True) for end in ("minimum", "maximum")),
+    ),
+}
+"""What rows of the table choose from."""
 
 
-def draw_boxes(data: PlotData, groups: Sequence[Group], *, panels: Sequence[BoxPanel], heading: Heading) -> Figure:
-    """One panel for each figure, one box for each group; both share the names at the left."""
-    height = 1.25 + 0.42 * len(groups)
-    num_columns = 2 if len(panels) == 4 else len(panels)  # noqa: PLR2004 - two rows of two
-    figure, grid = page(
-        math.ceil(len(panels) / num_columns),
+def boxes(data: PlotData, row: Plot, *, panels: str = "general") -> Figure:
+    """One panel for each metric, one box for each group; both share the names at the left."""
+    groups, left_out = groups_of(data, row, max_groups=MAX_BOXES)
+    chosen = PANELS[panels]
+    note = "Boxes: quartiles and median; whiskers: 5th and 95th percentile; points: tensors beyond them."
+    zeros = "Zeros have no place on an axis of powers of two and are left out."
+    num_columns = 2 if len(chosen) == 4 else len(chosen)  # noqa: PLR2004 - two rows of two
+    page = page_of(
+        data,
+        row,
+        math.ceil(len(chosen) / num_columns),
         num_columns,
-        panel_width=max(4.2, 10.4 / num_columns),
-        panel_height=max(2.1, height),
+        width=max(4.2, 10.4 / num_columns),
+        height=max(2.1, 1.25 + 0.42 * len(groups)),
+        notes=[left_out, f"{note} {zeros}"],
     )
-    for place, (axes, panel) in enumerate(zip(grid.flat, panels, strict=True)):
+    for place, (axes, panel) in enumerate(zip(page.panels.flat, chosen, strict=True)):
         rows = [box_values(data, group, panel) for group in groups]
-        axes.set_title(panel.title, fontsize=PANEL_SIZE, pad=20 if panel.has_limits else 6)
+        name(axes, title=panel.title, pad=20 if panel.has_limits else 6)
         if not any(values.size for values in rows):
             empty(axes, "no tensor has one")
             continue
-        for row, (group, values) in enumerate(zip(groups, rows, strict=True)):
-            _draw_box(axes, values, row=row, group=group)
+        for number, (group, values) in enumerate(zip(groups, rows, strict=True)):
+            _draw_box(axes, values, row=number, group=group)
         name_rows(axes, [group.label if place % num_columns == 0 else "" for group in groups])
         _scale(axes, np.concatenate(rows), panel)
-    note = "Boxes: quartiles and median; whiskers: 5th and 95th percentile; points: tensors beyond them."
-    zeros = "Zeros have no place on an axis of powers of two and are left out."
-    notes = [*heading.notes, f"{note} {zeros}" if any(panel.is_magnitude for panel in panels) else note]
-    return finish(figure, Heading(title=heading.title, subtitle=heading.subtitle, notes=tuple(notes)))
+    return page.finish()
 
 
 def box_values(data: PlotData, group: Group, panel: BoxPanel) -> NDArray[np.float64]:
-    """The figures of the group's tensors as they are drawn: of magnitudes log2, without zeros; no NaN, no infinity."""
-    values = data.metric(panel.figure)[group.mask]
+    """The metrics of the group's tensors as they are drawn: of magnitudes log2, without zeros; no NaN, no infinity."""
+    values = data.metric(panel.metric)[group.mask]
     if panel.is_magnitude:
         with np.errstate(divide="ignore"):
             values = np.log2(np.abs(values))
@@ -112,6 +122,9 @@ def _draw_box(axes: Axes, values: NDArray[np.float64], *, row: int, group: Group
         beyond = beyond[np.unique(np.linspace(0, beyond.size - 1, MAX_POINTS).astype(int))]
     numbers = {"whislo": low, "q1": first, "med": middle, "q3": third, "whishi": high, "fliers": beyond}
     flat: dict[str, Any] = {"facecolor": group.color, "alpha": 0.55, "hatch": group.hatch, "edgecolor": INK}
+    ink = {"color": INK}
+    points = {"marker": group.mark, "markersize": 2.8, "markerfacecolor": group.color}
+    points |= {"markeredgecolor": "none", "alpha": 0.6}
     axes.bxp(
         [numbers],
         positions=[row],
@@ -120,16 +133,10 @@ def _draw_box(axes: Axes, values: NDArray[np.float64], *, row: int, group: Group
         manage_ticks=False,
         patch_artist=True,
         boxprops=flat,
-        medianprops={"color": INK, "linewidth": 2},
-        whiskerprops={"color": INK},
-        capprops={"color": INK},
-        flierprops={
-            "marker": group.mark,
-            "markersize": 2.8,
-            "markerfacecolor": group.color,
-            "markeredgecolor": "none",
-            "alpha": 0.6,
-        },
+        medianprops={**ink, "linewidth": 2},
+        whiskerprops=ink,
+        capprops=ink,
+        flierprops=points,
     )
 
 

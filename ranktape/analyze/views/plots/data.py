@@ -26,8 +26,7 @@ from ranktape.analyze.metrics.places import find_places
 from ranktape.analyze.metrics.target import parse_targets
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.histograms.histogram import Limits
-from ranktape.analyze.views.plots.octaves import Octaves
-from ranktape.analyze.views.plots.samples import SampleMetrics
+from ranktape.analyze.views.plots.tallies import Octaves, SampleMetrics
 from ranktape.errors import NoRecordsError
 from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import Keep
@@ -40,14 +39,8 @@ if TYPE_CHECKING:
     from ranktape.storage import Records
 
 CELL_FIELDS = (
-    "quant_type",
-    "dtype",
-    "operation",
-    "layer_type",
-    "phase",
-    "component",
-    "batch_size",
-    "tensor_name",
+    *("quant_type", "dtype", "operation", "layer_type"),
+    *("phase", "component", "batch_size", "tensor_name"),
 )
 """Fields whose values make kinds of tensors: of each kind the distribution of all values is kept."""
 
@@ -140,9 +133,8 @@ class PlotData:
 
     def _read_column(self, field: str) -> NDArray[Any]:
         if field == "dtype":
-            pairs = zip(
-                self.records.column("dtype").tolist(), self.records.column("compute_dtype").tolist(), strict=True
-            )
+            columns = (self.records.column(one).tolist() for one in ("dtype", "compute_dtype"))
+            pairs = zip(*columns, strict=True)
             names = [viewed_dtype(dtype=dtype, compute_dtype=compute, view=self.view) for dtype, compute in pairs]
             return np.array(names, dtype=object)
         column = self.records.column(field)
@@ -182,11 +174,6 @@ class PlotData:
                 keys = [tuple(known[code] for known, code in zip(names, row, strict=True)) for row in rows.tolist()]
                 return keys, numbers.reshape(-1)
         raise AssertionError
-
-    @property
-    def has_passed(self) -> bool:
-        """Whether the values have been read."""
-        return "passed" in self.__dict__
 
     @functools.cached_property
     def passed(self) -> DataPass:
@@ -235,13 +222,10 @@ class PlotData:
             )
             fields = ("operation", "layer_stack", "layer_idx", "rank", SAMPLE)
             groups = [(key, found.together(found.counts[0], places)) for key, places in found.groups(fields)]
-            samples.recount(groups, places=self._layer_places())
+            columns = (self.records.column("layer_stack"), self.records.column("layer_idx"), self.column("layer_idx"))
+            rows = zip(*(column.tolist() for column in columns), strict=True)
+            samples.recount(groups, places={(stack, layer): place for stack, layer, place in rows})
         return samples
-
-    def _layer_places(self) -> dict[tuple[str, int], int]:
-        """For each stack and layer where it lies."""
-        columns = (self.records.column("layer_stack"), self.records.column("layer_idx"), self.column("layer_idx"))
-        return {(stack, layer): place for stack, layer, place in zip(*map(np.ndarray.tolist, columns), strict=True)}
 
     def operations(self) -> list[str]:
         """Forward, then the others."""
@@ -310,7 +294,8 @@ class DataPass:
     """What one pass over the digests of a selection leaves."""
 
     def __init__(self, data: PlotData) -> None:
-        self._limits = None if data.target is None else limits_of(data.target)
+        target = data.target
+        self._limits = None if target is None else _limits_of(target)
         self._kinds = data.kinds[1].tolist()
         self._on_record = data.on_record
         self.metrics: dict[str, NDArray[np.float64]] = {name: np.full(len(data), math.nan) for name in COUNTS}
@@ -380,7 +365,7 @@ def default_target(records: Records) -> Format | None:
     return FORMATS[DEFAULT_FORMAT] if any(dtype_row(name).itemsize > 1 for name in names) else None
 
 
-def limits_of(target: Format) -> Limits:
+def _limits_of(target: Format) -> Limits:
     """What counts as lost in a format without a scale."""
     return Limits(overflow_start=target.overflow_start, min_normal=target.min_normal, flush_limit=target.flush_limit)
 

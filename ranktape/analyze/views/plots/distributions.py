@@ -1,4 +1,4 @@
-"""How are the values of groups of tensors distributed: which shape do they have, and over which octaves do they reach?
+"""Draws how the values of groups are distributed: their shape, the octaves that they reach, their density.
 
 Groups of very different size are drawn in one panel: for the shape each is moved and scaled to mean 0 and standard
 deviation 1, for the range magnitudes are counted by octave.
@@ -17,9 +17,17 @@ from matplotlib.ticker import NullLocator
 from ranktape.analyze.numerics.distributions.bins import linear_bins
 from ranktape.analyze.numerics.distributions.normal_fit import fit_normal
 from ranktape.analyze.views.palette import GREY
-from ranktape.analyze.views.plots.axes import mark_limits, scale_numbers, scale_powers, scale_shares
-from ranktape.analyze.views.plots.octaves import LOWEST, octave_counts
-from ranktape.analyze.views.plots.style import PANEL_SIZE, TEXT_SIZE, Heading, empty, finish, key, page
+from ranktape.analyze.views.plots.axes import (
+    band_handles,
+    draw_bands,
+    mark_limits,
+    scale_numbers,
+    scale_powers,
+    scale_shares,
+)
+from ranktape.analyze.views.plots.groups import groups_of, page_of
+from ranktape.analyze.views.plots.style import empty, key, name
+from ranktape.analyze.views.plots.tallies import LOWEST, exponents, filled, octave_counts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +35,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.groups import Group
+    from ranktape.analyze.views.plots.table import Plot
+
+    Bins = tuple[NDArray[np.float64], NDArray[np.float64]]
+    """Edges, and what is between each two of them."""
 
 MAX_DEVIATIONS = 8.0
 """The shape is drawn up to so many standard deviations to either side."""
@@ -44,23 +57,24 @@ CENTRE = (0.01, 0.99)
 MAX_CODES, MIN_REPEATS = 2048, 8
 """Values are of few bits where there are no more of them than that, each so many times on average."""
 
-NO_VALUES = "no finite values are known"
+NO_VALUES, ONLY_ZEROS = "no finite values are known", "no finite values other than zero are known"
+IN_THE_CENTRE = "From the 1st to the 99th percentile of the values."
 
 
-def draw_distributions(groups: Sequence[Group], *, heading: Heading) -> Figure:
+def distributions(data: PlotData, row: Plot) -> Figure:
     """Shape and range of each group; groups without finite values are named in the legend all the same."""
-    figure, panels = page(1, 2, panel_width=5.6, panel_height=4.0)
-    shape, octaves = panels[0]
-    _draw_shapes(shape, groups)
-    _draw_octaves(octaves, groups)
-    handles = [group.handle() for group in groups]
+    groups, note = groups_of(data, row, with_values=True)
+    page = page_of(data, row, 1, 2, width=5.6, height=4.0, notes=[note])
+    _draw_shapes(page.panels[0, 0], groups)
+    _draw_ranges(page.panels[0, 1], groups)
+    page.handles += [group.handle() for group in groups]
     if any(_is_spread(group.digest) for group in groups):
-        handles.append(key(Line2D([], [], color=GREY, linewidth=1, linestyle=":"), "normal distribution"))
-    return finish(figure, heading, handles=handles)
+        page.handles.append(_dotted("normal distribution", linewidth=1))
+    return page.finish()
 
 
 def _draw_shapes(axes: Axes, groups: Sequence[Group]) -> None:
-    axes.set_title("shape, in units of each group's own standard deviation", fontsize=PANEL_SIZE)
+    name(axes, title="shape, in units of each group's own standard deviation")
     drawn = [group for group in groups if _is_spread(group.digest)]
     if not drawn:
         empty(axes, NO_VALUES if all(group.digest is None for group in groups) else "no values that differ")
@@ -69,17 +83,40 @@ def _draw_shapes(axes: Axes, groups: Sequence[Group]) -> None:
     for group in drawn:
         edges, density = standardised(group.digest)
         highest = max(highest, float(density.max(initial=0.0)))
-        shown = np.where(density > 0, density, np.nan)
-        axes.stairs(shown, edges, color=group.color, linestyle=group.dashes, linewidth=1.7, baseline=None)
-    places = np.linspace(-MAX_DEVIATIONS, MAX_DEVIATIONS, 201)
-    axes.plot(places, np.exp(-(places**2) / 2) / math.sqrt(2 * math.pi), color=GREY, linewidth=1, linestyle=":")
+        axes.stairs(np.where(density > 0, density, np.nan), edges, **group.line, linewidth=1.7, baseline=None)
+    _draw_normal(axes, np.linspace(-MAX_DEVIATIONS, MAX_DEVIATIONS, 201), linewidth=1)
     axes.set_xlim(-MAX_DEVIATIONS, MAX_DEVIATIONS)
     axes.set_yscale("log")
     axes.set_ylim(SMALLEST_DENSITY, max(1.0, 2 * highest))
     axes.yaxis.set_minor_locator(NullLocator())
     scale_numbers(axes, "x", max_ticks=10)
-    axes.set_xlabel("(x - mean) / standard deviation", fontsize=TEXT_SIZE)
-    axes.set_ylabel("density", fontsize=TEXT_SIZE)
+    name(axes, x="(x - mean) / standard deviation", y="density")
+
+
+def _draw_ranges(axes: Axes, groups: Sequence[Group]) -> None:
+    name(axes, title="range, by octave", pad=20)
+    known = [(group, shares) for group in groups if (shares := octave_shares(group.digest)) is not None]
+    held = [(group, shares, filled(shares)) for group, shares in known if shares.any()]
+    if not held:
+        empty(axes, ONLY_ZEROS if known else NO_VALUES)
+        return
+    for group, shares, inside in held:
+        places = exponents()[inside] + 0.5
+        axes.plot(places, shares[inside], **group.line, marker=group.mark, markersize=3.5, linewidth=1.6)
+    scale_powers(axes, "x", [min(one.start for *_, one in held) + LOWEST, max(one.stop for *_, one in held) + LOWEST])
+    scale_shares(axes, "y", np.concatenate([shares[shares > 0] for _, shares in known]))
+    name(axes, x="|x|", y="share of values")
+    mark_limits(axes, "x", min_distance=0.24)
+
+
+def _draw_normal(axes: Axes, places: NDArray[np.float64], *, mean: float = 0, std: float = 1, linewidth: float) -> None:
+    """The density of a normal distribution, dotted."""
+    fitted = np.exp(-(((places - mean) / std) ** 2) / 2) / std / math.sqrt(2 * math.pi)
+    axes.plot(places, fitted, color=GREY, linewidth=linewidth, linestyle=":")
+
+
+def _dotted(label: str, *, linewidth: float = 1.2) -> Any:
+    return key(Line2D([], [], color=GREY, linewidth=linewidth, linestyle=":"), label)
 
 
 def num_bins(num_values: int) -> int:
@@ -87,7 +124,7 @@ def num_bins(num_values: int) -> int:
     return min(NUM_BINS, max(16, 4 * round(math.cbrt(num_values))))
 
 
-def standardised(digest: Digest | None) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def standardised(digest: Digest | None) -> Bins:
     """Edges of bins in standard deviations from the mean, and the density of all finite values there."""
     assert digest is not None
     mean, std = digest.statistics.mean, digest.statistics.std
@@ -97,13 +134,11 @@ def standardised(digest: Digest | None) -> tuple[NDArray[np.float64], NDArray[np
     counts = digest.counts[is_finite]
     edges = np.linspace(-MAX_DEVIATIONS, MAX_DEVIATIONS, num_bins(int(counts.sum())) + 1)
     found, _ = np.histogram((digest.values[is_finite] - mean) / std, bins=edges, weights=counts)
-    kept, held = joined(digest, edges, found)
+    kept, held = _joined(digest, edges, found)
     return kept, held / max(1, int(counts.sum())) / np.diff(kept)
 
 
-def joined(
-    digest: Digest, edges: NDArray[np.float64], counts: NDArray[Any]
-) -> tuple[NDArray[np.float64], NDArray[Any]]:
+def _joined(digest: Digest, edges: NDArray[np.float64], counts: NDArray[Any]) -> Bins:
     """The bins as they are; of numbers of few bits without empty ones between others, whose halves the others get.
 
     Bins narrower than the distance of a format's numbers would show a comb, which is of the bins and not of the values.
@@ -116,32 +151,8 @@ def joined(
     return np.concatenate([edges[held[:1]], between, edges[held[-1:] + 1]]), counts[held]
 
 
-def _draw_octaves(axes: Axes, groups: Sequence[Group]) -> None:
-    axes.set_title("range, by octave", fontsize=PANEL_SIZE, pad=20)
-    known = [(group, shares) for group in groups if (shares := octave_shares(group.digest)) is not None]
-    if not any(shares.any() for _, shares in known):
-        empty(axes, "no finite values other than zero are known" if known else NO_VALUES)
-        return
-    shown = np.concatenate([shares for _, shares in known])
-    exponents: list[int] = []
-    for group, shares in known:
-        held = np.flatnonzero(shares)
-        if not held.size:
-            continue
-        inside = slice(int(held[0]), int(held[-1]) + 1)
-        places = np.arange(inside.start, inside.stop) + LOWEST
-        exponents += places.tolist()
-        style: dict[str, Any] = {"color": group.color, "linestyle": group.dashes, "marker": group.mark}
-        axes.plot(places + 0.5, shares[inside], **style, markersize=3.5, linewidth=1.6)
-    scale_powers(axes, "x", [min(exponents), max(exponents) + 1])
-    scale_shares(axes, "y", shown[shown > 0])
-    axes.set_xlabel("|x|", fontsize=TEXT_SIZE)
-    axes.set_ylabel("share of values", fontsize=TEXT_SIZE)
-    mark_limits(axes, "x", min_distance=0.24)
-
-
 def octave_shares(digest: Digest | None) -> NDArray[np.float64] | None:
-    """Part of all elements in each octave from `octaves.LOWEST` on; None where no value is known."""
+    """Part of all elements in each octave from `LOWEST` on; None where no value is known."""
     if digest is None or not digest.has_values:
         return None
     return octave_counts(digest) / max(1, digest.tallies.num_elements)
@@ -151,121 +162,141 @@ def _is_spread(digest: Digest | None) -> bool:
     return digest is not None and digest.has_values and bool(digest.statistics.std)
 
 
-def draw_raw(groups: Sequence[Group], *, heading: Heading) -> Figure:
+def occupancy(data: PlotData, row: Plot) -> Figure:
+    """Part of the values of each group in each octave, and below it the octaves that formats reach."""
+    groups, note = groups_of(data, row, with_values=True)
+    page = page_of(data, row, 2, 1, width=10.0, height=3.1, height_ratios=(1.25, 1), sharex=True, notes=[note])
+    axes, bands = page.panels[:, 0]
+    shares = [(group, octave_shares(group.digest)) for group in groups]
+    known = [(group, held) for group, held in shares if held is not None and held.any()]
+    if not known:
+        empty(axes, ONLY_ZEROS)
+        bands.set_axis_off()
+        return page.finish()
+    everything = np.stack([held for _, held in known])
+    inside = filled(everything)
+    places = exponents()[inside]
+    for group, held in known:
+        drawn = np.where(held[inside] > 0, held[inside], np.nan)
+        axes.plot(places + 0.5, drawn, **group.line, marker=group.mark, markersize=4, linewidth=1.7)
+    draw_bands(axes, bands, places)
+    axes.tick_params(labelbottom=False)
+    scale_shares(axes, "y", everything[everything > 0])
+    name(axes, y="share of values")
+    page.handles += [*(group.handle(has_mark=True) for group in groups), *band_handles()]
+    return page.finish()
+
+
+def raw_densities(data: PlotData, row: Plot) -> Figure:
     """The density of the values themselves: one panel for each group, as their units differ."""
-    figure, panels = page(1, len(groups), panel_width=max(4.6, 10.0 / len(groups)), panel_height=4.0)
-    for axes, group in zip(panels[0], groups, strict=True):
-        axes.set_title(group.label, fontsize=PANEL_SIZE)
-        if not _draw_density(axes, group, is_normalised=False):
+    groups, note = groups_of(data, row, with_values=True)
+    width = max(4.6, 10.0 / len(groups))
+    page = page_of(data, row, 1, len(groups), width=width, height=4.0, notes=[IN_THE_CENTRE, note])
+    for axes, group in zip(page.panels[0], groups, strict=True):
+        name(axes, title=group.label)
+        bins = central_bins(group.digest)
+        if not _draw_density(axes, group, bins):
             continue
-        axes.set_xlabel("value", fontsize=TEXT_SIZE)
-        axes.set_ylabel("density, for one unit of the value", fontsize=TEXT_SIZE)
+        name(axes, x="value", y="density, for one unit of the value")
         assert group.digest is not None
         statistics = group.digest.statistics
         if statistics.mean is not None and statistics.std:
             ends = axes.get_xlim()
-            places = np.linspace(ends[0], ends[1], 400)
-            fitted = np.exp(-(((places - statistics.mean) / statistics.std) ** 2) / 2)
-            axes.plot(
-                places, fitted / statistics.std / math.sqrt(2 * math.pi), color=GREY, linewidth=1.2, linestyle=":"
+            _draw_normal(
+                axes, np.linspace(ends[0], ends[1], 400), mean=statistics.mean, std=statistics.std, linewidth=1.2
             )
             axes.set_xlim(*ends)
             axes.set_ylim(bottom=0)
-    handle = key(Line2D([], [], color=GREY, linewidth=1.2, linestyle=":"), "normal distribution of the same deviation")
-    return finish(figure, heading, handles=[handle])
+    page.handles.append(_dotted("normal distribution of the same deviation"))
+    return page.finish()
 
 
-def _draw_density(axes: Axes, group: Group, *, is_normalised: bool) -> bool:
-    bins = None if group.digest is None else central_bins(group.digest)
+def normalised_densities(data: PlotData, row: Plot) -> Figure:
+    """The same densities with values and densities in [0, 1], all in one panel."""
+    groups, note = groups_of(data, row, with_values=True)
+    page = page_of(data, row, width=8.0, height=4.4, notes=[IN_THE_CENTRE, note])
+    axes = page.panels[0, 0]
+    known = [(group, bins) for group in groups if (bins := central_bins(group.digest)) is not None]
+    for group, bins in known:
+        edges, density = _normalised(bins)
+        axes.stairs(density, edges, **group.line, linewidth=1.7, baseline=None)
+    if known:
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1.05)
+        name(axes, x="value: 0 is the first bin's edge, 1 the last one's", y="density over its largest")
+    else:
+        empty(axes, NO_VALUES)
+    page.handles += [group.handle() for group in groups]
+    return page.finish()
+
+
+def both_densities(data: PlotData, row: Plot) -> Figure:
+    """For each group the raw density, the normalised one, and one against the other bin by bin."""
+    groups, note = groups_of(data, row, with_values=True)
+    page = page_of(data, row, len(groups), 3, width=4.2, height=3.0, notes=[IN_THE_CENTRE, note])
+    for (raw, unit, both), group in zip(page.panels, groups, strict=True):
+        bins = central_bins(group.digest)
+        if _draw_density(raw, group, bins):
+            name(raw, x="value", y="density")
+        if _draw_density(unit, group, bins and _normalised(bins)):
+            name(unit, x="value, in [0, 1]", y="density, in [0, 1]")
+        if bins is None:
+            empty(both, NO_VALUES)
+        else:
+            both.plot(bins[1], _normalised(bins)[1], group.mark, color=group.color, markersize=3.5)
+            both.set_xlim(left=0)
+            both.set_ylim(0, 1.05)
+            scale_numbers(both, "x", max_ticks=4)
+            name(both, x="raw density", y="normalised density")
+        for axes, words in ((raw, "raw"), (unit, "normalised"), (both, "one against the other")):
+            name(axes, title=f"{group.label}: {words}")
+    return page.finish()
+
+
+def _draw_density(axes: Axes, group: Group, bins: Bins | None) -> bool:
     if bins is None:
         empty(axes, NO_VALUES)
         return False
-    edges, density = normalised(*bins) if is_normalised else bins
+    edges, density = bins
     axes.stairs(density, edges, fill=True, color=group.color, alpha=0.35)
     axes.stairs(density, edges, color=group.color, linewidth=1.4, baseline=None)
     axes.set_xlim(float(edges[0]), float(edges[-1]))
     axes.set_ylim(bottom=0)
-    scale_numbers(axes, "x", max_ticks=5)
-    scale_numbers(axes, "y", max_ticks=5)
+    for which in ("x", "y"):
+        scale_numbers(axes, which, max_ticks=5)
     return True
 
 
-def central_bins(digest: Digest) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+def central_bins(digest: Digest | None) -> Bins | None:
     """Edges and density of bins that hold all but a hundredth of the finite values at either end; None without any.
 
     A few values far away would squeeze all others into one bin. The density is that of all finite values.
     """
-    is_finite = np.isfinite(digest.values)
-    values, counts = digest.values[is_finite], digest.counts[is_finite]
-    if not digest.has_values or not values.size:
+    if digest is None or not digest.has_values or not np.isfinite(digest.values).any():
         return None
-    ends = np.cumsum(counts)
+    is_finite = np.isfinite(digest.values)
+    values, ends = digest.values[is_finite], np.cumsum(digest.counts[is_finite])
     low, high = (float(values[np.searchsorted(ends, part * ends[-1])]) for part in CENTRE)
     bins = linear_bins(digest, NUM_BINS, low=low, high=high)
-    edges, held = joined(digest, bins.edges, bins.counts)
+    edges, held = _joined(digest, bins.edges, bins.counts)
     return edges, held / int(ends[-1]) / np.diff(edges)
 
 
-def normalised(
-    edges: NDArray[np.float64], density: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _normalised(bins: Bins) -> Bins:
     """Bins moved to [0, 1], and the density over its largest."""
+    edges, density = bins
     return (edges - edges[0]) / (edges[-1] - edges[0]), density / (float(density.max(initial=0.0)) or 1.0)
 
 
-def draw_normalised(groups: Sequence[Group], *, heading: Heading) -> Figure:
-    """The same densities with values and densities in [0, 1], all in one panel."""
-    figure, panels = page(1, 1, panel_width=8.0, panel_height=4.4)
-    axes = panels[0][0]
-    drawn = 0
-    for group in groups:
-        bins = None if group.digest is None else central_bins(group.digest)
-        if bins is None:
-            continue
-        edges, density = normalised(*bins)
-        axes.stairs(density, edges, color=group.color, linestyle=group.dashes, linewidth=1.7, baseline=None)
-        drawn += 1
-    if not drawn:
-        empty(axes, NO_VALUES)
-    else:
-        axes.set_xlim(0, 1)
-        axes.set_ylim(0, 1.05)
-        axes.set_xlabel("value: 0 is the first bin's edge, 1 the last one's", fontsize=TEXT_SIZE)
-        axes.set_ylabel("density over its largest", fontsize=TEXT_SIZE)
-    return finish(figure, heading, handles=[group.handle() for group in groups])
-
-
-def draw_raw_against_normalised(groups: Sequence[Group], *, heading: Heading) -> Figure:
-    """For each group the raw density, the normalised one, and one against the other bin by bin."""
-    figure, panels = page(len(groups), 3, panel_width=4.2, panel_height=3.0)
-    for row, group in zip(panels, groups, strict=True):
-        for axes, is_normalised in zip(row[:2], (False, True), strict=True):
-            if _draw_density(axes, group, is_normalised=is_normalised):
-                axes.set_xlabel("value, in [0, 1]" if is_normalised else "value", fontsize=TEXT_SIZE)
-                axes.set_ylabel("density, in [0, 1]" if is_normalised else "density", fontsize=TEXT_SIZE)
-        bins = None if group.digest is None else central_bins(group.digest)
-        if bins is None:
-            empty(row[2], NO_VALUES)
-        else:
-            row[2].plot(bins[1], normalised(*bins)[1], group.mark, color=group.color, markersize=3.5)
-            row[2].set_xlim(left=0)
-            row[2].set_ylim(0, 1.05)
-            scale_numbers(row[2], "x", max_ticks=4)
-            row[2].set_xlabel("raw density", fontsize=TEXT_SIZE)
-            row[2].set_ylabel("normalised density", fontsize=TEXT_SIZE)
-        for axes, words in zip(row, ("raw", "normalised", "one against the other"), strict=True):
-            axes.set_title(f"{group.label}: {words}", fontsize=PANEL_SIZE)
-    return finish(figure, heading)
-
-
-def draw_normal_fit(groups: Sequence[Group], *, heading: Heading) -> Figure:
+def normal_fit(data: PlotData, row: Plot) -> Figure:
     """Quantiles of each group against those of the normal distribution of its mean and deviation, in deviations."""
+    groups, _ = groups_of(data, row, with_values=True)
     num_columns = min(2, len(groups))
-    figure, panels = page(math.ceil(len(groups) / num_columns), num_columns, panel_width=4.8, panel_height=3.8)
-    for axes in panels.flat[len(groups) :]:
+    page = page_of(data, row, math.ceil(len(groups) / num_columns), num_columns, width=4.8, height=3.8)
+    for axes in page.panels.flat[len(groups) :]:
         axes.set_axis_off()
-    for axes, group in zip(panels.flat, groups, strict=False):
-        axes.set_title(group.label, fontsize=PANEL_SIZE)
+    for axes, group in zip(page.panels.flat, groups, strict=False):
+        name(axes, title=group.label)
         fit = None if group.digest is None else fit_normal(group.digest)
         if fit is None or not fit.observed.size or fit.mean is None or not fit.std:
             empty(axes, "no values that differ")
@@ -273,11 +304,10 @@ def draw_normal_fit(groups: Sequence[Group], *, heading: Heading) -> Figure:
         expected, observed = ((points - fit.mean) / fit.std for points in (fit.theoretical, fit.observed))
         axes.axline((0, 0), slope=1, color=GREY, linewidth=1.2, linestyle=":")
         axes.plot(expected, observed, group.mark, color=group.color, markersize=4)
-        axes.set_xlabel("quantile of a normal distribution, in deviations", fontsize=TEXT_SIZE)
-        axes.set_ylabel("quantile of the values, in deviations", fontsize=TEXT_SIZE)
-        scale_numbers(axes, "x")
-        scale_numbers(axes, "y")
+        name(axes, x="quantile of a normal distribution, in deviations", y="quantile of the values, in deviations")
+        for which in ("x", "y"):
+            scale_numbers(axes, which)
         words = f"largest distance of the cumulative distributions: {fit.ks_distance:.3g}"
-        axes.set_title(f"{group.label}\n{words}", fontsize=PANEL_SIZE)
-    handle = key(Line2D([], [], color=GREY, linewidth=1.2, linestyle=":"), "a normal distribution lies on this line")
-    return finish(figure, heading, handles=[handle])
+        name(axes, title=f"{group.label}\n{words}")
+    page.handles.append(_dotted("a normal distribution lies on this line"))
+    return page.finish()

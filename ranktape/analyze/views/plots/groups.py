@@ -1,8 +1,8 @@
-"""Puts tensors into groups, gives each a look, and says in one line which tensors a plot is of."""
+"""Puts tensors into groups, gives each a look, and begins a plot with a line on which tensors it is of."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.views.plots.style import COLORS, DASHES, HATCHES, MARKS, MAX_GROUPS, key, plain
+from ranktape.analyze.views.plots.style import COLORS, DASHES, HATCHES, MARKS, MAX_GROUPS, Page, key, plain
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.analyze.views.plots.data import PlotData
+    from ranktape.analyze.views.plots.table import Plot
 
 MAX_NAMED = 4
 """Values of a field that are named, before they are counted."""
@@ -47,19 +48,19 @@ class Group:
         return MARKS[self.index % MAX_GROUPS]
 
     @property
-    def dashes(self) -> Any:
-        """How its lines are broken."""
-        return DASHES[self.index % MAX_GROUPS]
-
-    @property
     def hatch(self) -> str:
         """What its areas are filled with."""
         return HATCHES[self.index % MAX_GROUPS]
 
+    @property
+    def line(self) -> dict[str, Any]:
+        """The colour of its lines, and how they are broken."""
+        return {"color": self.color, "linestyle": DASHES[self.index % MAX_GROUPS]}
+
     def handle(self, *, has_mark: bool = False) -> Artist:
         """Its entry in a legend: a line, or with a mark a line with points."""
         mark: dict[str, Any] = {"marker": self.mark, "markersize": 5} if has_mark else {}
-        return key(Line2D([], [], color=self.color, linestyle=self.dashes, linewidth=2, **mark), self.label)
+        return key(Line2D([], [], **self.line, linewidth=2, **mark), self.label)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,14 @@ class Grouping:
     """At most as many as can be told apart."""
     note: str = ""
     """How many are left out, and which; empty for none."""
+
+
+def groups_of(
+    data: PlotData, row: Plot, *, max_groups: int = MAX_GROUPS, with_values: bool = False
+) -> tuple[tuple[Group, ...], str]:
+    """The groups that a row of the table asks for, and the note on those that are left out."""
+    found = group_by(data, *row.by, max_groups=max_groups, with_values=with_values, **row.chosen(data))
+    return found.groups, found.note
 
 
 def group_by(
@@ -120,12 +129,19 @@ def _order(fields: Sequence[str], values: tuple[Any, ...]) -> list[tuple[Any, ..
     ]
 
 
-def short_count(number: float) -> str:
-    """A count with three digits."""
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= limit:
-            return f"{number / (1e3 if unit == 'k' else limit):.3g} {unit}"
-    return f"{number:,.0f}"
+def page_of(
+    data: PlotData,
+    row: Plot,
+    num_rows: int = 1,
+    num_columns: int = 1,
+    *,
+    notes: Iterable[str] = (),
+    with_limits: bool = False,
+    **size: Any,
+) -> Page:
+    """A page under the title of a row; plots that count what is beyond limits say whose."""
+    subtitle = subject_line(data, with_limits=with_limits)
+    return Page(num_rows, num_columns, title=row.title_of(data), subtitle=subtitle, notes=notes, **size)
 
 
 def subject_line(data: PlotData, *, with_limits: bool = True) -> str:
@@ -133,12 +149,20 @@ def subject_line(data: PlotData, *, with_limits: bool = True) -> str:
     parts = [
         _span(data, "iteration"),
         _span(data, "rank"),
-        _names(data, "dtype", "dtype"),
-        _names(data, "quant_type", "quant type"),
+        _names(data, "dtype"),
+        _names(data, "quant_type"),
         f"{len(data):,} tensor{'s' if len(data) != 1 else ''}",
-        f"{short_count(float(data.column('numel').sum()))} values",
+        f"{_short_count(float(data.column('numel').sum()))} values",
     ]
     return f"{', '.join(parts)}; {_limits(data)}" if with_limits else ", ".join(parts)
+
+
+def _short_count(number: float) -> str:
+    """A count with three digits."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= limit:
+            return f"{number / (1e3 if unit == 'k' else limit):.3g} {unit}"
+    return f"{number:,.0f}"
 
 
 def _span(data: PlotData, field: str) -> str:
@@ -148,8 +172,8 @@ def _span(data: PlotData, field: str) -> str:
     return f"{len(values)} {field}s from {values[0]} to {values[-1]}"
 
 
-def _names(data: PlotData, field: str, words: str) -> str:
-    values = data.values_of(field)
+def _names(data: PlotData, field: str) -> str:
+    values, words = data.values_of(field), field.replace("_", " ")
     if len(values) > MAX_NAMED:
         return f"{len(values)} {words}s"
     named = "/".join(plain(value, max_letters=24) for value in values)
@@ -157,11 +181,8 @@ def _names(data: PlotData, field: str, words: str) -> str:
 
 
 def _limits(data: PlotData) -> str:
-    as_seen = " as captured" if data.view is View.SEEN else ""
-    if data.target is None:
-        return f"limits of the values' own dtype{as_seen}"
     target = data.target
-    return (
-        f"limits of {target.name} without scaling: largest value {target.maximum:.4g}, "
-        f"smallest normal {target.min_normal:.3g}"
-    )
+    if target is None:
+        return f"limits of the values' own dtype{' as captured' if data.view is View.SEEN else ''}"
+    largest, smallest = f"largest value {target.maximum:.4g}", f"smallest normal {target.min_normal:.3g}"
+    return f"limits of {target.name} without scaling: {largest}, {smallest}"

@@ -1,15 +1,15 @@
-"""Heat maps of figures in the cells of two fields: layers against ranks, iterations, samples or octaves.
+"""Draws heat maps of metrics in the cells of two fields: layers against ranks, iterations, samples or octaves.
 
 Cells of which nothing is known, zeros and infinities have colours of their own, so that the scale is left to the rest.
-Where a plot has more columns than can be seen, neighbours are drawn as one, with the largest of their figures: what
+Where a plot has more columns than can be seen, neighbours are drawn as one, with the largest of their metrics: what
 stands out stays.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -17,25 +17,34 @@ import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+from matplotlib.ticker import FixedFormatter, FixedLocator
 
-from ranktape.analyze.views.plots.axes import powers_between, share_text, thinned
+from ranktape.analyze.views.plots.axes import (
+    band_handles,
+    draw_bands,
+    factor_text,
+    powers_between,
+    set_ticks,
+    share_text,
+    thinned,
+)
+from ranktape.analyze.views.plots.data import pooled
+from ranktape.analyze.views.plots.groups import page_of
 from ranktape.analyze.views.plots.style import (
     INFINITE_COLOR,
     INK,
     MISSING_COLOR,
-    PANEL_SIZE,
     SEQUENTIAL,
     SMALL_SIZE,
     TEXT_SIZE,
     ZERO_COLOR,
-    Heading,
     diverging,
-    finish,
+    empty,
     key,
-    page,
+    name,
     say,
 )
+from ranktape.analyze.views.plots.tallies import exponents, filled, rank_deviations, rank_distances, sample_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,26 +52,30 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
+    from ranktape.analyze.views.plots.data import PlotData
+    from ranktape.analyze.views.plots.style import Page
+    from ranktape.analyze.views.plots.table import Plot
+
 MAX_COLUMNS, MAX_ROWS = 256, 160
 """Cells that are drawn; of more, neighbours are one."""
 
+_MOST = ((1, MAX_COLUMNS), (0, MAX_ROWS))
+"""By axis."""
+
 MAX_WRITTEN_COLUMNS, MAX_WRITTEN_ROWS = 6, 12
-"""Cells up to which the figures are written into them."""
+"""Cells up to which the metrics are written into them."""
 
 LIGHT_FROM = 0.6
 """Part of the colour map from which letters on it are dark."""
 
-ROW_INCHES = 0.3
-"""Distance of two names beside a vertical axis, at least."""
+ROW_INCHES, LETTER_INCHES = 0.3, 0.085
+"""Distance of two names beside a vertical axis, at least, and width of a letter beside a horizontal one, roughly."""
 
 MIN_TICKS = 3
 """Beside the colours: two of a logarithmic scale do not say what lies between them."""
 
 OUTSIDE = "outside"
 """What the row of all that is outside of the stack is called."""
-
-LETTER_INCHES = 0.085
-"""Width of a letter beside an axis, roughly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +87,76 @@ class Scale:
     label: str
     """Beside the colours."""
 
+    def logs(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The values as they are placed among the colours."""
+        if self.kind in {"factor", "octaves"}:
+            return values
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray(np.log10(values) if self.kind == "share" else np.log2(values))
+
+    def has_color(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Which values have one of the scale's colours."""
+        return ~np.isnan(values) if self.kind == "factor" else np.isfinite(values) & (values > 0)
+
+    def norm(self, values: NDArray[np.float64]) -> Normalize:
+        """From where to where the colours go for these values."""
+        known = self.logs(values[self.has_color(values)])
+        known = known[np.isfinite(known)]
+        if self.kind == "factor":
+            reach = max(1.0, float(np.abs(known).max(initial=0.0)))
+            return Normalize(-reach, reach)
+        low, high = (float(known.min()), float(known.max())) if known.size else (-1.0, 0.0)
+        if self.kind == "octaves":
+            return Normalize(0.0, max(high, 1e-6))
+        # Of metrics that hardly differ, a difference must not look like a large one.
+        least = 1.0 if self.kind == "magnitude" else 0.3
+        if high - low < least:
+            both = low + high
+            low, high = (high - least, high) if self.kind == "share" else ((both - least) / 2, (both + least) / 2)
+        return Normalize(low, high)
+
+    def ticks(self, low: float, high: float) -> tuple[list[float], list[str]]:
+        """What stands beside the colours, and where."""
+        if self.kind == "octaves":
+            places = [low + (high - low) * part / 4 for part in range(5)]
+            return places, [f"{place:.3g}" for place in places]
+        if self.kind == "share":
+            powers = [one for one in range(math.floor(low), math.ceil(high) + 1) if low - 1e-9 <= one <= high + 1e-9]
+            places = [*map(float, powers[:: max(1, len(powers) // 7)])]
+            names = [share_text(10.0**place) for place in places]
+        else:
+            whole = powers_between(low, high, max_ticks=9)
+            places = [*map(float, whole)]
+            names = [factor_text(one) if self.kind == "factor" else f"$2^{{{one}}}$" for one in whole]
+        if len(places) < MIN_TICKS:
+            places = [low, (low + high) / 2, high]
+            names = [share_text(10.0**place) if self.kind == "share" else f"{2.0**place:.3g}" for place in places]
+        return places, names
+
+    def text(self, value: float) -> str:
+        """A metric as it is written into its cell."""
+        if self.kind == "share":
+            return share_text(value)
+        return f"{2**value:.3g} x" if self.kind == "factor" and abs(value) < 1000 else f"{value:.3g}"  # noqa: PLR2004
+
+    @property
+    def colors(self) -> Colormap:
+        """From little to much."""
+        return diverging() if self.kind == "factor" else mpl.colormaps[SEQUENTIAL]
+
+
+CELLS: Mapping[str, tuple[str, Scale]] = {
+    "overflow": ("overflow", Scale(kind="share", label="share of the cell's elements")),
+    "underflow": ("underflow", Scale(kind="share", label="share of the cell's elements")),
+    "absmax": ("extreme", Scale(kind="magnitude", label="largest magnitude, unit of the tensor")),
+    "std": ("std", Scale(kind="magnitude", label="standard deviation, unit of the tensor")),
+}
+"""Metrics of heat maps: what `pooled` calls them, and what the colours mean."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Grid:
-    """One panel: figures of rows and columns."""
+    """One panel: metrics of rows and columns."""
 
     title: str
     """Above it."""
@@ -85,92 +164,151 @@ class Grid:
     """NaN where nothing is known."""
     rows: Sequence[str]
     """Names from top to bottom."""
-    columns: Sequence[str]
+    columns: Sequence[str] = ()
     """Names from left to right."""
 
+    def thinned(self) -> Grid:
+        """The same with neighbours as one, where there are more than can be drawn."""
+        values, names = self.values, [list(self.rows), list(self.columns)]
+        for axis, most in _MOST:
+            size = math.ceil(values.shape[axis] / most)
+            if size > 1:
+                starts = np.arange(0, values.shape[axis], size)
+                # Of factors the one that is farthest from none, whichever way.
+                largest, smallest = (ufunc.reduceat(values, starts, axis=axis) for ufunc in (np.fmax, np.fmin))
+                values = np.where(-smallest > largest, smallest, largest)
+                names[axis] = [names[axis][start] for start in starts]
+        return replace(self, values=values, rows=names[0], columns=names[1])
 
-def draw_heat_maps(
-    grids: Sequence[Grid], *, scale: Scale, row_label: str, column_label: str, heading: Heading, unit: str = "columns"
-) -> Figure:
-    """Panels side by side in the same colours; `unit` is what columns that are drawn as one are called."""
-    drawn = [_thinned_out(grid) for grid in grids]
-    num_rows, num_columns = (max(grid.values.shape[axis] for grid in drawn) for axis in (0, 1))
-    width = min(8.0, max(4.6, 2.6 + 0.055 * num_columns))
-    height = min(7.0, max(3.0, 1.5 + 0.075 * num_rows))
-    figure, panels = page(1, len(drawn), panel_width=width, panel_height=height)
+
+def heat_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
+    """A metric of layers against a field of whole numbers, or against samples."""
+    pool, scale = CELLS[metric]
+    operations, layers = data.operations(), data.values_of("layer_idx")
+    if field == "sample":
+        samples = data.sample_metrics(pool)
+        columns, label = sample_names(samples)
+        grids = {one: samples.grid(pool, operation=one, layers=layers) for one in operations}
+        known = {one: values for one, values in grids.items() if not np.isnan(values).all()}
+        grids = known or dict(list(grids.items())[:1])
+    else:
+        columns, label = [str(int(column)) for column in data.values_of(field)], field
+        grids = {one: grid_of(data, pool, field=field, operation=one) for one in operations}
+    rows = layer_names(layers)
+    drawn = [Grid(title=title, values=cells, rows=rows, columns=columns) for title, cells in grids.items()]
+    start = _page_of_maps(data, row, drawn, with_limits=scale.kind == "share")
+    return draw_heat_maps(start, drawn, scale=scale, labels=("layer", label), unit=f"{field}s")
+
+
+def rank_deviation(data: PlotData, row: Plot) -> Figure:
+    """Each rank against the median rank."""
+    layers = data.values_of("layer_idx")
+    grid = Grid(
+        title="all tensors that several ranks have",
+        values=rank_deviations(data, layers=layers),
+        rows=layer_names(layers),
+        columns=[str(rank) for rank in data.values_of("rank")],
+    )
+    scale = Scale(kind="factor", label="absmax over that of the median rank")
+    page = _page_of_maps(data, row, [grid])
+    return draw_heat_maps(page, [grid], scale=scale, labels=("layer", "rank"), unit="ranks")
+
+
+def rank_against_rank(data: PlotData, row: Plot) -> Figure:
+    """Each rank against each other."""
+    distances, size = rank_distances(data)
+    names = [str(rank) for rank in data.values_of("rank")][::size]
+    note = f"Each row and column is {size} neighbouring ranks, by what is farthest from the median." if size > 1 else ""
+    grid = Grid(title="standard deviations of the same tensors", values=distances, rows=names, columns=names)
+    scale = Scale(kind="octaves", label="mean |log2| of their ratio, in octaves")
+    page = _page_of_maps(data, row, [grid], notes=[note])
+    return draw_heat_maps(page, [grid], scale=scale, labels=("rank", "rank"), unit="ranks")
+
+
+def layer_names(layers: Sequence[int]) -> list[str]:
+    """What rows of layers are called."""
+    return [OUTSIDE if layer < 0 else str(layer) for layer in layers]
+
+
+def grid_of(data: PlotData, metric: str, *, field: str, operation: str) -> NDArray[np.float64]:
+    """A metric of `data.pooled` for each layer and value of a field of whole numbers."""
+    num_rows, num_columns = (len(data.values_of(one)) for one in ("layer_idx", field))
+    numbers = data.codes("layer_idx") * num_columns + data.codes(field)
+    chosen = np.where(data.mask(operation=operation), numbers, -1)
+    return pooled(data, metric, chosen, num_groups=num_rows * num_columns).reshape(num_rows, num_columns)
+
+
+def size_of(grids: Sequence[Grid]) -> dict[str, Any]:
+    """Inches of panels side by side for grids of so many cells."""
+    num_rows, num_columns = (max(grid.thinned().values.shape[axis] for grid in grids) for axis in (0, 1))
+    return {
+        "width": min(8.0, max(4.6, 2.6 + 0.055 * num_columns)),
+        "height": min(7.0, max(3.0, 1.5 + 0.075 * num_rows)),
+    }
+
+
+def _page_of_maps(data: PlotData, row: Plot, grids: Sequence[Grid], **heading: Any) -> Page:
+    return page_of(data, row, 1, len(grids), **size_of(grids), **heading)
+
+
+def draw_heat_maps(page: Page, grids: Sequence[Grid], *, scale: Scale, labels: tuple[str, str], unit: str) -> Figure:
+    """Panels side by side in the same colours.
+
+    `labels` stand beside rows and columns; `unit` is what columns that are drawn as one are called.
+    """
+    drawn, size, figure = [grid.thinned() for grid in grids], size_of(grids), page.figure
     shown = np.concatenate([grid.values.reshape(-1) for grid in drawn])
-    colors = _colors(scale)
     # Magnitudes of forward and backward have little in common: each has colours of its own.
-    parts = [grid.values for grid in drawn] if scale.kind == "magnitude" else [shown] * len(drawn)
-    norms = [_norm(values, scale) for values in parts]
-    for index, (axes, grid, norm) in enumerate(zip(panels[0], drawn, norms, strict=True)):
-        draw_cells(axes, grid, scale=scale, norm=norm, colors=colors)
-        axes.set_title(grid.title, fontsize=PANEL_SIZE)
-        axes.set_xlabel(column_label, fontsize=TEXT_SIZE)
-        axes.set_ylabel(row_label if index == 0 else "", fontsize=TEXT_SIZE)
-        _name_columns(axes, grid.columns, width=width)
-        name_rows_of(axes, grid.rows, height=height)
-        _write_figures(axes, grid, scale=scale, norm=norm)
-        if scale.kind == "magnitude" and _is_colored(grid.values, scale).any():
-            add_colorbar(figure, [axes], norm=norm, colors=colors, scale=scale)
+    has_own = scale.kind == "magnitude"
+    norms = [scale.norm(grid.values if has_own else shown) for grid in drawn]
+    for index, (axes, grid, norm) in enumerate(zip(page.panels[0], drawn, norms, strict=True)):
+        draw_cells(axes, grid.values, scale=scale, norm=norm)
+        name(axes, title=grid.title, x=labels[1], y=labels[0] if index == 0 else "")
+        longest = max(map(len, grid.columns), default=1)
+        max_names = max(1, int(0.75 * size["width"] / ((longest + 2) * LETTER_INCHES)))
+        places, names = thinned(grid.columns, max_names=max_names)
+        axes.xaxis.set_major_locator(FixedLocator(places))
+        axes.xaxis.set_major_formatter(FixedFormatter(names))
+        _name_rows(axes, grid.rows, height=size["height"])
+        _write_metrics(axes, grid.values, scale=scale, norm=norm)
+        if has_own and scale.has_color(grid.values).any():
+            add_colorbar(figure, [axes], norm=norm, scale=scale)
         if np.isnan(grid.values).all():
             say(axes, "nothing is known of any cell")
-    if scale.kind != "magnitude" and _is_colored(shown, scale).any():
-        add_colorbar(figure, list(panels[0]), norm=norms[0], colors=colors, scale=scale)
-    size = max(math.ceil(before.values.shape[1] / MAX_COLUMNS) for before in grids)
+    if not has_own and scale.has_color(shown).any():
+        add_colorbar(figure, list(page.panels[0]), norm=norms[0], scale=scale)
     which = "the one farthest from 1 x" if scale.kind == "factor" else "the largest of their figures"
-    note: tuple[str, ...] = (f"Each column is {size} neighbouring {unit}: {which}.",) if size > 1 else ()
-    row_size = max(math.ceil(before.values.shape[0] / MAX_ROWS) for before in grids)
-    note += (f"Each row is {row_size} neighbouring ones: {which}.",) if row_size > 1 else ()
-    marked = Heading(title=heading.title, subtitle=heading.subtitle, notes=(*note, *heading.notes))
-    return finish(figure, marked, handles=special_handles(shown, scale))
+    sizes = [max(math.ceil(grid.values.shape[axis] / most) for grid in grids) for axis, most in _MOST]
+    words = (f"column is {sizes[0]} neighbouring {unit}", f"row is {sizes[1]} neighbouring ones")
+    page.notes[:0] = [f"Each {one}: {which}." for one, together in zip(words, sizes, strict=True) if together > 1]
+    page.handles += special_handles(shown, scale)
+    return page.finish()
 
 
-def draw_cells(axes: Axes, grid: Grid, *, scale: Scale, norm: Normalize, colors: Colormap, extent: Any = None) -> None:
+def draw_cells(axes: Axes, values: NDArray[np.float64], *, scale: Scale, norm: Normalize, extent: Any = None) -> None:
     """The cells: first those with colours of their own, then the others."""
-    values = grid.values
     place: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "origin": "upper", "extent": extent}
     axes.grid(visible=False)
     axes.spines[:].set_visible(True)
     axes.spines[:].set_color("0.7")
     axes.patch.set(facecolor=MISSING_COLOR, hatch="////", edgecolor="0.85")
-    special = np.where(np.isinf(values) & (scale.kind != "factor"), 1.0, np.where(values == 0, 0.0, np.nan))
+    special = np.where(np.isinf(values), 1.0, np.where(values == 0, 0.0, np.nan))
     if scale.kind == "factor":
         special = np.full(values.shape, np.nan)
-    axes.imshow(
-        np.ma.masked_invalid(special), cmap=ListedColormap([ZERO_COLOR, INFINITE_COLOR]), vmin=0, vmax=1, **place
-    )
-    is_colored = _is_colored(values, scale)
-    axes.imshow(np.ma.masked_where(~is_colored, _transformed(values, scale)), cmap=colors, norm=norm, **place)
+    own = ListedColormap([ZERO_COLOR, INFINITE_COLOR])
+    axes.imshow(np.ma.masked_invalid(special), cmap=own, vmin=0, vmax=1, **place)
+    colored = np.ma.masked_where(~scale.has_color(values), scale.logs(values))
+    axes.imshow(colored, cmap=scale.colors, norm=norm, **place)
 
 
-def add_colorbar(figure: Figure, panels: Sequence[Axes], *, norm: Normalize, colors: Colormap, scale: Scale) -> None:
+def add_colorbar(figure: Figure, panels: Sequence[Axes], *, norm: Normalize, scale: Scale) -> None:
     """The colours and what they mean, right of the panels."""
     # As long as the panels are high.
     aspect = 8 * panels[0].get_window_extent().height / figure.dpi
-    mappable = ScalarMappable(norm=norm, cmap=colors)
+    mappable = ScalarMappable(norm=norm, cmap=scale.colors)
     bar = figure.colorbar(mappable, ax=list(panels), pad=0.02, fraction=0.05, aspect=aspect)
     bar.set_label(scale.label, fontsize=TEXT_SIZE)
-    low, high = norm.vmin or 0.0, norm.vmax or 1.0
-    if scale.kind == "share":
-        powers = [power for power in range(math.floor(low), math.ceil(high) + 1) if low - 1e-9 <= power <= high + 1e-9]
-        ticks: list[float] = [*map(float, powers[:: max(1, len(powers) // 7)])]
-        names = [share_text(10.0**tick) for tick in ticks]
-        if len(ticks) < MIN_TICKS:
-            ticks = [low, (low + high) / 2, high]
-            names = [share_text(10.0**tick) for tick in ticks]
-    elif scale.kind == "octaves":
-        ticks = [low + (high - low) * part / 4 for part in range(5)]
-        names = [f"{tick:.3g}" for tick in ticks]
-    else:
-        ticks = [float(power) for power in powers_between(low, high, max_ticks=9)]
-        names = [_power_name(int(tick), scale) for tick in ticks]
-        if len(ticks) < MIN_TICKS:
-            ticks = [low, (low + high) / 2, high]
-            names = [f"{2.0**tick:.3g}" for tick in ticks]
-    bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
-    bar.ax.yaxis.set_major_formatter(FixedFormatter(names))
-    bar.ax.yaxis.set_minor_locator(NullLocator())
+    set_ticks(bar.ax.yaxis, *scale.ticks(norm.vmin or 0.0, norm.vmax or 1.0))
     bar.ax.tick_params(labelsize=SMALL_SIZE)
 
 
@@ -187,98 +325,59 @@ def special_handles(values: NDArray[np.float64], scale: Scale, *, zero: str = "e
     return handles
 
 
-def _power_name(power: int, scale: Scale) -> str:
-    if scale.kind == "factor" and abs(power) <= 6:  # noqa: PLR2004 - short enough to be read at once
-        return f"{2**power:g} x" if power >= 0 else f"1/{2**-power} x"
-    return f"$2^{{{power}}}$"
-
-
-def _transformed(values: NDArray[np.float64], scale: Scale) -> NDArray[np.float64]:
-    if scale.kind in {"factor", "octaves"}:
-        return values
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(np.log10(values) if scale.kind == "share" else np.log2(values))
-
-
-def _is_colored(values: NDArray[np.float64], scale: Scale) -> NDArray[np.bool_]:
-    if scale.kind == "factor":
-        return ~np.isnan(values)
-    return np.isfinite(values) & (values > 0)
-
-
-def _norm(values: NDArray[np.float64], scale: Scale) -> Normalize:
-    known = _transformed(values[_is_colored(values, scale)], scale)
-    known = known[np.isfinite(known)]
-    if scale.kind == "factor":
-        reach = max(1.0, float(np.abs(known).max(initial=0.0)))
-        return Normalize(-reach, reach)
-    low, high = (float(known.min()), float(known.max())) if known.size else (-1.0, 0.0)
-    if scale.kind == "octaves":
-        return Normalize(0.0, max(high, 1e-6))
-    # Of figures that hardly differ, a difference must not look like a large one.
-    least = 1.0 if scale.kind == "magnitude" else 0.3
-    if high - low < least:
-        low, high = (
-            (high - least, high) if scale.kind == "share" else ((low + high - least) / 2, (low + high + least) / 2)
-        )
-    return Normalize(low, high)
-
-
-def _colors(scale: Scale) -> Colormap:
-    return diverging() if scale.kind == "factor" else mpl.colormaps[SEQUENTIAL]
-
-
-def _thinned_out(grid: Grid) -> Grid:
-    values, rows, columns = grid.values, list(grid.rows), list(grid.columns)
-    for axis, most in ((1, MAX_COLUMNS), (0, MAX_ROWS)):
-        size = math.ceil(values.shape[axis] / most)
-        if size <= 1:
-            continue
-        starts = np.arange(0, values.shape[axis], size)
-        # Of factors the one that is farthest from none, whichever way.
-        largest, smallest = (ufunc.reduceat(values, starts, axis=axis) for ufunc in (np.fmax, np.fmin))
-        values = np.where(-smallest > largest, smallest, largest)
-        names = rows if axis == 0 else columns
-        names[:] = [names[start] for start in starts]
-    return Grid(title=grid.title, values=values, rows=rows, columns=columns)
-
-
-def _name_columns(axes: Axes, names: Sequence[str], *, width: float) -> None:
-    longest = max(map(len, names), default=1)
-    places, shown = thinned(names, max_names=max(1, int(0.75 * width / ((longest + 2) * LETTER_INCHES))))
-    axes.xaxis.set_major_locator(FixedLocator(places))
-    axes.xaxis.set_major_formatter(FixedFormatter(shown))
-
-
-def name_rows_of(axes: Axes, names: Sequence[str], *, height: float) -> None:
+def _name_rows(axes: Axes, names: Sequence[str], *, height: float) -> None:
     """Names of some rows, as many as fit into so many inches."""
     # The first row stands for itself where it is outside of the stack.
     extra = [0] if len(names) > 1 and names[0] == OUTSIDE else []
-    places, shown = thinned(names[len(extra) :], max_names=max(2, int(height / 0.3)))
-    named = {place + len(extra): name for place, name in zip(places, shown, strict=True)}
+    places, shown = thinned(names[len(extra) :], max_names=max(2, int(height / ROW_INCHES)))
+    named = {place + len(extra): one for place, one in zip(places, shown, strict=True)}
     if extra:
         room = ROW_INCHES * len(names) / height
-        named = {0: names[0]} | {place: name for place, name in named.items() if place >= room}
+        named = {0: names[0]} | {place: one for place, one in named.items() if place >= room}
     axes.yaxis.set_major_locator(FixedLocator(list(named)))
     axes.yaxis.set_major_formatter(FixedFormatter(list(named.values())))
 
 
-def _write_figures(axes: Axes, grid: Grid, *, scale: Scale, norm: Normalize) -> None:
-    """The figures themselves, where there are few cells."""
-    if grid.values.shape[1] > MAX_WRITTEN_COLUMNS or grid.values.shape[0] > MAX_WRITTEN_ROWS:
+def _write_metrics(axes: Axes, values: NDArray[np.float64], *, scale: Scale, norm: Normalize) -> None:
+    """The metrics themselves, where there are few cells."""
+    if values.shape[1] > MAX_WRITTEN_COLUMNS or values.shape[0] > MAX_WRITTEN_ROWS:
         return
-    for (row, column), value in np.ndenumerate(grid.values):
+    for (row, column), value in np.ndenumerate(values):
         if math.isnan(value):
             continue
         is_special = scale.kind != "factor" and (value == 0 or math.isinf(value))
-        part = 1.0 if is_special else float(norm(float(_transformed(np.array(value), scale))))
+        part = 1.0 if is_special else float(norm(float(scale.logs(np.array(value)))))
         is_dark = part < LIGHT_FROM if scale.kind != "factor" else abs(part - 0.5) > 0.3  # noqa: PLR2004 - its ends
-        color = "white" if is_dark else INK
-        axes.text(column, row, cell_text(value, scale), ha="center", va="center", fontsize=SMALL_SIZE, color=color)
+        place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL_SIZE}
+        axes.text(column, row, scale.text(value), color="white" if is_dark else INK, **place)
 
 
-def cell_text(value: float, scale: Scale) -> str:
-    """A figure as it is written into its cell."""
-    if scale.kind == "share":
-        return share_text(value)
-    return f"{2**value:.3g} x" if scale.kind == "factor" and abs(value) < 1000 else f"{value:.3g}"  # noqa: PLR2004
+def octave_map(data: PlotData, row: Plot, *, field: str) -> Figure:
+    """For each value of a field the part of its values in each octave, and below what formats reach."""
+    values = data.values_of(field)
+    names = layer_names(values) if field == "layer_idx" else [str(int(value)) for value in values]
+    grids = {one: data.passed.octaves[field].shares(one) for one in data.operations()}
+    height = min(4.5, max(2.4, 1.2 + 0.09 * len(names)))
+    ratios: dict[str, Any] = {"height_ratios": (height, 2.3), "sharex": "col"}
+    page = page_of(data, row, 2, len(grids), width=5.6, height=(height + 2.3) / 2, **ratios)
+    shown = np.concatenate(list(grids.values()))
+    positive = shown[shown > 0]
+    scale = Scale(kind="share", label="share of the row's values")
+    if not positive.size:
+        for axes, bands in page.panels.T:
+            empty(axes, "no finite values other than zero are known")
+            bands.set_axis_off()
+        return page.finish()
+    norm = Normalize(max(-7.0, math.log10(float(positive.min()))), math.log10(float(positive.max())))
+    inside = filled(np.nan_to_num(shown))
+    places = exponents()[inside]
+    for index, ((title, shares), (axes, bands)) in enumerate(zip(grids.items(), page.panels.T, strict=True)):
+        extent = (places[0], places[-1] + 1, len(names) - 0.5, -0.5)
+        draw_cells(axes, shares[:, inside], scale=scale, norm=norm, extent=extent)
+        draw_bands(axes, bands, places, is_named=index == 0)
+        _name_rows(axes, names, height=height)
+        axes.tick_params(labelbottom=False)
+        name(axes, title=title, y={"layer_idx": "layer"}.get(field, field) if index == 0 else "")
+    add_colorbar(page.figure, list(page.panels[0]), norm=norm, scale=scale)
+    page.handles += [*special_handles(shown[:, inside], scale, zero="no value"), *band_handles()]
+    return page.finish()

@@ -1,24 +1,33 @@
-"""How do figures move along layers, iterations or ranks: one panel for each figure, one line for each group?"""
+"""Draws how metrics move along layers, iterations, ranks or samples: one panel for each, one line for each group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedFormatter, FixedLocator
 
+from ranktape.analyze.layer_stacks import stack_of
 from ranktape.analyze.views.plots.axes import (
     mark_limits,
+    scale_factors,
     scale_layers,
     scale_numbers,
     scale_powers,
     scale_shares,
     scale_whole,
+    share_text,
+    thinned,
     with_gap,
 )
 from ranktape.analyze.views.plots.data import pooled
-from ranktape.analyze.views.plots.style import PANEL_SIZE, TEXT_SIZE, Heading, finish, page, say
+from ranktape.analyze.views.plots.groups import groups_of, page_of
+from ranktape.analyze.views.plots.style import COLORS, INK, MARKS, key, name, say
+from ranktape.analyze.views.plots.tallies import sample_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,20 +36,17 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.groups import Group
+    from ranktape.analyze.views.plots.table import Plot
 
-MAX_MARKS = 40
-"""Places along an axis up to which points do not run together."""
-
-
-MAX_THICK = 200
-"""Places up to which lines are thick."""
+MAX_MARKS, MAX_THICK = 40, 200
+"""Places along an axis up to which points do not run together, and lines are thick."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinePanel:
-    """One figure."""
+    """One metric."""
 
-    figure: str
+    metric: str
     """Its name in `data.pooled`."""
     title: str
     """Above the panel."""
@@ -49,89 +55,166 @@ class LinePanel:
     has_limits: bool = False
     """Whether formats limit it."""
 
+    def scale(self, axes: Axes, values: NDArray[np.float64]) -> None:
+        """Divide the vertical axis."""
+        known = values[np.isfinite(values)]
+        if self.kind == "share":
+            scale_shares(axes, "y", known)
+            if known.size and not known.any():
+                say(axes, f"no {self.metric}")
+        elif self.kind == "number":
+            scale_numbers(axes, "y", max_ticks=5)
+            axes.set_ylim(0, max(1.0, 1.1 * float(known.max(initial=0.0))))
+        else:
+            scale_powers(axes, "y", self.drawn(values), pad=0.8)
+        if not known.size:
+            axes.set_ylim(0, 1)
+            axes.set_yticks([])
+            say(axes, "no tensor has one")
+        elif self.has_limits:
+            mark_limits(axes, "y", min_distance=0.12)
 
-STD = LinePanel(figure="std", title="standard deviation of all values")
-ABSMAX = LinePanel(figure="extreme", title="absmax", has_limits=True)
-OVERFLOW = LinePanel(figure="overflow", title="overflow: share of elements", kind="share")
-UNDERFLOW = LinePanel(figure="underflow", title="underflow: share of elements", kind="share")
-KURTOSIS = LinePanel(figure="kurtosis", title="largest kurtosis of a tensor (normal: 3)")
-RANGE = LinePanel(figure="log2_range", title="largest range of a tensor, in octaves", kind="number")
-
-LOSSES = (STD, ABSMAX, OVERFLOW, UNDERFLOW)
-SHAPES = (STD, ABSMAX, KURTOSIS, RANGE)
+    def drawn(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The values as they are placed along the axis."""
+        if self.kind != "magnitude":
+            return values
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray(np.log2(values))
 
 
-def draw_lines(
-    data: PlotData,
-    groups: Sequence[Group],
-    *,
-    field: str,
-    panels: Sequence[LinePanel] = LOSSES,
-    heading: Heading,
-) -> Figure:
-    """Two rows of two panels over a field of whole numbers; a point is of all records of the group there together."""
-    figure, grid = page(2, 2, panel_width=5.6, panel_height=2.9)
+STD = LinePanel(metric="std", title="standard deviation of all values")
+ABSMAX = LinePanel(metric="extreme", title="absmax", has_limits=True)
+LOSSES = (
+    STD,
+    ABSMAX,
+    LinePanel(metric="overflow", title="overflow: share of elements", kind="share"),
+    LinePanel(metric="underflow", title="underflow: share of elements", kind="share"),
+)
+SHAPES = (
+    STD,
+    ABSMAX,
+    LinePanel(metric="kurtosis", title="largest kurtosis of a tensor (normal: 3)"),
+    LinePanel(metric="log2_range", title="largest range of a tensor, in octaves", kind="number"),
+)
+
+
+def lines(data: PlotData, row: Plot, *, field: str) -> Figure:
+    """Metrics of each group along a field of whole numbers; those of layers are shapes, others what is lost too.
+
+    A point is of all records of the group there together.
+    """
+    groups, note = groups_of(data, row)
+    is_layers = field == "layer_idx"
+    page = page_of(data, row, 2, 2, width=5.6, height=2.9, notes=[note], with_limits=not is_layers)
     places = data.values_of(field)
-    label = {"layer_idx": "layer"}.get(field, field)
-    for axes, panel in zip(grid.flat, panels, strict=True):
-        axes.set_title(panel.title, fontsize=PANEL_SIZE)
-        lines = [line_values(data, group, panel.figure, field=field) for group in groups]
-        shown = np.concatenate(lines) if lines else np.zeros(0)
-        for group, values in zip(groups, lines, strict=True):
-            _draw_line(axes, values, places=places, group=group, panel=panel, is_layers=field == "layer_idx")
-        _scale_values(axes, shown, panel)
-        is_lowest = axes in grid[-1]
-        if field == "layer_idx":
+    for axes, panel in zip(page.panels.flat, SHAPES if is_layers else LOSSES, strict=True):
+        name(axes, title=panel.title)
+        found = [line_values(data, group, panel.metric, field=field) for group in groups]
+        for group, values in zip(groups, found, strict=True):
+            _draw_line(axes, panel.drawn(values), places=places, group=group, is_layers=is_layers)
+        is_lowest = axes in page.panels[-1]
+        if is_layers:
             scale_layers(axes, places, is_labelled=is_lowest)
         else:
             scale_whole(axes, "x", places, max_ticks=9)
-            axes.set_xlabel(label if is_lowest else "", fontsize=TEXT_SIZE)
-        if panel.has_limits and np.isfinite(shown).any():
-            mark_limits(axes, "y", min_distance=0.12)
-    return finish(figure, heading, handles=[group.handle(has_mark=True) for group in groups])
+            name(axes, x=field if is_lowest else "")
+        panel.scale(axes, np.concatenate(found) if found else np.zeros(0))
+    page.handles += [group.handle(has_mark=True) for group in groups]
+    return page.finish()
 
 
-def line_values(data: PlotData, group: Group, figure: str, *, field: str) -> NDArray[np.float64]:
-    """The figure of all records of the group together at each value of the field; NaN where there is none."""
+def line_values(data: PlotData, group: Group, metric: str, *, field: str) -> NDArray[np.float64]:
+    """The metric of all records of the group together at each value of the field; NaN where there is none."""
     numbers = np.where(group.mask, data.codes(field), -1)
-    return pooled(data, figure, numbers, num_groups=len(data.values_of(field)))
+    return pooled(data, metric, numbers, num_groups=len(data.values_of(field)))
 
 
 def _draw_line(
-    axes: Axes, values: NDArray[np.float64], *, places: Sequence[int], group: Group, panel: LinePanel, is_layers: bool
+    axes: Axes, values: NDArray[np.float64], *, places: Sequence[int], group: Group, is_layers: bool
 ) -> None:
-    drawn = _axis_values(values, panel)
-    known = np.isfinite(drawn)
+    known = np.isfinite(values)
     if not known.any():
         return
     kept = [place for place, is_known in zip(places, known.tolist(), strict=True) if is_known]
-    shown = drawn[known].tolist()
+    shown = values[known].tolist()
     xs, ys = with_gap(kept, shown, all_layers=places) if is_layers else ([float(place) for place in kept], shown)
     mark: dict[str, Any] = {"marker": group.mark, "markersize": max(2.5, 6.5 - 0.7 * group.index)}
-    few = mark if len(kept) <= MAX_MARKS else {}
     fineness = max(1.0, 2.2 - 0.25 * group.index) if len(kept) <= MAX_THICK else 0.8
-    axes.plot(xs, ys, color=group.color, linestyle=group.dashes, linewidth=fineness, **few)
+    axes.plot(xs, ys, **group.line, linewidth=fineness, **(mark if len(kept) <= MAX_MARKS else {}))
 
 
-def _axis_values(values: NDArray[np.float64], panel: LinePanel) -> NDArray[np.float64]:
-    if panel.kind != "magnitude":
-        return values
+def neighbouring_layers(data: PlotData, row: Plot) -> Figure:
+    """Factors from each layer to the next, of deviation and absmax, and the distance of the shares of octaves."""
+    groups, _ = groups_of(data, row)
+    page = page_of(data, row, 3, 1, width=9.6, height=2.3)
+    layers = [layer for layer in data.values_of("layer_idx") if layer >= 0]
+    # The first layer of another stack does not follow the last one of this.
+    is_next = np.array([stack_of(one) == stack_of(other) for one, other in itertools.pairwise(layers)], dtype=bool)
+
+    def draw(axes: Axes, values: Mapping[Group, NDArray[np.float64]]) -> None:
+        for group, found in values.items():
+            mark: dict[str, Any] = {"marker": group.mark, "markersize": 5} if len(layers) - 1 <= MAX_MARKS else {}
+            axes.plot(layers[1:], found, **group.line, linewidth=1.8, **mark)
+
+    for axes, panel, words in zip(page.panels[:2, 0], (STD, ABSMAX), ("standard deviation", "absmax"), strict=True):
+        name(axes, title=f"{words} over that of the layer before")
+        found = {group: line_values(data, group, panel.metric, field="layer_idx")[-len(layers) :] for group in groups}
+        factors = {group: np.where(is_next, _steps(values), np.nan) for group, values in found.items()}
+        draw(axes, factors)
+        scale_factors(axes, np.concatenate(list(factors.values())))
+        scale_layers(axes, layers[1:], is_labelled=False)
+    axes = page.panels[2, 0]
+    name(axes, title="share of values that lie in another octave than in the layer before")
+    distances = {group: octave_distances(data, group.label, num_layers=len(layers)) for group in groups}
+    draw(axes, {group: np.where(is_next, values, np.nan) for group, values in distances.items()})
+    axes.set_ylim(0, 1.02)
+    axes.yaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 1]))
+    axes.yaxis.set_major_formatter(FixedFormatter([share_text(tick / 4) for tick in range(5)]))
+    scale_layers(axes, layers[1:])
+    page.handles += [group.handle(has_mark=True) for group in groups]
+    return page.finish()
+
+
+def _steps(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """log2 of each value over the one before; NaN where either is not known, zero or infinite."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(np.log2(values))
+        logs = np.log2(values)
+        return np.diff(np.where(np.isfinite(logs), logs, np.nan))
 
 
-def _scale_values(axes: Axes, values: NDArray[np.float64], panel: LinePanel) -> None:
-    known = values[np.isfinite(values)]
-    if panel.kind == "share":
-        scale_shares(axes, "y", known)
-        if known.size and not known.any():
-            say(axes, f"no {panel.figure}")
-    elif panel.kind == "number":
-        scale_numbers(axes, "y", max_ticks=5)
-        axes.set_ylim(0, max(1.0, 1.1 * float(known.max(initial=0.0))))
-    else:
-        scale_powers(axes, "y", _axis_values(values, panel), pad=0.8)
-    if not known.size:
-        axes.set_ylim(0, 1)
-        axes.set_yticks([])
-        say(axes, "no tensor has one")
+def octave_distances(data: PlotData, operation: str, *, num_layers: int) -> NDArray[np.float64]:
+    """Part of the values that would have to move to another octave, from each layer to the next, zeros being one.
+
+    Of the last layers, so many, which are those of the stack. NaN where a layer has no values.
+    """
+    shares = data.passed.octaves["layer_idx"].shares(operation, with_zeros=True)[-num_layers:]
+    return np.asarray(np.abs(np.diff(shares, axis=0)).sum(axis=1) / 2)
+
+
+def sample_differences(data: PlotData, row: Plot) -> Figure:
+    """For each operation and sample a point at the mean factor over the median sample, and a line from end to end."""
+    samples = data.passed.samples
+    found = [(operation, samples.ratios(operation)) for operation in data.operations()]
+    ratios = [(operation, one) for operation, one in found if not np.isnan(one).all()] or found[:1]
+    names, label = sample_names(samples)
+    names = names or ["none"]
+    page = page_of(data, row, len(ratios), 1, width=9.6, height=2.7)
+    places = np.arange(len(names))
+    shown, words = thinned(names, max_names=max(1, int(8.6 / ((max(map(len, names)) + 2) * 0.085))))
+    for index, (axes, (operation, one)) in enumerate(zip(page.panels[:, 0], ratios, strict=True)):
+        is_last = index == len(ratios) - 1
+        name(axes, title=operation, x=label if is_last else "", y="absmax over the median sample's")
+        known = np.isfinite(one[:, 0])
+        width = min(3.0, 200 / len(names))
+        axes.vlines(places[known], *one[known, 1:].T, color=COLORS[index], alpha=0.45, linewidth=width)
+        point: dict[str, Any] = {"color": COLORS[index], "markersize": 6.0 if len(names) <= MAX_MARKS else 2.5}
+        axes.plot(places[known], one[known, 0], MARKS[index], linestyle="", **point)
+        scale_factors(axes, one)
+        axes.xaxis.set_major_locator(FixedLocator(shown))
+        axes.xaxis.set_major_formatter(FixedFormatter(words))
+        axes.set_xlim(-0.6, len(names) - 0.4)
+    page.handles += [
+        key(Line2D([], [], color=INK, marker="o", linestyle="", markersize=5), "mean over tensors"),
+        key(Line2D([], [], color=INK, alpha=0.45, linewidth=3), "from the lowest to the highest tensor"),
+    ]
+    return page.finish()

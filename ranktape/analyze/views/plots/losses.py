@@ -1,29 +1,22 @@
-"""Which groups of tensors overflow and underflow, on which side, and how many tensors how much?"""
+"""Draws what groups of tensors lose: how much, on which side, how many tensors how much, and against another type."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ranktape.analyze.views.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILION
-from ranktape.analyze.views.plots.axes import name_rows, scale_shares, share_text
+from ranktape.analyze.engine.values import read_values
+from ranktape.analyze.views.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
+from ranktape.analyze.views.plots.axes import name_rows, scale_numbers, scale_shares, share_text
 from ranktape.analyze.views.plots.data import pooled
-from ranktape.analyze.views.plots.style import (
-    INK,
-    PANEL_SIZE,
-    SMALL_SIZE,
-    TEXT_SIZE,
-    Heading,
-    empty,
-    finish,
-    key,
-    page,
-    say,
-)
+from ranktape.analyze.views.plots.groups import groups_of, page_of
+from ranktape.analyze.views.plots.style import INK, SMALL_SIZE, empty, key, name, plain, say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.views.plots.data import PlotData
-    from ranktape.analyze.views.plots.groups import Group
+    from ranktape.analyze.views.plots.table import Plot
+    from ranktape.storage import Record
 
 SIDES = (
     ("upper", "beyond the upper limit", VERMILION, ""),
@@ -48,57 +42,52 @@ MAX_DRAWN_POINTS = 20_000
 BINS_PER_DECADE = 4
 """Of a histogram of ratios."""
 
+MAX_PAIRS, VALUES_OF_PAIR = 48, 400
+"""Pairs of tensors whose values are read, and values that are drawn of each: of more, every n-th."""
 
-def draw_loss_bars(data: PlotData, groups: Sequence[Group], *, heading: Heading) -> Figure:
+
+def loss_bars(data: PlotData, row: Plot) -> Figure:
     """For each group one bar for each kind of loss: the part of all its elements."""
-    kinds = kinds_of(data)
+    groups, note = groups_of(data, row)
+    absent = {"flushed"} if data.target is None else set()
+    absent |= set() if np.nansum(data.metric("nan")) else {"nan"}
+    kinds = [kind for kind in SIDES if kind[0] not in absent]
     height = max(2.2, 1.0 + len(groups) * (0.2 + 0.17 * len(kinds)))
-    figure, panels = page(1, 1, panel_width=9.0, panel_height=height)
-    axes = panels[0][0]
-    shares = loss_shares(data, groups, [name for name, *_ in kinds])
+    page = page_of(data, row, width=9.0, height=height, notes=[note], with_limits=True)
+    axes = page.panels[0, 0]
+    numbers = np.full(len(data), -1)
+    for index, group in enumerate(groups):
+        numbers[group.mask] = index
+    shares = np.stack([pooled(data, kind, numbers, num_groups=len(groups)) for kind, *_ in kinds])
     width = 0.8 / len(kinds)
-    for index, (_, _, color, hatch) in enumerate(kinds):
+    for index, (_, words, color, hatch) in enumerate(kinds):
         places = np.arange(len(groups)) - 0.4 + width * (index + 0.5)
         known = np.nan_to_num(shares[index])
         axes.barh(places, known, height=width * 0.9, color=color, hatch=hatch, edgecolor="white", linewidth=0.5)
         for place, share, drawn in zip(places.tolist(), shares[index].tolist(), known.tolist(), strict=True):
-            text = "not known" if share != share else share_text(share)  # noqa: PLR0124 - NaN
-            _beside(axes, text, x=drawn, y=place)
+            text = "not known" if math.isnan(share) else share_text(share)
+            _note(axes, text, (drawn, place), (4, 0), va="center", ha="left", fontsize=SMALL_SIZE - 1)
+        page.handles.append(key(Patch(facecolor=color, hatch=hatch, edgecolor="white"), words))
     name_rows(axes, [group.label for group in groups])
     scale_shares(axes, "x", shares)
-    # Room for the figures beside the longest bars.
+    # Room for the metrics beside the longest bars.
     axes.set_xlim(0, 5)
-    axes.set_xlabel("share of all elements of the group", fontsize=TEXT_SIZE)
-    handles = [key(Patch(facecolor=color, hatch=hatch, edgecolor="white"), words) for _, words, color, hatch in kinds]
-    return finish(figure, heading, handles=handles)
+    name(axes, x="share of all elements of the group")
+    return page.finish()
 
 
-def _beside(axes: Axes, text: str, *, x: float, y: float) -> None:
-    place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "ha": "left"}
-    axes.annotate(text, (x, y), **place, fontsize=SMALL_SIZE - 1, color=INK)
+def _note(axes: Axes, text: str, place: tuple[float, float], offset: tuple[int, int], **style: Any) -> None:
+    axes.annotate(text, place, xytext=offset, textcoords="offset points", color=INK, **style)
 
 
-def kinds_of(data: PlotData) -> list[tuple[str, str, str, str]]:
-    """The kinds of loss that are drawn of a data."""
-    wanted = {"upper", "lower", "underflow"}
-    wanted |= {"flushed"} if data.target is not None else set()
-    wanted |= {"nan"} if np.nansum(data.metric("nan")) else set()
-    return [kind for kind in SIDES if kind[0] in wanted]
-
-
-def loss_shares(data: PlotData, groups: Sequence[Group], names: Sequence[str]) -> NDArray[np.float64]:
-    """For each name a row, for each group a column: the part of the group's elements."""
-    numbers = np.full(len(data), -1)
-    for index, group in enumerate(groups):
-        numbers[group.mask] = index
-    return np.stack([pooled(data, name, numbers, num_groups=len(groups)) for name in names])
-
-
-def draw_upper_against_lower(data: PlotData, groups: Sequence[Group], *, heading: Heading) -> Figure:
+def upper_against_lower(data: PlotData, row: Plot) -> Figure:
     """One point for each tensor; those without any overflow are all at the origin, and counted there."""
-    figure, panels = page(1, 1, panel_width=6.6, panel_height=5.6)
-    axes = panels[0][0]
+    groups, note = groups_of(data, row)
     upper, lower = data.share("upper"), data.share("lower")
+    num_clean = int(((upper == 0) & (lower == 0)).sum())
+    clean = f"{num_clean:,} of {len(data):,} tensors overflow on neither side and are not drawn."
+    page = page_of(data, row, width=6.6, height=5.6, notes=[clean, note], with_limits=True)
+    axes = page.panels[0, 0]
     ends = np.concatenate([upper, lower])
     for which in ("x", "y"):
         scale_shares(axes, which, ends[np.isfinite(ends)])
@@ -109,27 +98,23 @@ def draw_upper_against_lower(data: PlotData, groups: Sequence[Group], *, heading
     for group in groups:
         chosen = group.mask & is_drawn & ((upper > 0) | (lower > 0))
         # An empty line that is not clipped counts as one at the corner of the plot.
-        if not chosen.any():
-            continue
-        style: dict[str, Any] = {"color": group.color, "markersize": 5, "alpha": 0.7, "clip_on": False}
-        axes.plot(upper[chosen], lower[chosen], group.mark, linestyle="", **style)
-    num_clean = int(((upper == 0) & (lower == 0)).sum())
+        if chosen.any():
+            style: dict[str, Any] = {"color": group.color, "markersize": 5, "alpha": 0.7, "clip_on": False}
+            axes.plot(upper[chosen], lower[chosen], group.mark, linestyle="", **style)
     if num_clean == len(data):
         say(axes, "no tensor overflows")
-    axes.set_xlabel("share beyond the upper limit", fontsize=TEXT_SIZE)
-    axes.set_ylabel("share beyond the lower limit", fontsize=TEXT_SIZE)
+    name(axes, x="share beyond the upper limit", y="share beyond the lower limit")
     axes.tick_params(axis="x", labelsize=SMALL_SIZE - 1)
-    notes = (f"{num_clean:,} of {len(data):,} tensors overflow on neither side and are not drawn.", *heading.notes)
-    marked = Heading(title=heading.title, subtitle=heading.subtitle, notes=notes)
-    return finish(figure, marked, handles=[group.handle(has_mark=True) for group in groups])
+    page.handles += [group.handle(has_mark=True) for group in groups]
+    return page.finish()
 
 
-def draw_ratio_histogram(data: PlotData, *, heading: Heading) -> Figure:
+def ratio_histogram(data: PlotData, row: Plot) -> Figure:
     """Tensors counted by their ratio of overflow and of underflow; those with none have a bar of their own."""
-    figure, panels = page(1, 2, panel_width=5.2, panel_height=3.6)
+    page = page_of(data, row, 1, 2, width=5.2, height=3.6, with_limits=True)
     words = (("overflow", data.share("upper", "lower"), VERMILION), ("underflow", data.share("underflow"), ORANGE))
-    for axes, (title, shares, color) in zip(panels[0], words, strict=True):
-        axes.set_title(title, fontsize=PANEL_SIZE)
+    for axes, (title, shares, color) in zip(page.panels[0], words, strict=True):
+        name(axes, title=title)
         known = shares[np.isfinite(shares)]
         if not known.size:
             empty(axes, "not known of any tensor")
@@ -139,23 +124,14 @@ def draw_ratio_histogram(data: PlotData, *, heading: Heading) -> Figure:
         linear = float(edges[0])
         axes.bar(linear / 2, num_zero, width=linear * 0.8, color="0.6", hatch="///", edgecolor="white")
         if counts.any():
-            axes.bar(
-                edges[:-1], counts, width=np.diff(edges), align="edge", color=color, edgecolor="white", linewidth=0.5
-            )
-        axes.annotate(
-            f"none: {num_zero:,}",
-            (linear / 2, num_zero),
-            xytext=(0, 3),
-            textcoords="offset points",
-            fontsize=SMALL_SIZE,
-            color=INK,
-            ha="center",
-        )
+            style: dict[str, Any] = {"color": color, "edgecolor": "white", "linewidth": 0.5}
+            axes.bar(edges[:-1], counts, width=np.diff(edges), align="edge", **style)
+        _note(axes, f"none: {num_zero:,}", (linear / 2, num_zero), (0, 3), fontsize=SMALL_SIZE, ha="center")
         axes.set_ylim(0, 1.15 * max(num_zero, int(counts.max(initial=0)), 1))
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.set_xlabel(f"{title} ratio of a tensor", fontsize=TEXT_SIZE)
-        axes.set_ylabel("tensors", fontsize=TEXT_SIZE)
-    return finish(figure, heading, handles=[key(Patch(facecolor="0.6", hatch="///", edgecolor="white"), "none at all")])
+        name(axes, x=f"{title} ratio of a tensor", y="tensors")
+    page.handles.append(key(Patch(facecolor="0.6", hatch="///", edgecolor="white"), "none at all"))
+    return page.finish()
 
 
 def ratio_counts(shares: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64], int]:
@@ -169,3 +145,88 @@ def ratio_counts(shares: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDAr
     edges = 10.0 ** np.linspace(lowest, 0, BINS_PER_DECADE * -lowest + 1)
     counts, _ = np.histogram(np.clip(positive, edges[0], 1.0), bins=edges)
     return edges, counts, int((shares == 0).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorPair:
+    """The same tensor in two quant types."""
+
+    one: NDArray[np.float64]
+    """Some of the values of the first, finite in both."""
+    other: NDArray[np.float64]
+    """Those of the second in the same places."""
+    correlation: float
+    """Of all values that are finite in both; NaN where either has no two that differ."""
+
+
+def read_pairs(data: PlotData, types: tuple[str, str]) -> list[TensorPair]:
+    """Values of some pairs, evenly chosen from all; both tensors of each are read once more.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+    """
+    places = data.matched(types)
+    chosen = places[:: math.ceil(len(places) / MAX_PAIRS) or 1]
+    return [_pair([data.records[place] for place in pair], data) for pair in chosen]
+
+
+def _pair(records: Sequence[Record], data: PlotData) -> TensorPair:
+    arrays = [read_values(record, view=data.view) for record in records]
+    # Complex values: the real part stands for both.
+    reals = [array.real if array.dtype.kind == "c" else array for array in arrays]
+    values = [real.astype(np.float64).reshape(-1) for real in reals]
+    both = np.isfinite(values[0]) & np.isfinite(values[1])
+    first, second = (array[both] for array in values)
+    step = math.ceil(first.size / VALUES_OF_PAIR) or 1
+    return TensorPair(one=first[::step], other=second[::step], correlation=correlation(first, second))
+
+
+def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """Pearson's; NaN where either has no two values that differ."""
+    if one.size < 2 or one.min() == one.max() or other.min() == other.max():  # noqa: PLR2004 - of fewer there is none
+        return math.nan
+    # Scaled first: squares may be beyond all numbers.
+    scaled = [(array - array.mean()) / np.abs(array).max() for array in (one / 2, other / 2)]
+    norms = math.sqrt(float(scaled[0] @ scaled[0]) * float(scaled[1] @ scaled[1]))
+    return float(scaled[0] @ scaled[1]) / norms if norms else math.nan
+
+
+def pairs(data: PlotData, row: Plot) -> Figure:
+    """Left the values of one type against those of the other over each tensor's largest, right each correlation."""
+    types = data.two_quant_types()
+    assert types is not None
+    drawn, total = read_pairs(data, types), len(data.matched(types))
+    note = f"{len(drawn)} of {total:,} tensors that were recorded in both, evenly chosen." if total > len(drawn) else ""
+    page = page_of(data, row, 1, 2, width=5.4, height=4.6, notes=[note])
+    scatter, bars = page.panels[0]
+    name(scatter, title="values, over the tensor's largest")
+    points = [
+        (pair.one / largest, pair.other / largest)
+        for pair in drawn
+        if pair.one.size
+        for largest in [max(float(np.abs(pair.one).max()), float(np.abs(pair.other).max())) or 1.0]
+    ]
+    if points:
+        one, other = (np.concatenate(values) for values in zip(*points, strict=True))
+        scatter.axline((0, 0), slope=1, color=GREY, linewidth=1.2, linestyle=":")
+        scatter.plot(one, other, "o", color=BLUE, markersize=2.2, alpha=0.35, markeredgecolor="none")
+        for which in ("x", "y"):
+            scale_numbers(scatter, which)
+        name(scatter, x=plain(types[0]), y=plain(types[1]))
+    else:
+        empty(scatter, "no value is finite in both")
+    known = np.array(sorted(pair.correlation for pair in drawn if not math.isnan(pair.correlation)))
+    name(bars, title="correlation of each tensor")
+    if known.size:
+        # From the lowest correlation to 1.
+        edges = np.linspace(min(float(known.min()), 1 - 1e-6), max(1.0, float(known.max())), 13)
+        bars.hist(known, bins=edges, color=VERMILION, edgecolor="white", hatch="//")
+        scale_numbers(bars, "x", max_ticks=4)
+        scale_numbers(bars, "y", max_ticks=5)
+        words = f"median {np.median(known):.6f}, lowest {known[0]:.6f}"
+        name(bars, title=f"correlation of each tensor\n{words}", y="tensors")
+        name(bars, x="correlation: 1 is the same up to a factor and a shift")
+    else:
+        empty(bars, "no tensor has values that differ in both")
+    return page.finish()

@@ -1,4 +1,4 @@
-"""A plot of where in the model tensors overflow and underflow, layer by layer.
+"""Draws where in the model tensors overflow and underflow, layer by layer.
 
 One row of panels for each kind of loss, one column for each operation, one line for each type of layer.
 """
@@ -15,19 +15,7 @@ from ranktape.analyze.layer_stacks import layer_places
 from ranktape.analyze.numerics.formats import BY_DTYPE, FORMATS
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.views.plots.axes import scale_layers, scale_shares, with_gap
-from ranktape.analyze.views.plots.style import (
-    COLORS,
-    INK,
-    MARKS,
-    PANEL_SIZE,
-    TEXT_SIZE,
-    Heading,
-    finish,
-    key,
-    page,
-    plain,
-    say,
-)
+from ranktape.analyze.views.plots.style import COLORS, INK, MARKS, Page, key, name, plain, say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,6 +23,7 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.numerics.formats import Format
     from ranktape.analyze.views.plots.data import PlotData
+    from ranktape.analyze.views.plots.table import Plot
 
 MAX_MARKS = 40
 """Layers up to which marks do not run together."""
@@ -44,6 +33,12 @@ WORST: dict[str, Any] = {"linestyle": ":", "linewidth": 1.2, "marker": "o", "mar
 
 MAX_NAMED_LIMITS = 3
 """Types whose limits the title names."""
+
+MANY_ZEROS = 0.1
+"""Of all elements of a layer, with one type and operation."""
+
+FLUSHED = "overflow.flushed.count"
+"""The column that an overflow table has against a format alone: of what is stored already nothing is flushed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,34 +51,37 @@ class Panel:
     """What is said where there is none."""
     column: str
     """The counts in the overflow table."""
-    definition: Callable[[Format | None], str]
-    """What is counted, in words, under the limits of a format; under several if None."""
+    definition: str
+    """What is counted, in words."""
+    under: Callable[[Format], str] | None = None
+    """The same under the limits of a format."""
 
 
-def _overflow_words(limits: Format | None) -> str:
-    return "beyond the largest value" if limits is None else f"|x| rounds beyond {limits.maximum:.4g}"
-
-
-def _underflow_words(limits: Format | None) -> str:
-    return "below the smallest normal" if limits is None else f"0 < |x| < {limits.min_normal:.3g}"
-
-
-def _flush_words(limits: Format | None) -> str:
-    return "rounds to zero" if limits is None else f"0 < |x| <= {limits.flush_limit:.3g}"
-
-
-ZEROS = Panel(
-    kind="zeros", absence="no zeros", column="overflow.zero.count", definition=lambda _: "exactly 0 as captured"
-)
+ZEROS = Panel(kind="zeros", absence="no zeros", column="overflow.zero.count", definition="exactly 0 as captured")
 """Drawn below where a layer has many: what was cast to a format without a scale is zero and underflows no more."""
 
-MANY_ZEROS = 0.1
-"""Of all elements of a layer, with one type and operation."""
-
 PANELS = (
-    Panel(kind="overflow", absence="no overflow", column="overflow.total", definition=_overflow_words),
-    Panel(kind="underflow", absence="no underflow", column="overflow.underflow.count", definition=_underflow_words),
-    Panel(kind="flush to zero", absence="nothing is flushed", column="overflow.flushed.count", definition=_flush_words),
+    Panel(
+        kind="overflow",
+        absence="no overflow",
+        column="overflow.total",
+        definition="beyond the largest value",
+        under=lambda limits: f"|x| rounds beyond {limits.maximum:.4g}",
+    ),
+    Panel(
+        kind="underflow",
+        absence="no underflow",
+        column="overflow.underflow.count",
+        definition="below the smallest normal",
+        under=lambda limits: f"0 < |x| < {limits.min_normal:.3g}",
+    ),
+    Panel(
+        kind="flush to zero",
+        absence="nothing is flushed",
+        column=FLUSHED,
+        definition="rounds to zero",
+        under=lambda limits: f"0 < |x| <= {limits.flush_limit:.3g}",
+    ),
 )
 """From top to bottom; the last one against a format only."""
 
@@ -100,21 +98,21 @@ class Line:
     """Of that tensor of the layer which has the largest."""
 
 
-def table_of(data: PlotData) -> Table:
-    """What `draw_overflow` draws, of what is known already; counts that are not known are 0."""
+def overflow_by_layer(data: PlotData, row: Plot) -> Figure:
+    """Overflow and underflow by layer, of what is known already; counts that are not known are 0."""
     counted = {
         "elements": data.metric("num_elements"),
         "overflow.total": data.metric("upper") + data.metric("lower"),
         "overflow.underflow.count": data.metric("underflow"),
         "overflow.zero.count": data.metric("zero"),
-        **({"overflow.flushed.count": data.metric("flushed")} if data.target is not None else {}),
+        **({FLUSHED: data.metric("flushed")} if data.target is not None else {}),
     }
     fields = ("iteration", "rank", "operation", "layer_type", "layer_idx")
     limits = data.column("dtype").tolist() if data.target is None else [data.target.name] * len(data)
     numbers = ([0 if value != value else int(value) for value in column.tolist()] for column in counted.values())  # noqa: PLR0124 - NaN
     rows = tuple(zip(*(data.column(field).tolist() for field in fields), limits, *numbers, strict=True))
-    columns = tuple(Column(name=name, kind=Kind.INTEGER) for name in (*fields, "limits_of", *counted))
-    return Table(title="", columns=columns, rows=rows)
+    columns = tuple(Column(name=one, kind=Kind.INTEGER) for one in (*fields, "limits_of", *counted))
+    return draw_overflow(Table(title="", columns=columns, rows=rows), title=row.title)
 
 
 def draw_overflow(table: Table, *, title: str = "") -> Figure:
@@ -122,15 +120,23 @@ def draw_overflow(table: Table, *, title: str = "") -> Figure:
     rows = _placed(table)
     operations = sorted({row["operation"] for row in rows}, key=lambda name: (name != "forward", name))
     layers = sorted({row["layer_idx"] for row in rows})
-    layer_types = sorted({row["layer_type"] for row in rows})
-    styles = {name: _style(index) for index, name in enumerate(layer_types)}
+    styles = {one: _style(index) for index, one in enumerate(sorted({row["layer_type"] for row in rows}))}
     panels = [*(PANELS if _is_against_format(table) else PANELS[:-1])]
     if zeros_of(table) >= MANY_ZEROS:
         panels.append(ZEROS)
-    limits = _only_limits(table)
-    width = min(8.0, max(4.5, 2.5 + 0.06 * len(layers)))
-    figure, grid = page(len(panels), len(operations), panel_width=width, panel_height=2.3)
-    for panel, axes_of_panel in zip(panels, grid, strict=True):
+    names = sorted(set(table.column("limits_of")))
+    # Of several types, and of integers, there are no limits that count for every tensor.
+    limits = _format(names[0], table=table) if len(names) == 1 else None
+    page = Page(
+        len(panels),
+        len(operations),
+        width=min(8.0, max(4.5, 2.5 + 0.06 * len(layers))),
+        height=2.3,
+        title=title,
+        subtitle=_subtitle(table, names),
+        notes=["Shares are of the elements of a layer."],
+    )
+    for panel, axes_of_panel in zip(panels, page.panels, strict=True):
         drawn = {operation: lines(rows, panel=panel, operation=operation) for operation in operations}
         worst = [ratio for found in drawn.values() for line in found.values() for ratio in line.worst]
         for operation, axes in zip(operations, axes_of_panel, strict=True):
@@ -138,25 +144,27 @@ def draw_overflow(table: Table, *, title: str = "") -> Figure:
             scale_shares(axes, "y", worst)
             axes.tick_params(labelleft=axes is axes_of_panel[0])
             scale_layers(axes, layers, is_labelled=panel is panels[-1])
-        axes_of_panel[0].set_ylabel(f"{panel.kind}\n{panel.definition(limits)}", fontsize=TEXT_SIZE)
-    for operation, axes in zip(operations, grid[0], strict=True):
-        axes.set_title(operation, fontsize=PANEL_SIZE)
-    heading = Heading(title=title, subtitle=_subtitle(table), notes=("Shares are of the elements of a layer.",))
-    return finish(figure, heading, handles=_handles(styles))
+        words = panel.definition if limits is None or panel.under is None else panel.under(limits)
+        name(axes_of_panel[0], y=f"{panel.kind}\n{words}")
+    for operation, axes in zip(operations, page.panels[0], strict=True):
+        name(axes, title=operation)
+    for layer_type, style in styles.items():
+        line = Line2D([], [], **style, markersize=5, linewidth=1.4)
+        page.handles.append(key(line, plain(layer_type, max_letters=60)))
+    page.handles.append(key(Line2D([], [], **WORST, color=INK), "the worst tensor of the layer"))
+    return page.finish()
 
 
 def _placed(table: Table) -> list[dict[str, Any]]:
     """The rows, in which the layer is the place where it is drawn."""
     rows = table.records()
-    stacks = [row.get("layer_stack", "") for row in rows]
-    places = layer_places(stacks, [row["layer_idx"] for row in rows])
+    places = layer_places([row.get("layer_stack", "") for row in rows], [row["layer_idx"] for row in rows])
     return [{**row, "layer_idx": place} for row, place in zip(rows, places, strict=True)]
 
 
 def zeros_of(table: Table) -> float:
     """The largest part of a layer, with one type and operation, that is exactly zero."""
-    operations = set(table.column("operation"))
-    found = [lines(_placed(table), panel=ZEROS, operation=one) for one in operations]
+    found = [lines(_placed(table), panel=ZEROS, operation=one) for one in set(table.column("operation"))]
     return max((ratio for by_type in found for line in by_type.values() for ratio in line.ratios), default=0.0)
 
 
@@ -202,47 +210,30 @@ def _style(index: int) -> dict[str, Any]:
     return {"color": COLORS[index % len(COLORS)], "marker": MARKS[index % len(MARKS)], **hollow}
 
 
-def _handles(styles: Mapping[str, dict[str, Any]]) -> list[Any]:
-    handles = [
-        key(Line2D([], [], **style, markersize=5, linewidth=1.4), plain(name, max_letters=60))
-        for name, style in styles.items()
-    ]
-    return [*handles, key(Line2D([], [], **WORST, color=INK), "the worst tensor of the layer")]
-
-
-def _subtitle(table: Table) -> str:
+def _subtitle(table: Table, names: Sequence[str]) -> str:
     """What the limits are, and what was drawn."""
-    names = sorted(set(table.column("limits_of")))
     rows = table.records()
     iterations = sorted({row["iteration"] for row in rows})
-    ranks = {row["rank"] for row in rows}
     span = f"iteration {iterations[0]}" if len(iterations) == 1 else f"iterations {iterations[0]} to {iterations[-1]}"
-    elements = sum(row["elements"] for row in rows)
-    limits = [_limits(name, table=table) for name in names[:MAX_NAMED_LIMITS]]
+    limits = [_limits(one, table=table) for one in names[:MAX_NAMED_LIMITS]]
     rest = [f"and {len(names) - MAX_NAMED_LIMITS} more types"] if len(names) > MAX_NAMED_LIMITS else []
-    counts = ((len(ranks), "rank"), (len(rows), "tensor"), (elements, "element"))
+    elements = sum(row["elements"] for row in rows)
+    counts = ((len({row["rank"] for row in rows}), "rank"), (len(rows), "tensor"), (elements, "element"))
     drawn = ", ".join([span, *(f"{count:,} {word}{'s' if count != 1 else ''}" for count, word in counts)])
     return "\n".join([*limits, *rest, drawn])
 
 
-def _only_limits(table: Table) -> Format | None:
-    """The limits that count for every tensor; None if there are several, or those of integers."""
-    names = set(table.column("limits_of"))
-    return _format(names.pop(), table=table) if len(names) == 1 else None
-
-
 def _is_against_format(table: Table) -> bool:
-    """Whether the limits are those of a format: of what is stored already nothing is flushed."""
-    return any(column.name == "overflow.flushed.count" for column in table.columns)
+    return any(column.name == FLUSHED for column in table.columns)
 
 
-def _format(name: str, *, table: Table) -> Format | None:
+def _format(one: str, *, table: Table) -> Format | None:
     # int8 is the name of a format and of an element type, and they have different limits.
-    return (FORMATS if _is_against_format(table) else BY_DTYPE).get(name)
+    return (FORMATS if _is_against_format(table) else BY_DTYPE).get(one)
 
 
-def _limits(name: str, *, table: Table) -> str:
-    row = _format(name, table=table)
+def _limits(one: str, *, table: Table) -> str:
+    row = _format(one, table=table)
     if row is None:
-        return name
-    return f"{name}: largest value {row.maximum:.4g}, smallest normal {row.min_normal:.3g}"
+        return one
+    return f"{one}: largest value {row.maximum:.4g}, smallest normal {row.min_normal:.3g}"

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -77,46 +76,73 @@ MAX_TITLE_LINES, MAX_SUBTITLE_LINES, MAX_NOTE_LINES = 2, 3, 3
 """Of a text that is wrapped; the rest is cut off."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heading:
-    """What is said around the panels."""
+class Page:
+    """A plot in the making: its panels, a title that says what is shown, on which tensors, a legend, and notes."""
 
-    title: str
-    """What is shown."""
-    subtitle: str = ""
-    """Of which tensors; lines are kept, and wrapped where they are too long."""
-    notes: tuple[str, ...] = ()
-    """How to read it, below the panels."""
+    def __init__(
+        self,
+        num_rows: int,
+        num_columns: int,
+        *,
+        width: float,
+        height: float,
+        title: str,
+        subtitle: str = "",
+        notes: Iterable[str] = (),
+        **grid: Any,
+    ) -> None:
+        """Panels of so many inches, which hold what stands beside the axes too; `grid` is for `Figure.subplots`.
 
+        Lines of the subtitle are kept, and wrapped where they are too long; notes say how to read it.
+        """
+        self.figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained", dpi=100)
+        FigureCanvasAgg(self.figure)
+        self.panels: NDArray[Any] = self.figure.subplots(num_rows, num_columns, squeeze=False, **grid)
+        """By row and column."""
+        for axes in self.panels.flat:
+            dress(axes)
+        self.title, self.subtitle = title, subtitle
+        self.notes = list(filter(None, notes))
+        """Below the panels."""
+        self.handles: list[Artist] = []
+        """Entries of the legend."""
 
-def page(
-    num_rows: int,
-    num_columns: int,
-    *,
-    panel_width: float,
-    panel_height: float,
-    height_ratios: Sequence[float] | None = None,
-    width_ratios: Sequence[float] | None = None,
-    share_x: bool | str = False,
-) -> tuple[Figure, NDArray[Any]]:
-    """A plot of so many panels of so many inches, without a heading, and its panels as an array of two dimensions.
+    def finish(self) -> Figure:
+        """Put the heading above the panels, the legend and the notes below, and make room for them."""
+        figure = self.figure
+        width, panels_height = figure.get_size_inches().tolist()
+        above, below = self._above(width), []
+        for note in self.notes:
+            lines = wrapped(note, width=width - 2 * PAD_INCHES, size=SMALL_SIZE, max_lines=MAX_NOTE_LINES)
+            below += [(line, SMALL_SIZE, "normal", PALE_INK) for line in lines]
+        top, bottom = (_height(texts) for texts in (above, below))
+        legend = _legend(figure, self.handles, width=width) if self.handles else None
+        # As tall as it is drawn, which letters of other writings change.
+        legend_height = 0.0 if legend is None else legend.get_window_extent().height / figure.dpi
+        height = panels_height + top + bottom + legend_height
+        figure.set_size_inches(width, height)
+        for texts, start in ((above, height - PAD_INCHES / 2), (below, bottom)):
+            place = start
+            for line, size, weight, color in texts:
+                _write(figure, line, size=size, weight=weight, color=color, x=PAD_INCHES / width, y=place / height)
+                place -= _line_height(size)
+        if legend is not None:
+            legend.set_bbox_to_anchor((0.5, bottom / height), transform=figure.transFigure)
+        foot = (bottom + legend_height) / height
+        engine = figure.get_layout_engine()
+        assert isinstance(engine, ConstrainedLayoutEngine)
+        _draw_all_letters(figure)
+        engine.set(rect=(0, foot, 1, 1 - foot - top / height), w_pad=0.06, h_pad=0.06)
+        return figure
 
-    The sizes hold what stands beside the axes too.
-    """
-    width = panel_width * num_columns
-    figure = Figure(figsize=(width, panel_height * num_rows), layout="constrained", dpi=100)
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(
-        num_rows,
-        num_columns,
-        squeeze=False,
-        height_ratios=height_ratios,
-        width_ratios=width_ratios,
-        sharex=share_x,  # type: ignore[arg-type]  # the stub knows literals only
-    )
-    for axes in grid.flat:
-        dress(axes)
-    return figure, grid
+    def _above(self, width: float) -> list[tuple[str, float, str, str]]:
+        room = width - 2 * PAD_INCHES
+        titles = wrapped(self.title, width=room, size=TITLE_SIZE, weight="bold", max_lines=MAX_TITLE_LINES)
+        texts = [(line, TITLE_SIZE, "bold", INK) for line in titles]
+        for part in self.subtitle.splitlines():
+            lines = wrapped(part, width=room, size=TEXT_SIZE, max_lines=MAX_SUBTITLE_LINES)
+            texts += [(line, TEXT_SIZE, "normal", PALE_INK) for line in lines]
+        return texts
 
 
 def dress(axes: Axes) -> None:
@@ -127,49 +153,14 @@ def dress(axes: Axes) -> None:
     axes.grid(visible=True, color="0.92", linewidth=0.8)
 
 
-def finish(figure: Figure, heading: Heading, *, handles: Sequence[Artist] = ()) -> Figure:
-    """Put the heading above the panels, the legend and the notes below, and make room for them."""
-    width, panels_height = figure.get_size_inches().tolist()
-    above = _heading_texts(heading, width=width)
-    below = [
-        (line, SMALL_SIZE, "normal", PALE_INK)
-        for note in heading.notes
-        for line in wrapped(note, width=width - 2 * PAD_INCHES, size=SMALL_SIZE, max_lines=MAX_NOTE_LINES)
-    ]
-    top, bottom = (_height(texts) for texts in (above, below))
-    legend = _legend(figure, handles, width=width) if handles else None
-    # As tall as it is drawn, which letters of other writings change.
-    legend_height = 0.0 if legend is None else legend.get_window_extent().height / figure.dpi
-    height = panels_height + top + bottom + legend_height
-    figure.set_size_inches(width, height)
-    place = height - PAD_INCHES / 2
-    for line, size, weight, color in above:
-        _write(figure, line, size=size, weight=weight, color=color, x=PAD_INCHES / width, y=place / height)
-        place -= _line_height(size)
-    place = bottom
-    for line, size, weight, color in below:
-        _write(figure, line, size=size, weight=weight, color=color, x=PAD_INCHES / width, y=place / height)
-        place -= _line_height(size)
-    if legend is not None:
-        legend.set_bbox_to_anchor((0.5, bottom / height), transform=figure.transFigure)
-    start = (bottom + legend_height) / height
-    engine = figure.get_layout_engine()
-    assert isinstance(engine, ConstrainedLayoutEngine)
-    _draw_all_letters(figure)
-    engine.set(rect=(0, start, 1, 1 - start - top / height), w_pad=0.06, h_pad=0.06)
-    return figure
-
-
-def _heading_texts(heading: Heading, *, width: float) -> list[tuple[str, float, str, str]]:
-    room = width - 2 * PAD_INCHES
-    texts = [
-        (line, TITLE_SIZE, "bold", INK)
-        for line in wrapped(heading.title, width=room, size=TITLE_SIZE, weight="bold", max_lines=MAX_TITLE_LINES)
-    ]
-    for part in heading.subtitle.splitlines():
-        lines = wrapped(part, width=room, size=TEXT_SIZE, max_lines=MAX_SUBTITLE_LINES)
-        texts += [(line, TEXT_SIZE, "normal", PALE_INK) for line in lines]
-    return texts
+def name(axes: Axes, *, title: str | None = None, x: str | None = None, y: str | None = None, pad: int = 6) -> None:
+    """What a panel shows, and what its axes are."""
+    if title is not None:
+        axes.set_title(title, fontsize=PANEL_SIZE, pad=pad)
+    if x is not None:
+        axes.set_xlabel(x, fontsize=TEXT_SIZE)
+    if y is not None:
+        axes.set_ylabel(y, fontsize=TEXT_SIZE)
 
 
 def _write(figure: Figure, line: str, *, size: float, weight: str, color: str, x: float, y: float) -> None:
@@ -208,17 +199,8 @@ def _legend(figure: Figure, handles: Sequence[Artist], *, width: float) -> Legen
 def say(axes: Axes, text: str) -> None:
     """Say in the middle of a panel that there is nothing in it, and why."""
     frame = {"facecolor": "white", "edgecolor": "none", "pad": 3}
-    axes.text(
-        0.5,
-        0.5,
-        text,
-        transform=axes.transAxes,
-        ha="center",
-        va="center",
-        color=PALE_INK,
-        fontsize=TEXT_SIZE,
-        bbox=frame,
-    )
+    place: dict[str, Any] = {"transform": axes.transAxes, "ha": "center", "va": "center"}
+    axes.text(0.5, 0.5, text, color=PALE_INK, fontsize=TEXT_SIZE, bbox=frame, **place)
 
 
 def empty(axes: Axes, text: str) -> None:

@@ -1,42 +1,204 @@
 """The one table of plots: their names, titles and folders, what each needs, and how it is drawn.
 
-To add a plot, add a row; one that is drawn in a new way names a new function of `drawing`.
+To add a plot, add a row; one that is drawn in a new way names a new function in a module of this folder. Nothing is
+imported here that takes long: the help of the command names all plots.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import importlib
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.views.plots.plot import (
-    Plot,
-    a_scale,
-    gradients,
-    has,
-    pairs,
-    plot,
-    several,
-    several_backward,
-    several_samples,
-    two_layers,
-    two_types,
-)
+from ranktape.analyze.layer_stacks import stack_of
 
-FOLDERS = (
-    *("distributions", "heatmaps", "comparisons", "statistics", "attention_analysis", "quantization_analysis"),
-    *("layer_analysis", "overflow_analysis", "fp8_analysis", "bf16_analysis", "backward_analysis", "rank_analysis"),
-)
-"""The folders of the legacy tool, in its order."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ranktape.analyze.views.plots.data import PlotData
+
+Need = Callable[["PlotData"], str]
+"""Says why a plot cannot be drawn of a selection; empty where it can. Asks the catalogue alone."""
+
+GROUPED = frozenset({"distributions.distributions", "boxes.boxes", "losses.loss_bars"})
+"""Functions that draw one thing of each group: two plots of the same groups would show the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """One plot that can be drawn of a run."""
+
+    function: str
+    """The module and the function that draw it: given a selection, this row and its options."""
+    by: tuple[str, ...]
+    """The fields whose values make its groups."""
+    of: Mapping[str, Any] | Callable[[PlotData], Mapping[str, Any]]
+    """The values that its records have in some fields."""
+    needs: tuple[Need, ...]
+    """What it needs that a selection may not have."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What else the function is told."""
+    title: str = ""
+    """Above the plot."""
+    sentence: str = ""
+    """What it shows, for the index."""
+    name: str = ""
+    """The choice of `--kind`, and the name of the file."""
+    folder: str = ""
+    """Where its file goes."""
+
+    @property
+    def path(self) -> str:
+        """Where its PNG goes, under the folder that is written."""
+        return f"{self.folder}/{self.name}.png"
+
+    def draw(self, data: PlotData) -> Figure:
+        """The plot of a selection that has what it needs."""
+        module, _, function = self.function.partition(".")
+        drawing = importlib.import_module(f"ranktape.analyze.views.plots.{module}")
+        figure: Figure = getattr(drawing, function)(data, self, **self.options)
+        return figure
+
+    def missing(self, data: PlotData) -> str:
+        """Why it cannot be drawn of a selection; empty where it can. Nothing is read."""
+        return next(filter(None, (need(data) for need in self.needs)), "")
+
+    def content(self, data: PlotData) -> Hashable:
+        """The same of plots that show the same under other names; None where no other can. Nothing is read."""
+        if self.function not in GROUPED or self.options or callable(self.of):
+            return None
+        return self.function, data.partition(*self.by, **self.of)
+
+    def chosen(self, data: PlotData) -> Mapping[str, Any]:
+        """The values that its records have in some fields of a selection."""
+        return self.of(data) if callable(self.of) else self.of
+
+    def title_of(self, data: PlotData) -> str:
+        """Its title above a selection; one of two quant types names them."""
+        types = data.two_quant_types() if self.of is _two_quant_types else None
+        return self.title if types is None else f"{self.title}: {_plain(types[0])} and {_plain(types[1])}"
+
+    def says(self, title: str, sentence: str) -> Plot:
+        """The same under a title, with a sentence for the index."""
+        return replace(self, title=title, sentence=sentence)
+
+
+def plot(
+    function: str,
+    *by: str,
+    of: Mapping[str, Any] | Callable[[PlotData], Mapping[str, Any]] | None = None,
+    needs: tuple[Need, ...] | None = None,
+    **options: Any,
+) -> Plot:
+    """A row of the table; to compare groups needs two values of the first field by default."""
+    wanted = needs or ((several(by[0]),) if function in GROUPED else ())
+    return Plot(function=function, by=by, of=of or {}, needs=wanted, options=options)
+
+
+def has(reason: str, **fields: Any) -> Need:
+    """A record must have those values in its fields; else there is that reason."""
+    return lambda data: "" if data.mask(**fields).any() else reason
+
+
+def several(field: str) -> Need:
+    """The field must have two values at least; that it is not known is none."""
+
+    def need(data: PlotData) -> str:
+        values = [value for value in data.values_of(field) if value is not None] or [None]
+        return "" if len(values) > 1 else f"there is one {field.replace('_', ' ')}: {_plain(values[0])}"
+
+    return need
+
+
+def several_samples(data: PlotData) -> str:
+    """Tensors with samples, with their values; or samples of several ranks."""
+    found = data.kept_samples()
+    if not found:
+        return "no tensor has samples whose values were kept"
+    return "" if len(found) > 1 else "there is one sample"
+
+
+def several_backward(data: PlotData) -> str:
+    """Backward of two layer types."""
+    found = set(data.column("layer_type")[data.mask(operation="backward")].tolist())
+    return "" if len(found) > 1 else f"backward is of one layer type: {_plain(found.pop())}"
+
+
+def two_types(data: PlotData) -> str:
+    """Another quant type."""
+    if data.two_quant_types() is not None:
+        return ""
+    return f"there is one quant type, {_plain(data.values_of('quant_type')[0])}: nothing to compare it with"
+
+
+def matched_pairs(data: PlotData) -> str:
+    """Tensors that were recorded in both quant types, with their values."""
+    types = data.two_quant_types()
+    if types is None or data.matched(types):
+        return ""
+    return f"no tensor was recorded in both {_plain(types[0])} and {_plain(types[1])}"
+
+
+def two_layers(data: PlotData) -> str:
+    """Two layers of one stack."""
+    inside = [stack_of(layer) for layer in data.values_of("layer_idx") if layer >= 0]
+    return "" if len(inside) > len(set(inside)) else "there are no two layers"
+
+
+def some_gradient(data: PlotData) -> str:
+    """Tensors that are called gradients."""
+    return "" if data.gradient_names() else "no tensor is a gradient: none is called grad_..."
+
+
+def a_scale(data: PlotData) -> str:
+    """A format that scales are tried for, and values."""
+    if data.target is not None and data.target.dtype == "float64":
+        return "fp64 holds every captured value, and has no use for a scale"
+    if set(data.records.column("keep").tolist()) == {"statistics"}:
+        return "of all tensors statistics alone were kept"
+    return ""
+
+
+def _plain(value: object) -> str:
+    from ranktape.analyze.views.plots.style import plain
+
+    return plain(value)
+
+
+def _two_quant_types(data: PlotData) -> Mapping[str, Any]:
+    return {"quant_type": list(data.two_quant_types() or ())}
+
 
 BF16 = {"quant_type": ["bf16"]}
 """What the plots of BF16 are of: tensors of other quant types may be held in bfloat16, too."""
-
-ATTENTION_AND_LINEAR = {"layer_type": ["attention", "linear"]}
 
 IN_BF16 = has("no tensor is of the quant type bf16", **BF16)
 ATTENTION = has("no tensor is of attention", layer_type="attention")
 LINEAR = has("no tensor is of a linear layer", layer_type="linear")
 FORWARD = has("nothing of forward was recorded", operation="forward")
 BACKWARD = has("nothing of backward was recorded", operation="backward")
+
+
+def _distributions(*by: str, **more: Any) -> Plot:
+    return plot("distributions.distributions", *by, **more)
+
+
+def _boxes(*by: str, **more: Any) -> Plot:
+    return plot("boxes.boxes", *by, **more)
+
+
+def _of_attention_and_linear(draw: Callable[..., Plot]) -> Plot:
+    return draw("layer_type", "operation", of={"layer_type": ["attention", "linear"]}, needs=(LINEAR, ATTENTION))
+
+
+def _of_two_types(function: str, *needs: Need, **options: Any) -> Plot:
+    return plot(function, "quant_type", "operation", of=_two_quant_types, needs=(two_types, *needs), **options)
+
+
+def _in_bf16(function: str, *by: str, **options: Any) -> Plot:
+    return plot(function, *by, of=BF16, needs=(IN_BF16,), **options)
+
 
 _OF_CELLS = {
     "overflow": ("Overflow", "part of the elements that is beyond the largest value"),
@@ -45,375 +207,212 @@ _OF_CELLS = {
     "std": ("Standard deviation", "standard deviation of all finite values"),
 }
 
-
-def _heat_maps() -> list[Plot]:
-    return [
-        plot(
-            f"layer_{field}_{metric}",
-            f"{title} by layer and {field}",
-            f"For each layer and {field}, forward and backward: {what}.",
-            draw="sample_map" if field == "sample" else "heat_map",
-            needs=(several_samples if field == "sample" else several(field),),
-            options={"metric": metric} | ({} if field == "sample" else {"field": field}),
-        )
-        for field in ("rank", "iteration", "sample")
-        for metric, (title, what) in _OF_CELLS.items()
-    ]
-
-
 _BY_FOLDER = {
-    "overflow_analysis": (
-        plot(
-            "overflow",
-            "Overflow and underflow by layer",
-            "Part of the elements of each layer and layer type that overflows and underflows, and its worst tensor.",
-            draw="overflow",
-        ),
-        plot(
-            "overflow_by_quant_type",
-            "Overflow and underflow by quant type",
-            "Bars: part of all elements of each quant type beyond the upper limit, the lower limit, and "
-            "below the normals.",
-            draw="loss_bars",
-            by=("quant_type",),
-        ),
-        plot(
-            "overflow_by_layer_type",
-            "Overflow and underflow by layer type",
-            "Bars: the same for each layer type, forward and backward apart.",
-            draw="loss_bars",
-            by=("layer_type", "operation"),
-        ),
-        plot(
-            "overflow_upper_lower",
-            "Upper against lower overflow",
-            "Each point is a tensor: its part beyond the positive limit against that beyond the negative one.",
-            draw="upper_against_lower",
-            by=("layer_type",),
-        ),
-        plot(
-            "overflow_histogram",
-            "How many tensors overflow how much",
-            "Tensors counted by their overflow ratio, and by their underflow ratio.",
-            draw="ratio_histogram",
-        ),
-    ),
-    "heatmaps": tuple(_heat_maps()),
-    "distributions": (
-        plot(
-            "exponent_occupancy",
+    "distributions": {
+        "exponent_occupancy": plot("distributions.occupancy", "operation").says(
             "Which octaves hold the values, and which formats reach them",
             "Part of all values in each octave, forward and backward, above the ranges of the formats as bands.",
-            draw="occupancy",
-            by=("operation",),
         ),
-        plot(
-            "distribution_by_phase",
+        "distribution_by_phase": _distributions("phase", "operation").says(
             "Distribution by phase",
             "Values before and after an operation: shape in units of the standard deviation, and range in octaves.",
-            draw="distributions",
-            by=("phase", "operation"),
         ),
-        plot(
-            "distribution_by_component",
-            "Distribution by component",
-            "Values of each component, such as FA and linear: shape and range.",
-            draw="distributions",
-            by=("component", "operation"),
+        "distribution_by_component": _distributions("component", "operation").says(
+            "Distribution by component", "Values of each component, such as FA and linear: shape and range."
         ),
-        plot(
-            "distribution_by_batch_size",
-            "Distribution by batch size",
-            "Values of tensors with each number of samples: shape and range.",
-            draw="distributions",
-            by=("batch_size", "operation"),
+        "distribution_by_batch_size": _distributions("batch_size", "operation").says(
+            "Distribution by batch size", "Values of tensors with each number of samples: shape and range."
         ),
-        plot(
-            "distribution_by_tensor",
+        "distribution_by_tensor": _distributions("tensor_name").says(
             "Distribution by tensor",
             "Values of each tensor name, such as input, weight and grad_output: shape and range.",
-            draw="distributions",
-            by=("tensor_name",),
         ),
-    ),
-    "statistics": (
-        plot(
-            "statistics_by_tensor",
-            "Statistics by tensor",
-            "Box plots over tensors of each name: mean, standard deviation, absmax, kurtosis.",
-            draw="boxes",
-            by=("tensor_name",),
-        ),
-        plot(
-            "statistics_by_phase",
-            "Statistics by phase",
-            "Box plots over tensors of each phase.",
-            draw="boxes",
-            by=("phase", "operation"),
-        ),
-        plot(
-            "statistics_by_component",
-            "Statistics by component",
-            "Box plots over tensors of each component.",
-            draw="boxes",
-            by=("component", "operation"),
-        ),
-        plot(
-            "statistics_by_iteration",
-            "Statistics over iterations",
-            "Lines over iterations: standard deviation, absmax, overflow and underflow, forward and backward.",
-            draw="lines",
-            by=("operation",),
-            needs=(several("iteration"),),
-            options={"field": "iteration"},
-        ),
-    ),
-    "comparisons": (
-        plot(
-            "neighbouring_layers",
+    },
+    "heatmaps": {
+        f"layer_{field}_{metric}": plot(
+            "heat_maps.heat_map",
+            needs=(several_samples if field == "sample" else several(field),),
+            field=field,
+            metric=metric,
+        ).says(f"{title} by layer and {field}", f"For each layer and {field}, forward and backward: {what}.")
+        for field in ("rank", "iteration", "sample")
+        for metric, (title, what) in _OF_CELLS.items()
+    },
+    "comparisons": {
+        "neighbouring_layers": plot("lines.neighbouring_layers", "operation", needs=(two_layers,)).says(
             "Each layer against the one before it",
             "Factor by which the standard deviation and absmax grow from a layer to the next, and how far "
             "the distributions lie apart.",
-            draw="neighbouring_layers",
-            by=("operation",),
-            needs=(two_layers,),
         ),
-        plot(
-            "batch_differences",
-            "Statistics by batch size",
-            "Box plots over tensors with each number of samples.",
-            draw="boxes",
-            by=("batch_size", "operation"),
+        "batch_differences": _boxes("batch_size", "operation").says(
+            "Statistics by batch size", "Box plots over tensors with each number of samples."
         ),
-        plot(
-            "sample_differences",
+        "sample_differences": plot("lines.sample_differences", needs=(several_samples,)).says(
             "Samples against the median sample",
             "For each sample the absmax over that of the median sample of the same tensor: the mean over "
             "tensors, and from the lowest to the highest.",
-            draw="sample_differences",
-            needs=(several_samples,),
         ),
-    ),
-    "attention_analysis": (
-        plot(
-            "attention_against_linear",
+    },
+    "statistics": {
+        "statistics_by_tensor": _boxes("tensor_name").says(
+            "Statistics by tensor", "Box plots over tensors of each name: mean, standard deviation, absmax, kurtosis."
+        ),
+        "statistics_by_phase": _boxes("phase", "operation").says(
+            "Statistics by phase", "Box plots over tensors of each phase."
+        ),
+        "statistics_by_component": _boxes("component", "operation").says(
+            "Statistics by component", "Box plots over tensors of each component."
+        ),
+        "statistics_by_iteration": plot(
+            "lines.lines", "operation", needs=(several("iteration"),), field="iteration"
+        ).says(
+            "Statistics over iterations",
+            "Lines over iterations: standard deviation, absmax, overflow and underflow, forward and backward.",
+        ),
+    },
+    "attention_analysis": {
+        "attention_against_linear": _of_attention_and_linear(_distributions).says(
             "Attention against linear",
             "Values of attention and of linear layers, forward and backward: shape and range.",
-            draw="distributions",
-            by=("layer_type", "operation"),
-            of=ATTENTION_AND_LINEAR,
-            needs=(LINEAR, ATTENTION),
         ),
-        plot(
-            "attention_statistics",
+        "attention_statistics": _of_attention_and_linear(_boxes).says(
             "Statistics of attention and linear layers",
             "Box plots over tensors of attention and of linear layers, forward and backward.",
-            draw="boxes",
-            by=("layer_type", "operation"),
-            of=ATTENTION_AND_LINEAR,
-            needs=(LINEAR, ATTENTION),
         ),
-        plot(
-            "attention_tensors",
-            "Tensors of attention",
-            "Values of query, key, value, output and their gradients: shape and range.",
-            draw="distributions",
-            by=("tensor_name", "operation"),
-            of={"layer_type": "attention"},
-            needs=(ATTENTION,),
+        "attention_tensors": _distributions(
+            "tensor_name", "operation", of={"layer_type": "attention"}, needs=(ATTENTION,)
+        ).says("Tensors of attention", "Values of query, key, value, output and their gradients: shape and range."),
+    },
+    "quantization_analysis": {
+        "distribution_by_quant_type": _distributions("quant_type", "operation").says(
+            "Distribution by quant type", "Values of each quant type: shape and range."
         ),
-    ),
-    "quantization_analysis": (
-        plot(
-            "distribution_by_quant_type",
-            "Distribution by quant type",
-            "Values of each quant type: shape and range.",
-            draw="distributions",
-            by=("quant_type", "operation"),
+        "statistics_by_quant_type": _boxes("quant_type", "operation").says(
+            "Statistics by quant type", "Box plots over tensors of each quant type."
         ),
-        plot(
-            "statistics_by_quant_type",
-            "Statistics by quant type",
-            "Box plots over tensors of each quant type.",
-            draw="boxes",
-            by=("quant_type", "operation"),
-        ),
-        plot(
-            "sweep_panels",
+        "sweep_panels": plot("sweeps.sweep", needs=(a_scale,), is_summary=False).says(
             "What every scale loses",
             "Six panels: each figure of the sweep over the scales of one tensor, the one that needs the widest range.",
-            draw="sweep",
-            needs=(a_scale,),
-            options={"is_summary": False},
         ),
-        plot(
-            "sweep_summary",
-            "What every scale loses, in short",
-            "MSE, cosine and PSNR of the same sweep beside a box of statistics.",
-            draw="sweep",
-            needs=(a_scale,),
-            options={"is_summary": True},
+        "sweep_summary": plot("sweeps.sweep", needs=(a_scale,), is_summary=True).says(
+            "What every scale loses, in short", "MSE, cosine and PSNR of the same sweep beside a box of statistics."
         ),
-    ),
-    "layer_analysis": (
-        plot(
-            "layer_octaves",
+    },
+    "layer_analysis": {
+        "layer_octaves": plot("heat_maps.octave_map", field="layer_idx").says(
             "Where the values of each layer lie",
             "For each layer the part of its values in each octave, above the ranges of the formats as bands.",
-            draw="octave_map",
-            options={"field": "layer_idx"},
         ),
-        plot(
-            "layer_statistics",
+        "layer_statistics": plot("lines.lines", "layer_type", "operation", field="layer_idx").says(
             "Statistics by layer",
             "Lines over layers for each layer type: standard deviation, absmax, kurtosis and range in octaves.",
-            draw="lines",
-            by=("layer_type", "operation"),
-            options={"field": "layer_idx"},
         ),
-    ),
-    "fp8_analysis": (
-        plot(
-            "fp8_distributions",
+    },
+    "overflow_analysis": {
+        "overflow": plot("overflow_layers.overflow_by_layer").says(
+            "Overflow and underflow by layer",
+            "Part of the elements of each layer and layer type that overflows and underflows, and its worst tensor.",
+        ),
+        "overflow_by_quant_type": plot("losses.loss_bars", "quant_type").says(
+            "Overflow and underflow by quant type",
+            "Bars: part of all elements of each quant type beyond the upper limit, the lower limit, and "
+            "below the normals.",
+        ),
+        "overflow_by_layer_type": plot("losses.loss_bars", "layer_type", "operation").says(
+            "Overflow and underflow by layer type",
+            "Bars: the same for each layer type, forward and backward apart.",
+        ),
+        "overflow_upper_lower": plot("losses.upper_against_lower", "layer_type").says(
+            "Upper against lower overflow",
+            "Each point is a tensor: its part beyond the positive limit against that beyond the negative one.",
+        ),
+        "overflow_histogram": plot("losses.ratio_histogram").says(
+            "How many tensors overflow how much",
+            "Tensors counted by their overflow ratio, and by their underflow ratio.",
+        ),
+    },
+    "fp8_analysis": {
+        "fp8_distributions": _of_two_types("distributions.distributions").says(
             "Distributions of two quant types",
             "HiFP8 against MXFP8 (or the two most frequent quant types): shape and range.",
-            draw="distributions_of_two",
-            needs=(two_types,),
         ),
-        plot(
-            "fp8_statistics",
+        "fp8_statistics": _of_two_types("boxes.boxes", panels="ends").says(
             "Statistics of two quant types",
             "Box plots of mean, standard deviation, minimum and maximum over tensors of both quant types.",
-            draw="boxes_of_two",
-            needs=(two_types,),
         ),
-        plot(
-            "fp8_scatter",
+        "fp8_scatter": _of_two_types("losses.pairs", matched_pairs).says(
             "The same tensor in two quant types",
             "Values of one against those of the other, element by element, and the correlation of each tensor.",
-            draw="pairs",
-            needs=(two_types, pairs),
         ),
-        plot(
-            "fp8_normal_fit",
+        "fp8_normal_fit": _of_two_types("distributions.normal_fit").says(
             "How normal two quant types are",
             "Quantiles of both quant types against those of a normal distribution, and the distance between them.",
-            draw="normal_fit",
-            needs=(two_types,),
         ),
-    ),
-    "bf16_analysis": (
-        plot(
-            "bf16_raw",
-            "Raw distribution of BF16",
-            "Density of the values as they are, forward and backward.",
-            draw="densities",
-            by=("operation",),
-            of=BF16,
-            needs=(IN_BF16,),
-            options={"which": "raw"},
+    },
+    "bf16_analysis": {
+        "bf16_raw": _in_bf16("distributions.raw_densities", "operation").says(
+            "Raw distribution of BF16", "Density of the values as they are, forward and backward."
         ),
-        plot(
-            "bf16_density",
+        "bf16_density": _in_bf16("distributions.normalised_densities", "operation").says(
             "Density of BF16 normalised to [0, 1]",
             "The same values moved to [0, 1] and the density over its largest value.",
-            draw="densities",
-            by=("operation",),
-            of=BF16,
-            needs=(IN_BF16,),
-            options={"which": "normalised"},
         ),
-        plot(
-            "bf16_raw_against_normalised",
+        "bf16_raw_against_normalised": _in_bf16("distributions.both_densities", "operation").says(
             "Raw against normalised density of BF16",
             "Both densities of the same bins, side by side and one against the other.",
-            draw="densities",
-            by=("operation",),
-            of=BF16,
-            needs=(IN_BF16,),
-            options={"which": "both"},
         ),
-        plot(
-            "bf16_statistics",
-            "Variance, skewness and kurtosis of BF16",
-            "Box plots over BF16 tensors, by layer type and operation.",
-            draw="box_shapes",
-            by=("layer_type", "operation"),
-            of=BF16,
-            needs=(IN_BF16,),
+        "bf16_statistics": _in_bf16("boxes.boxes", "layer_type", "operation", panels="shapes").says(
+            "Variance, skewness and kurtosis of BF16", "Box plots over BF16 tensors, by layer type and operation."
         ),
-    ),
-    "backward_analysis": (
-        plot(
-            "forward_against_backward",
-            "Forward against backward",
-            "Values of forward and backward: shape and range.",
-            draw="distributions",
-            by=("operation",),
-            needs=(BACKWARD, FORWARD),
+    },
+    "backward_analysis": {
+        "forward_against_backward": _distributions("operation", needs=(BACKWARD, FORWARD)).says(
+            "Forward against backward", "Values of forward and backward: shape and range."
         ),
-        plot(
-            "backward_statistics",
-            "Statistics of forward and backward",
-            "Box plots over tensors of forward and backward.",
-            draw="boxes",
-            by=("operation",),
-            needs=(BACKWARD, FORWARD),
+        "backward_statistics": _boxes("operation", needs=(BACKWARD, FORWARD)).says(
+            "Statistics of forward and backward", "Box plots over tensors of forward and backward."
         ),
-        plot(
-            "backward_by_layer_type",
-            "Backward by layer type",
-            "Values of backward of each layer type: shape and range.",
-            draw="distributions",
-            by=("layer_type",),
-            of={"operation": "backward"},
-            needs=(BACKWARD, several_backward),
-        ),
-        plot(
-            "gradients",
+        "backward_by_layer_type": _distributions(
+            "layer_type", of={"operation": "backward"}, needs=(BACKWARD, several_backward)
+        ).says("Backward by layer type", "Values of backward of each layer type: shape and range."),
+        "gradients": plot(
+            "distributions.occupancy",
+            "tensor_name",
+            of=lambda data: {"tensor_name": data.gradient_names()},
+            needs=(some_gradient,),
+        ).says(
             "Gradients, and which formats reach them",
             "Part of the values of each gradient in each octave, above the ranges of the formats as bands.",
-            draw="gradients",
-            by=("tensor_name",),
-            needs=(gradients,),
         ),
-    ),
-    "rank_analysis": (
-        plot(
-            "rank_figures",
+    },
+    "rank_analysis": {
+        "rank_figures": plot("lines.lines", "operation", needs=(several("rank"),), field="rank").says(
             "Figures of each rank",
             "Standard deviation, absmax, overflow and underflow of each rank, forward and backward.",
-            draw="lines",
-            by=("operation",),
-            needs=(several("rank"),),
-            options={"field": "rank"},
         ),
-        plot(
-            "rank_octaves",
+        "rank_octaves": plot("heat_maps.octave_map", needs=(several("rank"),), field="rank").says(
             "Where the values of each rank lie",
             "For each rank the part of its values in each octave, above the ranges of the formats as bands.",
-            draw="octave_map",
-            needs=(several("rank"),),
-            options={"field": "rank"},
         ),
-        plot(
-            "rank_deviation",
+        "rank_deviation": plot("heat_maps.rank_deviation", needs=(several("rank"),)).says(
             "Each rank against the median rank",
             "For each layer and rank the absmax over that of the median rank: the tensor that is farthest off.",
-            draw="rank_deviation",
-            needs=(several("rank"),),
         ),
-        plot(
-            "rank_against_rank",
+        "rank_against_rank": plot("heat_maps.rank_against_rank", needs=(several("rank"),)).says(
             "Rank against rank",
             "For each pair of ranks how far the standard deviations of the same tensors lie apart, on average.",
-            draw="rank_against_rank",
-            needs=(several("rank"),),
         ),
-    ),
+    },
 }
+FOLDERS = tuple(_BY_FOLDER)
+"""The folders of the legacy tool, in its order."""
 
-_ALL = [replace(one, folder=folder) for folder, plots in _BY_FOLDER.items() for one in plots]
+_ORDER = ("overflow_analysis", "heatmaps", "distributions", "statistics", *_BY_FOLDER)
+"""In which folders are drawn: of plots that show the same, the last one is."""
 
-PLOTS = {one.name: one for one in _ALL}
+PLOTS = {
+    name: replace(row, name=name, folder=folder)
+    for folder in dict.fromkeys(_ORDER)
+    for name, row in _BY_FOLDER[folder].items()
+}
 """Every plot by its name."""

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.questions.overflow import overflow
 from ranktape.analyze.views.plots.data import PlotData, default_target
-from ranktape.analyze.views.plots.drawing import draw
 from ranktape.analyze.views.plots.groups import subject_line
 from ranktape.analyze.views.plots.overflow_layers import draw_overflow
 from ranktape.analyze.views.plots.style import FORMS, plot_bytes
 from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
-from ranktape.analyze.views.whole_file import write_error, write_whole
+from ranktape.analyze.views.whole_file import write_whole, writing
 from ranktape.errors import UsageError
 from ranktape.storage.places.failures import printable
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.formats import Format
     from ranktape.analyze.table import Table
-    from ranktape.analyze.views.plots.plot import Plot
+    from ranktape.analyze.views.plots.table import Plot
     from ranktape.storage import Records
 
 INDEX, README = "index.json", "README.txt"
@@ -106,7 +105,7 @@ def write_plots(
     source: str = "",
     on_plot: Callable[[Path], object] = lambda _: None,
 ) -> Written:
-    """Draw plots, all of them by default, into the folders of the seeds under `folder`, with an index.
+    """Draw plots, all of them by default, into the folders of the legacy tool under `folder`, with an index.
 
     Every record is read once; a few once more, whose values are drawn one against the other or swept. A plot that
     the selection has nothing for, or that shows the same as another one, is left out, and one of an earlier time under
@@ -123,7 +122,8 @@ def write_plots(
     data = PlotData(records, target=format or default_target(records), view=view, engine=engine)
     wanted = list(PLOTS.values()) if kinds is None else list(kinds)
     for name in FOLDERS if kinds is None else sorted({kind.folder for kind in wanted}):
-        make_folder(folder / name)
+        with writing(folder / name):
+            (folder / name).mkdir(parents=True, exist_ok=True)
     drawn: list[Plot] = []
     left_out: list[tuple[Plot, str]] = []
     reasons = {kind.name: kind.missing(data) for kind in wanted}
@@ -136,74 +136,42 @@ def write_plots(
             reason = f"it shows the same groups as {shown[same]}"
         if reason:
             left_out.append((kind, reason))
-            remove(path)
+            with writing(path):
+                path.unlink(missing_ok=True)
             continue
-        write_plot(draw(kind.name, data), path)
+        write_plot(kind.draw(data), path)
         drawn.append(kind)
         on_plot(path)
     written = Written(drawn=tuple(drawn), left_out=tuple(left_out), notes=_notes(data, is_named=format is not None))
-    write_index(written, folder, source=source or records_source(records), subject=subject_line(data))
+    place = source or str(records[0].path).split("/attempt_", maxsplit=1)[0]
+    _write_index(written, folder, source=place, subject=subject_line(data))
     return written
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it.
+def _write_index(written: Written, folder: Path, *, source: str, subject: str) -> None:
+    """Write which plots are there and what each shows, and which were left out and why; for programs and for people."""
 
-    Raises:
-        StorageError: it cannot be made; the kind says why.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_error(error, folder) from error
+    def entry(kind: Plot, **more: str) -> dict[str, str]:
+        return {"kind": kind.name, "path": kind.path, "title": kind.title, **more}
 
-
-def remove(path: Path) -> None:
-    """Remove a plot of an earlier time, if there is one.
-
-    Raises:
-        StorageError: it cannot be removed.
-    """
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise write_error(error, path) from error
-
-
-def write_index(written: Written, folder: Path, *, source: str, subject: str) -> None:
-    """Write which plots are there and what each shows, and which were left out and why; for programs and for people.
-
-    Raises:
-        StorageError: it cannot be written; the kind says why.
-    """
+    left_out = [(kind, _unescaped(reason)) for kind, reason in written.left_out]
     document: dict[str, Any] = {
         "source": source,
         "subject": _unescaped(subject),
-        "plots": [
-            {"kind": kind.name, "path": kind.path, "title": kind.title, "shows": kind.sentence}
-            for kind in written.drawn
-        ],
-        "left_out": [
-            {"kind": kind.name, "path": kind.path, "title": kind.title, "why": _unescaped(reason)}
-            for kind, reason in written.left_out
-        ],
+        "plots": [entry(kind, shows=kind.sentence) for kind in written.drawn],
+        "left_out": [entry(kind, why=reason) for kind, reason in left_out],
         "notes": list(written.notes),
     }
     write_whole(folder / INDEX, (json.dumps(document, indent=2, ensure_ascii=True) + "\n").encode())
-    write_whole(folder / README, _readme(written, source=source, subject=_unescaped(subject)).encode(errors="replace"))
-
-
-def _readme(written: Written, *, source: str, subject: str) -> str:
-    lines = [f"Plots of {printable(source)}", *textwrap.wrap(subject, 100), ""]
-    for folder in FOLDERS:
-        rows = [kind for kind in written.drawn if kind.folder == folder]
+    lines = [f"Plots of {printable(source)}", *textwrap.wrap(_unescaped(subject), 100), ""]
+    for name in FOLDERS:
+        rows = [kind for kind in written.drawn if kind.folder == name]
         if rows:
-            lines += [f"{folder}/", *(line for kind in rows for line in _entry(f"{kind.name}.png", kind.sentence)), ""]
-    if written.left_out:
-        lines.append("Left out")
-        lines += [line for kind, reason in written.left_out for line in _entry(kind.path, _unescaped(reason))]
-        lines.append("")
-    return "\n".join([*lines, *written.notes]).rstrip() + "\n"
+            lines += [f"{name}/", *(line for kind in rows for line in _entry(f"{kind.name}.png", kind.sentence)), ""]
+    if left_out:
+        lines += ["Left out", *(line for kind, reason in left_out for line in _entry(kind.path, reason)), ""]
+    text = "\n".join([*lines, *written.notes]).rstrip() + "\n"
+    write_whole(folder / README, text.encode(errors="replace"))
 
 
 def _entry(name: str, text: str) -> list[str]:
@@ -215,21 +183,19 @@ def _unescaped(text: str) -> str:
     return text.replace(r"\$", "$")
 
 
-def records_source(records: Records) -> str:
-    """The run's place, as records know it."""
-    return str(records[0].path).split("/attempt_", maxsplit=1)[0]
-
-
 def _notes(data: PlotData, *, is_named: bool) -> tuple[str, ...]:
     notes = []
     if data.target is not None and not is_named:
         notes.append(f"No format was named: overflow and underflow are those of {data.target.name} without a scale.")
     if data.num_left_out:
         notes.append(f"{data.num_left_out:,} records of integers or bool are in no plot.")
-    if data.has_passed and data.passed.num_without_values:
-        count = data.passed.num_without_values
-        notes.append(f"Of {count:,} records statistics alone were kept: they are in no distribution.")
-    if data.has_passed and data.passed.num_rounded:
-        count = data.passed.num_rounded
-        notes.append(f"Of {count:,} records of wider types distributions are drawn of quantile summaries.")
+    # What only a pass over the values finds, where a plot has needed one.
+    found = vars(data).get("passed")
+    if found is not None and found.num_without_values:
+        notes.append(
+            f"Of {found.num_without_values:,} records statistics alone were kept: they are in no distribution."
+        )
+    if found is not None and found.num_rounded:
+        words = "records of wider types distributions are drawn of quantile summaries."
+        notes.append(f"Of {found.num_rounded:,} {words}")
     return tuple(notes)

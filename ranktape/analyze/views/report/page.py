@@ -18,7 +18,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.questions.swept import parse_request
 from ranktape.analyze.views.report.model import Model, build_model
-from ranktape.analyze.views.whole_file import write_error, write_whole
+from ranktape.analyze.views.whole_file import write_whole, writing
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.lazy_names import __version__
 from ranktape.storage.places.failures import printable
@@ -31,16 +31,8 @@ FORMATS = ("mxfp8_e4m3", "mxfp4_e2m1", "fp8_e4m3", "hif8")
 """The formats that are tried on every record: those whose sweeps cost little."""
 
 SCRIPTS = (
-    "data.js",
-    "selection.js",
-    "folding.js",
-    "themes.js",
-    "overview.js",
-    "panels.js",
-    "drill.js",
-    "filters.js",
-    "tables.js",
-    "page.js",
+    *("data.js", "selection.js", "folding.js", "themes.js", "overview.js"),
+    *("panels.js", "drill.js", "filters.js", "tables.js", "page.js"),
 )
 """The page's own scripts, each of which needs those before it."""
 
@@ -179,24 +171,20 @@ def _checked(output: Path) -> Path:
     """The path of a file that can be written, before hours are spent on what goes into it."""
     if str(output) == "-":
         raise UsageError("--output - is not a file, and a report needs one: give its name, such as report.html")
+    named = printable(str(output))
     try:
         mode = output.stat().st_mode
     except FileNotFoundError:
         mode = None
     except (OSError, ValueError) as error:
-        raise UsageError(f"--output {_named(output)} is not a path: {error}") from error
+        raise UsageError(f"--output {named} is not a path: {error}") from error
     if mode is not None and stat.S_ISDIR(mode):
-        raise UsageError(f"--output {_named(output)} is a directory: give a file in it, such as report.html")
+        raise UsageError(f"--output {named} is a directory: give a file in it, such as report.html")
     if mode is not None and not stat.S_ISREG(mode):
-        raise UsageError(f"--output {_named(output)} is not a plain file: give the name of one")
+        raise UsageError(f"--output {named} is not a plain file: give the name of one")
     path = output.resolve()
-    try:
+    with writing(output, what="report"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
-            return path
-    except OSError as error:
-        raise write_error(error, output, what="report") from error
-
-
-def _named(path: Path) -> str:
-    return printable(str(path))
+            pass
+    return path

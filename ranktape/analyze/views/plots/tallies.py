@@ -1,4 +1,4 @@
-"""Gathers metrics of samples by operation and layer."""
+"""Counts by octave, sample and rank what one pass over the digests of a selection finds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,82 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.identity import SAMPLE, sample_names
+from ranktape.analyze.identity import SAMPLE
+from ranktape.analyze.identity import sample_names as names_of_samples
+from ranktape.analyze.views.plots.style import plain
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.identity import SampleName
     from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.views.plots.data import PlotData
     from ranktape.storage import Records
+
+LOWEST, HIGHEST = -160, 135
+"""Exponents of the first and the last octave, which hold what lies beyond them too; float32 has those in between."""
+
+
+class Octaves:
+    """Counts of finite magnitudes by octave, [2^e, 2^(e+1)) for an exponent e; zeros are apart."""
+
+    def __init__(
+        self,
+        *,
+        operations: Sequence[str],
+        operation_of: NDArray[np.int64],
+        values: Sequence[Any],
+        of: NDArray[np.int64],
+    ) -> None:
+        """A row for each operation and value of a field; of each record the place of either."""
+        self.operations, self.values = operations, values
+        self._row_of = operation_of * len(values) + of
+        num_rows = len(self.operations) * len(self.values)
+        self._has_records = np.bincount(self._row_of, minlength=num_rows) > 0
+        self._counts = np.zeros((num_rows, HIGHEST - LOWEST + 1), dtype=np.float64)
+        self._zeros = np.zeros(num_rows)
+        self._others = np.zeros(num_rows)
+
+    def add(self, index: int, digest: Digest) -> None:
+        """Add the values of the record in that place."""
+        row = self._row_of[index]
+        self._counts[row] += octave_counts(digest)
+        self._zeros[row] += digest.tallies.zero
+        self._others[row] += digest.tallies.nan + digest.tallies.inf
+
+    def shares(self, operation: str, *, with_zeros: bool = False) -> NDArray[np.float64]:
+        """For each value of the field, in order, the part of all its elements in each octave.
+
+        With zeros in a column of their own behind. NaN where no record is, or no value is known.
+        """
+        start = self.operations.index(operation) * len(self.values)
+        rows = slice(start, start + len(self.values))
+        counts, zeros = self._counts[rows], self._zeros[rows]
+        total = counts.sum(axis=1) + zeros + self._others[rows]
+        wanted = np.column_stack([counts, zeros]) if with_zeros else counts
+        return np.where(total[:, np.newaxis] > 0, wanted / np.maximum(1, total)[:, np.newaxis], np.nan)
+
+
+def octave_counts(digest: Digest) -> NDArray[np.float64]:
+    """How many finite magnitudes other than zero lie in each octave from `LOWEST` to `HIGHEST`."""
+    is_wanted = np.isfinite(digest.values) & (digest.values != 0)
+    # frexp has mantissas from 0.5 to 1, and is exact for subnormals too.
+    exponents = np.frexp(digest.values[is_wanted])[1] - 1
+    places = np.clip(exponents, LOWEST, HIGHEST) - LOWEST
+    counts = np.bincount(places, weights=digest.counts[is_wanted], minlength=HIGHEST - LOWEST + 1)
+    return counts.astype(np.float64)
+
+
+def exponents() -> NDArray[np.int64]:
+    """The exponent of each octave."""
+    return np.arange(LOWEST, HIGHEST + 1)
+
+
+def filled(counts: NDArray[np.float64]) -> slice:
+    """From the first octave that holds anything, in any row, to the last; all empty ones give a few about 2^0."""
+    held = np.flatnonzero(counts.reshape(-1, counts.shape[-1]).any(axis=0))
+    return slice(int(held[0]), int(held[-1]) + 1) if held.size else slice(-LOWEST - 2, -LOWEST + 3)
+
 
 MAX_COLUMNS = 4096
 """Samples that are kept apart: where ranks have more, those in one place of their batches are one."""
@@ -33,7 +101,7 @@ class SampleMetrics:
 
     def __init__(self, records: Records, *, layers: Sequence[int]) -> None:
         """Find out from the catalogue which samples there are; `layers` says of each record where its layer lies."""
-        self._names = sample_names(records)
+        self._names = names_of_samples(records)
         self._ranks = records.column("rank").tolist()
         ids = records.column("sample_ids").tolist()
         self._has_ids = [
@@ -140,3 +208,76 @@ def _metric(name: str, cell: list[float]) -> float:
     if name == "std":
         return math.sqrt(max(0.0, squares / count - (total / count) ** 2)) if count else math.nan
     return {"overflow": overflow, "underflow": underflow}[name] / max(1.0, elements)
+
+
+def sample_names(samples: SampleMetrics) -> tuple[list[str], str]:
+    """What samples are called, and what stands below an axis of them: the user's ids, or rank and place, or place."""
+    names = [plain(one, max_letters=12) if rank is None else f"{rank}:{one}" for rank, one in samples.ordered()]
+    return names, "rank : place in the batch" if samples.is_by_rank else "sample"
+
+
+SITE_OF_RANKS = ("iteration", "microbatch", "call", "module", "operation", "phase", "tensor_name")
+"""What is the same of a tensor on all ranks."""
+
+
+def rank_logs(data: PlotData, metric: str) -> tuple[NDArray[np.float64], list[tuple[Any, ...]]]:
+    """log2 of a metric for each site and rank, NaN where there is none; the sites are `SITE_OF_RANKS` and the layer."""
+    fields = [data.column(field).tolist() for field in (*SITE_OF_RANKS, "layer_idx")]
+    sites = list(zip(*fields, strict=True))
+    index = {site: number for number, site in enumerate(dict.fromkeys(sites))}
+    grid = np.full((len(index), len(data.values_of("rank"))), np.nan)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log2(data.metric(metric))
+    places = ([index[site] for site in sites], data.codes("rank"))
+    grid[places] = np.where(np.isfinite(logs), logs, np.nan)
+    return grid, list(index)
+
+
+def rank_deviations(data: PlotData, *, layers: Sequence[int]) -> NDArray[np.float64]:
+    """For each layer and rank log2 of absmax over that of the median rank: of the tensor that is farthest off.
+
+    NaN where no other rank has the same tensor.
+    """
+    logs, sites = rank_logs(data, "absmax")
+    is_shared = (~np.isnan(logs)).sum(axis=1) > 1
+    found = np.full((len(layers), logs.shape[1]), np.nan)
+    rows = {layer: row for row, layer in enumerate(layers)}
+    if not is_shared.any():
+        return found
+    deviations = logs[is_shared] - np.nanmedian(logs[is_shared], axis=1, keepdims=True)
+    shared = [site for site, kept in zip(sites, is_shared.tolist(), strict=True) if kept]
+    for site, values in zip(shared, deviations, strict=True):
+        row = found[rows[int(site[-1])]]
+        row[:] = np.where(np.isnan(row) | (np.abs(values) > np.abs(row)), np.where(np.isnan(values), row, values), row)
+    return found
+
+
+MAX_COMPARED = 128
+"""Ranks that are compared with one another: of more, blocks of neighbours are."""
+
+MAX_SITES = 4096
+"""Tensors that they are compared by: of more, every n-th."""
+
+
+def rank_distances(data: PlotData) -> tuple[NDArray[np.float64], int]:
+    """For each pair of ranks the mean |log2| of the ratio of the deviations of the same tensors, and ranks in a block.
+
+    Of blocks of neighbouring ranks, a tensor's deviation is the one farthest from the median rank's. NaN where two
+    have no tensor in common.
+    """
+    logs, _ = rank_logs(data, "std")
+    logs = logs[:: math.ceil(logs.shape[0] / MAX_SITES)]
+    size = math.ceil(logs.shape[1] / MAX_COMPARED)
+    if size > 1:
+        known = logs[(~np.isnan(logs)).any(axis=1)]
+        off = known - np.nanmedian(known, axis=1, keepdims=True)
+        starts = np.arange(0, off.shape[1], size)
+        high, low = np.fmax.reduceat(off, starts, axis=1), np.fmin.reduceat(off, starts, axis=1)
+        logs = np.where(-low > high, low, high)
+    num_ranks = logs.shape[1]
+    found = np.full((num_ranks, num_ranks), np.nan)
+    for rank in range(num_ranks):
+        gaps = np.abs(logs - logs[:, rank : rank + 1])
+        counts = (~np.isnan(gaps)).sum(axis=0)
+        found[rank] = np.where(counts > 0, np.nansum(gaps, axis=0) / np.maximum(1, counts), np.nan)
+    return found, size
