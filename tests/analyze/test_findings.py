@@ -162,7 +162,7 @@ def test_zeros_that_a_format_made(tmp_path: Path, layers: range, dtype: Any, sca
     first_layer, share = next((layer, zero) for layer, zero in zeros if zero > 0.1)
     findings = find(run.select(), engine=Engine(use_cache=False))
     assert [(one.kind, one.severity) for one in findings] == [("gradient_underflow", Severity.HIGH)]
-    assert (findings[0].where["layer_idx"], findings[0].figure) == (first_layer, "overflow.zero.ratio")
+    assert (findings[0].where["layer_idx"], findings[0].metric) == (first_layer, "overflow.zero.ratio")
     assert findings[0].value == pytest.approx(share)
     assert f"rounding made {100 * share:.3g} % of it zero" in findings[0].title
     assert said in findings[0].title

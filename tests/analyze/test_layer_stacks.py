@@ -26,8 +26,7 @@ from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.find import find
-from ranktape.analyze.findings.finding import Severity
-from ranktape.analyze.findings.sign import command_of, sign_of
+from ranktape.analyze.findings.finding import Severity, finding_of
 from ranktape.analyze.findings.survey import survey as take_stock
 from ranktape.analyze.layer_stacks import layer_places, number_of, short_names, with_stacks
 from ranktape.analyze.numerics.formats import FORMATS
@@ -250,8 +249,8 @@ def test_the_next_command_names_the_stack(run: Run) -> None:
         if (record.layer_stack, record.layer_idx, record.tensor_name) == (STACKS[1], 2, "grad_output")
     ]
     known = take_stock(records)
-    sign = sign_of(known, kind="zero", severity=Severity.LOW, score=1.0, text="is", evidence="", positions=positions)
-    assert "--layer-stack decoder.block --layer-idx 2" in command_of(known, sign)
+    found = finding_of(known, kind="zero", severity=Severity.LOW, score=1.0, text="is", evidence="", places=positions)
+    assert "--layer-stack decoder.block --layer-idx 2" in found.command
 
 
 @pytest.fixture(scope="module", params=["t5", "whisper"])

@@ -8,7 +8,7 @@ import scipy.stats  # type: ignore[import-untyped]  # it has no types
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.findings.changes import kendall_z, sen_slope
+from ranktape.analyze.findings.along import kendall_z, sen_slope
 from ranktape.analyze.findings.peers import codes_of, deviations_of, medians_of, octaves, robust_z, sizes_of
 from ranktape.analyze.findings.thresholds import NORMAL_MAD
 

@@ -14,9 +14,16 @@ import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, read_values
-from ranktape.analyze.findings.finding import Severity
+from ranktape.analyze.findings.finding import (
+    Finding,
+    Severity,
+    factor_text,
+    finding_of,
+    named_numbers,
+    number_text,
+    records_text,
+)
 from ranktape.analyze.findings.peers import octaves, robust_z
-from ranktape.analyze.findings.sign import Judgement, Sign, count_text, factor_text, named_numbers, number_text, sign_of
 from ranktape.analyze.findings.thresholds import CHANNEL_OCTAVES, MIN_CHANNELS, ROBUST_Z, SERIOUS_OCTAVES
 from ranktape.analyze.numerics.pieces import pieces
 from ranktape.storage.format.record_info import Keep
@@ -68,112 +75,93 @@ def channel_absmax(array: NDArray[np.generic]) -> NDArray[np.float64]:
 
 def outlying_channels(
     survey: Survey, *, view: View | None = None, engine: Engine | None = None, threshold: float = ROBUST_Z
-) -> Iterator[Sign]:
-    """A sign for each place with channels that stand out in most of its records, and one where channels are dead.
+) -> Iterator[Finding]:
+    """One for each place with channels that stand out in most of its records, and one where channels are dead.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
     """
     measured = (engine or Engine()).measure(survey.records, ChannelMeasure(view=view or View.COMPUTE))
-    places: dict[tuple[int, int], _Place] = {}
-    for position, payload in enumerate(measured):
+    sites: dict[tuple[int, int], _Channels] = {}
+    for place, payload in enumerate(measured):
         absmax = payload["absmax"]
-        if absmax.size < MIN_CHANNELS or not survey.is_floating[position]:
-            continue
-        key = (int(survey.sites[position]), absmax.size)
-        place = places.setdefault(key, _Place.of(absmax.size))
-        place.add(absmax, position=position, threshold=threshold)
-    for place in places.values():
-        yield from place.signs(survey)
+        if absmax.size >= MIN_CHANNELS and survey.is_floating[place]:
+            key = int(survey.sites[place]), absmax.size
+            sites.setdefault(key, _Channels(absmax.size)).add(absmax, place=place, threshold=threshold)
+    for channels in sites.values():
+        yield from channels.findings(survey)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Place:
+class _Channels:
     """What the channels of one place were in all of its records."""
 
-    apart: NDArray[np.float64]
-    """For each channel the sum over records of how far it is above the others, in octaves."""
-    worst: NDArray[np.float64]
-    """For each channel its largest value."""
-    scores: NDArray[np.float64]
-    """For each channel its largest robust z."""
-    times: NDArray[np.int64]
-    """In how many records each channel stood out."""
-    usual: list[float]
-    """The median of the channels, for each record."""
-    positions: list[int]
-    """The records."""
+    def __init__(self, count: int) -> None:
+        # For each channel: how far it was above the others, in octaves, over the records in which it stood out; in how
+        # many that was; its largest robust z; and its largest value.
+        self._apart, self._times, self._scores, self._worst = (np.zeros(count) for _ in range(4))
+        self._usual: list[float] = []
+        self._places: list[int] = []
 
-    @classmethod
-    def of(cls, num_channels: int) -> _Place:
-        """Nothing yet."""
-        zeros = [np.zeros(num_channels) for _ in range(3)]
-        times = np.zeros(num_channels, dtype=np.int64)
-        return cls(apart=zeros[0], worst=zeros[1], scores=zeros[2], times=times, usual=[], positions=[])
-
-    def add(self, absmax: NDArray[np.float64], *, position: int, threshold: float) -> None:
+    def add(self, absmax: NDArray[np.float64], *, place: int, threshold: float) -> None:
         """Take one more record."""
-        self.positions.append(position)
+        self._places.append(place)
         sizes = octaves(absmax)
         known = np.isfinite(sizes)
-        np.maximum(self.worst, absmax, out=self.worst)
+        np.maximum(self._worst, absmax, out=self._worst)
         if known.sum() < MIN_CHANNELS:
             return
         middle = float(np.median(sizes[known]))
         apart = np.where(known, sizes - middle, 0.0)
-        spread = float(np.median(np.abs(apart[known])))
-        scores = robust_z(apart, np.full(apart.size, spread))
+        scores = robust_z(apart, float(np.median(np.abs(apart[known]))))
         is_far = (scores > threshold) & (apart >= CHANNEL_OCTAVES * threshold / ROBUST_Z)
-        self.apart += np.where(is_far, apart, 0.0)
-        self.times += is_far
-        np.maximum(self.scores, scores, out=self.scores)
-        self.usual.append(2.0**middle)
+        self._apart += np.where(is_far, apart, 0.0)
+        self._times += is_far
+        np.maximum(self._scores, scores, out=self._scores)
+        self._usual.append(2.0**middle)
 
-    def signs(self, survey: Survey) -> Iterator[Sign]:
+    def findings(self, survey: Survey) -> Iterator[Finding]:
         """What stands out in at least half of the records, and what is always zero."""
-        often = np.flatnonzero(self.times * 2 >= max(1, len(self.usual)))
-        outlying = often[self.times[often] > 0]
-        if 0 < outlying.size <= max(1, MAX_OUTLYING_RATIO * self.apart.size):
-            yield self._outlying(survey, outlying)
-        dead = np.flatnonzero(self.worst == 0)
-        if 0 < dead.size < self.worst.size and not survey.is_gradient[self.positions[0]]:
-            yield self._dead(survey, dead)
-
-    def _outlying(self, survey: Survey, channels: NDArray[np.int64]) -> Sign:
-        means = self.apart[channels] / self.times[channels]
-        ordered = channels[np.argsort(-means, kind="stable")]
-        channel, far = int(ordered[0]), float(means.max())
-        value, expected = float(self.worst[channel]), float(np.median(self.usual))
-        return sign_of(
-            survey,
-            kind="channel_outlier",
-            severity=Severity.MEDIUM if far >= SERIOUS_OCTAVES else Severity.LOW,
-            score=far,
-            text=f"has an absmax of {factor_text(far)} times that of the other channels",
-            evidence=(
-                f"absmax {number_text(value)}, median of {self.apart.size} channels {number_text(expected)}; in "
-                f"{int(self.times[channel])} of {count_text(len(self.positions), 'record')}; {_named(ordered)}"
-            ),
-            positions=self.positions,
-            judgement=Judgement(
-                figure="absmax", value=value, expected=expected, deviation=float(self.scores[channel]), octaves=far
-            ),
-            extra={"channel": channel},
-        )
-
-    def _dead(self, survey: Survey, channels: NDArray[np.int64]) -> Sign:
-        return sign_of(
-            survey,
-            kind="zero",
-            severity=Severity.LOW,
-            score=channels.size / self.worst.size,
-            text=f"has {channels.size} of {self.worst.size} channels that are zero everywhere",
-            evidence=f"in all of {count_text(len(self.positions), 'record')}; {_named(channels)}",
-            positions=self.positions,
-            judgement=Judgement(figure="absmax", value=0.0, expected=float(np.median(self.usual or [0.0]))),
-            extra={"channel": int(channels[0])},
-        )
+        count, usual = self._worst.size, float(np.median(self._usual or [0.0]))
+        outlying = np.flatnonzero((self._times * 2 >= max(1, len(self._usual))) & (self._times > 0))
+        if 0 < outlying.size <= max(1, MAX_OUTLYING_RATIO * count):
+            means = self._apart[outlying] / self._times[outlying]
+            ordered = outlying[np.argsort(-means, kind="stable")]
+            channel, far = int(ordered[0]), float(means.max())
+            value = float(self._worst[channel])
+            yield finding_of(
+                survey,
+                places=self._places,
+                kind="channel_outlier",
+                severity=Severity.MEDIUM if far >= SERIOUS_OCTAVES else Severity.LOW,
+                score=far,
+                text=f"has an absmax of {factor_text(far)} times that of the other channels",
+                evidence=(
+                    f"absmax {number_text(value)}, median of {count} channels {number_text(usual)}; in "
+                    f"{int(self._times[channel])} of {records_text(len(self._places))}; {_named(ordered)}"
+                ),
+                metric="absmax",
+                value=value,
+                expected=usual,
+                deviation=float(self._scores[channel]),
+                octaves=far,
+                channel=channel,
+            )
+        dead = np.flatnonzero(self._worst == 0)
+        if 0 < dead.size < count and not survey.is_gradient[self._places[0]]:
+            yield finding_of(
+                survey,
+                places=self._places,
+                kind="zero",
+                severity=Severity.LOW,
+                score=dead.size / count,
+                text=f"has {dead.size} of {count} channels that are zero everywhere",
+                evidence=f"in all of {records_text(len(self._places))}; {_named(dead)}",
+                metric="absmax",
+                value=0.0,
+                expected=usual,
+                channel=int(dead[0]),
+            )
 
 
 def _named(channels: NDArray[np.int64]) -> str:

@@ -1,28 +1,62 @@
-"""What is wrong in a run, and where: the question that the first screen of a report answers."""
+"""Gives what is wrong in a run, and where: the question that the first screen of a report answers.
+
+Of the things that stand out, what is earlier in execution order, and reaches the other place, is taken for its cause.
+That holds more often than not; it is an order of reading, not a proof.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ranktape.analyze.findings.causes import merge_causes
-from ranktape.analyze.findings.changes import changing
+from ranktape.analyze.findings.along import changing, differing_layers, vanishing_gradients
+from ranktape.analyze.findings.apart import differing_ranks, outlying_samples
 from ranktape.analyze.findings.channels import outlying_channels
-from ranktape.analyze.findings.layers import differing_layers, vanishing_gradients
-from ranktape.analyze.findings.ranks import differing_ranks
+from ranktape.analyze.findings.finding import Finding, Severity
+from ranktape.analyze.findings.lost import lost, spoiled, underflowing
 from ranktape.analyze.findings.replicas import differing_replicas
-from ranktape.analyze.findings.samples import outlying_samples
-from ranktape.analyze.findings.spoiled import lost, spoiled
 from ranktape.analyze.findings.survey import Survey, survey
-from ranktape.analyze.findings.thresholds import ROBUST_Z
-from ranktape.analyze.findings.underflowing import underflowing
+from ranktape.analyze.findings.thresholds import ROBUST_Z, SAME_CAUSE_SITES
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
-    from ranktape.analyze.findings.finding import Finding
-    from ranktape.analyze.findings.sign import Sign
     from ranktape.storage import Records
+
+KINDS = (
+    "nan",
+    "inf",
+    "overflow",
+    "gradient_underflow",
+    "sample_outlier",
+    "rank_differs",
+    "replica_differs",
+    "gradient_exploding",
+    "gradient_vanishing",
+    "layer_differs",
+    "trend",
+    "channel_outlier",
+    "zero",
+    "constant",
+    "placement_unknown",
+)
+"""Every kind of finding. Of two at the same place the first says more, and is the title."""
+
+_LOST = frozenset({"nan", "inf", "overflow"})
+"""What spreads to everything that is computed from it, and to all ranks with the next step."""
+
+_TOO_LARGE = frozenset({"rank_differs", "sample_outlier", "layer_differs", "gradient_exploding", "trend"})
+"""What may end in an overflow."""
+
+_SHRINKING = frozenset({"gradient_underflow", "gradient_vanishing", "zero"})
+"""What explains of gradients that later ones are smaller, and nothing else."""
+
+_LOCAL = frozenset({"replica_differs", "channel_outlier", "constant", "placement_unknown", "trend"})
+"""What explains nothing but what else is found at its own place."""
 
 
 def find(
@@ -30,7 +64,7 @@ def find(
 ) -> list[Finding]:
     """What is wrong and what stands out, the worst first; one finding for each cause.
 
-    NaN and infinities are findings; all other figures are of finite values. Records of whole numbers are judged by the
+    NaN and infinities are findings; all other metrics are of finite values. Records of whole numbers are judged by the
     bits of their copies alone. Where histograms or statistics were kept, nothing is known of single samples and
     channels. No records, no findings.
 
@@ -44,32 +78,195 @@ def find(
     if not len(records):
         return []
     known = survey(records, view=view, engine=engine)
-    signs = [*all_signs(known)]
+    found = [*all_findings(known)]
     if with_channels:
-        signs.extend(outlying_channels(known, view=view, engine=engine))
-    return merge_causes(known, signs)
+        found.extend(outlying_channels(known, view=view, engine=engine))
+    return [family.as_finding() for family in families_of(known, found)]
 
 
-def all_signs(
-    known: Survey, *, across: Sequence[str] = (), figures: Sequence[str] = (), threshold: float = ROBUST_Z
-) -> Iterator[Sign]:
+def all_findings(
+    known: Survey, *, across: Sequence[str] = (), metrics: Sequence[str] = (), threshold: float = ROBUST_Z
+) -> Iterator[Finding]:
     """Everything that stands out in what is known, cause or not; channels apart.
 
-    With `across` or `figures` what stands out across ranks, layers or samples alone, and what no figure shows. Ranks
-    and layers are compared by `figures`, samples by absmax.
+    With `across` or `metrics` what stands out across ranks, layers or samples alone, and what no metric shows. Ranks
+    and layers are compared by `metrics`, samples by absmax.
     """
-    named = {"figures": figures} if figures else {}
-    if across or figures:
+    named = {"metrics": metrics} if metrics else {}
+    if across or metrics:
         yield from lost(known)
     else:
         yield from spoiled(known)
         yield from underflowing(known)
         yield from vanishing_gradients(known)
         yield from changing(known)
-    if (not across or "sample" in across) and (not figures or "absmax" in figures):
+    if (not across or "sample" in across) and (not metrics or "absmax" in metrics):
         yield from outlying_samples(known, threshold=threshold)
     if not across or "rank" in across:
         yield from differing_ranks(known, threshold=threshold, **named)
         yield from differing_replicas(known)
     if not across or "layer" in across:
         yield from differing_layers(known, threshold=threshold, **named)
+
+
+class Seen:
+    """A finding with what decides over causes."""
+
+    def __init__(self, survey: Survey, finding: Finding) -> None:
+        chosen = list(finding.places)
+        first = min(chosen, key=survey.when)
+        fields = survey.fields
+        self.finding = finding
+        """What stands out."""
+        self.kind = finding.kind
+        """Its kind."""
+        self.is_low = finding.severity is Severity.LOW
+        """Whether it is merely worth knowing."""
+        self.ranks: frozenset[int] = frozenset(fields["rank"][chosen].tolist())
+        """The ranks of its records: which of them are wrong is not known, where there are several."""
+        self.sample, self.channel = (finding.where.get(name) for name in ("sample", "channel"))
+        """Which one it is about; None where it is about none."""
+        self.start = survey.when(first)
+        """When it was first seen: attempt, iteration, and order within the rank."""
+        self.site = int(survey.sites[first])
+        """The place of the model where that was."""
+        self.module = str(fields["module"][first])
+        """Its module."""
+        self.is_weight = bool(survey.is_weight[chosen[0]])
+        """Whether it is about a parameter."""
+        self.is_backward = fields["operation"][first] == "backward"
+        """Whether it is about the backward pass."""
+        columns = (fields[name][chosen].tolist() for name in ("rank", "iteration", "microbatch"))
+        self.moments = frozenset(zip(*columns, strict=True))
+        """Rank, iteration and microbatch of its records."""
+
+    @property
+    def order(self) -> tuple[tuple[int, int, int], int]:
+        """What begins earlier comes first; of what begins together what says more."""
+        return self.start, KINDS.index(self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A cause, and what follows from it in order of execution."""
+
+    root: Seen
+    """The cause."""
+    following: list[Seen]
+    """All else."""
+
+    @property
+    def severity(self) -> Severity:
+        """That of the worst of all."""
+        return min((one.finding.severity for one in (self.root, *self.following)), key=lambda one: one.order)
+
+    @property
+    def order(self) -> tuple[int, int, float]:
+        """The worst cause first."""
+        return self.severity.order, self.root.order[1], -self.root.finding.score
+
+    def as_finding(self) -> Finding:
+        """The cause, with what is beside it in its evidence, and all else as its consequences."""
+        finding = self.root.finding
+        here = [one.finding for one in self.following if one.site == self.root.site]
+        return dataclasses.replace(
+            finding,
+            severity=self.severity,
+            consequences=tuple(one.finding.title for one in self.following),
+            evidence=finding.evidence + "".join(f"; {one.kind}: {one.evidence}" for one in here[:2]),
+        )
+
+
+def families_of(survey: Survey, findings: Sequence[Finding]) -> list[Family]:
+    """Each cause with what follows from it; the worst cause first."""
+    roots: list[Seen] = []
+    followers: dict[int, list[Seen]] = defaultdict(list)
+    here: dict[int, list[tuple[int, Seen]]] = defaultdict(list)
+    for one in sorted((Seen(survey, finding) for finding in findings), key=lambda one: one.order):
+        # What is said of the same numbers, be they a consequence already, is nearer than all that came before.
+        same = (place for place, other in here[one.site] if _is_same_thing(other, one))
+        causes = (place for place, root in enumerate(roots) if _explains(root, one))
+        cause = next(itertools.chain(same, causes), len(roots))
+        if cause == len(roots):
+            roots.append(one)
+        else:
+            followers[cause].append(one)
+        here[one.site].append((cause, one))
+    families = _alike([Family(root, followers[place]) for place, root in enumerate(roots)])
+    ordered = [Family(family.root, sorted(family.following, key=lambda one: one.order)) for family in families]
+    return sorted(ordered, key=lambda family: family.order)
+
+
+def _explains(cause: Seen, one: Seen) -> bool:
+    """Whether something follows from what is earlier and at another place."""
+    if cause.site == one.site or cause.kind in _LOCAL or one.kind in _LOCAL - {"trend"}:
+        return False
+    # Infinities of a mask are there on purpose: they spread to nothing, and come from nothing.
+    if any(other.kind in _LOST and other.is_low for other in (cause, one)):
+        return False
+    if one.is_weight and not (_is_before(cause, one) and {cause.kind, one.kind} <= _LOST):
+        # Within an iteration, no weight is computed from anything.
+        return False
+    shrinks = one.kind in _SHRINKING or (one.finding.octaves or 0) < 0
+    if cause.kind in _SHRINKING and not (cause.is_backward and one.is_backward and shrinks):
+        return False
+    if one.kind == "zero" and cause.kind not in _SHRINKING:
+        return False
+    return _is_bad_enough(cause, one) and _reaches(cause, one)
+
+
+def _is_before(cause: Seen, one: Seen) -> bool:
+    """Whether it began in an earlier iteration."""
+    return cause.start[:2] < one.start[:2]
+
+
+def _is_same_thing(cause: Seen, one: Seen) -> bool:
+    """Whether two findings at one place, of which the first came earlier or says more, are about the same numbers."""
+    if cause.is_low and not one.is_low:
+        # What is merely worth knowing is not the headline of what is wrong.
+        return False
+    if cause.channel is not None and one.channel is not None:
+        return bool(cause.channel == one.channel)
+    if cause.sample is not None and one.sample is not None:
+        return bool(cause.sample == one.sample) and cause.ranks == one.ranks
+    if cause.sample is not None and one.kind != "trend":
+        return one.kind not in {"nan", "inf", "replica_differs"} and one.moments <= cause.moments
+    return bool(cause.ranks & one.ranks) and one.sample is None
+
+
+def _is_bad_enough(cause: Seen, one: Seen) -> bool:
+    if one.kind in _LOST:
+        return cause.kind in _LOST or (cause.kind in _TOO_LARGE and not cause.is_low)
+    # What is merely worth knowing is the cause of what is worse in its own module alone: of its gradients, say.
+    return not cause.is_low or one.is_low or (cause.kind in _TOO_LARGE and cause.module == one.module)
+
+
+def _reaches(cause: Seen, one: Seen) -> bool:
+    """Whether the cause was in what the other thing was computed from."""
+    if cause.sample is not None:
+        return one.sample in {None, cause.sample} and one.moments <= cause.moments
+    if one.sample is not None and cause.kind not in _LOST and not one.is_backward:
+        # A weight, or a rank, is the same to all of its samples.
+        return False
+    return one.ranks <= cause.ranks or ({cause.kind, one.kind} <= _LOST and _is_before(cause, one))
+
+
+def _alike(families: Sequence[Family]) -> list[Family]:
+    """Families of which many are alike as one: the same kind on the same ranks, which began at the same time."""
+    groups: dict[tuple[object, ...], list[Family]] = defaultdict(list)
+    for family in families:
+        root = family.root
+        about = (root.ranks, root.start[:2], root.is_weight, root.sample, root.channel)
+        # What is merely worth knowing is one finding for each kind.
+        groups[(root.kind,) if root.is_low else (root.kind, root.finding.severity, *about)].append(family)
+    found: list[Family] = []
+    for members in groups.values():
+        if len(members) < SAME_CAUSE_SITES:
+            found.extend(members)
+            continue
+        first = min(members, key=lambda family: family.root.start)
+        if first.root.is_low:
+            first = max(members, key=lambda family: family.root.finding.score)
+        others = [one for family in members if family is not first for one in (family.root, *family.following)]
+        found.append(Family(first.root, [*first.following, *others]))
+    return found

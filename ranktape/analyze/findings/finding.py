@@ -1,11 +1,20 @@
-"""What is known of something that is wrong in a run: how bad it is, what, where, and the evidence."""
+"""Gives what is known of something that is wrong in a run: how bad it is, what, where, and the evidence."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ranktape.analyze.identity import IDENTITY
+from ranktape.analyze.table import json_value
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.findings.survey import Survey
 
 
 class Severity(enum.StrEnum):
@@ -45,17 +54,193 @@ class Finding:
     """The fields of records, and `sample` or `channel`, that name the place."""
     places: tuple[int, ...]
     """Where in the selection the records are that show it, the worst first."""
-    figure: str = ""
-    """The figure that is judged; empty where there is none."""
+    place: str = ""
+    """Where, in the words that begin the title."""
+    metric: str = ""
+    """The metric that is judged; empty where there is none."""
     value: float | None = None
-    """That figure at the worst place; None where there is none."""
+    """That metric at the worst place; None where there is none."""
     expected: float | None = None
-    """The median of the same figure over the peers; None where there are none."""
+    """The median of the same metric over the peers; None where there are none."""
     deviation: float | None = None
     """How far the value is from the peers, in MADs made comparable to standard deviations: the robust z."""
     octaves: float | None = None
-    """How far the value is from the peers, in powers of two; None for figures that are not on such a scale."""
+    """How far the value is from the peers, in powers of two; None for metrics that are not on such a scale."""
     consequences: tuple[str, ...] = ()
     """The titles of all else that was found and follows from this one, the nearest first."""
     command: str = ""
     """The command that looks closer, with RUN for the run."""
+
+
+def finding_of(
+    survey: Survey, *, places: Sequence[int] | NDArray[Any], kind: str, score: float, text: str, **known: Any
+) -> Finding:
+    """What stands out in records of one place of the model; `text` says what, in words that follow the place.
+
+    `sample` or `channel` says which one it is about; all else is as in `Finding`.
+    """
+    chosen = tuple(int(place) for place in places)
+    about = {name: known.pop(name) for name in ("sample", "channel") if name in known}
+    where = _where(survey, list(chosen)) | about
+    place = _place(survey, list(chosen), where)
+    return Finding(
+        kind=kind,
+        score=float(score),
+        title=f"{place} {text}",
+        where=where,
+        places=chosen,
+        place=place,
+        command=_command(survey, kind, where),
+        **known,
+    )
+
+
+def far_finding(
+    survey: Survey,
+    *,
+    places: Sequence[int] | NDArray[Any],
+    kind: str,
+    severity: Severity,
+    peers: str,
+    seen: str,
+    metric: str,
+    value: float,
+    expected: float,
+    deviation: float,
+    octaves: float,
+    text: str = "",
+    **about: int | str,
+) -> Finding:
+    """A metric that is far from that of its peers; `seen` ends the evidence, and says of how many records it is."""
+    said = text or f"has an {metric} of {factor_text(octaves)} times that of {peers}"
+    far, score = number_text(abs(octaves)), number_text(abs(deviation))
+    return finding_of(
+        survey,
+        places=places,
+        kind=kind,
+        severity=severity,
+        score=abs(octaves),
+        text=said.replace("an rms", "an RMS").replace(" in rms", " in RMS"),
+        evidence=(
+            f"{metric} {number_text(value)}, {peers} {number_text(expected)}: {far} octaves, robust z {score}; {seen}"
+        ),
+        metric=metric,
+        value=value,
+        expected=expected,
+        deviation=deviation,
+        octaves=octaves,
+        **about,
+    )
+
+
+def named_numbers(word: str, values: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0, 2` or `ranks 0 to 999 (500 of them)`."""
+    known = sorted(set(values))
+    if len(known) == 1:
+        return f"{word} {known[0]}"
+    if len(known) <= _MAX_NAMED:
+        return f"{word}s {', '.join(map(str, known))}"
+    return f"{word}s {known[0]} to {known[-1]} ({len(known)} of them)"
+
+
+def records_text(count: int) -> str:
+    """`1 record` or `7 records`."""
+    return f"{count} record" if count == 1 else f"{count} records"
+
+
+def number_text(value: float) -> str:
+    """A number as sentences have it."""
+    return f"{value:.4g}"
+
+
+def percent_text(ratio: float) -> str:
+    """A part of a whole in percent; only a true zero is 0, and only a true whole is 100."""
+    text = f"{100 * ratio:.3g} %"
+    return "<100 %" if text == "100 %" and ratio < 1 else text
+
+
+def factor_text(octaves: float) -> str:
+    """A factor as people say it, `20`, `4,096` or `1/8`; beyond a million as a power of two."""
+    if abs(octaves) > _MAX_SAID_OCTAVES:
+        return f"2^{octaves:.0f}"
+    factor = 2.0 ** abs(octaves)
+    text = f"{factor:.2g}" if factor < 99.5 else f"{float(f'{factor:.4g}'):,.0f}"  # noqa: PLR2004 - two digits
+    return text if octaves >= 0 else f"1/{text}"
+
+
+_MAX_NAMED = 8
+"""Ranks, or iterations, that a sentence names."""
+
+_MAX_SAID_OCTAVES = 20.0
+"""Beyond it a factor has too many digits to be read."""
+
+_SITE = ("module", "layer_stack", "layer_idx", "tensor_name", "quant_type")
+
+_COMMANDS = {
+    **dict.fromkeys(("nan", "inf", "overflow"), ("trace RUN", ("iteration", "rank"))),
+    "sample_outlier": ("trace RUN", ("sample", "iteration", "rank")),
+    "gradient_underflow": ("distribution RUN --kind formats", (*_SITE, "iteration")),
+    "rank_differs": ("stats RUN --by iteration,rank", _SITE),
+    "layer_differs": ("stats RUN --neighbours", ("tensor_name", "iteration")),
+    "gradient_exploding": ("stats RUN --neighbours", ("tensor_name", "iteration")),
+    "gradient_vanishing": ("stats RUN --neighbours", ("tensor_name", "iteration")),
+    "trend": ("trend RUN", _SITE),
+}
+"""For each kind the question to ask next, and the fields of the place that it takes; others have statistics."""
+
+
+def _where(survey: Survey, places: list[int]) -> dict[str, Any]:
+    """The fields in which all of the records agree; several ranks, or iterations, as a list of `ranks`."""
+    found: dict[str, Any] = {}
+    for name in IDENTITY:
+        values = list(dict.fromkeys(survey.fields[name][places].tolist()))
+        if len(values) == 1 and name not in {"attempt", "dtype", "compute_dtype", "shape"}:
+            found[name] = json_value(values[0])
+        elif len(values) > 1 and name in {"rank", "iteration"}:
+            found[f"{name}s"] = sorted(int(value) for value in values)
+    return found
+
+
+def _command(survey: Survey, kind: str, where: Mapping[str, Any]) -> str:
+    question, fields = _COMMANDS.get(kind, ("stats RUN", _SITE))
+    needless = {"layer_stack", "layer_idx"} if where.get("module") else {"module"}
+    needless |= set() if survey.has_many_stacks else {"layer_stack"}
+    needless |= set() if survey.has_many_quant_types else {"quant_type"}
+    known = [name for name in fields if name in where and name not in needless]
+    words = [f"--{name.replace('_', '-')} {shlex.quote(str(where[name]))}" for name in known]
+    return " ".join(["ranktape analyze", question, *words])
+
+
+def _place(survey: Survey, places: list[int], where: Mapping[str, Any]) -> str:
+    """The place in words: `layers.2.query weight on rank 1`."""
+    if "module" in where:
+        fields = {name: survey.fields[name][places[0]] for name in ("module", "layer_idx", "layer_type", "tensor_name")}
+        module, layer = str(fields["module"]), int(fields["layer_idx"])
+        named = module or (f"layer {layer} {fields['layer_type']}" if layer >= 0 else str(fields["layer_type"]))
+        if module.replace(".", "").isdigit():
+            named = f"module {module}"
+        words = [named, str(fields["tensor_name"])]
+        is_layer_unsaid = module and layer >= 0 and str(layer) not in module.split(".")
+        details = [f"layer {layer}"] if is_layer_unsaid else []
+    else:
+        words, details = [_several(survey, places)], []
+    if survey.has_many_quant_types and "quant_type" in where:
+        details.append(str(where["quant_type"]))
+    if details:
+        words.append(f"({', '.join(details)})")
+    words += [f"{name} {where[name]}" for name in ("sample", "channel") if name in where]
+    ranks = set(survey.fields["rank"][places].tolist())
+    num_ranks = int(survey.num_ranks[places[0]])
+    if num_ranks > 1 and len(ranks) >= num_ranks:
+        words.append("on all ranks")
+    elif num_ranks > 1 or survey.has_many_ranks:
+        words.append(f"on {named_numbers('rank', ranks)}")
+    return " ".join(words)
+
+
+def _several(survey: Survey, places: list[int]) -> str:
+    modules, names = (list(dict.fromkeys(survey.fields[name][places].tolist())) for name in ("module", "tensor_name"))
+    shown = names[0] if len(names) == 1 else f"{len(names)} tensors"
+    if not any(modules):
+        return f"{shown} of {named_numbers('layer', survey.fields['layer_idx'][places].tolist())}"
+    return f"{shown} of {len(modules)} modules, {modules[0] or '(no module)'} first,"

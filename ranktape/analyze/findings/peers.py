@@ -6,6 +6,8 @@ same one are peers. Values are finite.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Codes = NDArray[np.int64]
+    Mask = NDArray[np.bool_]
 
 
 def octaves(values: NDArray[Any]) -> Floats:
@@ -35,6 +38,13 @@ def codes_of(*columns: NDArray[Any]) -> Codes:
         pairs = codes * (int(places.max(initial=0)) + 1) + places
         _, codes = np.unique(pairs, return_inverse=True)
     return codes.reshape(-1).astype(np.int64)
+
+
+def members_of(groups: Codes, *order: NDArray[Any]) -> Iterator[Codes]:
+    """For each group where its values are, in the order of those columns."""
+    places = np.lexsort((*reversed(order), groups))
+    starts = np.flatnonzero(np.diff(groups[places], prepend=-1)) if places.size else places
+    yield from (part for part in np.split(places, starts[1:]) if part.size)
 
 
 def sizes_of(groups: Codes) -> Codes:
@@ -67,10 +77,47 @@ def deviations_of(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
     return apart, medians_of(groups, np.abs(apart))
 
 
-def robust_z(apart: Floats, mads: Floats, *, floor: float = MIN_MAD_OCTAVES) -> Floats:
+def robust_z(apart: Floats, mads: Floats | float, *, floor: float = MIN_MAD_OCTAVES) -> Floats:
     """Deviations in MADs that are made comparable to standard deviations, and are at least `floor`."""
     found: Floats = apart / (NORMAL_MAD * np.maximum(mads, floor))
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Course:
+    """A metric along the layers, or the iterations: at each step the middle over ranks and microbatches."""
+
+    records: Codes
+    """Those that it is made of."""
+    at: Codes
+    """The step of each of these."""
+    steps: Codes
+    """The steps that there are, ascending."""
+    values: Floats
+    """The metric at each of those: two rows, for the two in the middle of an even number of records. So what one of
+    two ranks does, and the other does not share, is none of the step."""
+
+    @property
+    def means(self) -> Floats:
+        """The median at each step."""
+        found: Floats = self.values.mean(axis=0)
+        return found
+
+    def at_step(self, step: int) -> Codes:
+        """The records of a step."""
+        found: Codes = self.records[self.at == step]
+        return found
+
+
+def courses_of(groups: Codes, steps: Codes, values: Floats, *, known: Mask, min_steps: int) -> Iterator[Course]:
+    """For each group its course, where it has so many steps; of the records that are known and have a value."""
+    records = np.flatnonzero(known & np.isfinite(values))
+    at = steps[records].astype(np.int64)
+    middles = np.stack(middles_of(codes_of(groups[records], at), values[records]))
+    for part in members_of(groups[records], at):
+        found, firsts = np.unique(at[part], return_index=True)
+        if found.size >= min_steps:
+            yield Course(records=records[part], at=at[part], steps=found, values=middles[:, part][:, firsts])
 
 
 def _places_of(column: NDArray[Any]) -> Codes:

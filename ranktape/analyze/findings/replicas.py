@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.findings.finding import Severity
-from ranktape.analyze.findings.peers import codes_of
-from ranktape.analyze.findings.sign import Sign, count_text, named_numbers, sign_of
+from ranktape.analyze.findings.finding import Finding, Severity, finding_of, named_numbers, records_text
+from ranktape.analyze.findings.peers import codes_of, members_of
 from ranktape.analyze.findings.thresholds import MAX_ODD_RATIO, MIN_ALIKE_RATIO
 from ranktape.errors import DataError
 from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
@@ -35,23 +34,30 @@ _MIN_COMPARABLE = 4
 """So many places that agree say that all weights of a run are copies, where a kind of place has no others."""
 
 
-def differing_replicas(survey: Survey) -> Iterator[Sign]:
-    """A sign for each place, with the ranks whose copy is not that of the others; all where no majority says which."""
+def differing_replicas(survey: Survey) -> Iterator[Finding]:
+    """One for each place, with the ranks whose copy is not that of the others; all where no majority says which."""
     placements = survey.records.column("placement")
-    has_placement = placements != "null"
     parsed, failure = _parsed(survey, placements)
     found: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
-    for copies in _placed_copies(survey, placements, parsed):
+    # Whole tensors alone: a shard of an unknown placement is no copy of anything.
+    unplaced = _unplaced_copies(survey, (placements == "null") & survey.is_weight)
+    for copies in (*_placed_copies(survey, placements, parsed), *unplaced):
         odd = _odd_ones(survey, copies)
         if odd:
             found[int(survey.sites[copies[0]])].append((odd, copies))
-    # Whole tensors alone: a shard of an unknown placement is no copy of anything.
-    for copies in _unplaced_copies(survey, ~has_placement & survey.is_weight):
-        found[int(survey.sites[copies[0]])].append((_odd_ones(survey, copies), copies))
     for differing in found.values():
-        yield _sign(survey, differing)
+        yield _finding(survey, differing)
     if failure is not None:
-        yield _unparsed(survey, np.flatnonzero([parsed.get(text, 0) is None for text in placements.tolist()]), failure)
+        places = [place for place, text in enumerate(placements.tolist()) if parsed.get(text, 0) is None]
+        yield finding_of(
+            survey,
+            places=places,
+            kind="placement_unknown",
+            severity=Severity.LOW,
+            score=len(places),
+            text="has a placement that is not understood: its copies were not compared",
+            evidence=f"{records_text(len(places))}; {failure}",
+        )
 
 
 def _parsed(survey: Survey, placements: NDArray[np.object_]) -> tuple[dict[str, Placement | None], str | None]:
@@ -74,53 +80,43 @@ def _placed_copies(
     survey: Survey, placements: NDArray[np.object_], parsed: dict[str, Placement | None]
 ) -> Iterator[list[int]]:
     """Records of one place and moment that are copies of one part, as their placements say."""
-    fields = survey.fields
-    moments = codes_of(*(fields[name] for name in ("attempt", "iteration", "microbatch", "call")), survey.sites)
+    moments = codes_of(survey.codes("attempt", "iteration", "microbatch", "call"), survey.sites)
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for position, text in enumerate(placements.tolist()):
+    for place, text in enumerate(placements.tolist()):
         placement = parsed.get(text)
         if placement is None or not any(axis.kind is AxisKind.REPLICATE and axis.size > 1 for axis in placement.axes):
             continue
         part = (placement.axes, placement.ranks, placement.global_shape, placement.fixed(AxisKind.REPLICATE))
-        groups[(int(moments[position]), *part)].append(position)
+        groups[(int(moments[place]), *part)].append(place)
     yield from (copies for copies in groups.values() if len(copies) > 1)
 
 
 def _unplaced_copies(survey: Survey, mask: NDArray[np.bool_]) -> Iterator[list[int]]:
     """Weights of one place and moment that should be equal, as others of their kind are, and are not."""
-    fields, positions = survey.fields, np.flatnonzero(mask)
-    if not positions.size:
-        return
-    moments = codes_of(
-        *(fields[name][positions] for name in ("attempt", "iteration", "microbatch", "call", "shape", "dtype")),
-        survey.sites[positions],
-    )
+    places = np.flatnonzero(mask)
+    moments = codes_of(survey.codes("attempt", "iteration", "microbatch", "call", "shape", "dtype"), survey.sites)
     # What is one value everywhere is equal on all ranks, shards or not.
-    low, high = survey.extremes[positions].T
-    is_telling = ~(low == high)
-    order = np.lexsort((fields["rank"][positions], moments))
-    starts = np.flatnonzero(np.diff(moments[order], prepend=-1))
-    parts = np.split(order, starts[1:])
-    groups = [positions[part].tolist() for part in parts if is_telling[part].any()]
-    yield from _unlike_their_kind(survey, [group for group in groups if len(group) > 1])
+    is_telling = survey.metrics["minimum"] != survey.metrics["maximum"]
+    parts = [places[part] for part in members_of(moments[places], survey.fields["rank"][places])]
+    yield from _unlike_their_kind(survey, [part.tolist() for part in parts if part.size > 1 and is_telling[part].any()])
 
 
 def _unlike_their_kind(survey: Survey, groups: Sequence[list[int]]) -> Iterator[list[int]]:
     crcs = survey.records.column("checksum")
-    partitions = [_partition(crcs[group].tolist()) for group in groups]
-    ranks = [tuple(survey.fields["rank"][group].tolist()) for group in groups]
+    known = [
+        (group, _partition(crcs[group].tolist()), tuple(survey.fields["rank"][group].tolist())) for group in groups
+    ]
     kinds: dict[object, Counter[Partition]] = defaultdict(Counter)
-    everywhere: dict[object, Counter[Partition]] = defaultdict(Counter)
-    for group, partition, held_by in zip(groups, partitions, ranks, strict=True):
+    for group, partition, held_by in known:
         kinds[(int(survey.roles[group[0]]), held_by)][partition] += 1
-        everywhere[held_by][partition] += 1
-    for group, partition, held_by in zip(groups, partitions, ranks, strict=True):
+        kinds[held_by][partition] += 1
+    for group, partition, held_by in known:
         role = kinds[(int(survey.roles[group[0]]), held_by)]
-        usual = _usual(role, minimum=1) or _usual(everywhere[held_by], minimum=_MIN_COMPARABLE)
+        usual = _usual(role, minimum=1) or _usual(kinds[held_by], minimum=_MIN_COMPARABLE)
         if usual is None and _has_majority(partition):
             usual = (0,) * len(group)
         for label in sorted(set(usual or ())):
-            alike = [position for position, one in zip(group, usual or (), strict=True) if one == label]
+            alike = [place for place, one in zip(group, usual or (), strict=True) if one == label]
             if len(alike) > 1 and len(set(crcs[alike].tolist())) > 1:
                 yield alike
 
@@ -137,11 +133,7 @@ def _usual(partitions: Counter[Partition], *, minimum: int) -> Partition | None:
     usual = max(agreeing, key=lambda partition: (agreeing[partition], -len(set(partition))))
     is_most = agreeing[usual] >= MIN_ALIKE_RATIO * total and agreeing[usual] >= minimum
     # What is told by itself alone is told by no other place.
-    return usual if is_most and (total > 1 or _is_whole(usual)) else None
-
-
-def _is_whole(partition: Partition) -> bool:
-    return len(set(partition)) == 1
+    return usual if is_most and (total > 1 or len(set(usual)) == 1) else None
 
 
 def _has_majority(partition: Partition) -> bool:
@@ -165,47 +157,33 @@ def _odd_ones(survey: Survey, copies: list[int]) -> list[int]:
         return []
     if counts[0][1] == counts[1][1]:
         return copies
-    return [position for position, one in zip(copies, bits, strict=True) if one != counts[0][0]]
+    return [place for place, one in zip(copies, bits, strict=True) if one != counts[0][0]]
 
 
-def _sign(survey: Survey, differing: Sequence[tuple[list[int], list[int]]]) -> Sign:
-    positions = [position for odd, _ in differing for position in odd]
-    ranks = sorted({int(survey.fields["rank"][position]) for position in positions})
+def _finding(survey: Survey, differing: Sequence[tuple[list[int], list[int]]]) -> Finding:
+    places = [place for odd, _ in differing for place in odd]
     odd, copies = differing[0]
     num_alike = len(copies) - len(odd)
-    iterations = named_numbers("iteration", survey.fields["iteration"][positions].tolist())
+    iterations, ranks = (named_numbers(name, survey.fields[name][places].tolist()) for name in ("iteration", "rank"))
     others = f"the copies of {num_alike} other ranks" if num_alike > 1 else "the copy of the other rank"
     unsure = "differs in bits between copies, any of which may be wrong"
-    text = f"differs in bits from {others}" if num_alike else unsure
-    alike = [position for position in copies if position not in set(odd)]
-    peer = f", on its peers {_figures(survey, alike[0])}" if alike else ""
-    return sign_of(
+    alike = [place for place in copies if place not in set(odd)]
+    peer = f", on its peers {_sizes(survey, alike[0])}" if alike else ""
+    return finding_of(
         survey,
+        places=places,
         kind="replica_differs",
         severity=Severity.HIGH,
-        score=len(positions),
-        text=text,
+        score=len(places),
+        text=f"differs in bits from {others}" if num_alike else unsure,
         evidence=(
-            f"{_figures(survey, odd[0])} on {named_numbers('rank', ranks)}{peer}; "
-            f"{len(positions)} of {sum(len(one) for _, one in differing)} copies differ, in {iterations}; "
+            f"{_sizes(survey, odd[0])} on {ranks}{peer}; "
+            f"{len(places)} of {sum(len(one) for _, one in differing)} copies differ, in {iterations}; "
             f"'ranktape analyze compare' shows the elements"
         ),
-        positions=positions,
     )
 
 
-def _figures(survey: Survey, position: int) -> str:
+def _sizes(survey: Survey, place: int) -> str:
     """What a person can compare two copies by; they may agree in it, as copies do that differ in few elements."""
-    return ", ".join(f"{name} {survey.figures[name][position]:.8g}" for name in ("norm", "absmax"))
-
-
-def _unparsed(survey: Survey, positions: NDArray[np.int64], failure: str) -> Sign:
-    return sign_of(
-        survey,
-        kind="placement_unknown",
-        severity=Severity.LOW,
-        score=len(positions),
-        text="has a placement that is not understood: its copies were not compared",
-        evidence=f"{count_text(len(positions), 'record')}; {failure}",
-        positions=positions,
-    )
+    return ", ".join(f"{name} {survey.metrics[name][place]:.8g}" for name in ("norm", "absmax"))

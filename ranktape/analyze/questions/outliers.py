@@ -12,10 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.findings.causes import Event, families_of, worst_of
 from ranktape.analyze.findings.channels import outlying_channels
-from ranktape.analyze.findings.find import all_signs
-from ranktape.analyze.findings.sign import command_of, place_of, title_of, where_of
+from ranktape.analyze.findings.find import Seen, all_findings, families_of
 from ranktape.analyze.findings.survey import survey
 from ranktape.analyze.findings.thresholds import ROBUST_Z
 from ranktape.analyze.identity import words
@@ -26,8 +24,6 @@ from ranktape.errors import UsageError
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
-    from ranktape.analyze.findings.finding import Severity
-    from ranktape.analyze.findings.survey import Survey
     from ranktape.storage import Records
 
 ACROSS = ("rank", "layer", "sample", "channel")
@@ -94,37 +90,33 @@ def outliers(
     peers = words(across)
     chosen = _checked_across(peers)
     if metric is not None:
-        _check_figure(metric)
+        _check_metric(metric)
     if not (math.isfinite(threshold) and threshold > 0):
         raise UsageError(f"threshold {threshold:g} is not allowed: give a positive number, such as {ROBUST_Z:g}")
     notes = _notes(records, chosen, metric)
     if not len(records):
         return Table(title="what stands out from its peers", columns=_COLUMNS, rows=(), notes=notes)
-    figures = () if metric is None else (metric,)
-    known = survey(records, view=view, engine=engine, figures=figures)
-    signs = list(all_signs(known, across=peers, figures=figures, threshold=threshold))
+    metrics = () if metric is None else (metric,)
+    known = survey(records, view=view, engine=engine, metrics=metrics)
+    found = list(all_findings(known, across=peers, metrics=metrics, threshold=threshold))
     if "channel" in chosen and metric in {None, "absmax"}:
-        signs.extend(outlying_channels(known, view=view, engine=engine, threshold=threshold))
+        found.extend(outlying_channels(known, view=view, engine=engine, threshold=threshold))
     rows: list[tuple[Any, ...]] = []
-    families = families_of(known, signs)
+    families = families_of(known, found)
+    said: tuple[str, ...]
+    for number, family in enumerate(families, start=1):
+        rows.append((number, "", family.severity.value, *_cells(family.root)))
+        rows += [(number, "follows", one.finding.severity.value, *_cells(one)) for one in family.following]
     if families:
-        worst = families[0][0].sign
-        notes = (
-            *notes,
-            f"worst: {title_of(known, worst)}; {worst.evidence}",
-            f"look closer: {command_of(known, worst)}",
-        )
-    for number, (root, following) in enumerate(families, start=1):
-        severity = worst_of((root, following))
-        rows.append(_row(known, root, number=number, follows="", severity=severity))
-        rows.extend(
-            _row(known, event, number=number, follows="follows", severity=event.sign.severity) for event in following
-        )
+        worst = families[0].root.finding
+        said = f"worst: {worst.title}; {worst.evidence}", f"look closer: {worst.command}"
+    else:
+        said = ("nothing stands out",)
     return Table(
         title=f"what is wrong, and what stands out from its peers by a robust z of {threshold:g} and more",
         columns=_COLUMNS,
         rows=tuple(rows),
-        notes=notes if rows else (*notes, "nothing stands out"),
+        notes=(*notes, *said),
     )
 
 
@@ -136,7 +128,7 @@ def _checked_across(across: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(across)) or ACROSS
 
 
-def _check_figure(name: str) -> None:
+def _check_metric(name: str) -> None:
     parse_metric(name)
     if name in _SIGNED or is_percentile(name):
         sizes = [one for one in METRICS if one not in _SIGNED and not is_percentile(one)]
@@ -156,30 +148,22 @@ def _notes(records: Records, across: Sequence[str], metric: str | None) -> tuple
     return tuple(notes)
 
 
-def _row(known: Survey, event: Event, *, number: int, follows: str, severity: Severity) -> tuple[Any, ...]:
-    sign = event.sign
-    where, judged = where_of(known, sign), sign.judgement
+_WHERE = ("layer_stack", "layer_idx", "layer_type", "module", "operation", "tensor_name", "sample", "channel")
+
+
+def _cells(one: Seen) -> tuple[Any, ...]:
+    found = one.finding
     return (
-        number,
-        follows,
-        severity.value,
-        sign.kind,
-        place_of(known, sign),
-        where.get("iteration"),
-        sorted(int(rank) for rank in sign.ranks),
-        where.get("layer_stack"),
-        where.get("layer_idx"),
-        where.get("layer_type"),
-        where.get("module"),
-        where.get("operation"),
-        where.get("tensor_name"),
-        sign.extra.get("sample"),
-        sign.extra.get("channel"),
-        len(sign.positions),
-        *((None,) * 5 if judged is None else _judged(judged)),
-        sign.evidence,
+        found.kind,
+        found.place,
+        found.where.get("iteration"),
+        sorted(int(rank) for rank in one.ranks),
+        *(found.where.get(name) for name in _WHERE),
+        len(found.places),
+        found.metric or None,
+        found.value,
+        found.expected,
+        found.deviation,
+        found.octaves,
+        found.evidence,
     )
-
-
-def _judged(judged: Any) -> tuple[Any, ...]:
-    return judged.figure, judged.value, judged.expected, judged.deviation, judged.octaves

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.findings.changes import kendall_z, sen_slope
+from ranktape.analyze.findings.along import kendall_z, sen_slope
 from ranktape.analyze.findings.survey import SITE
 from ranktape.analyze.identity import group_columns, group_row, words
 from ranktape.analyze.layer_stacks import with_stacks

@@ -318,8 +318,8 @@ def _start(findings: Sequence[Finding], columns: Mapping[str, Any], records: Rec
     names = {one.name for one in SHOWN}
     worst = findings[0] if findings else None
     name = "absmax"
-    if worst is not None and worst.figure in names:
-        name = worst.figure
+    if worst is not None and worst.metric in names:
+        name = worst.metric
     elif np.nansum(columns["overflow.total"]):
         name = "overflow.ratio"
 

@@ -1,0 +1,333 @@
+"""Finds layers that are far from those around them, and metrics that change over the layers or the iterations.
+
+A trend is one by the test of Mann (1945) and Kendall, and as steep as the median of the slopes between all pairs of
+iterations says: Sen, "Estimates of the Regression Coefficient Based on Kendall's Tau" (1968).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.findings.finding import (
+    Finding,
+    Severity,
+    factor_text,
+    far_finding,
+    finding_of,
+    named_numbers,
+    number_text,
+    records_text,
+)
+from ranktape.analyze.findings.peers import Course, courses_of, octaves, robust_z
+from ranktape.analyze.findings.thresholds import (
+    EDGE_LAYER_OCTAVES,
+    GRADIENT_SERIOUS_OCTAVES,
+    GRADIENT_TAIL_OCTAVES,
+    JUMP_OCTAVES,
+    LAYER_OCTAVES,
+    MIN_ITERATIONS_OF_JUMP,
+    MIN_LAYERS,
+    MIN_MAD_OCTAVES,
+    MIN_TREND_ITERATIONS,
+    NORMAL_MAD,
+    NUM_EDGE_NEIGHBOURS,
+    ROBUST_Z,
+    SERIOUS_OCTAVES,
+    TREND_OCTAVES,
+    VANISHING_OCTAVES,
+)
+from ranktape.analyze.metrics.target import largest_value
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.findings.peers import Codes, Floats
+    from ranktape.analyze.findings.survey import Survey
+
+LAYER_METRICS = ("rms", "absmax")
+"""What layers are compared by, unless something else is asked for."""
+
+TREND_Z = 2.2
+"""Of Kendall's test: five values in one order reach it, four do not."""
+
+_MAX_PAIRS = 500
+"""Iterations of which all pairs are compared; of more, evenly chosen ones."""
+
+_MOST = 0.75
+"""Of the steps from layer to layer go in one direction, for a trend over depth."""
+
+_SIZES = ("absmax", "rms", "norm", "std", "mean_magnitude")
+"""Metrics by which a gradient can be said to vanish or to explode."""
+
+
+def kendall_z(values: Floats) -> float:
+    """How sure it is that values rise (positive) or fall, in standard deviations of what chance would do.
+
+    S = sum of sign(x_j - x_i) over i < j has the variance n (n - 1) (2 n + 5) / 18 if the order is chance, ties apart.
+    """
+    count = values.size
+    signs = np.sign(values[None, :] - values[:, None])[np.triu_indices(count, k=1)].sum()
+    if not signs:
+        return 0.0
+    return float((signs - np.sign(signs)) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18))
+
+
+def sen_slope(times: NDArray[np.int64], values: Floats) -> float:
+    """The median of the slopes between all pairs; NaN of less than two."""
+    first, second = np.triu_indices(values.size, k=1)
+    if not first.size:
+        return math.nan
+    return float(np.median((values[second] - values[first]) / (times[second] - times[first])))
+
+
+def _layers(survey: Survey, name: str) -> Iterator[Course]:
+    """A metric over the layers of one kind of place, in one iteration."""
+    layers = survey.fields["layer_idx"].astype(np.int64)
+    known = survey.is_floating & (layers >= 0)
+    groups = _together(survey.roles, survey.codes("attempt", "iteration"))
+    yield from courses_of(groups, layers, survey.octaves(name), known=known, min_steps=MIN_LAYERS)
+
+
+def _iterations(survey: Survey, values: Floats) -> Iterator[Course]:
+    """A metric of one place over the iterations."""
+    groups = _together(survey.sites, survey.codes("attempt"))
+    steps = survey.fields["iteration"]
+    yield from courses_of(groups, steps, values, known=survey.is_floating, min_steps=MIN_ITERATIONS_OF_JUMP)
+
+
+def _together(groups: Codes, moments: Codes) -> Codes:
+    return groups * (int(moments.max(initial=0)) + 1) + moments
+
+
+def differing_layers(
+    survey: Survey, *, metrics: Sequence[str] = LAYER_METRICS, threshold: float = ROBUST_Z
+) -> Iterator[Finding]:
+    """One for each place of a layer, by the metric that shows it best.
+
+    A layer stands out if it does so from the layers on both sides, in the same direction. Of a gradient that is said
+    as `gradient_vanishing` or `gradient_exploding`.
+    """
+    found: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+    for name in metrics:
+        for course in _layers(survey, name):
+            for known in _standing_out(survey, course, name, threshold=threshold):
+                found[(int(survey.sites[known["places"][0]]), known["kind"])].append(known)
+    for several in found.values():
+        worst = max(several, key=lambda known: abs(known["octaves"]))
+        # With the records of every iteration in which it shows.
+        places = list(dict.fromkeys(place for known in (worst, *several) for place in known["places"].tolist()))
+        iterations = named_numbers("iteration", survey.fields["iteration"][places].tolist())
+        yield far_finding(survey, **worst | {"places": places, "seen": f"{worst['seen']}, in {iterations}"})
+
+
+def _standing_out(survey: Survey, course: Course, name: str, *, threshold: float) -> Iterator[dict[str, Any]]:
+    """What `far_finding` takes of each layer that stands out."""
+    is_gradient = bool(survey.is_gradient[course.records[0]])
+    low, high = map(_apart, course.values)
+    apart = np.where(low * high > 0, np.where(np.abs(low) < np.abs(high), low, high), 0.0)
+    scores = robust_z(apart, float(np.median(np.abs(apart))))
+    for step, far, score in zip(course.steps.tolist(), apart.tolist(), scores.tolist(), strict=True):
+        is_edge = step in {course.steps[0], course.steps[-1]}
+        edge = GRADIENT_TAIL_OCTAVES if is_gradient else EDGE_LAYER_OCTAVES
+        least = edge if is_edge else LAYER_OCTAVES
+        if abs(score) <= threshold or abs(far) < least * threshold / ROBUST_Z:
+            continue
+        places = course.at_step(step)
+        sizes, worst = survey.octaves(name)[places], int(places[0])
+        middle = float(np.median(sizes))
+        value, expected = (survey.metric_at(name, size, place=worst) for size in (middle, middle - far))
+        direction = "gradient_exploding" if far > 0 else "gradient_vanishing"
+        # Of all that a layer has, its weights are most like those of the layers around it.
+        is_serious = not is_edge and (abs(far) >= SERIOUS_OCTAVES or bool(survey.is_weight[worst]))
+        yield {
+            "places": places[np.argsort(-np.abs(sizes - middle + far), kind="stable")],
+            "kind": direction if is_gradient and name in _SIZES else "layer_differs",
+            "severity": Severity.MEDIUM if is_serious else Severity.LOW,
+            "peers": "the next layers" if is_edge else "the layers on both sides",
+            "seen": f"median of {records_text(len(places))}",
+            "metric": name,
+            "value": value,
+            "expected": expected,
+            "deviation": score,
+            "octaves": far,
+        }
+
+
+def _apart(values: Floats) -> Floats:
+    """How far each layer is from those on both sides, the nearer ones; 0 where it lies between them."""
+    below, above = values - _before(values), values - _before(values[::-1])[::-1]
+    nearer = np.where(np.abs(below) <= np.abs(above), below, above)
+    apart = np.where(below * above > 0, nearer, 0.0)
+    apart[0] = values[0] - np.median(values[1 : 1 + NUM_EDGE_NEIGHBOURS])
+    apart[-1] = values[-1] - np.median(values[:-1][-NUM_EDGE_NEIGHBOURS:])
+    return apart
+
+
+def _before(values: Floats) -> Floats:
+    """The mean of the two layers before each; of the second the first, and of the first itself."""
+    means = np.concatenate((values[:2], (values[:-2] + values[1:-1]) / 2))
+    means[1] = values[0]
+    return means
+
+
+def vanishing_gradients(survey: Survey) -> Iterator[Finding]:
+    """Gradients whose norm falls, or grows, by a large factor from the last layer to the first, step by step."""
+    best: dict[int, tuple[float, Course]] = {}
+    for course in _layers(survey, "norm"):
+        if not survey.is_gradient[course.records[0]]:
+            continue
+        totals = [_change_over_layers(row) for row in course.values]
+        total, role = min(totals, key=abs), int(survey.roles[course.records[0]])
+        if abs(total) < VANISHING_OCTAVES or totals[0] * totals[1] < 0:
+            continue
+        if role not in best or abs(total) > abs(best[role][0]):
+            best[role] = total, course
+    for total, course in best.values():
+        yield _over_layers(survey, course, total=total)
+
+
+def _change_over_layers(values: Floats) -> float:
+    """By how much values change from the first to the last, if most steps go there and none is half of it; else 0."""
+    steps, total = np.diff(values), float(values[-1] - values[0])
+    # Most of it in one step is a layer that stands out, and is said so.
+    is_steady = np.abs(steps).max() < abs(total) / 2 and (np.sign(steps) == np.sign(total)).mean() > _MOST
+    return total if is_steady else 0.0
+
+
+def _over_layers(survey: Survey, course: Course, *, total: float) -> Finding:
+    first, last = int(course.steps[0]), int(course.steps[-1])
+    places = course.at_step(first if total > 0 else last)
+    ends = [float(2.0**value) for value in course.means[[0, -1]]]
+    value, expected = ends if total > 0 else ends[::-1]
+    return finding_of(
+        survey,
+        places=places,
+        kind="gradient_vanishing" if total > 0 else "gradient_exploding",
+        severity=Severity.LOW,
+        score=abs(total),
+        text=f"has a norm that changes by {factor_text(abs(total))} over the layers",
+        evidence=(
+            f"norm {number_text(ends[0])} in layer {first}, {number_text(ends[1])} in layer {last}, "
+            f"step by step; iteration {int(survey.fields['iteration'][places[0]])}"
+        ),
+        metric="norm",
+        value=value,
+        expected=expected,
+        octaves=-abs(total),
+    )
+
+
+def changing(survey: Survey, *, metric: str = "absmax") -> Iterator[Finding]:
+    """One for each name of a tensor that grows or shrinks somewhere, and for each place that jumps."""
+    growing: dict[tuple[str, bool], list[tuple[float, Course]]] = defaultdict(list)
+    sizes, middles = octaves(survey.metrics[metric]), survey.middle_samples()
+    # What a single sample does is none of the iteration's.
+    shared = middles if np.isfinite(middles[survey.is_gradient]).any() else sizes
+    usual = _usual_steps(_iterations(survey, np.where(survey.is_gradient, shared, np.nan)))
+    for course in _iterations(survey, sizes):
+        low, high = (_jump(row) for row in course.values)
+        if low is not None and low == high:
+            if not survey.is_gradient[course.records[0]] or _is_shared(course, low, usual):
+                yield _jumping(survey, course, metric=metric, place=low)
+            continue
+        total = _change_over_iterations(course)
+        if total is not None:
+            name = str(survey.fields["tensor_name"][course.records[0]])
+            growing[(name, total > 0)].append((total, course))
+    for found in growing.values():
+        yield _trend(survey, found, metric=metric)
+
+
+def _change_over_iterations(course: Course) -> float | None:
+    """By how many octaves the metric changes over the run, if it does so steadily."""
+    if course.steps.size < MIN_TREND_ITERATIONS:
+        return None
+    chosen = np.unique(np.linspace(0, course.steps.size - 1, _MAX_PAIRS).astype(np.int64))
+    times = course.steps[chosen]
+    span = float(times[-1] - times[0])
+    low, high = (sen_slope(times, row[chosen]) * span for row in course.values)
+    is_sure = all(abs(kendall_z(row[chosen])) >= TREND_Z for row in course.values)
+    total = min(low, high, key=abs)
+    return total if is_sure and low * high > 0 and abs(total) >= TREND_OCTAVES else None
+
+
+def _jump(values: Floats) -> int | None:
+    """The step with the largest jump, if it is one against the other steps."""
+    steps = np.diff(values)
+    place = int(np.argmax(np.abs(steps)))
+    others = np.delete(steps, place)
+    usual = float(np.median(others))
+    spread = NORMAL_MAD * max(MIN_MAD_OCTAVES, float(np.median(np.abs(others - usual))))
+    is_jump = abs(steps[place]) >= JUMP_OCTAVES and abs(steps[place] - usual) > ROBUST_Z * spread
+    return place if is_jump else None
+
+
+def _usual_steps(courses: Iterable[Course]) -> dict[tuple[int, int], float]:
+    """For each two iterations that follow one another the median step of all courses, in octaves."""
+    steps: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for course in courses:
+        for pair, step in zip(itertools.pairwise(course.steps.tolist()), np.diff(course.means), strict=True):
+            steps[pair].append(float(step))
+    return {pair: float(np.median(found)) for pair, found in steps.items()}
+
+
+def _is_shared(course: Course, place: int, usual: dict[tuple[int, int], float]) -> bool:
+    """Whether a gradient jumps with most others, or farther than one does that begins to learn."""
+    step = float(course.means[place + 1] - course.means[place])
+    before, after = course.steps[place : place + 2].tolist()
+    together = usual.get((before, after), 0.0) * np.sign(step)
+    return bool(together >= JUMP_OCTAVES or abs(step) >= GRADIENT_SERIOUS_OCTAVES)
+
+
+def _jumping(survey: Survey, course: Course, *, metric: str, place: int) -> Finding:
+    before, after = (float(2.0 ** course.means[one]) for one in (place, place + 1))
+    previous, iteration = course.steps[place : place + 2].tolist()
+    apart = float(course.means[place + 1] - course.means[place])
+    return finding_of(
+        survey,
+        places=course.at_step(iteration),
+        kind="trend",
+        severity=Severity.MEDIUM,
+        score=abs(apart),
+        text=f"jumps by {factor_text(apart)} in {metric} from iteration {previous} to {iteration}",
+        evidence=f"{metric} {number_text(before)} in iteration {previous}, {number_text(after)} in {iteration}",
+        metric=metric,
+        value=after,
+        expected=before,
+        octaves=apart,
+    )
+
+
+def _trend(survey: Survey, found: Sequence[tuple[float, Course]], *, metric: str) -> Finding:
+    total, course = max(found, key=lambda pair: abs(pair[0]))
+    first, last = int(course.steps[0]), int(course.steps[-1])
+    ends = [float(2.0 ** course.means[one]) for one in (0, -1)]
+    worst = course.at_step(last)
+    limit = largest_value(str(survey.dtypes[worst[0]]))
+    # At this rate, in as many iterations again.
+    is_near = total > 0 and course.means[-1] + total > math.log2(limit)
+    word = "grows" if total > 0 else "shrinks"
+    of_dtype = f"{number_text(limit)}, the limit of {survey.dtypes[worst[0]]}"
+    soon = f", and reaches {of_dtype}, at this rate" if is_near else ""
+    return finding_of(
+        survey,
+        places=worst,
+        kind="trend",
+        severity=Severity.MEDIUM if is_near else Severity.LOW,
+        score=abs(total),
+        text=f"{word} steadily by {factor_text(total)} in {metric} from iteration {first} to {last}{soon}",
+        evidence=(
+            f"{metric} {number_text(ends[0])} to {number_text(ends[1])}; "
+            f"{len(found)} places of this tensor {word.removesuffix('s')} so"
+        ),
+        metric=metric,
+        value=ends[1],
+        expected=ends[0],
+        octaves=total,
+    )

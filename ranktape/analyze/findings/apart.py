@@ -1,0 +1,254 @@
+"""Finds ranks and samples that are far from the other ones at the same place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ranktape.analyze.findings.finding import (
+    Finding,
+    Severity,
+    factor_text,
+    far_finding,
+    named_numbers,
+    records_text,
+)
+from ranktape.analyze.findings.peers import (
+    codes_of,
+    deviations_of,
+    medians_of,
+    middles_of,
+    octaves,
+    robust_z,
+    sizes_of,
+)
+from ranktape.analyze.findings.thresholds import (
+    GRADIENT_RANK_OCTAVES,
+    GRADIENT_SERIOUS_OCTAVES,
+    GRADIENT_TAIL_OCTAVES,
+    MAX_POOLED_MAD_OCTAVES,
+    MIN_SAMPLES,
+    RANK_OCTAVES,
+    ROBUST_Z,
+    SAMPLE_OCTAVES,
+    SERIOUS_OCTAVES,
+)
+from ranktape.analyze.identity import sample_names
+
+if TYPE_CHECKING:
+    from ranktape.analyze.findings.peers import Codes, Floats, Mask
+    from ranktape.analyze.findings.survey import Survey
+
+RANK_METRICS = ("absmax", "rms")
+"""What ranks are compared by, unless something else is asked for."""
+
+_PAIR = 2
+_CLEARLY_NEARER = 1.0
+"""By so many octaves one of two ranks is nearer to its own neighbours than the other is, to be the healthy one."""
+
+_MIN_WITHIN = 3
+"""Of two samples in a tensor the median is half way between them."""
+
+
+def differing_ranks(
+    survey: Survey, *, metrics: Sequence[str] = RANK_METRICS, threshold: float = ROBUST_Z
+) -> Iterator[Finding]:
+    """One for each place and rank, by the metric that shows it best.
+
+    The same place is compared in the same iteration, microbatch and call. Where a single sample is larger it is the
+    sample that stands out: the gradient of a rank does if the median of its samples does. Of two ranks the one is
+    meant whose metric is farther from the layers around it, and from its own in other iterations; where neither is,
+    both are.
+    """
+    best: dict[tuple[int, int], Finding] = {}
+    least = _least(survey)
+    for name in metrics:
+        for finding in _by_metric(survey, name=name, threshold=threshold, least=least):
+            places = list(finding.places)
+            key = (int(survey.sites[places[0]]), int(survey.fields["rank"][places].min()))
+            if key not in best or finding.score > best[key].score:
+                best[key] = finding
+    yield from best.values()
+
+
+def _by_metric(survey: Survey, *, name: str, threshold: float, least: Floats) -> Iterator[Finding]:
+    values = survey.octaves(name)
+    known, groups = _compared(survey, values)
+    if not known.size:
+        return
+    deviations, mads = _deviations(groups, values[known], roles=survey.roles[known])
+    is_far = (np.abs(robust_z(deviations, mads)) > threshold) & (
+        np.abs(deviations) >= least[known] * threshold / ROBUST_Z
+    )
+    is_pair = sizes_of(groups) == _PAIR
+    culprits = _culprits(survey, values, known, groups, chosen=is_far & is_pair)
+    is_settled = np.isin(groups, groups[culprits])
+    # Arrays over all records, as places are told apart by them.
+    apart, scores = np.zeros(len(survey)), np.zeros(len(survey))
+    apart[known], scores[known] = deviations, robust_z(deviations, mads)
+    for mask, is_sure in ((is_far & ~is_pair | culprits, True), (is_far & is_pair & ~is_settled, False)):
+        chosen = np.zeros(len(survey), dtype=bool)
+        chosen[known] = mask
+        for places in survey.by_site(chosen, np.abs(apart)):
+            ranks = survey.fields["rank"][places]
+            for part in [places[ranks == rank] for rank in np.unique(ranks)] if is_sure else [places]:
+                yield _rank_finding(survey, name, part, apart=apart, scores=scores, is_sure=is_sure)
+
+
+def _compared(survey: Survey, values: Floats) -> tuple[Codes, Codes]:
+    """The records with a value that have peers on other ranks, and which are peers."""
+    known = np.flatnonzero(np.isfinite(values) & survey.is_floating)
+    moments = survey.codes("attempt", "iteration", "microbatch", "call")
+    groups = codes_of(moments[known], survey.sites[known])
+    has_peers = sizes_of(groups) > 1
+    return known[has_peers], groups[has_peers]
+
+
+def _least(survey: Survey) -> Floats:
+    """For each record by how many octaves it differs from its peers, at the least, to be told."""
+    # Of shards each is another part of the tensor, and a few large channels are on one rank alone.
+    is_shard = np.array(["shard(" in text for text in survey.records.column("placement").tolist()], dtype=bool)
+    usual = np.where(survey.is_gradient, GRADIENT_TAIL_OCTAVES, RANK_OCTAVES)
+    # Where not a single sample, but the median of three and more, is far from that of other ranks.
+    middles = survey.middle_samples()
+    known, groups = _compared(survey, middles)
+    if known.size:
+        apart, _ = _deviations(groups, middles[known], roles=survey.roles[known])
+        far = known[np.abs(apart) >= GRADIENT_RANK_OCTAVES]
+        usual[far[survey.is_gradient[far]]] = GRADIENT_RANK_OCTAVES
+    return np.where(is_shard, SERIOUS_OCTAVES, usual)
+
+
+def _deviations(groups: Codes, values: Floats, *, roles: Codes) -> tuple[Floats, Floats]:
+    """How far each value is from its peers, and the spread among them."""
+    apart, mads = deviations_of(groups, values)
+    is_pair = sizes_of(groups) == _PAIR
+    # Of two the middle is half way: the peer of each is the other one, and both are as far apart to the last bit.
+    low, high = middles_of(groups, values)
+    apart = np.where(is_pair, np.where(values == high, high - low, low - high), apart)
+    pooled = medians_of(roles, np.abs(apart))
+    # A handful of ranks says little about their own spread; the same tensor of all layers says more.
+    return apart, np.where(is_pair, np.minimum(pooled, MAX_POOLED_MAD_OCTAVES), np.maximum(mads, pooled))
+
+
+def _culprits(survey: Survey, values: Floats, known: Codes, groups: Codes, *, chosen: Mask) -> Mask:
+    """Of pairs that differ the one that is clearly farther from what its own rank has around the place."""
+    found = np.zeros(known.size, dtype=bool)
+    places = np.flatnonzero(chosen)
+    if not places.size:
+        return found
+    distances = _distances(survey, values, known[places])
+    order = np.argsort(groups[places], kind="stable")
+    for one, two in order.reshape(-1, _PAIR).tolist():
+        gap = distances[one] - distances[two]
+        if abs(gap) >= _CLEARLY_NEARER:
+            found[places[one if gap > 0 else two]] = True
+    return found
+
+
+def _distances(survey: Survey, values: Floats, places: Codes) -> Floats:
+    """How far each record is from those of its rank: of other layers, and of other iterations; the larger one."""
+    sites, moments = survey.sites, survey.codes("rank", "attempt", "iteration")
+    layers = _Peers(codes_of(moments, survey.roles), values)
+    times = _Peers(codes_of(survey.fields["rank"], sites), values)
+    found = np.zeros(places.size)
+    for number, place in enumerate(places.tolist()):
+        of_layers, of_times = layers.of(place), times.of(place)
+        others = (of_layers[sites[of_layers] != sites[place]], of_times[moments[of_times] != moments[place]])
+        known = [abs(float(np.median(values[peers])) - float(values[place])) for peers in others if peers.size]
+        found[number] = max(known, default=0.0)
+    return found
+
+
+class _Peers:
+    """The records of each group that have a value."""
+
+    def __init__(self, groups: Codes, values: Floats) -> None:
+        self._groups = groups
+        order = np.argsort(groups, kind="stable")
+        self._order = order[np.isfinite(values[order])]
+        self._sorted = groups[self._order]
+
+    def of(self, place: int) -> Codes:
+        """Those in the group of a record."""
+        first, last = np.searchsorted(self._sorted, self._groups[place] + np.arange(2))
+        return self._order[first:last]
+
+
+def _rank_finding(survey: Survey, name: str, places: Codes, *, apart: Floats, scores: Floats, is_sure: bool) -> Finding:
+    worst = int(places[0])
+    far = float(apart[worst])
+    iterations = named_numbers("iteration", survey.fields["iteration"][places].tolist())
+    unsure = f"differs by {factor_text(abs(far))} in {name} between its two ranks, of which either may be wrong"
+    return far_finding(
+        survey,
+        places=places,
+        kind="rank_differs",
+        severity=Severity.HIGH if abs(far) >= SERIOUS_OCTAVES else Severity.MEDIUM,
+        peers="the other rank" if survey.num_ranks[worst] == _PAIR else "the other ranks",
+        text="" if is_sure else unsure,
+        seen=f"in {records_text(len(places))} of {iterations}",
+        metric=name,
+        value=float(survey.metrics[name][worst]),
+        expected=survey.metric_at(name, float(survey.octaves(name)[worst]) - far, place=worst),
+        deviation=float(scores[worst]),
+        octaves=far,
+    )
+
+
+def outlying_samples(survey: Survey, *, threshold: float = ROBUST_Z) -> Iterator[Finding]:
+    """One for each sample of each rank and place that is far above its peers, in any of the records.
+
+    Peers are the samples of the place over all ranks, microbatches and iterations. A sample also has to stand out among
+    those of its own iteration, and of its own tensor where there are others: when all samples of a rank are larger,
+    the rank is what stands out, and when all of an iteration are, the iteration is.
+    """
+    samples = survey.samples
+    values = octaves(samples.absmax)
+    known = np.flatnonzero(np.isfinite(values) & survey.is_floating[samples.record])
+    if not known.size:
+        return
+    records, sizes = samples.record[known], values[known]
+    places = survey.sites[records]
+    moments = codes_of(places, survey.codes("attempt", "iteration")[records])
+    # What all of an iteration share is no sample's own: learning makes every gradient smaller.
+    apart = sizes - medians_of(moments, sizes)
+    scores = robust_z(apart, medians_of(places, np.abs(apart)))
+    within = sizes - medians_of(records, sizes)
+    least = np.where(survey.is_gradient[records], GRADIENT_TAIL_OCTAVES, SAMPLE_OCTAVES) * threshold / ROBUST_Z
+    is_far = (
+        (scores > threshold)
+        & (apart >= least)
+        & (sizes_of(places) >= MIN_SAMPLES)
+        & ((sizes_of(records) == 1) | (within >= least) | (sizes_of(records) < _MIN_WITHIN) & (within >= least / 2))
+    )
+    chosen = np.flatnonzero(is_far)
+    indices, ranks = samples.index[known], survey.fields["rank"][records]
+    names = sample_names(survey.records) if chosen.size else []
+    groups: dict[tuple[int, int, str], list[int]] = defaultdict(list)
+    for place in chosen[np.argsort(-apart[chosen], kind="stable")].tolist():
+        name = str(names[int(records[place])][int(indices[place])])
+        groups[(int(places[place]), int(ranks[place]), name)].append(place)
+    for (_, rank, name), found in groups.items():
+        worst = found[0]
+        far, value = float(apart[worst]), float(samples.absmax[known[worst]])
+        serious = GRADIENT_SERIOUS_OCTAVES if survey.is_gradient[records[worst]] else SERIOUS_OCTAVES
+        iterations = named_numbers("iteration", survey.fields["iteration"][records[found]].tolist())
+        yield far_finding(
+            survey,
+            places=records[found],
+            kind="sample_outlier",
+            severity=Severity.HIGH if far >= serious else Severity.MEDIUM,
+            peers=f"{int((places == places[worst]).sum()) - 1} other samples",
+            text=f"has an absmax of {factor_text(far)} times that of the other samples",
+            seen=f"in {records_text(len(found))} of {iterations}, rank {rank}",
+            metric="absmax",
+            value=value,
+            expected=value / 2.0**far,
+            deviation=float(scores[worst]),
+            octaves=far,
+            sample=name,
+        )

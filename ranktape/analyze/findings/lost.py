@@ -1,0 +1,348 @@
+"""Finds what a tensor's own values say: NaN, infinities, zeros, one value everywhere, and gradients that underflow."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ranktape.analyze.findings.finding import (
+    Finding,
+    Severity,
+    finding_of,
+    named_numbers,
+    number_text,
+    percent_text,
+    records_text,
+)
+from ranktape.analyze.findings.peers import codes_of, medians_of
+from ranktape.analyze.findings.survey import NARROW_FORMAT
+from ranktape.analyze.findings.thresholds import (
+    FLOOR_RATIO,
+    FLUSHED_RATIO,
+    LOST_RATIO,
+    LOST_RATIO_SERIOUS,
+    MIN_CONSTANT_ELEMENTS,
+    MIN_FLOOR_ELEMENTS,
+    MIN_MASKED_RATIO,
+    MIN_SATURATED_RATIO,
+    ZERO_EXCESS,
+)
+from ranktape.analyze.numerics.formats import FORMATS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.findings.peers import Codes, Floats, Mask
+    from ranktape.analyze.findings.survey import Survey
+
+_SMALLEST = {row.min_subnormal: row.name for row in reversed(FORMATS.values())}
+"""Formats by their smallest number; of those that share it the best known."""
+
+
+def spoiled(survey: Survey) -> Iterator[Finding]:
+    """NaN, infinities, values beyond the type that was computed with, zeros and constants: one for each place."""
+    yield from lost(survey)
+    counts = survey.counts["saturated"]
+    mask = (survey.shares(counts) > MIN_SATURATED_RATIO) & (counts > 1)
+    yield from _counted(survey, counts, mask, kind="overflow", say=lambda places: _cut_off(survey, places))
+    yield from _zero(survey)
+    yield from _constant(survey)
+
+
+def lost(survey: Survey) -> Iterator[Finding]:
+    """What no metric of finite values shows: NaN, infinities, and what the type that was computed with made so."""
+    nan, inf, captured = (survey.counts[name] for name in ("nan", "inf", "captured_inf"))
+    yield from _counted(
+        survey, nan, nan > 0, kind="nan", say=lambda _: ("NaN", Severity.HIGH, ""), metric="overflow.nan.ratio"
+    )
+    is_captured = (captured > 0) & survey.is_floating
+    yield from _counted(survey, captured, is_captured, kind="inf", say=lambda places: _infinite(survey, places))
+    is_new = (inf > captured) & (survey.fields["dtype"] != survey.dtypes) & survey.is_floating
+    yield from _counted(survey, inf - captured, is_new, kind="overflow", say=lambda places: _beyond(survey, places))
+
+
+_Said = tuple[str, Severity, str]
+"""What a place has, how bad that is, and what the evidence adds."""
+
+
+def _infinite(survey: Survey, places: Codes) -> _Said:
+    if _is_mask(survey, places):
+        return "-Inf, as masks do", Severity.LOW, ""
+    return "Inf", Severity.HIGH, f"; beyond the largest number of {survey.fields['dtype'][places[0]]}"
+
+
+def _beyond(survey: Survey, places: Codes) -> _Said:
+    return f"values beyond {survey.dtypes[places[0]]}, which it was computed in", Severity.HIGH, ""
+
+
+def _cut_off(survey: Survey, places: Codes) -> _Said:
+    return f"values cut off at the largest number of {survey.dtypes[places[0]]}", Severity.MEDIUM, ""
+
+
+def _is_mask(survey: Survey, places: Codes) -> bool:
+    """Whether it is what attention adds to its scores, or these: only -Inf, in a tensor that is called so.
+
+    Or in one of a forward pass of which the same large part is -Inf in all records of all layers.
+    """
+    if not (survey.counts["lower"][places] == survey.counts["inf"][places]).all():
+        return False
+    if all("mask" in str(survey.fields["tensor_name"][place]).lower() for place in places.tolist()):
+        return True
+    parts = survey.shares(survey.counts["inf"])[survey.roles == survey.roles[places[0]]]
+    is_forward = survey.fields["operation"][places[0]] == "forward"
+    return bool(is_forward and parts.size > 1 and parts[0] > MIN_MASKED_RATIO and (parts == parts[0]).all())
+
+
+def _counted(
+    survey: Survey,
+    counts: Codes,
+    mask: Mask,
+    *,
+    kind: str,
+    say: Callable[[Codes], _Said],
+    metric: str = "overflow.ratio",
+) -> Iterator[Finding]:
+    """One for each place of a mask, by the part of its elements that is counted."""
+    for places in survey.by_site(mask, survey.shares(counts)):
+        what, severity, more = say(places)
+        iterations = survey.fields["iteration"][places]
+        # What is lost spreads: where it begins is the place, and all others are counted.
+        beginning = places[iterations == iterations.min()]
+        worst = int(beginning[0])
+        elements = int(survey.metrics["elements"][worst])
+        ratio = float(counts[worst] / max(1, elements))
+        ranks = named_numbers("rank", survey.fields["rank"][beginning].tolist())
+        yield finding_of(
+            survey,
+            places=beginning,
+            kind=kind,
+            severity=severity,
+            score=ratio,
+            text=f"has {what}",
+            evidence=(
+                f"{int(counts[worst])} of {elements} elements ({percent_text(ratio)}) at worst{more}; "
+                f"first in iteration {int(iterations.min())} on {ranks}, in {records_text(len(places))} in all"
+            ),
+            metric=metric,
+            value=ratio,
+        )
+
+
+def _zero(survey: Survey) -> Iterator[Finding]:
+    """Places that are all zero in some record; gradients are judged by `underflowing`."""
+    elements, iterations = survey.metrics["elements"], survey.fields["iteration"]
+    mask = (survey.counts["zero"] == elements) & (elements > 0) & survey.is_floating & ~survey.is_gradient
+    # Biases and the second matrix of an adapter begin as zeros.
+    for places in survey.by_site(mask & ~survey.is_weight, -iterations):
+        alike = survey.sites == survey.sites[places[0]]
+        others = iterations[alike & ~mask]
+        # What is always zero, or begins so as what comes out of an adapter, is that by right.
+        is_ordinary = not others.size or iterations[places].max() < others.min()
+        yield finding_of(
+            survey,
+            places=places,
+            kind="zero",
+            severity=Severity.LOW if is_ordinary else Severity.MEDIUM,
+            score=len(places),
+            text="is all zero",
+            evidence=f"{len(places)} of {int(alike.sum())} records of this place have no other value",
+            metric="absmax",
+            value=0.0,
+        )
+
+
+def _constant(survey: Survey) -> Iterator[Finding]:
+    low, high, elements = (survey.metrics[name] for name in ("minimum", "maximum", "elements"))
+    is_same = (low == high) & (low != 0) & (elements >= MIN_CONSTANT_ELEMENTS)
+    # Weights of norms begin as ones, and what is not finite is said elsewhere.
+    is_clean = (survey.counts["nan"] == 0) & (survey.counts["inf"] == 0) & ~survey.is_weight
+    for places in survey.by_site(is_same & is_clean & survey.is_floating, elements):
+        value = float(low[places[0]])
+        yield finding_of(
+            survey,
+            places=places,
+            kind="constant",
+            severity=Severity.LOW,
+            score=len(places),
+            text=f"is {number_text(value)} everywhere",
+            evidence=f"all {int(elements[places[0]])} elements, in {records_text(len(places))}",
+            metric="absmax",
+            value=abs(value),
+        )
+
+
+def underflowing(survey: Survey) -> Iterator[Finding]:
+    """One for each place whose gradient underflows in its own type, and for each kind that 8 bits would flush.
+
+    What was flushed already is zero. Rounding made the zeros where many of the other values are just above a smallest
+    one; else masks, ReLU or tokens without a loss did. A gradient that is nothing but zeros is lost if the layer's
+    tensors of the forward pass are not, or the same gradient of other layers.
+    """
+    yield from _Underflow(survey).findings()
+    yield from _too_wide(survey)
+
+
+class _Underflow:
+    """Parts of each record that are small or zero, and what would be usual."""
+
+    def __init__(self, survey: Survey) -> None:
+        self._survey = survey
+        self._subnormal = survey.shares(survey.counts["underflow"])
+        self._zeros = survey.shares(survey.counts["zero"])
+        self._is_judged = survey.is_gradient & survey.is_floating
+        # Zeros in that layer of the same kind which has the fewest, up to the iteration of the record.
+        self._by_peers = _least_of_layers(survey, self._zeros, self._is_judged)
+        # Zeros in that tensor of the forward pass of the same layer which has the most; NaN where none is known.
+        self._by_forward = _most_of_forward(survey, self._zeros)
+
+    def findings(self) -> Iterator[Finding]:
+        """Values that are subnormal, or zero by rounding; then gradients that are nothing else, or more than others."""
+        survey, zeros, is_judged = self._survey, self._zeros, self._is_judged
+        excess = np.where(_is_unreached(survey), 0.0, zeros - self._by_peers)
+        is_rounded = is_judged & _is_floored(survey) & (zeros - np.nan_to_num(self._by_forward) > FLUSHED_RATIO)
+        is_alone = (excess > ZERO_EXCESS) | (zeros - self._by_forward > ZERO_EXCESS)
+        is_empty = is_judged & (zeros == 1) & is_alone
+        is_small = is_judged & (self._subnormal > LOST_RATIO)
+        is_sparse = is_judged & (excess > ZERO_EXCESS) & ~is_rounded & ~is_empty & ~is_small
+        parts = self._subnormal + np.where(is_rounded, zeros, 0.0)
+        for places in survey.by_site(is_small | is_rounded, parts):
+            yield self._rounded(places, part=float(parts[places[0]]), is_zero=bool(is_rounded[places[0]]))
+        for mask, is_lost in ((is_empty, True), (is_sparse, False)):
+            for places in survey.by_site(mask, zeros):
+                yield self._zero(places, is_lost=is_lost)
+
+    def _rounded(self, places: Codes, *, part: float, is_zero: bool) -> Finding:
+        worst = int(places[0])
+        zeros, subnormal = float(self._zeros[worst]), float(self._subnormal[worst])
+        said = [_flushed_text(self._survey, worst, zeros)] if is_zero else []
+        if subnormal > LOST_RATIO:
+            dtype = self._survey.dtypes[worst]
+            said.append(f"{percent_text(subnormal)} of it is below the smallest normal number of {dtype}")
+        return finding_of(
+            self._survey,
+            places=places,
+            kind="gradient_underflow",
+            severity=Severity.HIGH if part >= LOST_RATIO_SERIOUS else Severity.MEDIUM,
+            score=part,
+            text="underflows: " + "; ".join(said),
+            evidence=self._evidence(places),
+            metric="overflow.zero.ratio" if is_zero else "overflow.underflow.ratio",
+            value=zeros if is_zero else subnormal,
+            expected=self._usual(worst, self._zeros if is_zero else self._subnormal),
+        )
+
+    def _zero(self, places: Codes, *, is_lost: bool) -> Finding:
+        worst = int(places[0])
+        zeros = float(self._zeros[worst])
+        others = "that of other layers" if self._by_peers[worst] < ZERO_EXCESS else "what its layer computed"
+        text = f"is all zero, and {others} is not: it underflowed, or nothing reached it"
+        masked = f"is {percent_text(zeros)} zeros, none by rounding: tokens without a loss and ReLU have such gradients"
+        return finding_of(
+            self._survey,
+            places=places,
+            kind="gradient_underflow" if is_lost else "zero",
+            severity=Severity.MEDIUM if is_lost else Severity.LOW,
+            score=zeros,
+            text=text if is_lost else masked,
+            evidence=self._evidence(places),
+            metric="overflow.zero.ratio",
+            value=zeros,
+            expected=self._usual(worst, self._zeros),
+        )
+
+    def _usual(self, worst: int, ratios: Floats) -> float | None:
+        """The median of the same gradient in other layers."""
+        survey = self._survey
+        is_peer = (survey.roles == survey.roles[worst]) & (survey.sites != survey.sites[worst])
+        return float(np.median(ratios[is_peer])) if is_peer.any() else None
+
+    def _evidence(self, places: Codes) -> str:
+        survey, worst = self._survey, int(places[0])
+        usual = self._usual(worst, self._zeros)
+        beside = "" if usual is None else f", in other layers {percent_text(usual)}"
+        absmax = float(np.nan_to_num(survey.metrics["absmax"][worst]))
+        iterations = named_numbers("iteration", survey.fields["iteration"][places].tolist())
+        return (
+            f"zero {percent_text(float(self._zeros[worst]))}{beside}; "
+            f"subnormal {percent_text(float(self._subnormal[worst]))}; "
+            f"absmax {number_text(absmax)}; in {records_text(len(places))} of {iterations}"
+        )
+
+
+def _is_floored(survey: Survey) -> Mask:
+    """Whether values end at a smallest one, as those do that rounding did not make zero."""
+    floored = survey.counts["floored"]
+    nonzero = survey.metrics["elements"] - survey.counts["zero"] - survey.counts["nan"]
+    is_many = (floored >= MIN_FLOOR_ELEMENTS) & (floored >= FLOOR_RATIO * nonzero)
+    # One number beside zero may be anything: a mean has such a gradient.
+    is_grid: Mask = (floored < nonzero) | np.isin(survey.metrics["smallest_nonzero"], list(_SMALLEST))
+    return is_many & is_grid
+
+
+def _most_of_forward(survey: Survey, zeros: Floats) -> Floats:
+    fields = survey.fields
+    # Outside of the stack a module is a layer of its own.
+    layers = np.where(fields["layer_idx"] < 0, fields["module"], "")
+    groups = codes_of(layers, survey.codes("attempt", "iteration", "rank", "layer_stack", "layer_idx"))
+    is_forward = (fields["operation"] == "forward") & survey.is_floating & (survey.metrics["elements"] > 0)
+    most = np.full(int(groups.max(initial=0)) + 1, -1.0)
+    np.maximum.at(most, groups[is_forward], zeros[is_forward])
+    return np.where(most < 0, np.nan, most)[groups]
+
+
+def _least_of_layers(survey: Survey, zeros: Floats, mask: Mask) -> Floats:
+    """For each record the part of zeros that was usual, up to its iteration, in that layer of its kind with the fewest.
+
+    Up to it: the gradients of an adapter begin as zeros in all layers, and that they do so once more is worth a word.
+    """
+    found = np.zeros(len(survey))
+    chosen = np.flatnonzero(mask & (survey.metrics["elements"] > 0))
+    iterations, attempts = survey.fields["iteration"][chosen], survey.fields["attempt"][chosen]
+    usual = medians_of(codes_of(survey.sites[chosen], attempts, iterations), zeros[chosen])
+    kinds = codes_of(survey.roles[chosen], attempts)
+    least: dict[int, dict[int, float]] = defaultdict(dict)
+    order = np.argsort(iterations, kind="stable")
+    for kind, now, value in zip(kinds[order].tolist(), iterations[order].tolist(), usual[order].tolist(), strict=True):
+        course = least[kind]
+        before = course[next(reversed(course))] if course else np.inf
+        course[now] = min(before, value)
+    found[chosen] = [least[kind][now] for kind, now in zip(kinds.tolist(), iterations.tolist(), strict=True)]
+    return found
+
+
+def _is_unreached(survey: Survey) -> Mask:
+    """Whether a module had a tensor without elements at the same moment: an expert to which no token was sent."""
+    moments = survey.codes("rank", "attempt", "iteration", "microbatch", "module")
+    return np.isin(moments, moments[survey.metrics["elements"] == 0])
+
+
+def _flushed_text(survey: Survey, place: int, zeros: float) -> str:
+    """How much is zero, what the smallest number is, and in which format it is the smallest."""
+    floor = float(survey.metrics["smallest_nonzero"][place])
+    of_format = f", the smallest number of {_SMALLEST[floor]}" if floor in _SMALLEST else ""
+    return f"rounding made {percent_text(zeros)} of it zero, and all else is at least {number_text(floor)}{of_format}"
+
+
+def _too_wide(survey: Survey) -> Iterator[Finding]:
+    """Gradients whose range is wider than that of the widest 8-bit format, by name of the tensor."""
+    is_judged, flushed = survey.is_gradient & survey.is_floating, survey.metrics["flushed"]
+    mask = is_judged & (flushed > FLUSHED_RATIO)
+    names: NDArray[np.object_] = survey.fields["tensor_name"]
+    for name in sorted(set(names[mask].tolist())):
+        chosen = np.flatnonzero(mask & (names == name))
+        ordered = chosen[np.argsort(-flushed[chosen], kind="stable")]
+        ratio, total = float(flushed[ordered[0]]), int((is_judged & (names == name)).sum())
+        yield finding_of(
+            survey,
+            places=ordered,
+            kind="gradient_underflow",
+            severity=Severity.LOW,
+            score=ratio,
+            text=f"would lose {percent_text(ratio)} in {NARROW_FORMAT}, even with a scale of its own",
+            evidence=f"{len(chosen)} of {total} records of {name} would lose more than {percent_text(FLUSHED_RATIO)}",
+            metric=f"flushed in {NARROW_FORMAT}",
+            value=ratio,
+        )
