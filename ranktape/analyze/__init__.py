@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.advice.recommendation import recommend as recommend
     from ranktape.analyze.comparison.map import DifferenceMap as DifferenceMap
     from ranktape.analyze.comparison.map import difference_map as difference_map
-    from ranktape.analyze.comparison.sample_pairs import sample_pairs as sample_pairs
+    from ranktape.analyze.comparison.map import sample_pairs as sample_pairs
     from ranktape.analyze.engine.digests import digests as digests
     from ranktape.analyze.engine.digests import merge_digests as merge_digests
     from ranktape.analyze.engine.engine import Engine as Engine

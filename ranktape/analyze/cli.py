@@ -50,7 +50,7 @@ class _AnalyzeGroup(RanktapeGroup):
 def _show_defaults(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:  # noqa: FBT001 - click's
     if is_wanted and not context.resilient_parsing:
         from ranktape.analyze.console import say
-        from ranktape.analyze.rules.defaults import DEFAULT_RULES
+        from ranktape.analyze.rules.rule import DEFAULT_RULES
 
         say(DEFAULT_RULES.rstrip("\n"))
         context.exit()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ranktape.analyze.metrics.target import is_sweepable
 from ranktape.analyze.numerics.formats import FORMATS, Rounding
 from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
 from ranktape.analyze.numerics.quantization.quantizer import quantize
@@ -20,7 +21,6 @@ from ranktape.analyze.numerics.sweeps import sweep as sweep_module
 from ranktape.analyze.numerics.sweeps.metrics import SAME_SQNR, Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array, sweep_block_histogram, sweep_formats
-from ranktape.analyze.questions.swept import is_sweepable
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
 from tests.strategies import arrays

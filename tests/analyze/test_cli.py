@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 import ranktape.analyze
 from ranktape.analyze import View
-from ranktape.analyze.advice.recommendation import DEFAULT_TARGET_SQNR
+from ranktape.analyze.advice.shared import DEFAULT_TARGET_SQNR
 from ranktape.analyze.cli import COMMANDS, cli
 from ranktape.analyze.identity import IDENTITY
 from ranktape.analyze.numerics.formats import Rounding

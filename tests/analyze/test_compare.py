@@ -17,9 +17,8 @@ from click.testing import CliRunner, Result
 from ranktape.analyze import View
 from ranktape.analyze.cli import cli
 from ranktape.analyze.comparison import tensors
-from ranktape.analyze.comparison.figures import DISTANCES
-from ranktape.analyze.comparison.map import difference_map
-from ranktape.analyze.comparison.sample_pairs import sample_pairs
+from ranktape.analyze.comparison.map import difference_map, sample_pairs
+from ranktape.analyze.comparison.pair_metrics import DISTANCES
 from ranktape.analyze.comparison.tensors import ComparedTensor as Side
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.questions.compare import compare

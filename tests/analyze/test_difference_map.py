@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ranktape.analyze.comparison.map import difference_map
-from ranktape.analyze.comparison.sample_pairs import sample_pairs
+from ranktape.analyze.comparison.map import difference_map, sample_pairs
 from ranktape.analyze.questions.compare import compare_map
 from ranktape.errors import UsageError
 from tests.analyze.compared import normal

@@ -18,10 +18,16 @@ from click.testing import CliRunner
 from ranktape.analyze import overflow, sweep
 from ranktape.analyze.cli import cli
 from ranktape.analyze.rules.condition import judge
-from ranktape.analyze.rules.defaults import DEFAULT_RULES, default_rules
 from ranktape.analyze.rules.gate import gate
-from ranktape.analyze.rules.rule import GateRule, Missing, parse_rule
-from ranktape.analyze.rules.rule_file import parse_rules, read_rule_file
+from ranktape.analyze.rules.rule import (
+    DEFAULT_RULES,
+    GateRule,
+    Missing,
+    default_rules,
+    parse_rule,
+    parse_rules,
+    read_rule_file,
+)
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records, Run, open_run
 from ranktape.storage.query.where import parse_where

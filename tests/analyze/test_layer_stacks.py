@@ -28,7 +28,7 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Severity, finding_of
 from ranktape.analyze.findings.survey import survey as take_stock
-from ranktape.analyze.layer_stacks import layer_places, number_of, short_names, with_stacks
+from ranktape.analyze.identity import layer_places, number_of, short_names, with_stacks
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.table import Table
 from ranktape.analyze.views.plots.data import PlotData

@@ -14,9 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranktape.analyze.advice.recommendation import Recommendation, recommend
-from ranktape.analyze.advice.stability import Variation
-from ranktape.analyze.advice.value_range import Range
-from ranktape.analyze.advice.verdict import Position
+from ranktape.analyze.advice.verdict import Position, Range, Variation
 from ranktape.analyze.numerics.quantization.encoded import LossSeverity
 from ranktape.analyze.numerics.quantization.quantizer import quantize
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level

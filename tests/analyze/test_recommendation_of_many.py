@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze.advice.recommendation import best_format, bits_per_element, common_grid, common_scale
+from ranktape.analyze.advice.shared import best_format, bits_per_element, common_grid, common_scale
 from ranktape.analyze.numerics.quantization.schemes import parse_scheme
 from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ranktape.analyze.metrics.target import is_sweepable
 from ranktape.analyze.numerics.formats import FORMATS, round_to
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule
 from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_formats
 from ranktape.analyze.questions.sweep import sweep
-from ranktape.analyze.questions.swept import is_sweepable
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
 from tests.strategies import arrays

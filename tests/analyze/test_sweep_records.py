@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape.analyze import SweepOptions, sweep, sweep_array
-from ranktape.analyze.advice.recommendation import common_scale
+from ranktape.analyze.advice.shared import common_scale
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sweep_measure import BlockMeasure, Job, sweep_one, sweep_records

@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from ranktape.analyze.advice.recommendation import common_scale, recommend
+from ranktape.analyze.advice.recommendation import recommend
+from ranktape.analyze.advice.shared import common_scale
 from ranktape.analyze.numerics.sweeps.metrics import SAME_RATIO, SAME_SQNR, Level, settled
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array

@@ -9,41 +9,53 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.advice.sentences import Advice, advise
-from ranktape.analyze.advice.stability import Stability, is_square_beyond, stability_of
-from ranktape.analyze.advice.value_range import Range, range_after, range_before
 from ranktape.analyze.advice.verdict import (
     Direction,
     Position,
+    Range,
+    Stability,
     Stretch,
+    Variation,
     Verdict,
     clean_range,
     direction_of,
     extremes,
+    is_lossless,
+    is_square_beyond,
     keeps_nothing,
     position_of,
+    range_after,
+    range_before,
+    stability_of,
     stretches,
     verdict_of,
 )
 from ranktape.analyze.numerics.quantization.encoded import LossSeverity
-from ranktape.analyze.numerics.sweeps.legacy import UNSET_EXPONENTS, LegacyLevel
+from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level, best, is_as_good
-from ranktape.analyze.numerics.sweeps.options import MAX_SCALE_EXPONENT, SweepMode
+from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.analyze.table import json_value
-from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
-    from ranktape.analyze.numerics.quantization.schemes import Scheme
-    from ranktape.analyze.numerics.sweeps.options import SweepOptions
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Sentences without a full stop; empty where there is nothing to advise on."""
+
+    metrics: tuple[str, ...]
+    """What varies with the level and what is stable."""
+    limits: tuple[str, ...]
+    """Which levels to avoid, and which are free of overflow and underflow."""
+    conclusion: tuple[str, ...]
+    """Which level to use, and where among the others it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,149 +198,133 @@ def _original_choice(verdicts: Sequence[Verdict]) -> Verdict | None:
     return verdicts[int(np.argmax(scores))] if scores else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """What one tensor has of a scale that it shares with others."""
-
-    level: Level
-    """At the common scale."""
-    own: Level
-    """At the one of the scales that were tried that keeps its SQNR largest."""
-
-    @property
-    def price(self) -> float:
-        """What sharing costs in SQNR, in dB: never negative, and infinite where nothing would be lost alone."""
-        return 0.0 if self.own.sqnr == self.level.sqnr else self.own.sqnr - self.level.sqnr
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommonScale:
-    """One scale for many tensors."""
-
-    exponent: float
-    """Of the scale, or the offset that all exponents get."""
-    score: float
-    """Mean of the tensors' composite scores there: every tensor counts the same."""
-    shares: tuple[Share, ...]
-    """One for each tensor that has levels, in their order."""
-
-    @property
-    def median_price(self) -> float:
-        """Half of the tensors lose at most so many dB by sharing."""
-        return statistics.median_low(share.price for share in self.shares)
-
-    @property
-    def worst_price(self) -> float:
-        """How many dB the tensor loses that loses most."""
-        return max(share.price for share in self.shares)
-
-
-def common_grid(sweeps: Sequence[ScaleSweep]) -> SweepOptions | None:
-    """Options with which all of these tensors are tried at the same whole exponents; None where none has levels.
-
-    All sweeps are of one mode and one format. The exponents reach one beyond those that the tensors prefer for
-    themselves. Offsets are common to all tensors as they are, so that the options of `mx` and `channel` sweeps stay
-    the same.
-    """
-    with_levels = [sweep for sweep in sweeps if sweep.levels]
-    if not with_levels:
-        return None
-    options = with_levels[0].options
-    if with_levels[0].has_offsets:
-        return options
-    preferred = [level.exponent for sweep in with_levels if (level := sweep.recommended) is not None]
-    first = min(math.ceil(max(preferred)) + 1, MAX_SCALE_EXPONENT)
-    last = max(math.floor(min(preferred)) - 1, -MAX_SCALE_EXPONENT)
-    if with_levels[0].mode is SweepMode.LEGACY:
-        # 10 and -10 would mean that no end was given.
-        first, last = first + (first == UNSET_EXPONENTS[0]), last - (last == UNSET_EXPONENTS[1])
-    return dataclasses.replace(options, max_scale_exp=first, min_scale_exp=last, num_levels=first - last + 1)
-
-
-def common_scale(sweeps: Sequence[ScaleSweep]) -> CommonScale | None:
-    """The exponent or offset with the best mean composite score, and what sharing costs.
-
-    Of offsets that are as good for every tensor the one nearest to 0: see `ties.is_as_good`. Tensors without levels
-    are left out; None where none has any.
-
-    Raises:
-        UsageError: the tensors were tried at different exponents: see `common_grid`.
-    """
-    with_levels = [sweep for sweep in sweeps if sweep.levels]
-    if not with_levels:
-        return None
-    levels = [sweep.levels for sweep in with_levels]
-    grids = {tuple(level.exponent for level in tried) for tried in levels}
-    if len(grids) > 1:
-        raise UsageError("the tensors were tried at different scales, which do not add up: sweep them on one grid")
-    means = [statistics.fmean(level.score for level in row) for row in zip(*levels, strict=True)]
-    index = means.index(max(means))
-    if with_levels[0].has_offsets:
-        as_good = [
-            number
-            for number, row in enumerate(zip(*levels, strict=True))
-            if all(is_as_good(level, tried[index]) for level, tried in zip(row, levels, strict=True))
-        ]
-        index = min(as_good, key=lambda number: abs(levels[0][number].exponent))
-    return CommonScale(
-        exponent=levels[0][index].exponent,
-        score=means[index],
-        shares=tuple(Share(level=tried[index], own=best(tried, figure=METRICS["sqnr"].goodness)) for tried in levels),
+def advise(found: Recommendation) -> Advice:
+    """What follows from all that was found of a sweep."""
+    if found.recommended is None or found.stability is None:
+        return Advice(metrics=(), limits=(), conclusion=(f"no scale to recommend: {found.note}",))
+    word = level_word(found.mode)
+    return Advice(
+        metrics=tuple(_on_metrics(found.stability)) if len(found.verdicts) > 1 and not found.keeps_nothing else (),
+        limits=tuple(_on_limits(found, word=word)),
+        conclusion=tuple(_conclusion(found, found.recommended, word=word)),
     )
 
 
-DEFAULT_TARGET_SQNR = 25.0
-"""In dB: what a format has to keep where nothing else is asked for."""
+def level_word(mode: str) -> str:
+    """What the exponent of a level is: of the scale itself, or an offset to the exponents of many scales."""
+    return "offset" if SweepMode(mode).has_offsets else "scale exponent"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormatChoice:
-    """One format for the tensors of a layer."""
-
-    scheme: Scheme
-    """The format and its scaling."""
-    bits_per_element: float
-    """The scales of blocks included: see `bits_per_element`."""
-    worst_sqnr: float
-    """SQNR, in dB, of the tensor that keeps least of it, each at its best level; infinite where nothing is lost."""
-    meets_target: bool
-    """Whether that is enough."""
-
-
-def best_format(
-    sweeps: Mapping[str, Sequence[ScaleSweep]], *, target_sqnr: float = DEFAULT_TARGET_SQNR
-) -> FormatChoice | None:
-    """The narrowest format in which the best level of every tensor has at least that SQNR.
-
-    `sweeps` has for each format the sweeps of the same tensors. Of equally narrow formats the one that keeps more is
-    taken, and where none keeps enough the one that keeps most. Tensors without levels ask for nothing; None where no
-    tensor has levels.
-
-    Raises:
-        UsageError: the target is NaN.
-    """
-    if math.isnan(target_sqnr):
-        raise UsageError("--target-sqnr nan is not allowed: give a number of dB")
-    choices = []
-    for found in sweeps.values():
-        best_levels = [best(sweep.levels, figure=METRICS["sqnr"].goodness) for sweep in found if sweep.levels]
-        if best_levels:
-            scheme, worst = found[0].scheme, min(level.sqnr for level in best_levels)
-            choices.append(
-                FormatChoice(
-                    scheme=scheme,
-                    bits_per_element=bits_per_element(scheme),
-                    worst_sqnr=worst,
-                    meets_target=worst >= target_sqnr,
-                )
-            )
-    enough = [choice for choice in choices if choice.meets_target]
-    if enough:
-        return min(enough, key=lambda choice: (choice.bits_per_element, -choice.worst_sqnr))
-    return max(choices, key=lambda choice: (choice.worst_sqnr, -choice.bits_per_element), default=None)
+def _on_metrics(stability: Stability) -> list[str]:
+    mse, cosine, psnr = stability.mse, stability.cosine, stability.psnr
+    return [
+        "MSE of some levels is beyond float64, too large or too small a square: PSNR tells the levels apart"
+        if stability.is_mse_beyond
+        else "MSE hardly depends on the scale: any of the levels will do"
+        if mse.variation is Variation.STABLE
+        else f"MSE varies with the scale, from {mse.lowest:.4g} to {mse.highest:.4g}: choose the scale with care",
+        f"cosine similarity is stable, within {cosine.width:.2g}: the scale hardly changes the tensor's direction"
+        if cosine.variation is Variation.STABLE
+        else f"cosine similarity varies, from {cosine.lowest:.6f} to {cosine.highest:.6f}: "
+        "the scale changes the tensor's direction",
+        f"PSNR moves by {psnr.width:.2f} dB: {_OF_PSNR[psnr.variation]}",
+    ]
 
 
-def bits_per_element(scheme: Scheme) -> float:
-    """Width of an element with its part of the scale of its block; the one scale of a tensor counts as nothing."""
-    shared = scheme.scale.num_bits / scheme.block_size if scheme.scale is not None else 0.0
-    return scheme.element.num_bits + shared
+_OF_PSNR = {
+    Variation.STABLE: "the scale has limited influence on quality",
+    Variation.MODERATE: "the scale matters to quality",
+    Variation.VARIES: "the scale decides over quality",
+}
+
+
+def _on_limits(found: Recommendation, *, word: str) -> list[str]:
+    said = [
+        f"avoid {_levels(stretch.exponents, word=word)}: more than 1 % of the values {_what(stretch)}"
+        for stretch in found.avoid
+    ]
+    if any(stretch.overflows for stretch in found.avoid):
+        said.append("values that overflow are saturated: the largest of the tensor are lost")
+    if any(stretch.underflows for stretch in found.avoid):
+        said.append("values that underflow keep fewer significand bits or become zero: the smallest are lost")
+    if found.optimal is not None:
+        said.append(f"free of significant overflow and underflow: {_levels(found.optimal, word=word)}")
+    if found.least_bad is not None and not found.keeps_nothing:
+        said.append(
+            f"no level is free of overflow and underflow: the fewest values are saturated or become zero at {word} "
+            f"{found.least_bad.level.exponent:.4g}, {_parts(found.least_bad)}"
+        )
+    chosen = found.recommended
+    if chosen is not None and not found.keeps_nothing and chosen.severity is not LossSeverity.NONE:
+        said.append(
+            f"the recommended level has {chosen.severity} overflow or underflow itself ({_parts(chosen)}) "
+            "and still the best score"
+        )
+    return said
+
+
+def _conclusion(found: Recommendation, chosen: Verdict, *, word: str) -> list[str]:
+    level = chosen.level
+    if found.keeps_nothing:
+        said = [f"no level keeps anything of the tensor in {found.scheme}: try {found.direction} scales"]
+    else:
+        said = [f"use {word} {level.exponent:.4g} (factor {level.scale:.6g}) for {found.scheme}"]
+        said += _on_ties(found, word=word)
+        if is_lossless(level):
+            said.append("nothing is lost there")
+        elif found.position is not None and found.direction is not None:
+            said.append(_OF_POSITION[found.position] + _OF_DIRECTION[found.position, found.direction])
+    if found.original_choice is not None:
+        exponent = found.original_choice.level.exponent
+        same = " as well" if exponent == level.exponent else ""
+        said.append(f"the tool that legacy mode reproduces would recommend {word} {exponent:.4g}{same}")
+    return said
+
+
+def _on_ties(found: Recommendation, *, word: str) -> list[str]:
+    ties = found.as_good
+    if ties is None or ties.minimum == ties.maximum:
+        return []
+    return [f"{_levels(ties, word=word)} are equally good: no more is lost there, to 0.01 dB of SQNR"]
+
+
+_OF_POSITION = {
+    Position.BALANCED: "it is balanced between overflow and underflow: larger and smaller scales are no better",
+    Position.LARGEST: "it is at the edge, the largest scale that was tried: ",
+    Position.SMALLEST: "it is at the edge, the smallest scale that was tried: ",
+    Position.ONLY: "it is the only scale that was tried",
+}
+
+_OF_DIRECTION = {
+    (Position.BALANCED, Direction.NEITHER): "",
+    (Position.LARGEST, Direction.LARGER): "a larger one may be better",
+    (Position.LARGEST, Direction.NEITHER): "nothing overflows there, so that a larger one will hardly be better",
+    (Position.SMALLEST, Direction.SMALLER): "a smaller one may be better",
+    (Position.SMALLEST, Direction.NEITHER): "nothing underflows there, so that a smaller one will hardly be better",
+    (Position.ONLY, Direction.LARGER): ": values overflow, a larger one may be better",
+    (Position.ONLY, Direction.SMALLER): ": values underflow, a smaller one may be better",
+    (Position.ONLY, Direction.NEITHER): "",
+}
+
+
+def _levels(exponents: Range, *, word: str) -> str:
+    low, high = f"{exponents.minimum:.4g}", f"{exponents.maximum:.4g}"
+    return f"{word} {low}" if low == high else f"{word}s {low} to {high}"
+
+
+def _what(stretch: Stretch) -> str:
+    if stretch.overflows and stretch.underflows:
+        return "overflow, and more than 1 % underflow"
+    return "overflow" if stretch.overflows else "underflow"
+
+
+def _parts(verdict: Verdict) -> str:
+    if isinstance(verdict.level, LegacyLevel):
+        return (
+            f"as the original counts: overflow {verdict.overflow_ratio:.2%}, underflow {verdict.underflow_ratio:.2%}, "
+            f"flushed {verdict.flushed_ratio:.2%}"
+        )
+    return (
+        f"overflow {verdict.overflow_ratio:.2%}, underflow {verdict.underflow_ratio:.2%}, "
+        f"of which {verdict.flushed_ratio:.2%} become zero"
+    )

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ranktape.analyze.advice.value_range import Range
+import numpy as np
+
+from ranktape.analyze.numerics.formats import Rounding, round_to
 from ranktape.analyze.numerics.quantization.encoded import LossSeverity, severity_of
-from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
+from ranktape.analyze.numerics.quantization.quantizer import quantize
+from ranktape.analyze.numerics.quantization.schemes import MAX_SCALE_BITS, SCHEMES, Scaling
+from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel, legacy_result
 from ranktape.analyze.numerics.sweeps.metrics import Level
+from ranktape.analyze.numerics.sweeps.options import SweepMode
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.numerics.sweeps.metrics import Level
+    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,3 +234,153 @@ def direction_of(levels: Sequence[Level], recommended: Level, *, is_tapered: boo
     if may_shrink and (recommended.underflow_count > 0 or (is_tapered and position is Position.SMALLEST)):
         return Direction.SMALLER
     return Direction.NEITHER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """From one value to another, both included."""
+
+    minimum: float
+    """The smaller one."""
+    maximum: float
+    """The larger one."""
+
+
+def range_before(sweep: ScaleSweep) -> Range:
+    """The smallest and the largest finite value of a tensor that has levels.
+
+    Where only magnitudes were counted, the largest of them with either sign.
+    """
+    low = -sweep.largest if sweep.minimum is None else max(sweep.minimum, -sweep.largest)
+    high = sweep.largest if sweep.maximum is None else min(sweep.maximum, sweep.largest)
+    return Range(minimum=low, maximum=high)
+
+
+def range_after(sweep: ScaleSweep, *, level: Level) -> Range:
+    """What the ends of `range_before` become at a level of the sweep.
+
+    Where elements share a scale in blocks or channels, each end becomes what it is as the largest of its own, which
+    the larger of the two always is. What chance would decide goes to the nearest value.
+    """
+    before = range_before(sweep)
+    ends = np.array([before.minimum, before.maximum])
+    if sweep.mode is SweepMode.LEGACY:
+        results = legacy_result(ends, target=sweep.target, exponent=level.exponent)
+    else:
+        is_drawn = sweep.rounding in {Rounding.STOCHASTIC, Rounding.HYBRID}
+        rounding = sweep.target.rounding if is_drawn else sweep.rounding
+        if sweep.mode is SweepMode.TENSOR:
+            with np.errstate(over="ignore"):
+                results = round_to(ends / level.scale, target=sweep.target, rounding=rounding) * level.scale
+        else:
+            results = _in_groups(ends, sweep=sweep, offset=int(level.exponent), rounding=rounding)
+    minimum, maximum = (results + 0.0).tolist()
+    return Range(minimum=minimum, maximum=maximum)
+
+
+def _in_groups(ends: NDArray[np.float64], *, sweep: ScaleSweep, offset: int, rounding: Rounding) -> NDArray[np.float64]:
+    is_mx = sweep.mode is SweepMode.MX
+    has_rule = is_mx and not sweep.scheme.has_tensor_scale
+    quantized = quantize(
+        ends.reshape(-1, 1),
+        sweep.scheme.name if sweep.scheme.name in SCHEMES else sweep.target.name,
+        scaling=Scaling.BLOCK if is_mx else Scaling.CHANNEL,
+        axis=-1 if is_mx else 0,
+        scale_rule=sweep.options.rule if has_rule else None,
+        scale_bits=sweep.options.bits if has_rule else MAX_SCALE_BITS,
+        rounding=rounding,
+        scale_offset=offset,
+        warn=False,
+    )
+    return np.asarray(quantized.values, dtype=np.float64).ravel()
+
+
+class Variation(enum.StrEnum):
+    """How much a metric depends on the level."""
+
+    STABLE = "stable"
+    """Little: any of the levels will do."""
+    MODERATE = "moderate"
+    """Noticeably."""
+    VARIES = "varies"
+    """Much: the level has to be chosen with care."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How far one metric moves over the levels."""
+
+    lowest: float
+    """Smallest figure of all levels."""
+    highest: float
+    """Largest one; infinite for PSNR where a level loses nothing."""
+    deviation: float
+    """Standard deviation (of the levels, not of a sample of them) of the finite figures; 0 without any."""
+    variation: Variation
+    """What that means, by the seeds' limits: for MSE 10 % of the lowest, for cosine 0.01, for PSNR 10 and 20 dB."""
+
+    @property
+    def width(self) -> float:
+        """`highest` minus `lowest`; 0 where both are infinite."""
+        return 0.0 if self.lowest == self.highest else self.highest - self.lowest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stability:
+    """How far the metrics move over the levels."""
+
+    mse: Spread
+    """Of the mean squared error."""
+    cosine: Spread
+    """Of the cosine similarity."""
+    psnr: Spread
+    """Of the peak signal-to-noise ratio, in dB."""
+    is_mse_beyond: bool
+    """Whether the mean squared error of a level is too large or too small for float64."""
+
+
+def is_square_beyond(level: Level) -> bool:
+    """Whether the mean square of an error, which is itself a float64, is not: infinite, or 0 though something is lost.
+
+    A level with infinite errors has an infinite MSE, which is none beyond.
+    """
+    return (level.mse == math.inf and level.rmse < math.inf) or (level.mse == 0 and level.max_abs_error > 0)
+
+
+def stability_of(levels: Sequence[Level]) -> Stability:
+    """How far the metrics move over at least one level; figures may be infinite, and are never NaN."""
+    return Stability(
+        mse=_spread([level.mse for level in levels], _variation_of_mse),
+        cosine=_spread([level.cosine for level in levels], _variation_of_cosine),
+        psnr=_spread([level.psnr for level in levels], _variation_of_psnr),
+        is_mse_beyond=any(is_square_beyond(level) for level in levels),
+    )
+
+
+def _spread(figures: Sequence[float], variation: Callable[[float, float], Variation]) -> Spread:
+    lowest, highest = min(figures), max(figures)
+    finite = np.array([figure for figure in figures if math.isfinite(figure)])
+    # Divided by the largest first: squares of figures near the ends of float64 are beyond it.
+    largest = float(np.abs(finite).max(initial=0.0))
+    deviation = largest * float(np.std(finite / largest)) if largest > 0 else 0.0
+    steady = lowest == highest
+    return Spread(
+        lowest=lowest,
+        highest=highest,
+        deviation=0.0 if steady else deviation,
+        variation=Variation.STABLE if steady else variation(lowest, highest),
+    )
+
+
+def _variation_of_mse(lowest: float, highest: float) -> Variation:
+    return Variation.STABLE if highest - lowest < 0.1 * lowest else Variation.VARIES
+
+
+def _variation_of_cosine(lowest: float, highest: float) -> Variation:
+    return Variation.STABLE if highest - lowest < 0.01 else Variation.VARIES  # noqa: PLR2004 - the seeds' limit
+
+
+def _variation_of_psnr(lowest: float, highest: float) -> Variation:
+    if highest - lowest > 20:  # noqa: PLR2004 - dB, the seeds' limit
+        return Variation.VARIES
+    return Variation.MODERATE if highest - lowest > 10 else Variation.STABLE  # noqa: PLR2004 - as above

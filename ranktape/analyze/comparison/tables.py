@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.comparison.divergence import ComparedPair
-from ranktape.analyze.comparison.figures import PAIR_FIGURES, PairFigure, figures_of, judged_value
 from ranktape.analyze.comparison.matching import site_name
+from ranktape.analyze.comparison.pair_metrics import PAIR_FIGURES, ComparedPair, PairFigure, figures_of, judged_value
 from ranktape.analyze.identity import IDENTITY, group_columns, identity_columns, identity_fields, identity_rows
 from ranktape.analyze.table import Column, Kind
 from ranktape.storage.places.failures import printable

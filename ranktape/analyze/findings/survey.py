@@ -15,8 +15,7 @@ import numpy as np
 
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.findings.peers import codes_of, medians_of, members_of, octaves, sizes_of
-from ranktape.analyze.identity import IDENTITY
-from ranktape.analyze.layer_stacks import stacks_of
+from ranktape.analyze.identity import IDENTITY, stacks_of
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.metrics.target import parse_targets

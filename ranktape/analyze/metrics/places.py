@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.engine.values import View, viewed_dtype
-from ranktape.analyze.identity import SAMPLE
-from ranktape.analyze.metrics.counts import EXTREMES, count_records
-from ranktape.analyze.metrics.samples import count_samples
+from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.sweep_measure import sweep_samples
+from ranktape.analyze.engine.values import View, pick, read_values, viewed_dtype
+from ranktape.analyze.identity import SAMPLE, SampleName, sample_names
+from ranktape.analyze.metrics.counts import (
+    EXTREMES,
+    NAMES,
+    Counts,
+    Row,
+    block_job,
+    block_row,
+    count_records,
+    refuse_statistics,
+    unknown_row,
+)
+from ranktape.analyze.metrics.target import Target, sweepable
+from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
+from ranktape.analyze.numerics.histograms.histogram import scan
 from ranktape.analyze.numerics.quantization.schemes import Scaling
-from ranktape.analyze.questions.swept import sweepable
-from ranktape.errors import UsageError
+from ranktape.errors import RanktapeError, UsageError
+from ranktape.storage.format.record_info import TALLY_KINDS, Keep
 from ranktape.storage.query.columns import equal_rows
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.engine.cache_object import Payload
     from ranktape.analyze.identity import SampleName
     from ranktape.analyze.metrics.counts import Counts, Row
     from ranktape.analyze.metrics.target import Target
-    from ranktape.storage import Records
+    from ranktape.storage import Record, Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,3 +155,155 @@ def _countable(records: Records, targets: Sequence[Target]) -> tuple[Records, li
         raise UsageError("no record holds floating-point numbers, and of integers and bool no blocks are made")
     left_out = len(records) - len(chosen)
     return chosen, [f"{left_out} records of integers or bool left out: no blocks are made of them"] if left_out else []
+
+
+VERSION = 1
+"""Of the payload; one more whenever what is in it changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleCounts:
+    """The counts of all samples of a selection, one record after the other."""
+
+    owners: NDArray[np.int64]
+    """Of each sample where in the selection its record is."""
+    names: list[SampleName]
+    """What each is called."""
+    counts: list[Counts]
+    """For each target the counts of all samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleMeasure:
+    """Counts the samples of a record against the limits of a format."""
+
+    target: Target
+    """The format, and the scale, which is that of the whole tensor."""
+    view: View
+    """Which numbers are judged."""
+
+    @property
+    def name(self) -> str:
+        """What the cache knows it by."""
+        return f"sample_limits_v{VERSION}_{self.target.name}_{self.target.scaling}_{self.view}"
+
+    def __call__(self, record: Record) -> Payload:
+        """The counts of one record, a row for each sample."""
+        values = read_values(record, view=self.view)
+        limits = self.target.limits()
+        if self.target.scaling is Scaling.TENSOR:
+            limits = self.target.limits(largest=scan(values, limits=limits).largest_finite)
+        dim = record.sample_dim
+        found = scan(values if dim is not None else values[np.newaxis], limits=limits, sample_dim=dim or 0).per_sample
+        assert found is not None
+        return {"counts": np.array([found[kind] for kind in SCANNED], dtype=np.int64).T}
+
+    def accepts(self, payload: Payload) -> bool:
+        """Whether a payload is one that is made here; what lies in a cache may have been put there by anybody."""
+        table = payload.get("counts")
+        return table is not None and table.shape[1:] == (len(SCANNED),) and table.dtype == np.int64
+
+
+def count_samples(
+    records: Records, targets: Sequence[Target], *, view: View, engine: Engine | None = None
+) -> SampleCounts:
+    """What `count_records` says of records, for each sample of those whose samples can be told apart.
+
+    Of extremes nothing is said. Against the limits of the dtype the catalogue answers, where it can.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+        UsageError: no record has samples; what was kept of one does not answer the question.
+    """
+    used = engine or Engine()
+    names = sample_names(records)
+    sizes = [len(found) for found in names]
+    if not any(sizes):
+        raise UsageError(
+            f"none of {len(records)} records has samples that can be told apart: leave out --per-sample and --by sample"
+        )
+    with_samples = records.take([place for place, size in enumerate(sizes) if size])
+    counts = [size for size in sizes if size]
+    if targets:
+        refuse_statistics(with_samples)
+        refuse_histograms(with_samples)
+        rows = [list(_rows(with_samples, counts, target, view=view, engine=used)) for target in targets]
+    else:
+        rows = [list(_own_rows(with_samples, counts, view=view, engine=used))]
+    owners = np.repeat(np.arange(len(records)), sizes)
+    assert all(len(found) == owners.size for found in rows)
+    return SampleCounts(
+        owners=owners,
+        names=[name for found in names for name in found],
+        counts=[{name: np.array([row[name] for row in found], dtype=np.float64) for name in NAMES} for found in rows],
+    )
+
+
+def refuse_histograms(records: Records) -> None:
+    """Refuse records of whose samples nothing is known beside what was counted when they were written.
+
+    Raises:
+        UsageError: there is one.
+    """
+    (kept,) = np.nonzero(records.column("keep") == Keep.HISTOGRAM)
+    if kept.size:
+        raise UsageError(
+            f"of {records[int(kept[0])]!r} the histogram was kept, which does not know its samples: "
+            f"leave such records out with --where \"keep == 'values'\""
+        )
+
+
+def _sample_sizes(records: Records, counts: Sequence[int]) -> list[tuple[int, float]]:
+    """For each record how many samples it has, and how many elements each has."""
+    return [(count, numel / count) for count, numel in zip(counts, records.column("numel").tolist(), strict=True)]
+
+
+def _row(counts: dict[str, float], *, num_elements: float) -> Row:
+    return (
+        unknown_row(int(num_elements))
+        | dict.fromkeys(("flushed", "spoiled"), 0.0)
+        | counts
+        | {"total": counts["upper"] + counts["lower"]}
+    )
+
+
+def _own_rows(records: Records, sizes: Sequence[int], *, view: View, engine: Engine) -> Iterator[Row]:
+    def is_other(dtype: str, compute: str, _: str) -> bool:
+        return viewed_dtype(dtype=dtype, compute_dtype=compute, view=view) != dtype
+
+    mask, others = pick(records, is_other)
+    refuse_statistics(others)
+    refuse_histograms(others)
+    found = digests(others, view=view, engine=engine)
+    known = records.column("overflow.per_sample").tolist()
+    whole = {kind: records.column(f"overflow.{kind}.count").tolist() for kind in TALLY_KINDS}
+    for place, (num_samples, num_elements) in enumerate(_sample_sizes(records, sizes)):
+        if mask[place]:
+            samples = next(found).samples
+            assert samples is not None
+            counts = {kind: samples[kind].tolist() for kind in TALLY_KINDS}
+        elif num_samples == 1:
+            counts = {kind: [column[place]] for kind, column in whole.items()}
+        else:
+            counts = json.loads(known[place]) or {kind: [math.nan] * num_samples for kind in TALLY_KINDS}
+        for sample in range(num_samples):
+            yield _row({kind: float(counts[kind][sample]) for kind in TALLY_KINDS}, num_elements=num_elements)
+
+
+def _rows(records: Records, counts: Sequence[int], target: Target, *, view: View, engine: Engine) -> Iterator[Row]:
+    sizes = _sample_sizes(records, counts)
+    if target.scaling is not Scaling.BLOCK:
+        for payload, (_, num_elements) in zip(
+            engine.measure(records, SampleMeasure(target=target, view=view)), sizes, strict=True
+        ):
+            for row in payload["counts"].tolist():
+                yield _row(dict(zip(SCANNED, map(float, row), strict=True)), num_elements=num_elements)
+        return
+    jobs = [block_job(target)]
+    asked = [dict.fromkeys(range(count), jobs) for count, _ in sizes]
+    for sweeps, (count, _) in zip(sweep_samples(records, asked, view=view, engine=engine), sizes, strict=True):
+        if isinstance(sweeps, RanktapeError):
+            raise sweeps
+        for sample in range(count):
+            yield block_row(sweeps[sample][0])

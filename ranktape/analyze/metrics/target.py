@@ -23,6 +23,7 @@ from ranktape.storage.format.dtypes import dtype_row
 
 if TYPE_CHECKING:
     from ranktape.analyze.numerics.formats import Format
+    from ranktape.storage import Records
 
 SCALINGS = (Scaling.NONE, Scaling.TENSOR, Scaling.BLOCK)
 """The choices of `--scaling`."""
@@ -122,6 +123,22 @@ def largest_value(dtype: str) -> float:
     if row.is_floating or row.is_complex:
         return float(ml_dtypes.finfo(row.numpy_dtype).max)  # type: ignore[no-untyped-call]
     return 1.0 if dtype == "bool" else float(np.iinfo(row.numpy_dtype).max)
+
+
+def sweepable(records: Records) -> Records:
+    """The records of floating-point or complex numbers; nothing is read.
+
+    Indices and masks are left out, as no format is sought for them: a run holds some among its inputs.
+    """
+    names = set(records.column("dtype").tolist())
+    wanted = sorted(filter(is_sweepable, names))
+    return records if len(wanted) == len(names) else records.select(dtype=wanted)
+
+
+def is_sweepable(dtype: str) -> bool:
+    """Whether a scale is sought for elements of that type, in torch's words."""
+    row = dtype_row(dtype)
+    return row.is_floating or row.is_complex
 
 
 def limit_columns(targets: Sequence[Target]) -> tuple[Column, ...]:

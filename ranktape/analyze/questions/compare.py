@@ -6,19 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.comparison.divergence import ComparedPair, Judge, execution_order
-from ranktape.analyze.comparison.figures import judged_figure
 from ranktape.analyze.comparison.map import DifferenceMap, difference_map
 from ranktape.analyze.comparison.matching import match, places, rows_by_place
+from ranktape.analyze.comparison.pair_metrics import ComparedPair, Judge, distances_of, execution_order, judged_figure
 from ranktape.analyze.comparison.pairing import Pairing, parse_pairs
-from ranktape.analyze.comparison.spreads import distances_of
 from ranktape.analyze.comparison.tables import PairTable, is_differing
-from ranktape.analyze.comparison.tasks import PairTasks
-from ranktape.analyze.comparison.tensors import compare_pairs
+from ranktape.analyze.comparison.tensors import PairTasks, compare_pairs
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import group_row
-from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.identity import group_row, with_stacks
 from ranktape.analyze.table import Table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage.places.failures import printable

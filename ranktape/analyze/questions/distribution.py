@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import group_columns, group_row, words
-from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.identity import group_columns, group_row, with_stacks, words
+from ranktape.analyze.metrics.gather import group_digests, group_records
 from ranktape.analyze.numerics.distributions.occupancy import NARROW_FORMATS
 from ranktape.analyze.numerics.formats import Coding, parse_format
-from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.questions.looks import ANSWERS, Look, LookOptions
 from ranktape.analyze.questions.stats import how_seen
 from ranktape.analyze.table import Column, Table

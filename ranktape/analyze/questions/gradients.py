@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import group_columns, group_row
-from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.identity import group_columns, group_row, with_stacks
+from ranktape.analyze.metrics.gather import group_records
 from ranktape.analyze.metrics.metric import Metric, parse_metric
 from ranktape.analyze.metrics.target import SCALINGS, parse_targets
 from ranktape.analyze.numerics.digests.quantile_summary import push
 from ranktape.analyze.numerics.quantization.schemes import Scaling
-from ranktape.analyze.questions.grouped import group_records
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError
 

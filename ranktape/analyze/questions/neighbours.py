@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows
-from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
+from ranktape.analyze.metrics.gather import Groups, group_digests, group_records
 from ranktape.analyze.numerics.distributions.distances import Distances, distance
-from ranktape.analyze.questions.grouped import Groups, group_digests, group_records
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError
 

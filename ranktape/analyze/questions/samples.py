@@ -20,10 +20,10 @@ from ranktape.analyze.identity import (
     identity_columns,
     identity_rows,
     sample_names,
+    with_stacks,
 )
-from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.metrics.gather import group_records
 from ranktape.analyze.metrics.metric import METRICS, figure_columns, parse_metric
-from ranktape.analyze.questions.grouped import group_records
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
 

@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import SAMPLE, group_columns, group_row, identity_columns, identity_rows, words
-from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.identity import (
+    SAMPLE,
+    group_columns,
+    group_row,
+    identity_columns,
+    identity_rows,
+    with_stacks,
+    words,
+)
+from ranktape.analyze.metrics.gather import group_digests, group_records
 from ranktape.analyze.metrics.metric import METRICS, Metric, figure_columns, is_percentile, parse_metric
-from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.questions.neighbours import beside_next
 from ranktape.analyze.questions.samples import sample_stats
 from ranktape.analyze.table import Column, Kind, Table

@@ -8,11 +8,12 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.advice.recommendation import DEFAULT_TARGET_SQNR, best_by, best_format
+from ranktape.analyze.advice.recommendation import best_by
+from ranktape.analyze.advice.shared import DEFAULT_TARGET_SQNR, best_format
 from ranktape.analyze.advice.verdict import direction_of, keeps_nothing
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import SAMPLE, are_files, group_columns, group_row, identity_columns
-from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.identity import SAMPLE, are_files, group_columns, group_row, identity_columns, with_stacks
+from ranktape.analyze.metrics.target import sweepable
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode
@@ -23,7 +24,6 @@ from ranktape.analyze.questions.swept import (
     grouped,
     parse_request,
     sweep_selection,
-    sweepable,
     swept_array,
     with_samples,
 )
@@ -32,7 +32,7 @@ from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.records.records import Records
 
 if TYPE_CHECKING:
-    from ranktape.analyze.advice.recommendation import CommonScale, FormatChoice
+    from ranktape.analyze.advice.shared import CommonScale, FormatChoice
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.numerics.sweeps.options import SweepOptions
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep

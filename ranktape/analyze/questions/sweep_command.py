@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.console import say
 from ranktape.analyze.engine.progress import progress
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import SAMPLE
-from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.identity import SAMPLE, with_stacks
 from ranktape.analyze.legacy.outputs.text import DOUBLE
 from ranktape.analyze.legacy.outputs.write import DEFAULT_OUTPUT_DIR, OutputOptions, make_folder
 from ranktape.analyze.numerics.formats import Rounding

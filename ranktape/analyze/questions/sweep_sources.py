@@ -19,9 +19,10 @@ from ranktape.analyze.engine.values import viewed_dtype
 from ranktape.analyze.identity import SAMPLE
 from ranktape.analyze.legacy.outputs.text import DOUBLE, Subject
 from ranktape.analyze.legacy.outputs.write import FolderNames, Stopwatch, TensorReport, titles_of
+from ranktape.analyze.metrics.target import is_sweepable, sweepable
 from ranktape.analyze.numerics.sweeps.options import resolve
 from ranktape.analyze.options import say_what_is_left_out
-from ranktape.analyze.questions.swept import is_sweepable, sweep_selection, sweepable, with_samples
+from ranktape.analyze.questions.swept import sweep_selection, with_samples
 from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError, WorkersError
 from ranktape.storage.places.failures import printable
 

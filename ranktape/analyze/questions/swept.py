@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ranktape.analyze.advice.recommendation import common_grid, common_scale
+from ranktape.analyze.advice.shared import common_grid, common_scale
 from ranktape.analyze.engine.sweep_measure import Job, sweep_numbers, sweep_records, sweep_samples
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import SAMPLE, identity_rows, sample_names
@@ -15,12 +15,11 @@ from ranktape.analyze.numerics.inputs import numbers_of
 from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve, resolve_all
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.query.columns import equal_rows
 
 if TYPE_CHECKING:
-    from ranktape.analyze.advice.recommendation import CommonScale
+    from ranktape.analyze.advice.shared import CommonScale
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
     from ranktape.storage import Records
@@ -78,22 +77,6 @@ def parse_request(
     if not found:
         raise UsageError("no format is given: give --format NAME, such as fp8_e4m3")
     return SweepRequest(formats=tuple(found.values()), options=chosen, view=view)
-
-
-def sweepable(records: Records) -> Records:
-    """The records of floating-point or complex numbers; nothing is read.
-
-    Indices and masks are left out, as no format is sought for them: a run holds some among its inputs.
-    """
-    names = set(records.column("dtype").tolist())
-    wanted = sorted(filter(is_sweepable, names))
-    return records if len(wanted) == len(names) else records.select(dtype=wanted)
-
-
-def is_sweepable(dtype: str) -> bool:
-    """Whether a scale is sought for elements of that type, in torch's words."""
-    row = dtype_row(dtype)
-    return row.is_floating or row.is_complex
 
 
 def with_samples(records: Records) -> tuple[Records, str]:

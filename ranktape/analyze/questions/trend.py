@@ -17,10 +17,9 @@ import numpy as np
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.along import kendall_z, sen_slope
 from ranktape.analyze.findings.survey import SITE
-from ranktape.analyze.identity import group_columns, group_row, words
-from ranktape.analyze.layer_stacks import with_stacks
+from ranktape.analyze.identity import group_columns, group_row, with_stacks, words
+from ranktape.analyze.metrics.gather import group_digests, group_records
 from ranktape.analyze.metrics.metric import Metric, parse_metric
-from ranktape.analyze.questions.grouped import group_digests, group_records
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
 

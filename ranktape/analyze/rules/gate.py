@@ -11,18 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.identity import SAMPLE, group_row, identity_fields, identity_rows
-from ranktape.analyze.layer_stacks import with_stacks
-from ranktape.analyze.metrics.target import one_target
+from ranktape.analyze.identity import SAMPLE, group_row, identity_fields, identity_rows, with_stacks
+from ranktape.analyze.metrics.target import one_target, sweepable
 from ranktape.analyze.numerics.quantization.schemes import Scaling
-from ranktape.analyze.questions.swept import sweepable
 from ranktape.analyze.rules.condition import Fault, faults, judge
-from ranktape.analyze.rules.defaults import default_rules
-from ranktape.analyze.rules.operands import Origin, RuleOperand, parse_operand
 from ranktape.analyze.rules.result import GateResult, Offender, RuleOutcome
-from ranktape.analyze.rules.rule import GateRule, Missing, parse_rule
-from ranktape.analyze.rules.rule_file import read_rule_file
-from ranktape.analyze.rules.values import Judged, values_of
+from ranktape.analyze.rules.rule import GateRule, Missing, default_rules, parse_rule, read_rule_file
+from ranktape.analyze.rules.values import Judged, Origin, RuleOperand, parse_operand, values_of
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage.query.columns import Comparison
 

@@ -27,8 +27,7 @@ from ranktape.analyze.numerics.sweeps.options import SweepMode
 
 if TYPE_CHECKING:
     from ranktape.analyze.advice.recommendation import Recommendation
-    from ranktape.analyze.advice.value_range import Range
-    from ranktape.analyze.advice.verdict import Verdict
+    from ranktape.analyze.advice.verdict import Range, Verdict
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40

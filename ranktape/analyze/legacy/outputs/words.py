@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ranktape.analyze.advice.recommendation import best_by
-from ranktape.analyze.advice.stability import is_square_beyond
-from ranktape.analyze.advice.verdict import is_lossless, verdict_of
+from ranktape.analyze.advice.verdict import is_lossless, is_square_beyond, verdict_of
 from ranktape.analyze.numerics.formats import Rounding
 from ranktape.analyze.numerics.sweeps.metrics import METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepMode

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from ranktape.analyze.layer_stacks import number_of, stack_of
+from ranktape.analyze.identity import number_of, stack_of
 from ranktape.analyze.numerics.distributions.occupancy import NARROW_FORMATS
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.views.palette import BLUE, SKY

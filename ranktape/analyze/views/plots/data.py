@@ -18,8 +18,7 @@ import numpy as np
 from ranktape.analyze.engine.digests import merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, viewed_dtype
-from ranktape.analyze.identity import SAMPLE, sample_names
-from ranktape.analyze.layer_stacks import layer_places
+from ranktape.analyze.identity import SAMPLE, layer_places, sample_names
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import METRICS
 from ranktape.analyze.metrics.places import find_places

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator
 
-from ranktape.analyze.layer_stacks import stack_of
+from ranktape.analyze.identity import stack_of
 from ranktape.analyze.views.plots.axes import (
     mark_limits,
     scale_factors,

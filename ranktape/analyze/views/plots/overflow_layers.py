@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.lines import Line2D
 
-from ranktape.analyze.layer_stacks import layer_places
+from ranktape.analyze.identity import layer_places
 from ranktape.analyze.numerics.formats import BY_DTYPE, FORMATS
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.views.plots.axes import scale_layers, scale_shares, with_gap

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.layer_stacks import stack_of
+from ranktape.analyze.identity import stack_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

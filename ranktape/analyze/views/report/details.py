@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.sweep_measure import sweep_one
+from ranktape.analyze.metrics.target import is_sweepable, sweepable
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
 from ranktape.analyze.numerics.sweeps.scaling import largest_alignment, sums_of_pairs
-from ranktape.analyze.questions.swept import SweepRequest, is_sweepable, jobs_of, parse_request, sweepable
+from ranktape.analyze.questions.swept import SweepRequest, jobs_of, parse_request
 from ranktape.analyze.views.report.columns import packed
 from ranktape.errors import UsageError
 

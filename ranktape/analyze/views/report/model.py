@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS
-from ranktape.analyze.layer_stacks import layer_places, stacks_of
+from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS, layer_places, stacks_of
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.numerics.formats import FORMATS
