@@ -89,11 +89,7 @@ CLIMBS = {
 CIRCLES: list[set[str]] = []
 """Modules that still import each other. The list only gets shorter."""
 
-# fmt: off
-CLASS_NAMES_TWICE: set[str] = {
-    "Event", "Operand", "Shown",
-}
-# fmt: on
+CLASS_NAMES_TWICE: set[str] = set()
 """Names of classes that still stand for two things. The list only gets shorter."""
 
 

@@ -25,7 +25,7 @@ MAX_CLIPPED_NOTES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class TextTable:
     """An answer as text, field by field."""
 
     heading: Sequence[str]
@@ -39,11 +39,11 @@ class Shown:
     notes: Sequence[str]
     """Lines below the table."""
 
-    def clipped(self) -> Shown:
+    def clipped(self) -> TextTable:
         """The same with each field cut off where it is long, and without the notes where there are many."""
         from ranktape.storage.records.notebook import clipped
 
-        return Shown(
+        return TextTable(
             heading=[clipped(line, MAX_CLIPPED_LINE) for line in self.heading],
             heads=[clipped(head) for head in self.heads],
             is_left=self.is_left,

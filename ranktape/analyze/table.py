@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import encodable, printable_lines
-from ranktape.analyze.shown import Shown
+from ranktape.analyze.shown import TextTable
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class Table:
     def _repr_html_(self) -> str:
         return self._brief().html()
 
-    def _brief(self) -> Shown:
+    def _brief(self) -> TextTable:
         """The first rows, with what is long cut off."""
         return _shown(self.first(MAX_BRIEF_ROWS), wide=False).clipped()
 
@@ -242,7 +242,7 @@ def _as_text(table: Table, *, form: Form, wide: bool) -> str:
     return table.to_csv() if form is Form.CSV else table.to_text(wide=wide)
 
 
-def _shown(table: Table, *, wide: bool) -> Shown:
+def _shown(table: Table, *, wide: bool) -> TextTable:
     """What people see of a table, without what says nothing.
 
     Left out are keys that are the same in all rows (a line above says them once) and columns without a value.
@@ -267,7 +267,7 @@ def _shown(table: Table, *, wide: bool) -> Shown:
             said = (f"{_head(column)} {_cell(first[index], column.kind)}" for column, index in same)
             heading.append("all rows: " + ", ".join(said))
         chosen = [item for item in filled if item not in same]
-    return Shown(
+    return TextTable(
         heading=heading,
         heads=[_head(column) for column, _ in chosen],
         is_left=[column.kind in {Kind.TEXT, Kind.LIST} for column, _ in chosen],

@@ -2,8 +2,8 @@
 
     CONDITION [ where SELECTION ]        overflow.ratio < 1e-4 where layer_type == 'attention'
 
-Both are expressions in the grammar of `ranktape.storage.query.where`. The condition is about figures, the
-selection about what the catalogue knows of records.
+Both are expressions in the grammar of `ranktape.storage.query.where`. The condition is about metrics, the
+selection about what the catalogue knows of records. A file of rules is a YAML list of mappings, each a rule.
 """
 
 from __future__ import annotations
@@ -22,211 +22,8 @@ from ranktape.storage.places.failures import printable
 from ranktape.storage.query.where import Where, parse_where
 from ranktape.yaml_file import parse_yaml, read_text
 
-
-class Missing(enum.StrEnum):
-    """What becomes of a record or group for which the condition cannot be told, as a figure of it does not exist."""
-
-    FAIL = "fail"
-    """It is an offender."""
-    PASS = "pass"  # noqa: S105 - no password
-    """It is let pass, and counted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateRule:
-    """One thing that has to hold."""
-
-    name: str
-    """What people call it."""
-    check: str
-    """The condition."""
-    where: str | None = None
-    """Which records it is about; None for all."""
-    by: tuple[str, ...] | None = None
-    """The fields of which groups are made, each judged as one; none for single records, None where nothing was said."""
-    format: str | None = None
-    """Against whose limits is counted; None for those of the dtype."""
-    scaling: str | None = None
-    """With which scale: `none`, `tensor` or `block`; None is `none`."""
-    severity: Severity = Severity.HIGH
-    """How bad it is where it does not hold."""
-    allow_empty: bool = False
-    """Whether it holds where it is about no record."""
-    missing: Missing = Missing.FAIL
-    """What becomes of records without a figure that it asks for."""
-
-    @property
-    def condition(self) -> Where:
-        """What the condition means.
-
-        Raises:
-            UsageError: it is no expression.
-        """
-        try:
-            return parse_where(self.check)
-        except UsageError as error:
-            raise self.mistake(error) from error
-
-    def mistake(self, error: RanktapeError | str) -> UsageError:
-        """The error that says which rule is wrong, and why."""
-        return UsageError(f"rule {printable(repr(self.name))}: {error}")
-
-
-_WORDS = re.compile(
-    r"""'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*" | (?<![\w.])(?P<where>where)(?![\w.])""", re.VERBOSE | re.IGNORECASE
-)
-
-
-def parse_rule(text: str) -> GateRule:
-    """The rule that a text means; its name is the text.
-
-    Raises:
-        UsageError: it is none; the message says where.
-    """
-    places = [found for found in _WORDS.finditer(text) if found["where"]]
-    if len(places) > 1:
-        raise UsageError(f"rule {printable(repr(text))} has 'where' {len(places)} times: give it once, and 'and'")
-    check, where = (text, None) if not places else (text[: places[0].start()], text[places[0].end() :])
-    name = " ".join(text.split())
-    rule = GateRule(name=name, check=check.strip(), where=None if where is None else where.strip())
-    return checked(rule)
-
-
-def checked(rule: GateRule) -> GateRule:
-    """The same rule, if its expressions can be read.
-
-    Raises:
-        UsageError: one cannot.
-    """
-    names = rule.condition.names
-    if rule.where is not None:
-        try:
-            parse_where(rule.where)
-        except UsageError as error:
-            raise rule.mistake(f"where: {error}") from error
-    assert names, "a comparison has a field on one side"
-    return rule
-
-
 MAX_SHOWN = 60
 """Characters of a value in a message."""
-
-
-def read_rule_file(path: Path) -> list[GateRule]:
-    """The rules of a file, in order.
-
-    Raises:
-        UsageError: it cannot be read, or an entry is no rule; the message names the file and the entry.
-    """
-    text = read_text(path, option="--rule-file", wanted="a .yaml file", holds="rules")
-    return parse_rules(text, place=str(path))
-
-
-def parse_rules(text: str, *, place: str) -> list[GateRule]:
-    """The rules that a text in YAML lists; `place` is what messages call it.
-
-    Raises:
-        UsageError: it is no such list.
-    """
-    entries = parse_yaml(text, place=place)
-    if not isinstance(entries, list):
-        raise UsageError(f"{place} holds {_kind(entries)}, not a list of rules: write '- check: overflow.ratio == 0'")
-    if not entries:
-        raise UsageError(f"{place} lists no rule: write '- check: overflow.ratio == 0'")
-    rules = [_rule(entry, place=f"{place}, entry {number}") for number, entry in enumerate(entries, start=1)]
-    names: dict[str, int] = {}
-    for number, rule in enumerate(rules, start=1):
-        if rule.name in names:
-            raise UsageError(
-                f"{place}, entry {number}: the name {_shown(rule.name)} is that of entry {names[rule.name]} already"
-            )
-        names[rule.name] = number
-    return rules
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise UsageError("is to be text")
-    return value.strip()
-
-
-def _line(value: Any) -> str:
-    return " ".join(_text(value).split())
-
-
-def _fields(value: Any) -> tuple[str, ...]:
-    several = value.split(",") if isinstance(value, str) else value
-    if not isinstance(several, list) or not all(isinstance(field, str) and field.strip() for field in several):
-        raise UsageError("is to be a field, or a list of fields")
-    return tuple(dict.fromkeys(field.strip().replace("-", "_") for field in several))
-
-
-def _truth(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise UsageError("is to be true or false")
-    return value
-
-
-def _severity(value: Any) -> Severity:
-    if value not in set(Severity):
-        raise UsageError(f"is to be one of {', '.join(Severity)}")
-    return Severity(value)
-
-
-def _missing(value: Any) -> Missing:
-    if value not in set(Missing):
-        raise UsageError(f"is to be one of {', '.join(Missing)}")
-    return Missing(value)
-
-
-_PARSERS: dict[str, Callable[[Any], Any]] = {
-    "name": _line,
-    "check": _text,
-    "where": _text,
-    "by": _fields,
-    "format": _text,
-    "scaling": _text,
-    "severity": _severity,
-    "allow_empty": _truth,
-    "missing": _missing,
-}
-"""The keys of an entry, and what their values are."""
-
-
-def _rule(entry: Any, *, place: str) -> GateRule:
-    if not isinstance(entry, dict):
-        raise UsageError(f"{place} is {_kind(entry)}, not a rule: write '- check: overflow.ratio == 0'")
-    named = entry.get("name")
-    shown = f"{place} ({_shown(named)})" if isinstance(named, str) else place
-    values = {}
-    for key, value in entry.items():
-        if key not in _PARSERS:
-            near = difflib.get_close_matches(key, _PARSERS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(_PARSERS)}"
-            raise UsageError(f"{shown}: unknown key {_shown(key)}: {hint}")
-        try:
-            values[key] = _PARSERS[key](value)
-        except (UsageError, TypeError) as error:
-            what = error if isinstance(error, UsageError) else "is of another kind"
-            raise UsageError(f"{shown}: {key} {what}, and is {_shown(value)}") from error
-    if "check" not in values:
-        raise UsageError(f"{shown}: there is no check: write what has to hold, as 'check: overflow.ratio == 0'")
-    where = f" where {values['where']}" if "where" in values else ""
-    try:
-        return checked(GateRule(**({"name": values["check"] + where} | values)))
-    except UsageError as error:
-        raise UsageError(f"{place}: {error}") from error
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "a mapping", list: "a list", str: "text", bool: "a truth value", type(None): "nothing"}
-    return kinds.get(type(value), "a number")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return printable(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
-
 
 DEFAULT_RULES = """\
 # The rules of 'ranktape analyze gate' where none are given. Edit them, and give the file with --rule-file.
@@ -255,9 +52,197 @@ DEFAULT_RULES = """\
   allow_empty: true
   missing: pass
 """
-"""As a file of rules."""
+"""The rules that hold for every run, if nothing else is asked for, as a file: the catalogue answers all of them."""
+
+
+class Missing(enum.StrEnum):
+    """What becomes of a record or group for which the condition cannot be told, as a metric of it does not exist."""
+
+    FAIL = "fail"
+    """It is an offender."""
+    PASS = "pass"  # noqa: S105 - no password
+    """It is let pass, and counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateRule:
+    """One thing that has to hold."""
+
+    name: str
+    """What people call it."""
+    check: str
+    """The condition."""
+    where: str | None = None
+    """Which records it is about; None for all."""
+    by: tuple[str, ...] | None = None
+    """The fields of which groups are made, each judged as one; none for single records, None where nothing was said."""
+    format: str | None = None
+    """Against whose limits is counted; None for those of the dtype."""
+    scaling: str | None = None
+    """With which scale: `none`, `tensor` or `block`; None is `none`."""
+    severity: Severity = Severity.HIGH
+    """How bad it is where it does not hold."""
+    allow_empty: bool = False
+    """Whether it holds where it is about no record."""
+    missing: Missing = Missing.FAIL
+    """What becomes of records without a metric that it asks for."""
+
+    @property
+    def condition(self) -> Where:
+        """What the condition means.
+
+        Raises:
+            UsageError: it is no expression.
+        """
+        try:
+            return parse_where(self.check)
+        except UsageError as error:
+            raise self.mistake(error) from error
+
+    def mistake(self, error: RanktapeError | str) -> UsageError:
+        """The error that says which rule is wrong, and why."""
+        return UsageError(f"rule {printable(repr(self.name))}: {error}")
+
+    def checked(self) -> GateRule:
+        """The same rule, if its expressions can be read.
+
+        Raises:
+            UsageError: one cannot.
+        """
+        assert self.condition.names, "a comparison has a field on one side"
+        try:
+            parse_where(self.check if self.where is None else self.where)
+        except UsageError as error:
+            raise self.mistake(f"where: {error}") from error
+        return self
+
+
+_WORDS = re.compile(
+    r"""'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*" | (?<![\w.])(?P<where>where)(?![\w.])""", re.VERBOSE | re.IGNORECASE
+)
+
+
+def parse_rule(text: str) -> GateRule:
+    """The rule that a text means; its name is the text.
+
+    Raises:
+        UsageError: it is none; the message says where.
+    """
+    places = [found for found in _WORDS.finditer(text) if found["where"]]
+    if len(places) > 1:
+        raise UsageError(f"rule {printable(repr(text))} has 'where' {len(places)} times: give it once, and 'and'")
+    check, where = (text, None) if not places else (text[: places[0].start()], text[places[0].end() :])
+    name = " ".join(text.split())
+    return GateRule(name=name, check=check.strip(), where=None if where is None else where.strip()).checked()
 
 
 def default_rules() -> list[GateRule]:
-    """The same as rules."""
+    """`DEFAULT_RULES` as rules."""
     return parse_rules(DEFAULT_RULES, place="the default rules")
+
+
+def read_rule_file(path: Path) -> list[GateRule]:
+    """The rules of a file, in order.
+
+    Raises:
+        UsageError: it cannot be read, or an entry is no rule; the message names the file and the entry.
+    """
+    text = read_text(path, option="--rule-file", wanted="a .yaml file", holds="rules")
+    return parse_rules(text, place=str(path))
+
+
+def parse_rules(text: str, *, place: str) -> list[GateRule]:
+    """The rules that a text in YAML lists; `place` is what messages call it.
+
+    Raises:
+        UsageError: it is no such list.
+    """
+    entries = parse_yaml(text, place=place)
+    if not isinstance(entries, list):
+        raise UsageError(f"{place} holds {_kind(entries)}, not a list of rules: write '- check: overflow.ratio == 0'")
+    if not entries:
+        raise UsageError(f"{place} lists no rule: write '- check: overflow.ratio == 0'")
+    rules = [_rule(entry, place=f"{place}, entry {number}") for number, entry in enumerate(entries, start=1)]
+    names: dict[str, int] = {}
+    for number, rule in enumerate(rules, start=1):
+        first = names.setdefault(rule.name, number)
+        if first != number:
+            raise UsageError(f"{place}, entry {number}: the name {_shown(rule.name)} is that of entry {first} already")
+    return rules
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError("is to be text")
+    return value.strip()
+
+
+def _fields(value: Any) -> tuple[str, ...]:
+    several = value.split(",") if isinstance(value, str) else value
+    if not isinstance(several, list) or not all(isinstance(field, str) and field.strip() for field in several):
+        raise UsageError("is to be a field, or a list of fields")
+    return tuple(dict.fromkeys(field.strip().replace("-", "_") for field in several))
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError("is to be true or false")
+    return value
+
+
+def _one_of(kind: type[enum.StrEnum]) -> Callable[[Any], enum.StrEnum]:
+    def parse(value: Any) -> enum.StrEnum:
+        if value not in set(kind):
+            raise UsageError(f"is to be one of {', '.join(kind)}")
+        return kind(value)
+
+    return parse
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "name": lambda value: " ".join(_text(value).split()),
+    "check": _text,
+    "where": _text,
+    "by": _fields,
+    "format": _text,
+    "scaling": _text,
+    "severity": _one_of(Severity),
+    "allow_empty": _truth,
+    "missing": _one_of(Missing),
+}
+"""The keys of an entry, and what their values are."""
+
+
+def _rule(entry: Any, *, place: str) -> GateRule:
+    if not isinstance(entry, dict):
+        raise UsageError(f"{place} is {_kind(entry)}, not a rule: write '- check: overflow.ratio == 0'")
+    named = entry.get("name")
+    shown = f"{place} ({_shown(named)})" if isinstance(named, str) else place
+    values = {}
+    for key, value in entry.items():
+        if key not in _PARSERS:
+            near = difflib.get_close_matches(key, _PARSERS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(_PARSERS)}"
+            raise UsageError(f"{shown}: unknown key {_shown(key)}: {hint}")
+        try:
+            values[key] = _PARSERS[key](value)
+        except (UsageError, TypeError) as error:
+            what = error if isinstance(error, UsageError) else "is of another kind"
+            raise UsageError(f"{shown}: {key} {what}, and is {_shown(value)}") from error
+    if "check" not in values:
+        raise UsageError(f"{shown}: there is no check: write what has to hold, as 'check: overflow.ratio == 0'")
+    where = f" where {values['where']}" if "where" in values else ""
+    try:
+        return GateRule(**({"name": values["check"] + where} | values)).checked()
+    except UsageError as error:
+        raise UsageError(f"{place}: {error}") from error
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "a mapping", list: "a list", str: "text", bool: "a truth value", type(None): "nothing"}
+    return kinds.get(type(value), "a number")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return printable(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
