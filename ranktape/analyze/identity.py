@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +147,20 @@ def short_names(stacks: Sequence[str]) -> dict[str, str]:
     head, tail = _num_alike(paths), _num_alike([path[::-1] for path in paths])
     short = [".".join(path[head : len(path) - tail]) for path in paths]
     return dict(zip(stacks, short if all(short) else stacks, strict=True))
+
+
+def role_of(module: str, layer_idx: int) -> str:
+    """The path of a module with a star in place of the number of its layer; as it is outside of the stack.
+
+    The number is the one that equals the layer, or the first one: stages of a pipeline count their own layers.
+    """
+    words = module.split(".")
+    numbers = [place for place, word in enumerate(words) if re.fullmatch(r"\d+", word, re.ASCII)]
+    if layer_idx < 0 or not numbers:
+        return module
+    same = [place for place in numbers if words[place].lstrip("0") in {str(layer_idx), "" if not layer_idx else "-"}]
+    words[(same or numbers)[0]] = "*"
+    return ".".join(words)
 
 
 def _num_alike(paths: Sequence[Sequence[str]]) -> int:

@@ -14,7 +14,7 @@ import torch
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Finding, Severity
-from ranktape.analyze.findings.survey import role_of
+from ranktape.analyze.identity import role_of
 from ranktape.analyze.legacy.open import open_source
 from ranktape.capture.writing.counting import reduce_to
 from tests.analyze.faulty_runs import Place, Sizes, faulty_run

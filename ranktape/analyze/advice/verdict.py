@@ -22,7 +22,6 @@ from ranktape.analyze.numerics.sweeps.options import SweepMode
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.numerics.sweeps.metrics import Level
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 

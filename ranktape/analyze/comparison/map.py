@@ -1,4 +1,4 @@
-"""Gives in which tokens and which channels of a tensor the differences are."""
+"""Gives where two tensors differ: by token and channel, and for single elements that stand for all."""
 
 from __future__ import annotations
 
@@ -115,21 +115,18 @@ def difference_map(
         StorageError: a store cannot be read.
         UsageError: shapes differ, or values were not kept.
     """
-    one, other = (side if isinstance(side, ComparedTensor) else ComparedTensor(records=(side,)) for side in (a, b))
-    for side in (one, other):
-        if not side.has_values:
-            raise UsageError(f"of {side.first!r} the {side.first.keep} were kept, and a map needs the values")
-    if one.shape != other.shape:
-        raise UsageError(f"{one.first!r} and {other.first!r} have the shapes {list(one.shape)} and {list(other.shape)}")
+    one, other = _alike(a, b, wanted="a map needs")
     if max_bins < 1:
         raise UsageError(f"max_bins={max_bins} is not allowed: give 1 or more")
     token_dims, channel_dims = _dims_of(one.first.layout, len(one.shape))
     arrays = (_as_matrix(side.read(view=view), token_dims, channel_dims) for side in (one, other))
-    tokens, channels = (math.prod(one.shape[dim] for dim in dims) for dims in (token_dims, channel_dims))
+    tokens, channels = (
+        _edges(math.prod(one.shape[dim] for dim in dims), max_bins) for dims in (token_dims, channel_dims)
+    )
     return DifferenceMap(
-        values=_binned(*arrays, token_edges=_edges(tokens, max_bins), channel_edges=_edges(channels, max_bins)),
-        token_edges=_edges(tokens, max_bins),
-        channel_edges=_edges(channels, max_bins),
+        values=_binned(*arrays, token_edges=tokens, channel_edges=channels),
+        token_edges=tokens,
+        channel_edges=channels,
         token_dims=token_dims,
         channel_dims=channel_dims,
         shape=one.shape,
@@ -212,12 +209,7 @@ def sample_pairs(
         StorageError: a store cannot be read.
         UsageError: shapes differ, values were not kept, or the count is negative.
     """
-    one, other = (side if isinstance(side, ComparedTensor) else ComparedTensor(records=(side,)) for side in (a, b))
-    for side in (one, other):
-        if not side.has_values:
-            raise UsageError(f"of {side.first!r} the {side.first.keep} were kept, and pairs need the values")
-    if one.shape != other.shape:
-        raise UsageError(f"{one.first!r} and {other.first!r} have the shapes {list(one.shape)} and {list(other.shape)}")
+    one, other = _alike(a, b, wanted="pairs need")
     if count < 0:
         raise UsageError(f"count={count} is not allowed: give 0 or more")
     places = _places(int(np.prod(one.shape, dtype=np.int64)), count=count)
@@ -238,3 +230,16 @@ def _taken(tensor: ComparedTensor, places: NDArray[np.int64], *, view: View) -> 
         if taken.dtype.kind == "c":
             return np.abs(taken.astype(np.complex128))
         return taken.astype(np.float64)
+
+
+def _alike(
+    a: Record | ComparedTensor, b: Record | ComparedTensor, *, wanted: str
+) -> tuple[ComparedTensor, ComparedTensor]:
+    """Both sides, if their values were kept and they have one shape."""
+    one, other = (side if isinstance(side, ComparedTensor) else ComparedTensor(records=(side,)) for side in (a, b))
+    for side in (one, other):
+        if not side.has_values:
+            raise UsageError(f"of {side.first!r} the {side.first.keep} were kept, and {wanted} the values")
+    if one.shape != other.shape:
+        raise UsageError(f"{one.first!r} and {other.first!r} have the shapes {list(one.shape)} and {list(other.shape)}")
+    return one, other

@@ -7,11 +7,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.numerics.differences.differences import Differences
 from ranktape.analyze.numerics.distributions.distances import Distances, distance
 from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
@@ -23,133 +23,88 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.numerics.differences.differences import Differences
     from ranktape.analyze.numerics.digests.digest import Digest
-    from ranktape.analyze.numerics.distributions.distances import Distances
     from ranktape.storage import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairFigure:
+class PairMetric:
     """One number that is made of what sets a pair apart."""
 
-    name: str
-    """Its name everywhere."""
-    kind: Kind
-    """What it is, and so how text shows it."""
-    of: Callable[[Differences, Distances | None], float | None]
-    """The figure; None where there is none."""
-    head: str = ""
-    """What text writes above a column of it."""
-    unit: str = ""
-    """Its unit, if it has one of its own."""
-    is_shown: bool = False
-    """Whether text shows it without being asked for everything."""
+    column: Column
+    """The column of a table with one row for each pair, with its name."""
+    of: Callable[[Any], float | None]
+    """The metric, of the differences of a pair, or of its distances."""
+    is_distance: bool = False
+    """Whether it is of the distributions."""
     is_judged: bool = False
     """Whether it is 0 between equal tensors and grows from there: what a divergence can be judged by."""
     is_good: bool = False
     """Whether more is better."""
-
-    @property
-    def column(self) -> Column:
-        """The column of a table with one row for each pair."""
-        return Column(name=self.name, kind=self.kind, unit=self.unit, head=self.head, is_detail=not self.is_shown)
 
     def worst(self, values: Sequence[float]) -> float | None:
         """The worst of several; None of none."""
         return (min if self.is_good else max)(values, default=None)
 
 
-def _difference(name: str, kind: Kind = Kind.FLOAT, **fields: object) -> PairFigure:
-    return PairFigure(name=name, kind=kind, of=lambda differences, _: getattr(differences, name), **fields)  # type: ignore[arg-type]
-
-
-def _count(name: str, field: str, head: str) -> PairFigure:
-    return PairFigure(name=name, kind=Kind.INTEGER, head=head, of=lambda differences, _: getattr(differences, field))
-
-
-def _distance(name: str, head: str, *, is_shown: bool = False) -> PairFigure:
-    return PairFigure(
-        name=name,
-        kind=Kind.FLOAT,
-        head=head,
-        is_shown=is_shown,
-        of=lambda _, distances: None if distances is None else getattr(distances, name),
-    )
+def _metric(
+    name: str,
+    head: str = "",
+    kind: Kind = Kind.FLOAT,
+    *,
+    of: str | Callable[[Any], float] = "",
+    unit: str = "",
+    is_shown: bool = False,
+    **fields: bool,
+) -> PairMetric:
+    column = Column(name=name, kind=kind, unit=unit, head=head, is_detail=not is_shown)
+    return PairMetric(column=column, of=of if callable(of) else attrgetter(of or name), **fields)
 
 
 _ALL = (
-    _difference("relative_norm", head="relative norm", is_shown=True, is_judged=True),
-    _difference("sqnr", head="SQNR", unit="dB", is_shown=True, is_good=True),
-    _difference("max_abs", head="max |a-b|", is_shown=True, is_judged=True),
-    _difference("mean_abs", head="mean |a-b|", is_judged=True),
-    _difference("max_rel", head="max relative", is_shown=True, is_judged=True),
-    _difference("mean_rel", head="mean relative", is_judged=True),
-    _difference("cosine", Kind.COSINE, is_shown=True, is_good=True),
-    _difference("correlation", Kind.COSINE, is_good=True),
-    _difference("ulp_max", Kind.INTEGER, head="max ulp", is_judged=True),
-    _count("differing.count", "num_differing", "differing count"),
-    PairFigure(
-        name="differing.ratio",
-        kind=Kind.RATIO,
-        head="differing",
+    _metric("relative_norm", "relative norm", is_shown=True, is_judged=True),
+    _metric("sqnr", "SQNR", unit="dB", is_shown=True, is_good=True),
+    _metric("max_abs", "max |a-b|", is_shown=True, is_judged=True),
+    _metric("mean_abs", "mean |a-b|", is_judged=True),
+    _metric("max_rel", "max relative", is_shown=True, is_judged=True),
+    _metric("mean_rel", "mean relative", is_judged=True),
+    _metric("cosine", kind=Kind.COSINE, is_shown=True, is_good=True),
+    _metric("correlation", kind=Kind.COSINE, is_good=True),
+    _metric("ulp_max", "max ulp", Kind.INTEGER, is_judged=True),
+    _metric("differing.count", "differing count", Kind.INTEGER, of="num_differing"),
+    _metric(
+        "differing.ratio",
+        "differing",
+        Kind.RATIO,
         is_shown=True,
         is_judged=True,
-        of=lambda differences, _: differences.num_differing / max(1, differences.num_elements),
+        of=lambda differences: differences.num_differing / max(1, differences.num_elements),
     ),
-    PairFigure(
-        name="zero.ratio",
-        kind=Kind.RATIO,
-        head="zero in a",
-        of=lambda differences, _: differences.num_zeros / max(1, differences.num_compared),
+    _metric(
+        "zero.ratio",
+        "zero in a",
+        Kind.RATIO,
+        of=lambda differences: differences.num_zeros / max(1, differences.num_compared),
     ),
-    _count("compared", "num_compared", "compared"),
-    _count("nan.both", "nan_both", "NaN in both"),
-    _count("nan.one", "nan_one", "NaN in one"),
-    _count("inf.equal", "inf_equal", "Inf in both"),
-    _count("inf.differing", "inf_differing", "Inf in one"),
-    _distance("kolmogorov_smirnov", "KS"),
-    _distance("wasserstein", "Wasserstein"),
-    _distance("relative_wasserstein", "relative Wasserstein"),
-    _distance("total_variation", "total variation"),
-    _distance("jensen_shannon", "JS divergence", is_shown=True),
+    _metric("compared", "compared", Kind.INTEGER, of="num_compared"),
+    _metric("nan.both", "NaN in both", Kind.INTEGER, of="nan_both"),
+    _metric("nan.one", "NaN in one", Kind.INTEGER, of="nan_one"),
+    _metric("inf.equal", "Inf in both", Kind.INTEGER, of="inf_equal"),
+    _metric("inf.differing", "Inf in one", Kind.INTEGER, of="inf_differing"),
+    _metric("kolmogorov_smirnov", "KS", is_distance=True),
+    _metric("wasserstein", "Wasserstein", is_distance=True),
+    _metric("relative_wasserstein", "relative Wasserstein", is_distance=True),
+    _metric("total_variation", "total variation", is_distance=True),
+    _metric("jensen_shannon", "JS divergence", is_distance=True, is_shown=True),
 )
 
-PAIR_FIGURES = {one.name: one for one in _ALL}
-"""Every figure of a pair by its name: of its differences, element by element, and of its distributions."""
+PAIR_METRICS = {one.column.name: one for one in _ALL}
+"""Every metric of a pair by its name: of its differences, element by element, and of its distributions."""
 
-DISTANCES = ("kolmogorov_smirnov", "wasserstein", "relative_wasserstein", "total_variation", "jensen_shannon")
+DISTANCES = tuple(name for name, one in PAIR_METRICS.items() if one.is_distance)
 """Those of the distributions."""
 
-JUDGED = tuple(one.name for one in _ALL if one.is_judged)
-"""The figures that a divergence can be judged by."""
-
-
-def judged_figure(name: str) -> PairFigure:
-    """The figure of that name, by which a divergence can be judged.
-
-    Raises:
-        UsageError: there is none; the message names the nearest.
-    """
-    if name not in JUDGED:
-        nearest = difflib.get_close_matches(name, JUDGED, n=2) or JUDGED
-        raise UsageError(f"a divergence cannot be judged by {name!r}: use {' or '.join(nearest)}")
-    return PAIR_FIGURES[name]
-
-
-def judged_value(figure: PairFigure, differences: Differences) -> float | None:
-    """The figure: 0 where no bit differs, infinite where one of the two is NaN or infinite alone."""
-    if not differences.num_differing:
-        return 0.0
-    return math.inf if differences.num_apart else figure.of(differences, None)
-
-
-def figures_of(differences: Differences | None, distances: Distances | None) -> tuple[float | None, ...]:
-    """Every figure of a pair, in the order of `PAIR_FIGURES`; None where it is not known."""
-    return tuple(
-        one.of(differences, distances)  # type: ignore[arg-type]  # distances need no differences
-        if differences is not None or one.name in DISTANCES
-        else None
-        for one in _ALL
-    )
+JUDGED = tuple(name for name, one in PAIR_METRICS.items() if one.is_judged)
+"""The metrics that a divergence can be judged by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,22 +121,47 @@ class ComparedPair:
     """Element by element; None where the distributions alone are compared."""
     distances: Distances | None
     """Between the distributions; None where they were not asked for."""
-    floor: float | None
-    """The judged figure between the reference and its twin in an equal run; None without one."""
-    ratio: float | None
-    """The judged figure over the floor; infinite where the floor is 0 and the figure is not; None without a floor."""
-    diverges: bool | None
+    value: float | None
+    """The judged metric: 0 where no bit differs, infinite where one of the two is NaN or infinite alone."""
+    floor: float | None = None
+    """The judged metric between the reference and its twin in an equal run; None without one."""
+    ratio: float | None = None
+    """The judged metric over the floor; infinite where the floor is 0 and the metric is not; None without a floor."""
+    diverges: bool | None = None
     """Whether the difference is larger than what is tolerated; None where that cannot be judged."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything differs: an element, or where distributions alone are known, these."""
+        if self.differences is not None:
+            return self.differences.num_differing > 0
+        return self.distances is not None and bool(self.distances.differ)
+
+    @property
+    def badness(self) -> float:
+        """The judged metric; of distributions alone their own, below every pair of which more is known."""
+        if self.differences is None:
+            variation = None if self.distances is None else self.distances.total_variation
+            return -2.0 if variation is None else variation - 1.5
+        return -1.0 if self.value is None or math.isnan(self.value) else self.value
+
+    def metrics(self) -> dict[str, float | None]:
+        """All of `PAIR_METRICS`; None for what is not known."""
+        known = {False: self.differences, True: self.distances}
+        return {
+            name: None if known[one.is_distance] is None else one.of(known[one.is_distance])
+            for name, one in PAIR_METRICS.items()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
     """Says which pairs diverge."""
 
-    figure: PairFigure
+    metric: str
     """What is compared with the limits."""
     tolerance: float
-    """The figure may be as large as this."""
+    """The metric may be as large as this."""
     margin: float
     """It may be as many times as large as the noise floor."""
     has_noise: bool
@@ -189,25 +169,63 @@ class Judge:
     is_same_tensor: bool
     """Whether both sides are the same tensors of a model: others do not diverge, they are different."""
 
-    def judge(
-        self, differences: Differences | None, twin: Differences | None, distances: Distances | None
-    ) -> tuple[float | None, float | None, bool | None]:
-        """The floor, the figure over the floor, and whether the pair diverges.
+    def __post_init__(self) -> None:
+        """Refuse what cannot be judged by.
+
+        Raises:
+            UsageError: a divergence cannot be judged by the metric, or a limit is negative.
+        """
+        if self.metric not in JUDGED:
+            nearest = difflib.get_close_matches(self.metric, JUDGED, n=2) or JUDGED
+            raise UsageError(f"a divergence cannot be judged by {self.metric!r}: use {' or '.join(nearest)}")
+        for name, limit in (("tolerance", self.tolerance), ("margin", self.margin)):
+            if not 0 <= limit < math.inf:
+                raise UsageError(f"{name} {limit} is not allowed: give 0 or more")
+
+    def pair(
+        self,
+        sides: tuple[Parts, Parts],
+        *,
+        order: int,
+        differences: Differences | None,
+        twin: Differences | None,
+        distances: Distances | None,
+    ) -> ComparedPair:
+        """The pair with its judgement.
 
         Distributions alone diverge where they are not the same at all, if nothing is tolerated and no noise is known.
         """
+        value, floor = self._value(differences), self._value(twin)
+        ratio = diverges = None
         if differences is None:
-            return None, None, self._judge_alone(distances) if self.is_same_tensor else None
-        value = judged_value(self.figure, differences)
-        floor = None if twin is None else judged_value(self.figure, twin)
-        if self.has_noise and floor is None:
-            return None, None, None
-        limit = max(self.tolerance, self.margin * (floor or 0.0))
-        ratio = None if value is None or floor is None else _ratio(value, floor)
-        return floor, ratio, None if value is None or not self.is_same_tensor else value > limit
+            floor = None
+            if distances is not None and not self.tolerance and not self.has_noise:
+                diverges = distances.differ
+        elif value is not None and (floor is not None or not self.has_noise):
+            ratio = None if floor is None else _ratio(value, floor)
+            diverges = value > max(self.tolerance, self.margin * (floor or 0.0))
+        return ComparedPair(
+            a=sides[0],
+            b=sides[1],
+            order=order,
+            differences=differences,
+            distances=distances,
+            value=value,
+            floor=floor,
+            ratio=ratio,
+            diverges=diverges if self.is_same_tensor else None,
+        )
 
-    def _judge_alone(self, distances: Distances | None) -> bool | None:
-        return None if distances is None or self.tolerance or self.has_noise else distances.differ
+    def _value(self, differences: Differences | None) -> float | None:
+        if differences is None or not differences.num_differing:
+            return None if differences is None else 0.0
+        return math.inf if differences.num_apart else PAIR_METRICS[self.metric].of(differences)
+
+
+def _ratio(value: float, floor: float) -> float | None:
+    if math.isinf(floor):
+        return None
+    return value / floor if floor else (math.inf if value else None)
 
 
 def execution_order(records: Records, rows: list[int]) -> list[int]:
@@ -218,12 +236,6 @@ def execution_order(records: Records, rows: list[int]) -> list[int]:
     for order, place in enumerate(ordered, start=1):
         places[place] = order
     return places
-
-
-def _ratio(value: float, floor: float) -> float | None:
-    if math.isinf(floor):
-        return None
-    return value / floor if floor else (math.inf if value else None)
 
 
 def distances_of(matching: Matching, *, view: View | None, engine: Engine) -> list[Distances | None]:
@@ -237,24 +249,21 @@ def distances_of(matching: Matching, *, view: View | None, engine: Engine) -> li
         StorageError: the store cannot be read.
         UsageError: a histogram was kept that is rounded already, and is to be looked at as it was seen.
     """
-    kept_a, kept_b = (records.column("keep").tolist() for records in (matching.a, matching.b))
-    is_kept = [
-        all(kept_a[row] == Keep.VALUES for row in a.rows) and all(kept_b[row] == Keep.VALUES for row in b.rows)
-        for a, b in matching.pairs
-    ]
-    views = [view or (View.SEEN if kept else View.COMPUTE) for kept in is_kept]
-    rows = [
-        tuple(_distinct(records, parts) for records, parts in zip((matching.a, matching.b), pair, strict=True))
-        for pair in matching.pairs
-    ]
+    sides = (matching.a, matching.b)
+    kept = [(records.column("keep") == Keep.VALUES).tolist() for records in sides]
+    views, rows = [], []
+    for pair in matching.pairs:
+        is_kept = all(of[row] for of, parts in zip(kept, pair, strict=True) for row in parts.rows)
+        views.append(view or (View.SEEN if is_kept else View.COMPUTE))
+        rows.append([_distinct(records, parts) for records, parts in zip(sides, pair, strict=True)])
     found: list[Distances | None] = [None] * len(rows)
     for one in sorted(set(views)):
         places = [place for place, rows_of in enumerate(rows) if views[place] is one and all(rows_of)]
-        sides = [
+        merged = [
             _merged(records, [rows[place][side] for place in places], view=one, engine=engine)
-            for side, records in enumerate((matching.a, matching.b))
+            for side, records in enumerate(sides)
         ]
-        for place, a, b in zip(places, *sides, strict=True):
+        for place, a, b in zip(places, *merged, strict=True):
             found[place] = distance(a, b)
     return found
 

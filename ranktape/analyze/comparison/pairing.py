@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ranktape.analyze.identity import role_of
 from ranktape.errors import NoRecordsError, UsageError
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class Pairing:
         for name in self.names:
             unmatched |= set(_FOLLOWS.get(name, ()))
         if self.is_of_kinds:
-            unmatched |= {field for field in ("module", "layer_idx") if not _in_common(a, b, field)}
+            unmatched |= {field for field in ("module", "layer_idx") if not _different(a, field) & _different(b, field)}
             unmatched |= {"call"} if _different(a, "call") != _different(b, "call") else set()
         if "module" in self.names and all(len(set(side.column("layer_idx").tolist())) == 1 for side in (a, b)):
             unmatched.add("layer_idx")
@@ -169,7 +170,7 @@ class Pairing:
         columns = {field: records.column(field).tolist() for field in matched}
         if "module" in columns and "layer_idx" in self.names:
             layers = records.column("layer_idx").tolist()
-            columns["module"] = [_without_layer(*both) for both in zip(columns["module"], layers, strict=True)]
+            columns["module"] = [role_of(*both) for both in zip(columns["module"], layers, strict=True)]
         if "tensor_name" in columns:
             columns["tensor_name"] = [renamed(name) for name in columns["tensor_name"]]
         return list(zip(*columns.values(), strict=True)) if columns else [()] * len(records)
@@ -225,19 +226,6 @@ def _bare(name: str) -> str:
     return name.removeprefix("grad_")
 
 
-def _without_layer(module: str, layer_idx: int) -> str:
-    """The path of a module without the number of its layer: of several numbers the one that is the layer's index.
-
-    Under pipeline parallelism a path may count the layers of its own stage: then it is the first number.
-    """
-    parts = module.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
-    if not numbers:
-        return module
-    place = next((place for place in numbers if parts[place] == str(layer_idx)), numbers[0])
-    return ".".join([*parts[:place], "*", *parts[place + 1 :]])
-
-
 def _standing(records: Records) -> list[str]:
     return [name for name in _different(records, "tensor_name") if _bare(name) in _STANDING]
 
@@ -258,10 +246,6 @@ def _without_standing(records: Records) -> Records:
 
 def _different(records: Records, field: str) -> set[Any]:
     return set(records.column(field).tolist())
-
-
-def _in_common(a: Records, b: Records, field: str) -> bool:
-    return not _different(a, field).isdisjoint(_different(b, field))
 
 
 def _values_of(records: Records, field: str) -> str:

@@ -6,7 +6,6 @@ One pass over the digests, which are small and kept; every kind of finding is th
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import numpy as np
 
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.findings.peers import codes_of, medians_of, members_of, octaves, sizes_of
-from ranktape.analyze.identity import IDENTITY, stacks_of
+from ranktape.analyze.identity import IDENTITY, role_of, stacks_of
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.metrics.target import parse_targets
@@ -184,20 +183,6 @@ def survey(
 
 def _is_counted(name: str) -> bool:
     return name.startswith("overflow.") and name.endswith(("count", "ratio", "total"))
-
-
-def role_of(module: str, layer_idx: int) -> str:
-    """The path of a module with a star in place of the number of its layer; as it is outside of the stack.
-
-    The number is the one that equals the layer, or the first one: stages of a pipeline count their own layers.
-    """
-    words = module.split(".")
-    numbers = [place for place, word in enumerate(words) if re.fullmatch(r"\d+", word, re.ASCII)]
-    if layer_idx < 0 or not numbers:
-        return module
-    same = [place for place in numbers if words[place].lstrip("0") in {str(layer_idx), "" if not layer_idx else "-"}]
-    words[(same or numbers)[0]] = "*"
-    return ".".join(words)
 
 
 def _roles(fields: dict[str, NDArray[Any]]) -> Codes:

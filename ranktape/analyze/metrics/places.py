@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.cache_object import Payload
-    from ranktape.analyze.identity import SampleName
-    from ranktape.analyze.metrics.counts import Counts, Row
-    from ranktape.analyze.metrics.target import Target
     from ranktape.storage import Record, Records
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.comparison.map import DifferenceMap, difference_map
 from ranktape.analyze.comparison.matching import match, places, rows_by_place
-from ranktape.analyze.comparison.pair_metrics import ComparedPair, Judge, distances_of, execution_order, judged_figure
+from ranktape.analyze.comparison.pair_metrics import ComparedPair, Judge, distances_of, execution_order
 from ranktape.analyze.comparison.pairing import Pairing, parse_pairs
-from ranktape.analyze.comparison.tables import PairTable, is_differing
+from ranktape.analyze.comparison.tables import PairTable
 from ranktape.analyze.comparison.tensors import PairTasks, compare_pairs
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
@@ -74,27 +73,29 @@ def compare(
     """
     pairing = Pairing(fields=parse_pairs(pair), neighbours=neighbours)
     judge = Judge(
-        figure=judged_figure(metric),
-        tolerance=_not_negative(tolerance, "tolerance"),
-        margin=_not_negative(margin, "margin"),
+        metric=metric,
+        tolerance=tolerance,
+        margin=margin,
         has_noise=noise is not None,
         is_same_tensor=pairing.is_same_tensor,
     )
     matching = _match(records, other, pairing, allow_unmatched=allow_unmatched)
     fields = with_stacks(by, matching.a)
-    keys = [matching.a.column(field).tolist() for field in fields]
+    keys = list(zip(*(matching.a.column(field).tolist() for field in fields), strict=True))
     pairs = _compared(matching, noise, judge, view=view, with_distances=distances, engine=engine or Engine())
-    table = PairTable(matching, figure=judge.figure, has_noise=judge.has_noise)
-    ordered = sorted(pairs, key=lambda one: one.order) if in_order else table.worst_first(pairs)
-    title, notes = _title(pairs, table, is_same_tensor=pairing.is_same_tensor), tuple(_notes(matching, pairs, judge))
+    pairs.sort(key=lambda one: one.order if in_order else (-one.badness, one.order))
+    table = PairTable(matching, judge)
+    title, notes = _title(pairs, table, judge), tuple(_notes(matching, pairs, judge))
     if not fields:
-        rows = tuple(table.pair_row(one) for one in ordered)
+        rows = tuple(table.pair_row(one) for one in pairs)
         return Table(title=title, columns=table.pair_columns(), rows=rows, notes=notes)
     groups: dict[tuple[Any, ...], list[ComparedPair]] = {}
-    for one in ordered:
-        key = tuple(_plain(column[one.a.rows[0]]) for column in keys)
+    for one in pairs:
+        # A missing value is a NaN, which is equal to nothing.
+        key = tuple(None if value != value else value for value in keys[one.a.rows[0]])  # noqa: PLR0124
         groups.setdefault(key, []).append(one)
-    rows = tuple(table.group_row(_named(fields, key), members) for key, members in groups.items())
+    named = {key: group_row(dict(zip(fields, key, strict=True)), num_records=0)[:-1] for key in groups}
+    rows = tuple(table.group_row(named[key], members) for key, members in groups.items())
     return Table(title=title, columns=table.group_columns(fields), rows=rows, notes=notes)
 
 
@@ -138,12 +139,6 @@ def compare_map(
     return difference_map(only.a, only.b, max_bins=max_bins, view=only.view)
 
 
-def _not_negative(value: float, name: str) -> float:
-    if not 0 <= value < math.inf:
-        raise UsageError(f"{name} {value} is not allowed: give 0 or more")
-    return value
-
-
 def _match(a: Records, b: Records | None, pairing: Pairing, *, allow_unmatched: bool) -> Matching:
     if b is None and not pairing.names:
         raise UsageError(
@@ -177,22 +172,10 @@ def _compared(
     answers = [answer for batch in engine.map(compare_pairs, tasks, sizes=tasks.sizes) for answer in batch]
     distances = distances_of(matching, view=view, engine=engine) if with_distances else [None] * len(matching.pairs)
     orders = execution_order(matching.a, [one.rows[0] for one, _ in matching.pairs])
-    pairs = []
-    for (one, other), order, (differences, twin), apart in zip(matching.pairs, orders, answers, distances, strict=True):
-        floor, ratio, diverges = judge.judge(differences, twin, apart)
-        pairs.append(
-            ComparedPair(
-                a=one,
-                b=other,
-                order=order,
-                differences=differences,
-                distances=apart,
-                floor=floor,
-                ratio=ratio,
-                diverges=diverges,
-            )
-        )
-    return pairs
+    return [
+        judge.pair(sides, order=order, differences=differences, twin=twin, distances=apart)
+        for sides, order, (differences, twin), apart in zip(matching.pairs, orders, answers, distances, strict=True)
+    ]
 
 
 def _twins(matching: Matching, noise: Records) -> list[tuple[int, ...] | None]:
@@ -206,10 +189,10 @@ def _twins(matching: Matching, noise: Records) -> list[tuple[int, ...] | None]:
     return twins
 
 
-def _title(pairs: Sequence[ComparedPair], table: PairTable, *, is_same_tensor: bool) -> str:
-    num_differing = sum(map(is_differing, pairs))
+def _title(pairs: Sequence[ComparedPair], table: PairTable, judge: Judge) -> str:
+    num_differing = sum(pair.differs for pair in pairs)
     counted = f"{len(pairs)} pairs compared, {num_differing} differ"
-    if not is_same_tensor:
+    if not judge.is_same_tensor:
         return counted
     diverging = [pair for pair in pairs if pair.diverges]
     if not diverging:
@@ -228,14 +211,4 @@ def _notes(matching: Matching, pairs: Sequence[ComparedPair], judge: Judge) -> I
         yield f"in {copies} pairs ranks that should hold the same recorded other bits: see 'ranktape analyze outliers'"
     unknown = sum(pair.diverges is None for pair in pairs) if judge.is_same_tensor else 0
     if unknown:
-        yield f"of {unknown} pairs it is not known whether they diverge: no noise floor, no {judge.figure.name}"
-
-
-def _plain(value: Any) -> Any:
-    """A value of a column; a missing one, which is a NaN, as None."""
-    return None if value != value else value  # noqa: PLR0124  (NaN)
-
-
-def _named(by: Sequence[str], key: Sequence[Any]) -> tuple[Any, ...]:
-    """The key of a group, as tables hold it."""
-    return group_row(dict(zip(by, key, strict=True)), num_records=0)[:-1]
+        yield f"of {unknown} pairs it is not known whether they diverge: no noise floor, no {judge.metric}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
+from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, role_of, with_stacks
 from ranktape.analyze.metrics.gather import Groups, group_digests, group_records
 from ranktape.analyze.numerics.distributions.distances import Distances, distance
 from ranktape.analyze.table import Column, Kind, Table
@@ -109,8 +109,7 @@ def _group_pairs(groups: Groups) -> dict[int, int]:
 
 def _record_pairs(records: Records, layers: Sequence[int]) -> dict[int, int]:
     """The place of each record's neighbour."""
-    paths = zip(records.column("module").tolist(), layers, strict=True)
-    modules = [_without_number(module, layer=layer) for module, layer in paths]
+    modules = map(role_of, records.column("module").tolist(), layers)
     ranks = records.column("rank").tolist()
     sites = zip(modules, *(records.column(field).tolist() for field in _SITE), strict=True)
     stacks: dict[tuple[Any, ...], dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
@@ -129,19 +128,6 @@ def _rank_pairs(here: dict[int, int], there: dict[int, int]) -> dict[int, int]:
         return {place: there[rank] for rank, place in here.items() if rank in there}
     ours, theirs = ([places[rank] for rank in sorted(places)] for places in (here, there))
     return dict(zip(ours, theirs, strict=False))
-
-
-def _without_number(module: str, *, layer: int) -> str:
-    """The path with a star for the number of the layer: its index where that is a part of the path, else the first.
-
-    Of the later stages of a pipeline the paths may begin with 0 again.
-    """
-    parts = module.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
-    named = [place for place in numbers if parts[place] == str(layer)]
-    for place in (named or numbers)[:1]:
-        parts[place] = "*"
-    return ".".join(parts)
 
 
 def _together(pairs: dict[int, int], found: Iterator[tuple[int, Digest]]) -> Iterator[tuple[int, int, Digest, Digest]]:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.metrics.places import Places
-    from ranktape.analyze.metrics.target import Target
     from ranktape.storage import Records
 
 SEVERITY_COLUMNS = (

@@ -1,6 +1,6 @@
 """Tells of which rows a condition holds, of which it does not, and of which it cannot be told.
 
-A missing figure compares as unknown, and `and`, `or` and `not` make of it what they make of a truth that nobody knows
+A missing metric compares as unknown, and `and`, `or` and `not` make of it what they make of a truth that nobody knows
 (Kleene, 1938): `a < 1 or b < 1` holds where a is 0, whether there is a b or not. A comparison with None is known.
 """
 
@@ -34,13 +34,13 @@ class Truth:
 class Fault:
     """One comparison of a condition, and the rows of which it is to blame."""
 
-    figure: str
-    """The figure that was compared."""
+    metric: str
+    """What was compared."""
     limit: str
     """How it should have compared, and with what."""
-    comparison: Comparison | None
+    comparison: Comparison | None = None
     """The same as one of six; None for lists and patterns."""
-    bound: float | None
+    bound: float | None = None
     """The number it should have compared with; None where it is none."""
     rows: Mask
     """Where it did not, and was needed to."""
@@ -80,41 +80,34 @@ def faults(condition: Condition, source: Columns, rows: Mask, *, is_wanted: bool
             truth = judge(part, source, num_rows=rows.size)
             is_right = truth.holds if is_wanted else truth.fails
             yield from faults(part, source, rows & ~is_right, is_wanted=is_wanted)
+    elif isinstance(condition, Compare):
+        right = condition.right
+        comparison = condition.comparison if is_wanted else _OPPOSITES[condition.comparison]
+        is_number = isinstance(right, int | float) and not isinstance(right, bool)
+        yield Fault(
+            metric=condition.left.name,
+            limit=f"{comparison.value} {right.name if isinstance(right, Field) else _literal(right)}",
+            comparison=comparison,
+            bound=float(right) if is_number else None,  # type: ignore[arg-type]  # it is a number
+            rows=rows,
+        )
     else:
-        yield _fault(condition, rows, is_wanted=is_wanted)
+        assert isinstance(condition, OneOf | Like), "every kind of condition is one of these"
+        what = (
+            f"in [{', '.join(map(_literal, condition.values))}]"
+            if isinstance(condition, OneOf)
+            else f"like {condition.pattern!r}"
+        )
+        yield Fault(metric=condition.field.name, limit=f"{'' if is_wanted else 'not '}{what}", rows=rows)
 
 
 def _compared(condition: Condition) -> list[str]:
     """The fields whose missing values leave it unknown."""
     if isinstance(condition, Compare):
-        if condition.right is None:
-            return []
-        return [one.name for one in (condition.left, condition.right) if isinstance(one, Field)]
-    if isinstance(condition, OneOf):
-        return [] if None in condition.values else [condition.field.name]
-    assert isinstance(condition, Like), "every kind of condition is one of these"
-    return [condition.field.name]
-
-
-def _fault(condition: Condition, rows: Mask, *, is_wanted: bool) -> Fault:
-    start = "" if is_wanted else "not "
-    if isinstance(condition, Compare):
-        right = condition.right
-        comparison = condition.comparison if is_wanted else _OPPOSITES[condition.comparison]
-        is_number = isinstance(right, int | float) and not isinstance(right, bool)
-        return Fault(
-            figure=condition.left.name,
-            limit=f"{comparison.value} {right.name if isinstance(right, Field) else _literal(right)}",
-            comparison=comparison,
-            bound=float(right) if is_number and isinstance(right, int | float) else None,
-            rows=rows,
-        )
-    if isinstance(condition, OneOf):
-        limit = f"{start}in [{', '.join(map(_literal, condition.values))}]"
-        return Fault(figure=condition.field.name, limit=limit, comparison=None, bound=None, rows=rows)
-    assert isinstance(condition, Like), "every kind of condition is one of these"
-    limit = f"{start}like {condition.pattern!r}"
-    return Fault(figure=condition.field.name, limit=limit, comparison=None, bound=None, rows=rows)
+        sides = () if condition.right is None else (condition.left, condition.right)
+        return [one.name for one in sides if isinstance(one, Field)]
+    assert isinstance(condition, OneOf | Like), "every kind of condition is one of these"
+    return [] if isinstance(condition, OneOf) and None in condition.values else [condition.field.name]
 
 
 _OPPOSITES = {

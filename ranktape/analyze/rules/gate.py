@@ -17,7 +17,7 @@ from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.rules.condition import Fault, faults, judge
 from ranktape.analyze.rules.result import GateResult, Offender, RuleOutcome
 from ranktape.analyze.rules.rule import GateRule, Missing, default_rules, parse_rule, read_rule_file
-from ranktape.analyze.rules.values import Judged, Origin, RuleOperand, parse_operand, values_of
+from ranktape.analyze.rules.values import Judged, RuleOperand, parse_operand, values_of
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage.query.columns import Comparison
 
@@ -124,7 +124,7 @@ def _asked(rule: GateRule, records: Records) -> _Asked:
     except UsageError as error:
         raise rule.mistake(error) from error
     notes = []
-    if rule.scaling == Scaling.BLOCK or any(operand.origin is Origin.SWEEP for operand in operands):
+    if rule.scaling == Scaling.BLOCK or any(operand.origin == "sweep" for operand in operands):
         floating = sweepable(chosen)
         if len(floating) < len(chosen):
             notes.append(f"{len(chosen) - len(floating)} records of integers or bool left out: no format is for them")
@@ -183,13 +183,13 @@ def _offenders(found: Sequence[Fault], judged: Judged) -> Iterator[Offender]:
     identities = identity_rows(judged.places.records) if has_records else []
     for fault in found:
         (rows,) = np.nonzero(fault.rows)
-        values = {row: _plain(judged.columns[fault.figure][row]) for row in rows.tolist()}
+        values = {row: _plain(judged.columns[fault.metric][row]) for row in rows.tolist()}
         for row in sorted(values, key=lambda row: _badness(values[row], fault), reverse=True):
             key, members = judged.groups[row]
             owners = np.unique(judged.places.owners[members])
             cells = group_row(key, num_records=0) if key else identities[owners[0]]
             yield Offender(
-                metric=fault.figure,
+                metric=fault.metric,
                 value=values[row],
                 limit=fault.limit,
                 records=int(owners.size),
@@ -198,7 +198,7 @@ def _offenders(found: Sequence[Fault], judged: Judged) -> Iterator[Offender]:
 
 
 def _badness(value: Any, fault: Fault) -> tuple[int, float]:
-    """Missing figures first, then the farther beyond the limit the sooner."""
+    """Missing metrics first, then the farther beyond the limit the sooner."""
     if value is None:
         return 2, 0.0
     if isinstance(value, str) or fault.bound is None:

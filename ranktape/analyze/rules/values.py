@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import enum
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -35,6 +34,80 @@ if TYPE_CHECKING:
     from ranktape.analyze.metrics.target import Target
     from ranktape.storage import Record, Records
 
+    Groupings = Sequence[tuple[dict[str, Any], NDArray[np.int64]]]
+
+REPLICAS = "replicas.differing"
+"""How many copies of a record hold other bits than it does; 0 where most hold the same."""
+
+LOSSES = (*SWEPT_METRICS, "overflow_ratio", "underflow_ratio", "flushed_ratio", "exponent")
+"""What can be asked of the recommended level of a sweep: `sqnr.mxfp8`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleOperand:
+    """What a name stands for."""
+
+    name: str
+    """The name, as it is written."""
+    origin: Literal["counts", "digest", "sweep", "replicas", "field"]
+    """What is beyond limits, a metric of values, what a format loses with the recommended scale, the checksums of
+    copies, or what the catalogue says of the record."""
+    part: str = ""
+    """Of counts their kind, of a sweep the metric."""
+    is_ratio: bool = False
+    """Of a count, whether it is one of all elements."""
+    format: str = ""
+    """Of a sweep the format."""
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether it depends on the limits that values are counted against."""
+        return self.needs_format or (self.origin == "counts" and self.part in {"upper", "lower", "total", "underflow"})
+
+    @property
+    def needs_format(self) -> bool:
+        """Whether against the limits of the dtype there is nothing to count."""
+        return self.origin == "counts" and self.part in {"flushed", "spoiled"}
+
+
+def parse_operand(name: str) -> RuleOperand:
+    """What a name stands for.
+
+    Raises:
+        UsageError: nothing; the message names what is like it.
+    """
+    if name in _COUNTS:
+        return _COUNTS[name]
+    if name == REPLICAS:
+        return RuleOperand(name=name, origin="replicas")
+    if name in METRICS or re.fullmatch(r"p\d+(\.\d+)?", name):
+        return RuleOperand(name=parse_metric(name).name, origin="digest")
+    if name in COLUMNS or name == SAMPLE:
+        return RuleOperand(name=name, origin="field")
+    part, dot, format_name = name.partition(".")
+    if dot and part in LOSSES:
+        resolve(format_name, options=SweepOptions())
+        return RuleOperand(name=name, origin="sweep", part=part, format=format_name)
+    known = [*_COUNTS, REPLICAS, *METRICS, *COLUMNS, *(f"{loss}.{format_name or 'mxfp8'}" for loss in LOSSES)]
+    near = [one for one in known if f".{name}." in f".{one}."]
+    near += difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(dict.fromkeys(near[:3]))}?" if near else f"use one of {', '.join(METRICS)}"
+    raise UsageError(f"no figure or field {printable(repr(name))}: {hint}")
+
+
+def _counts() -> dict[str, RuleOperand]:
+    found = [RuleOperand(name="elements", origin="counts", part="elements")]
+    for kind in KINDS:
+        names = f"overflow.{kind}.count", f"overflow.{kind}.ratio"
+        count, ratio = ("overflow.total", "overflow.ratio") if kind == "total" else names
+        found.append(RuleOperand(name=count, origin="counts", part=kind))
+        found.append(RuleOperand(name=ratio, origin="counts", part=kind, is_ratio=True))
+    found += [RuleOperand(name=f"overflow.{name}", origin="counts", part=name) for name in EXTREMES]
+    return {operand.name: operand for operand in found}
+
+
+_COUNTS = _counts()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Judged:
@@ -42,7 +115,7 @@ class Judged:
 
     places: Places
     """The records, or their samples."""
-    groups: list[tuple[dict[str, Any], NDArray[np.int64]]]
+    groups: Groupings
     """For each row its key and its places; the key is empty where rows are records."""
     columns: dict[str, NDArray[Any]]
     """For each name its values: numbers, NaN where there is none, or text as objects."""
@@ -59,7 +132,7 @@ def values_of(
 ) -> Judged:
     """The values of names, of what the catalogue knows without reading anything.
 
-    Counts of a group are those of all its elements, figures those of all its values. Of what a format loses, and of
+    Counts of a group are those of all its elements, metrics those of all its values. Of what a format loses, and of
     copies that differ, a group has those of its worst record.
 
     Raises:
@@ -69,29 +142,115 @@ def values_of(
             asked for what is known of whole records alone.
         UnknownFieldError: `by` names no field of a record.
     """
-    origins = {operand.origin for operand in operands}
-    if SAMPLE in by and not origins <= {Origin.COUNTS, Origin.FIELD}:
-        names = [operand.name for operand in operands if operand.origin not in {Origin.COUNTS, Origin.FIELD}]
-        raise UsageError(f"{', '.join(names)} is known of whole records, not of samples: leave sample out of by")
-    seen = view or (View.COMPUTE if targets else View.SEEN)
-    places = find_places(records, targets, by=by, view=seen, engine=engine)
+    named = {origin: [one for one in operands if one.origin == origin] for origin in _VALUES}
+    whole = [one.name for one in operands if one.origin not in {"counts", "field"}]
+    if SAMPLE in by and whole:
+        raise UsageError(f"{', '.join(whole)} is known of whole records, not of samples: leave sample out of by")
+    places = find_places(records, targets, by=by, view=view or (View.COMPUTE if targets else View.SEEN), engine=engine)
     groups = places.groups(by) if by else [({}, np.array([place])) for place in range(len(places.owners))]
-    judged = view or View.COMPUTE
+    asked = _Asked(records=records, places=places, groups=groups, by=by, view=view or View.COMPUTE, engine=engine)
     columns: dict[str, NDArray[Any]] = {}
-    columns |= _digest_values(
-        records, [one for one in operands if one.origin is Origin.DIGEST], groups, view=judged, engine=engine
-    )
-    swept = [one for one in operands if one.origin is Origin.SWEEP]
-    columns |= _swept_values(records, swept, groups, view=judged, engine=engine)
-    for operand in operands:
-        if operand.origin is Origin.COUNTS:
-            columns[operand.name] = _counted_values(places, operand, groups)
-        elif operand.origin is Origin.REPLICAS:
-            differing = differing_copies(records)
-            columns[operand.name] = np.array([_most(differing[members]) for _, members in groups])
-        elif operand.origin is Origin.FIELD:
-            columns[operand.name] = _field_values(places, operand.name, groups, by=by)
+    for origin, wanted in named.items():
+        if wanted:
+            columns |= _VALUES[origin](asked, wanted)
     return Judged(places=places, groups=groups, columns=columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Asked:
+    """What values are looked for in."""
+
+    records: Records
+    places: Places
+    groups: Groupings
+    by: Sequence[str]
+    view: View
+    engine: Engine | None
+
+    def worst(self, values: NDArray[np.float64], *, is_low: bool = False) -> NDArray[np.float64]:
+        """Of each group the lowest or the highest value of a record that is known."""
+        ends = np.fmin if is_low else np.fmax
+        return np.array([ends.reduce(values[members]) for _, members in self.groups], dtype=np.float64)
+
+
+def _digest_values(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+    numbers = np.zeros(len(asked.records), dtype=np.int64)
+    for row, (_, members) in enumerate(asked.groups):
+        numbers[members] = row
+    grouped = Groups(
+        keys=tuple(key for key, _ in asked.groups),
+        sizes=tuple(members.size for _, members in asked.groups),
+        numbers=tuple(numbers.tolist()),
+    )
+    columns = {operand.name: np.full(len(asked.groups), math.nan) for operand in operands}
+    for row, digest in group_digests(asked.records, grouped, view=asked.view, engine=asked.engine):
+        for name, column in columns.items():
+            value = parse_metric(name).of(digest)
+            column[row] = math.nan if value is None else value
+    return columns
+
+
+def _swept_values(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+    """The metrics of the recommended levels; NaN where a tensor needs no scale."""
+    records, view = asked.records, asked.view
+    formats = list(dict.fromkeys(operand.format for operand in operands))
+    # Two names may be one format.
+    jobs = [jobs_of(parse_request(name, view=view))[0] for name in formats]
+    found = {operand.name: np.full(len(records), math.nan) for operand in operands}
+    for place, sweeps in enumerate(sweep_records(records, [jobs] * len(records), view=view, engine=asked.engine)):
+        if isinstance(sweeps, RanktapeError):
+            raise sweeps
+        for operand in operands:
+            level = sweeps[formats.index(operand.format)].recommended
+            if level is not None:
+                found[operand.name][place] = getattr(level, operand.part)
+    is_low = {one.name: one.part in SWEPT_METRICS and not SWEPT_METRICS[one.part].is_error for one in operands}
+    return {name: asked.worst(values, is_low=is_low[name]) for name, values in found.items()}
+
+
+def _counted_values(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+    (counts,) = asked.places.counts
+    if asked.by:
+        rows = [asked.places.together(counts, members) for _, members in asked.groups]
+        counts = {name: np.array([row[name] for row in rows]) for name in counts}
+    elements = np.maximum(counts["elements"], 1)
+    return {one.name: counts[one.part] / (elements if one.is_ratio else 1) for one in operands}
+
+
+def _differing_copies(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+    """The most copies that differ; not known where none is seen to, and some are not known."""
+    differing = differing_copies(asked.records)
+    most = asked.worst(differing)
+    is_unknown = [bool(np.isnan(differing[members]).any()) for _, members in asked.groups]
+    return {one.name: np.where((most == 0) & np.array(is_unknown, dtype=bool), math.nan, most) for one in operands}
+
+
+def _field_values(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+    found: dict[str, NDArray[Any]] = {}
+    for name in (operand.name for operand in operands):
+        if asked.by and name not in asked.by:
+            raise UsageError(
+                f"{name} may differ within the groups by {', '.join(asked.by)}: name it in by, or in where"
+            )
+        if not asked.by:
+            found[name] = asked.places.records.column(name)[asked.places.owners]
+            continue
+        values = [key[name] for key, _ in asked.groups]
+        if name == SAMPLE or any(isinstance(value, str) for value in values):
+            found[name] = np.array([value if value is None else str(value) for value in values], dtype=object)
+        else:
+            found[name] = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+    return found
+
+
+_VALUES: dict[str, Callable[[_Asked, Sequence[RuleOperand]], dict[str, NDArray[Any]]]] = {
+    "digest": _digest_values,
+    "sweep": _swept_values,
+    "counts": _counted_values,
+    "replicas": _differing_copies,
+    "field": _field_values,
+}
+"""For each origin the values of its names."""
 
 
 def differing_copies(records: Records) -> NDArray[np.float64]:
@@ -112,8 +271,7 @@ def differing_copies(records: Records) -> NDArray[np.float64]:
         for record in view.records:
             placement = parse_placement(record.info)
             if placement is not None:
-                sizes = [axis.size for axis in placement.axes if axis.kind is AxisKind.REPLICATE]
-                num_copies = math.prod(sizes)
+                num_copies = math.prod(axis.size for axis in placement.axes if axis.kind is AxisKind.REPLICATE)
                 parts.setdefault(placement.fixed(AxisKind.REPLICATE), []).append(record)
         for copies in parts.values():
             bits = [(record.shape, record.checksum) for record in copies]
@@ -125,198 +283,3 @@ def differing_copies(records: Records) -> NDArray[np.float64]:
                 if len(copies) == 1 and num_copies > 1:
                     found[place] = math.nan
     return found
-
-
-def _counted_values(
-    places: Places, operand: RuleOperand, groups: Sequence[tuple[Any, NDArray[np.int64]]]
-) -> NDArray[Any]:
-    (counts,) = places.counts
-    if groups and not groups[0][0]:
-        values, elements = counts[operand.part], counts["elements"]
-    else:
-        rows = [places.together(counts, members) for _, members in groups]
-        values, elements = (np.array([row[name] for row in rows]) for name in (operand.part, "elements"))
-    return values / np.maximum(elements, 1) if operand.is_ratio else values
-
-
-def _field_values(
-    places: Places, name: str, groups: Sequence[tuple[dict[str, Any], NDArray[np.int64]]], *, by: Sequence[str]
-) -> NDArray[Any]:
-    if by and name not in by:
-        raise UsageError(f"{name} may differ within the groups by {', '.join(by)}: name it in by, or in where")
-    if not by:
-        return places.records.column(name)[places.owners]
-    values = [key[name] for key, _ in groups]
-    if name == SAMPLE or any(isinstance(value, str) for value in values):
-        return np.array([value if value is None else str(value) for value in values], dtype=object)
-    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
-
-
-def _digest_values(
-    records: Records,
-    operands: Sequence[RuleOperand],
-    groups: Sequence[tuple[Any, NDArray[np.int64]]],
-    *,
-    view: View,
-    engine: Engine | None,
-) -> dict[str, NDArray[Any]]:
-    if not operands:
-        return {}
-    numbers = np.zeros(len(records), dtype=np.int64)
-    for row, (_, members) in enumerate(groups):
-        numbers[members] = row
-    grouped = Groups(
-        keys=tuple(key for key, _ in groups),
-        sizes=tuple(members.size for _, members in groups),
-        numbers=tuple(numbers.tolist()),
-    )
-    columns = {operand.name: np.full(len(groups), math.nan) for operand in operands}
-    for row, digest in group_digests(records, grouped, view=view, engine=engine):
-        for name, column in columns.items():
-            value = parse_metric(name).of(digest)
-            column[row] = math.nan if value is None else value
-    return columns
-
-
-def _swept_values(
-    records: Records,
-    operands: Sequence[RuleOperand],
-    groups: Sequence[tuple[Any, NDArray[np.int64]]],
-    *,
-    view: View,
-    engine: Engine | None,
-) -> dict[str, NDArray[Any]]:
-    """The figures of the recommended levels; NaN where a tensor needs no scale."""
-    if not operands:
-        return {}
-    formats = list(dict.fromkeys(operand.format for operand in operands))
-    # Two names may be one format.
-    jobs = [jobs_of(parse_request(name, view=view))[0] for name in formats]
-    found = {operand.name: np.full(len(records), math.nan) for operand in operands}
-    for place, sweeps in enumerate(sweep_records(records, [jobs] * len(records), view=view, engine=engine)):
-        if isinstance(sweeps, RanktapeError):
-            raise sweeps
-        for operand in operands:
-            level = sweeps[formats.index(operand.format)].recommended
-            if level is not None:
-                found[operand.name][place] = getattr(level, operand.part)
-    return {
-        operand.name: np.array(
-            [_worst(found[operand.name][members], is_low=operand.is_worst_if_low) for _, members in groups]
-        )
-        for operand in operands
-    }
-
-
-def _most(differing: NDArray[np.float64]) -> float:
-    """The most copies that differ; not known where none is seen to, and some are not known."""
-    most = _worst(differing)
-    return math.nan if most == 0 and np.isnan(differing).any() else most
-
-
-def _worst(values: NDArray[np.float64], *, is_low: bool = False) -> float:
-    """The lowest or the highest of those that are known."""
-    known = values[~np.isnan(values)]
-    if not known.size:
-        return math.nan
-    return float(known.min() if is_low else known.max())
-
-
-REPLICAS = "replicas.differing"
-"""How many copies of a record hold other bits than it does; 0 where most hold the same."""
-
-LOSSES = (*SWEPT_METRICS, "overflow_ratio", "underflow_ratio", "flushed_ratio", "exponent")
-"""What can be asked of the recommended level of a sweep: `sqnr.mxfp8`."""
-
-
-class Origin(enum.Enum):
-    """Where a value comes from."""
-
-    COUNTS = "counts"
-    """What is beyond limits: from the catalogue, or against a format from digests."""
-    DIGEST = "digest"
-    """A figure of single values."""
-    SWEEP = "sweep"
-    """What a format loses with the recommended scale."""
-    REPLICAS = "replicas"
-    """The checksums of copies."""
-    FIELD = "field"
-    """What the catalogue says of the record."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuleOperand:
-    """What a name stands for."""
-
-    name: str
-    """The name, as it is written."""
-    origin: Origin
-    """Where its values come from."""
-    part: str = ""
-    """Of counts their kind, of a sweep the figure."""
-    is_ratio: bool = False
-    """Of a count, whether it is one of all elements."""
-    format: str = ""
-    """Of a sweep the format."""
-
-    @property
-    def has_limits(self) -> bool:
-        """Whether it depends on the limits that values are counted against."""
-        return self.origin is Origin.COUNTS and self.part in {
-            "upper",
-            "lower",
-            "total",
-            "underflow",
-            "flushed",
-            "spoiled",
-        }
-
-    @property
-    def needs_format(self) -> bool:
-        """Whether against the limits of the dtype there is nothing to count."""
-        return self.origin is Origin.COUNTS and self.part in {"flushed", "spoiled"}
-
-    @property
-    def is_worst_if_low(self) -> bool:
-        """Of a sweep, whether the lowest value of a group is its worst."""
-        return self.part in SWEPT_METRICS and not SWEPT_METRICS[self.part].is_error
-
-
-def parse_operand(name: str) -> RuleOperand:
-    """What a name stands for.
-
-    Raises:
-        UsageError: nothing; the message names what is like it.
-    """
-    if name in _COUNTS:
-        return _COUNTS[name]
-    if name == REPLICAS:
-        return RuleOperand(name=name, origin=Origin.REPLICAS)
-    if name in METRICS or re.fullmatch(r"p\d+(\.\d+)?", name):
-        return RuleOperand(name=parse_metric(name).name, origin=Origin.DIGEST)
-    if name in COLUMNS or name == SAMPLE:
-        return RuleOperand(name=name, origin=Origin.FIELD)
-    part, dot, format_name = name.partition(".")
-    if dot and part in LOSSES:
-        resolve(format_name, options=SweepOptions())
-        return RuleOperand(name=name, origin=Origin.SWEEP, part=part, format=format_name)
-    known = [*_COUNTS, REPLICAS, *METRICS, *COLUMNS, *(f"{loss}.{format_name or 'mxfp8'}" for loss in LOSSES)]
-    near = [one for one in known if f".{name}." in f".{one}."]
-    near += difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(dict.fromkeys(near[:3]))}?" if near else f"use one of {', '.join(METRICS)}"
-    raise UsageError(f"no figure or field {printable(repr(name))}: {hint}")
-
-
-def _counts() -> dict[str, RuleOperand]:
-    found = [RuleOperand(name="elements", origin=Origin.COUNTS, part="elements")]
-    for kind in KINDS:
-        names = f"overflow.{kind}.count", f"overflow.{kind}.ratio"
-        for name, is_ratio in zip(
-            ("overflow.total", "overflow.ratio") if kind == "total" else names, (False, True), strict=True
-        ):
-            found.append(RuleOperand(name=name, origin=Origin.COUNTS, part=kind, is_ratio=is_ratio))
-    found += [RuleOperand(name=f"overflow.{name}", origin=Origin.COUNTS, part=name) for name in EXTREMES]
-    return {operand.name: operand for operand in found}
-
-
-_COUNTS = _counts()
