@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ranktape.analyze import FORMATS, fake_quantize, quantize
-from ranktape.analyze.numerics.formats import Rounding
+from ranktape.analyze import fake_quantize, quantize
+from ranktape.analyze.numerics.formats import FORMATS, Rounding
 from ranktape.analyze.numerics.histograms.moments import warm_up
 from ranktape.errors import UsageError
 

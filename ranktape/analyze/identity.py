@@ -1,4 +1,4 @@
-"""Gives the columns that say which record a row is of, and the names of samples."""
+"""Gives the columns that say which record or group a row is of, and the names of samples, layers and stacks."""
 
 from __future__ import annotations
 

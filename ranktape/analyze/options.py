@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from ranktape.analyze.console import say
-from ranktape.analyze.sweep_arguments import SWEEP_MODES
 from ranktape.analyze.table import Form, Table, write_table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.fields import RECORD_FIELDS
@@ -31,6 +30,9 @@ FILTERS = {field.name: field.help for field in RECORD_FIELDS if field.help}
 
 FORMAT_HELP = "Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16, fp16."
 """What `--format` of one format takes."""
+
+SWEEP_MODES = ("mx", "tensor", "channel", "legacy")
+"""The members of `SweepMode`, which is not imported for a help text."""
 
 MAX_TEXT_ROWS = 50
 """Rows that text on stdout shows where no number is asked for: it is read by people."""

@@ -288,7 +288,7 @@ def test_samples_are_checked(tmp_path: Path) -> None:
         (
             "overflw.ratio < 1",
             {},
-            r"rule 'overflw.ratio < 1': no figure or field 'overflw.ratio': did you mean overflow",
+            r"rule 'overflw.ratio < 1': no metric or field 'overflw.ratio': did you mean overflow",
         ),
         ("std <", {}, "expected a field, a number or a text in quotes"),
         ("std < 1 where", {}, "where: expected"),

@@ -10,9 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze import FORMATS, SCHEMES, quantize
-from ranktape.analyze.numerics.formats import codes_of, decode, round_to
+from ranktape.analyze import quantize
+from ranktape.analyze.numerics.formats import FORMATS, codes_of, decode, round_to
 from ranktape.analyze.numerics.quantization.encoded import Quantized
+from ranktape.analyze.numerics.quantization.schemes import SCHEMES
 from ranktape.errors import UsageError
 from tests.analyze.quantize_twin import ELEMENTS, AnyArray, Expected, quantize_slowly, same_bits, special_values
 

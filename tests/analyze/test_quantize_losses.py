@@ -7,8 +7,8 @@ import warnings
 import numpy as np
 import pytest
 
-from ranktape.analyze import QuantizationWarning, quantize
-from ranktape.analyze.numerics.quantization.encoded import Losses, LossSeverity
+from ranktape.analyze import quantize
+from ranktape.analyze.numerics.quantization.encoded import Losses, LossSeverity, QuantizationWarning
 
 
 def losses(*, num_elements: int = 1000, underflow: int = 0, flushed: int = 0, overflow: int = 0) -> Losses:

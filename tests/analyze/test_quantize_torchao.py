@@ -12,7 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze import FORMATS, SCHEMES, quantize
+from ranktape.analyze import quantize
+from ranktape.analyze.numerics.formats import FORMATS
+from ranktape.analyze.numerics.quantization.schemes import SCHEMES
 from tests.analyze.quantize_twin import AnyArray, same_bits
 
 ELEMENTS = ["fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1"]

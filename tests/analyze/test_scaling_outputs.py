@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze import SCHEMES, ScaleSweep, SweepMode, SweepOptions, sweep_array
 from ranktape.analyze.advice.recommendation import recommend
 from ranktape.analyze.legacy.outputs.plots import draw_panels
 from ranktape.analyze.legacy.outputs.text import Subject, analysis_lines, level_lines, limit_lines, results_text
@@ -28,7 +27,10 @@ from ranktape.analyze.legacy.outputs.write import (
     safe_name,
     titles_of,
 )
+from ranktape.analyze.numerics.quantization.schemes import SCHEMES
 from ranktape.analyze.numerics.sweeps.metrics import METRICS
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array
 from ranktape.analyze.views.whole_file import writing
 from ranktape.errors import AccessDeniedError, DataError, NoSpaceError, StorageError
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ranktape.analyze import SweepOptions, sweep_array
 from ranktape.analyze.advice.recommendation import recommend
 from ranktape.analyze.legacy.outputs.plots import PANELS, draw_panels, draw_summary
 from ranktape.analyze.legacy.outputs.text import results_text
 from ranktape.analyze.legacy.outputs.words import limits_of, statistics_lines
+from ranktape.analyze.numerics.sweeps.options import SweepOptions
+from ranktape.analyze.numerics.sweeps.sweep import sweep_array
 from ranktape.analyze.views.plots.style import plot_bytes
 from tests.analyze.test_plot import assert_readable, texts
 from tests.analyze.test_scaling_outputs import NORMAL, SUBJECT, sweep_of

@@ -11,7 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze import SweepOptions, View, sweep, sweep_array
+from ranktape.analyze import View, sweep
+from ranktape.analyze.numerics.sweeps.options import SweepOptions
+from ranktape.analyze.numerics.sweeps.sweep import sweep_array
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.storage import Run
@@ -102,7 +104,7 @@ def test_tensors_without_a_scale_have_a_row_and_a_note(tmp_path: Path) -> None:
     assert rows["zeros"]["exponent"] is None
     assert "tokens" not in rows, "no scale is sought for indices"
     assert table.notes == (
-        "2 of 4 tensors hold NaN or Inf, which are left out of the figures",
+        "2 of 4 tensors hold NaN or Inf, which are left out of the metrics",
         "3 of 4 tensors hold no finite number other than zero: no scale",
     )
     with pytest.raises(UsageError, match="no record holds floating-point numbers"):

@@ -17,9 +17,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from ranktape.analyze import SweepOptions, sweep_array
 from ranktape.analyze.cli import cli
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
+from ranktape.analyze.numerics.sweeps.options import SweepOptions
+from ranktape.analyze.numerics.sweeps.sweep import sweep_array
 from ranktape.capture.writing.counting import reduce_to
 from tests.analyze.pt_files import save, seed_file
 from tests.analyze.runs import describe_tensor, model_tensors, store
@@ -272,9 +273,9 @@ def test_options_reach_the_sweep(here: Path) -> None:
         "min_scale_exp": -2.0,
         "num_levels": 3,
     }
-    from ranktape.analyze import SweepMode
     from ranktape.analyze.numerics.formats import Rounding
     from ranktape.analyze.numerics.quantization.schemes import ScaleRule
+    from ranktape.analyze.numerics.sweeps.options import SweepMode
 
     expected = sweep_array(
         array,

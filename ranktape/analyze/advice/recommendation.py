@@ -2,7 +2,7 @@
 
 `recommend` judges one tensor. What is beyond the format's limits has a severity, the metrics have a spread over
 the levels, and `advice` says in words what follows. All of it is the same for a tensor and a multiple of it,
-figures in the tensor's own unit aside, and nothing is NaN.
+metrics in the tensor's own unit aside, and nothing is NaN.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def recommend(sweep: ScaleSweep) -> Recommendation:
     """The level to use and all that speaks for and against it.
 
     Levels without any error, a single level and no level at all are fine. NaN and infinities of the tensor are
-    in no figure.
+    in no metric.
     """
     verdicts = tuple(map(verdict_of, sweep.levels))
     chosen = sweep.recommended

@@ -1,4 +1,4 @@
-"""Tells how much of a tensor a level puts beyond the limits of its format, and how bad that is."""
+"""Tells what a level of a sweep loses beyond the limits of its format, and how much the level matters."""
 
 from __future__ import annotations
 
@@ -310,11 +310,11 @@ class Spread:
     """How far one metric moves over the levels."""
 
     lowest: float
-    """Smallest figure of all levels."""
+    """Smallest metric of all levels."""
     highest: float
     """Largest one; infinite for PSNR where a level loses nothing."""
     deviation: float
-    """Standard deviation (of the levels, not of a sample of them) of the finite figures; 0 without any."""
+    """Standard deviation (of the levels, not of a sample of them) of the finite metrics; 0 without any."""
     variation: Variation
     """What that means, by the seeds' limits: for MSE 10 % of the lowest, for cosine 0.01, for PSNR 10 and 20 dB."""
 
@@ -347,7 +347,7 @@ def is_square_beyond(level: Level) -> bool:
 
 
 def stability_of(levels: Sequence[Level]) -> Stability:
-    """How far the metrics move over at least one level; figures may be infinite, and are never NaN."""
+    """How far the metrics move over at least one level; metrics may be infinite, and are never NaN."""
     return Stability(
         mse=_spread([level.mse for level in levels], _variation_of_mse),
         cosine=_spread([level.cosine for level in levels], _variation_of_cosine),
@@ -356,10 +356,10 @@ def stability_of(levels: Sequence[Level]) -> Stability:
     )
 
 
-def _spread(figures: Sequence[float], variation: Callable[[float, float], Variation]) -> Spread:
-    lowest, highest = min(figures), max(figures)
-    finite = np.array([figure for figure in figures if math.isfinite(figure)])
-    # Divided by the largest first: squares of figures near the ends of float64 are beyond it.
+def _spread(metrics: Sequence[float], variation: Callable[[float, float], Variation]) -> Spread:
+    lowest, highest = min(metrics), max(metrics)
+    finite = np.array([metric for metric in metrics if math.isfinite(metric)])
+    # Divided by the largest first: squares of metrics near the ends of float64 are beyond it.
     largest = float(np.abs(finite).max(initial=0.0))
     deviation = largest * float(np.std(finite / largest)) if largest > 0 else 0.0
     steady = lowest == highest

@@ -1,4 +1,4 @@
-"""The records of the one side that belong to those of the other, and those that have no counterpart."""
+"""Finds the records of the one side that belong to those of the other, and those without a counterpart."""
 
 from __future__ import annotations
 

@@ -1,13 +1,21 @@
-"""The tables of compared pairs: one row for each pair, or for each group of them."""
+"""Makes the tables of compared pairs: one row for each pair, or for each group of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.comparison.matching import site_name
 from ranktape.analyze.comparison.pair_metrics import PAIR_METRICS, ComparedPair, Judge
-from ranktape.analyze.identity import IDENTITY, group_columns, identity_columns, identity_fields, identity_rows
+from ranktape.analyze.identity import (
+    IDENTITY,
+    group_columns,
+    group_row,
+    identity_columns,
+    identity_fields,
+    identity_rows,
+    with_stacks,
+)
 from ranktape.analyze.table import Column, Kind
 from ranktape.storage.places.failures import printable
 
@@ -25,15 +33,38 @@ _ANSWERS = {True: "yes", False: "no", None: None}
 class PairTable:
     """Makes the rows of pairs and of groups."""
 
-    def __init__(self, matching: Matching, judge: Judge) -> None:
+    def __init__(self, matching: Matching, judge: Judge, *, by: Sequence[str]) -> None:
+        """Take the sides; with `by` rows are of groups.
+
+        Raises:
+            UnknownFieldError: `by` names no field.
+        """
         self._judge = judge
+        self._by = with_stacks(by, matching.a)
+        self._keys = list(zip(*(matching.a.column(field).tolist() for field in self._by), strict=True))
         self._sides = (matching.a, matching.b)
         self._fields = [identity_fields(records) for records in self._sides]
         self._identities = [identity_rows(records) for records in self._sides]
         self._ranks = [records.column("rank").tolist() for records in self._sides]
 
-    def pair_columns(self) -> tuple[Column, ...]:
-        """The columns of a table with one row for each pair."""
+    def columns(self) -> tuple[Column, ...]:
+        """The columns."""
+        return self._group_columns() if self._by else self._pair_columns()
+
+    def rows(self, pairs: Sequence[ComparedPair]) -> Iterator[tuple[Any, ...]]:
+        """One row for each pair or group of them, in their order."""
+        if not self._by:
+            yield from map(self._pair_row, pairs)
+            return
+        groups: dict[tuple[Any, ...], list[ComparedPair]] = {}
+        for pair in pairs:
+            # A missing value is a NaN, which is equal to nothing.
+            key = tuple(None if value != value else value for value in self._keys[pair.a.rows[0]])  # noqa: PLR0124
+            groups.setdefault(key, []).append(pair)
+        for key, members in groups.items():
+            yield (*group_row(dict(zip(self._by, key, strict=True)), num_records=0)[:-1], *_group_cells(members))
+
+    def _pair_columns(self) -> tuple[Column, ...]:
         noise = (
             Column(name="noise.floor", kind=Kind.FLOAT, head=f"floor of {self._judge.metric}", is_detail=False),
             Column(name="noise.ratio", kind=Kind.FLOAT, head="over floor"),
@@ -53,8 +84,7 @@ class PairTable:
             *(Column(name=f"b.{column.name}", kind=column.kind, is_detail=True) for column in theirs),
         )
 
-    def pair_row(self, pair: ComparedPair) -> tuple[Any, ...]:
-        """What those columns hold for a pair."""
+    def _pair_row(self, pair: ComparedPair) -> tuple[Any, ...]:
         differences = pair.differences
         mine, theirs = (self._identity(side, pair) for side in (0, 1))
         ranks = [[of[row] for row in parts.rows] for of, parts in zip(self._ranks, (pair.a, pair.b), strict=True)]
@@ -71,25 +101,14 @@ class PairTable:
             *theirs.values(),
         )
 
-    def group_columns(self, by: Sequence[str]) -> tuple[Column, ...]:
-        """The columns of a table with one row for each group."""
+    def _group_columns(self) -> tuple[Column, ...]:
         summaries = [
             Column(name=f"{name}.{which}", kind=of.kind, unit=of.unit, head=f"{which} {of.head or name}")
             for name, of in ((name, PAIR_METRICS[name].column) for name in SUMMARISED)
             for which in ("worst", "median")
         ]
         counts = (Column(name=name, kind=Kind.INTEGER) for name in ("pairs", "differing", "diverging"))
-        return (*group_columns(by)[:-1], *counts, *summaries)
-
-    def group_row(self, key: Sequence[Any], pairs: Sequence[ComparedPair]) -> tuple[Any, ...]:
-        """What those columns hold for a group; the lower of two middle values is the median."""
-        judged = [pair.diverges for pair in pairs if pair.diverges is not None]
-        cells: list[Any] = [len(pairs), sum(pair.differs for pair in pairs), sum(judged) if judged else None]
-        rows = [pair.metrics() for pair in pairs]
-        for name in SUMMARISED:
-            known = sorted(value for row in rows if (value := row[name]) is not None)
-            cells += [PAIR_METRICS[name].worst(known), known[(len(known) - 1) // 2] if known else None]
-        return (*key, *cells)
+        return (*group_columns(self._by)[:-1], *counts, *summaries)
 
     def place(self, pair: ComparedPair) -> str:
         """Where a pair is, and how large its difference is, in one line."""
@@ -120,3 +139,14 @@ def _against(mine: dict[str, Any], theirs: dict[str, Any], *, ranks: list[list[i
     if mine["shape"] != theirs["shape"]:
         words.append(f"shape={theirs['shape']}".replace(" ", ""))
     return words
+
+
+def _group_cells(pairs: Sequence[ComparedPair]) -> list[Any]:
+    """What is said of a group; the lower of two middle values is the median."""
+    judged = [pair.diverges for pair in pairs if pair.diverges is not None]
+    cells: list[Any] = [len(pairs), sum(pair.differs for pair in pairs), sum(judged) if judged else None]
+    rows = [pair.metrics() for pair in pairs]
+    for name in SUMMARISED:
+        known = sorted(value for row in rows if (value := row[name]) is not None)
+        cells += [PAIR_METRICS[name].worst(known), known[(len(known) - 1) // 2] if known else None]
+    return cells

@@ -1,4 +1,4 @@
-"""Reads a tensor of a pair: as one record or put together from several, whole or sample by sample."""
+"""Reads and compares the tensors of pairs: as records or put together, whole or sample by sample, in batches."""
 
 from __future__ import annotations
 

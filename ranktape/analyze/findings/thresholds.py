@@ -21,7 +21,7 @@ MAX_POOLED_MAD_OCTAVES = 1.0
 """No spread among two ranks is taken to be larger: what differs by more in most places is a fault in most places."""
 
 RANK_OCTAVES = 2.0
-"""One rank is a factor of 4 from its peers, at the least. Figures of gradients differ by 2 in clean runs of two ranks,
+"""One rank is a factor of 4 from its peers, at the least. Metrics of gradients differ by 2 in clean runs of two ranks,
 since the largest value of a batch is that of one sample."""
 
 GRADIENT_RANK_OCTAVES = 3.0

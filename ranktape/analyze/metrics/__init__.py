@@ -1,1 +1,1 @@
-"""How much of each record is beyond the limits of its dtype, or of a format, with and without a scale?"""
+"""Gives metrics of records and samples, alone or in groups, and what of them is beyond limits."""

@@ -1,4 +1,4 @@
-"""How much of each record, or of each of its samples, is beyond limits: from the catalogue, a digest, or the values."""
+"""Counts what is beyond limits in each record: from the catalogue, a digest, or the values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathers metrics of all records of a selection as columns, in one pass over their digests."""
+"""Gathers metrics of all records of a selection as columns, and digests of groups, in one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which figures of a tensor have a name, under which any question can ask for them?"""
+"""Names the metrics of a tensor, under which any question can ask for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Metric:
     head: str
     """What text writes above a column of it."""
     of: Callable[[Digest], float | None]
-    """The figure; None where there is none."""
+    """The metric; None where there is none."""
 
     def column(self, *, is_detail: bool = False) -> Column:
         """The column of a table that holds it."""
@@ -38,7 +38,7 @@ class Metric:
 
 
 def parse_metric(name: str) -> Metric:
-    """The figure of that name; besides those of `METRICS` any percentile has one: `p99.5`.
+    """The metric of that name; besides those of `METRICS` any percentile has one: `p99.5`.
 
     Raises:
         UsageError: there is none; the message names the nearest.
@@ -54,7 +54,7 @@ def parse_metric(name: str) -> Metric:
 
 
 def is_percentile(name: str) -> bool:
-    """Whether a figure is one, and so not exact where the digest is not."""
+    """Whether a metric is one, and so not exact where the digest is not."""
     return re.fullmatch(r"p[\d.]+", name) is not None
 
 
@@ -140,7 +140,7 @@ _ALL = (
 )
 
 METRICS = {one.name: one for one in _ALL}
-"""Every figure by its name. Those of `Statistics` are of finite values; those named `overflow` are of all numbers,
+"""Every metric by its name. Those of `Statistics` are of finite values; those named `overflow` are of all numbers,
 against the limits of the dtype."""
 
 SHOWN = (
@@ -159,9 +159,9 @@ SHOWN = (
     "overflow.inf.ratio",
     "overflow.zero.ratio",
 )
-"""The figures that text shows, unless others are asked for."""
+"""The metrics that text shows, unless others are asked for."""
 
 
-def figure_columns(figures: Sequence[Metric], *, are_named: bool) -> tuple[Column, ...]:
-    """The columns of figures: all in sight if the user named them, else those that text has room for."""
-    return tuple(one.column(is_detail=not are_named and one.name not in SHOWN) for one in figures)
+def metric_columns(metrics: Sequence[Metric], *, are_named: bool) -> tuple[Column, ...]:
+    """The columns of metrics: all in sight if the user named them, else those that text has room for."""
+    return tuple(one.column(is_detail=not are_named and one.name not in SHOWN) for one in metrics)

@@ -1,4 +1,4 @@
-"""What is counted of every record or sample of a selection, and in which groups are they?"""
+"""Counts what is beyond limits in every record or sample of a selection, and groups them."""
 
 from __future__ import annotations
 

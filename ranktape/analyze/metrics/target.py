@@ -1,4 +1,4 @@
-"""The limits that values are counted against: those of a format, and the scale they have there."""
+"""Gives the limits that values are counted against: those of a format, and the scale they have there."""
 
 from __future__ import annotations
 

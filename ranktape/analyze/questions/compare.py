@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ranktape.analyze.comparison.map import DifferenceMap, difference_map
 from ranktape.analyze.comparison.matching import match, places, rows_by_place
@@ -13,7 +13,6 @@ from ranktape.analyze.comparison.tables import PairTable
 from ranktape.analyze.comparison.tensors import PairTasks, compare_pairs
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import group_row, with_stacks
 from ranktape.analyze.table import Table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage.places.failures import printable
@@ -80,23 +79,15 @@ def compare(
         is_same_tensor=pairing.is_same_tensor,
     )
     matching = _match(records, other, pairing, allow_unmatched=allow_unmatched)
-    fields = with_stacks(by, matching.a)
-    keys = list(zip(*(matching.a.column(field).tolist() for field in fields), strict=True))
+    table = PairTable(matching, judge, by=by)
     pairs = _compared(matching, noise, judge, view=view, with_distances=distances, engine=engine or Engine())
     pairs.sort(key=lambda one: one.order if in_order else (-one.badness, one.order))
-    table = PairTable(matching, judge)
-    title, notes = _title(pairs, table, judge), tuple(_notes(matching, pairs, judge))
-    if not fields:
-        rows = tuple(table.pair_row(one) for one in pairs)
-        return Table(title=title, columns=table.pair_columns(), rows=rows, notes=notes)
-    groups: dict[tuple[Any, ...], list[ComparedPair]] = {}
-    for one in pairs:
-        # A missing value is a NaN, which is equal to nothing.
-        key = tuple(None if value != value else value for value in keys[one.a.rows[0]])  # noqa: PLR0124
-        groups.setdefault(key, []).append(one)
-    named = {key: group_row(dict(zip(fields, key, strict=True)), num_records=0)[:-1] for key in groups}
-    rows = tuple(table.group_row(named[key], members) for key, members in groups.items())
-    return Table(title=title, columns=table.group_columns(fields), rows=rows, notes=notes)
+    return Table(
+        title=_title(pairs, table, judge),
+        columns=table.columns(),
+        rows=tuple(table.rows(pairs)),
+        notes=tuple(_notes(matching, pairs, judge)),
+    )
 
 
 def compare_map(

@@ -7,8 +7,8 @@ none of those that were asked about before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.engine.values import View
@@ -24,7 +24,6 @@ from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Records
 
@@ -78,17 +77,7 @@ def distribution(
         UsageError: there is no such kind or format, or a number is out of its range.
     """
     look = _checked_kind(kind)
-    names = words(format)
-    for name, value in {"bins": bins, "per_octave": per_octave, "points": points, "format": names or None}.items():
-        if value is not None and look not in _OWNERS[name]:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} says nothing about --kind {look}: it is for {' and '.join(_OWNERS[name])}")
-    options = LookOptions(
-        bins=_checked("bins", 64 if bins is None else bins, most=MAX_BINS),
-        per_octave=_checked("per_octave", 1 if per_octave is None else per_octave, most=MAX_PER_OCTAVE),
-        points=_checked("points", 101 if points is None else points, most=MAX_BINS),
-        formats=tuple(map(_holder, names or NARROW_FORMATS)),
-    )
+    options = _options(look, bins=bins, per_octave=per_octave, points=points, formats=words(format))
     answer, seen = ANSWERS[look], view or View.COMPUTE
     known = records.select(keep=[Keep.VALUES.value, Keep.HISTOGRAM.value])
     if not len(known):
@@ -96,17 +85,34 @@ def distribution(
     fields = with_stacks(by, known)
     groups = group_records(known, by=fields)
     tables: list[list[tuple[Any, ...]]] = [[] for _ in groups.keys]
-    said: list[_Said] = []
+    counts, is_exact, is_complex = Counter[str](), True, False
     for number, digest in group_digests(known, groups, view=seen, engine=engine):
         head = group_row(groups.keys[number], num_records=groups.sizes[number])
         tables[number] = [(*head, *row) for row in answer.rows(digest, options)]
-        said.append(_say(digest))
+        counts.update({kind: getattr(digest.tallies, kind) for kind in ("nan", "inf", "zero")})
+        is_exact, is_complex = is_exact and digest.is_exact, is_complex or "complex" in digest.dtype
     return Table(
         title=f"{answer.title} of the values, {how_seen(seen)}",
         columns=(*_head_columns(fields), *answer.columns),
         rows=tuple(row for rows in tables for row in rows),
-        notes=_notes(said, num_without=len(records) - len(known)),
+        notes=tuple(_notes(counts, num_without=len(records) - len(known), is_exact=is_exact, is_complex=is_complex)),
         is_whole=True,
+    )
+
+
+def _options(
+    look: Look, *, bins: int | None, per_octave: int | None, points: int | None, formats: Sequence[str]
+) -> LookOptions:
+    """What was asked for, of what the kind has."""
+    for name, value in {"bins": bins, "per_octave": per_octave, "points": points, "format": formats or None}.items():
+        if value is not None and look not in _OWNERS[name]:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} says nothing about --kind {look}: it is for {' and '.join(_OWNERS[name])}")
+    return LookOptions(
+        bins=_checked("bins", 64 if bins is None else bins, most=MAX_BINS),
+        per_octave=_checked("per_octave", 1 if per_octave is None else per_octave, most=MAX_PER_OCTAVE),
+        points=_checked("points", 101 if points is None else points, most=MAX_BINS),
+        formats=tuple(map(_holder, formats or NARROW_FORMATS)),
     )
 
 
@@ -135,34 +141,11 @@ def _head_columns(by: Sequence[str]) -> tuple[Column, ...]:
     return (*keys, Column(name=count.name, kind=count.kind, is_key=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Said:
-    """What a reader must know of a group."""
-
-    nan: int
-    inf: int
-    zero: int
-    is_exact: bool
-    is_complex: bool
-
-
-def _say(digest: Digest) -> _Said:
-    return _Said(
-        nan=digest.tallies.nan,
-        inf=digest.tallies.inf,
-        zero=digest.tallies.zero,
-        is_exact=digest.is_exact,
-        is_complex="complex" in digest.dtype,
-    )
-
-
-def _notes(said: Sequence[_Said], *, num_without: int) -> tuple[str, ...]:
-    nan, inf, zero = (sum(getattr(one, kind) for one in said) for kind in ("nan", "inf", "zero"))
-    texts = [f"{nan} NaN and {inf} Inf are in no bin; {zero} values are zero"]
+def _notes(counts: Mapping[str, int], *, num_without: int, is_exact: bool, is_complex: bool) -> Iterator[str]:
+    yield f"{counts['nan']} NaN and {counts['inf']} Inf are in no bin; {counts['zero']} values are zero"
     if num_without:
-        texts.append(f"{num_without} records left out: of them statistics were kept, and no values")
-    if any(not one.is_exact for one in said):
-        texts.append("many values of more than 16 bits: below any number is 2^-10 of them more, or less, at most")
-    if any(one.is_complex for one in said):
-        texts.append("of complex values the larger part of each is counted")
-    return tuple(texts)
+        yield f"{num_without} records left out: of them statistics were kept, and no values"
+    if not is_exact:
+        yield "many values of more than 16 bits: below any number is 2^-10 of them more, or less, at most"
+    if is_complex:
+        yield "of complex values the larger part of each is counted"

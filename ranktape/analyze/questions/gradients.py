@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FORMATS = ("fp16", "fp8_e5m2", "fp8_e4m3")
 """The formats that gradients are counted against, unless others are named."""
 
-FIGURES = ("absmax", "std", "log2_range", "overflow.underflow.ratio", "overflow.zero.ratio")
+SHOWN_METRICS = ("absmax", "std", "log2_range", "overflow.underflow.ratio", "overflow.zero.ratio")
 """What is shown of gradients, and of both passes."""
 
 _PREFIX = "grad_"
@@ -159,7 +159,7 @@ def _flushed(digest: Digest, targets: Sequence[Target]) -> _Flushed | None:
 def _ranges_table(
     totals: _GroupDigests, flushed: dict[tuple[int, str], list[_Flushed | None]], targets: Sequence[Target]
 ) -> Table:
-    shown = [parse_metric(name) for name in (*FIGURES[:2], "norm", "smallest_nonzero", *FIGURES[2:])]
+    shown = [parse_metric(name) for name in (*SHOWN_METRICS[:2], "norm", "smallest_nonzero", *SHOWN_METRICS[2:])]
     rows = []
     for number, key, count in totals.groups(""):
         digest = totals.digest(number, "")
@@ -233,7 +233,7 @@ def _weights_table(totals: _GroupDigests) -> Table:
 
 
 def _passes_table(totals: _GroupDigests) -> Table:
-    shown = [parse_metric(name) for name in FIGURES]
+    shown = [parse_metric(name) for name in SHOWN_METRICS]
     rows = []
     for number, key in enumerate(totals.keys):
         names = totals.names(number)
@@ -271,7 +271,7 @@ def _pair_columns(one: Metric) -> list[Column]:
 
 
 def _beside(one: Metric, pair: Sequence[Digest | None]) -> list[float | None]:
-    """The figure of the forward pass, that of the gradient, and how far that is above it in octaves."""
+    """The metric of the forward pass, that of the gradient, and how far that is above it in octaves."""
     values = [None if digest is None else one.of(digest) for digest in pair]
     if one.name not in _WITH_FACTOR:
         return values

@@ -1,4 +1,4 @@
-"""What are the columns and the rows of each way to look at a distribution?"""
+"""Gives the columns and the rows of each way to look at a distribution."""
 
 from __future__ import annotations
 

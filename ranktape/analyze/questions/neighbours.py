@@ -56,7 +56,7 @@ _NUMBERS = (
 def beside_next(records: Records, *, by: Sequence[str], view: View, engine: Engine | None) -> Table:
     """Each record beside that of the same site in the next layer; with `by`, each group of one layer beside the next.
 
-    Ratios are the next layer's figure over this one's; the shift of the mean is in standard deviations of this one;
+    Ratios are the next layer's metric over this one's; the shift of the mean is in standard deviations of this one;
     distances are those of `distributions.distances`. What is not defined is None: the ratio to a constant, or the
     distance where statistics alone were kept. The next layer is the nearest with a larger index that has the site;
     where its ranks are others, as between the stages of a pipeline, each is compared with the one at the same place
@@ -91,7 +91,7 @@ def beside_next(records: Records, *, by: Sequence[str], view: View, engine: Engi
     }
     next_layer = Column(name="next.layer_idx", kind=Kind.INTEGER, head="next layer")
     return Table(
-        title="each layer beside the next: ratios are the next one's figure over its own",
+        title="each layer beside the next: ratios are the next one's metric over its own",
         columns=(*columns, next_layer, *_NUMBERS),
         rows=tuple(rows[first] for first in sorted(rows)),
     )

@@ -88,9 +88,7 @@ def outliers(
         UsageError: a choice, a metric or a threshold is not allowed.
     """
     peers = words(across)
-    chosen = _checked_across(peers)
-    if metric is not None:
-        _check_metric(metric)
+    chosen = _checked(peers, metric)
     if not (math.isfinite(threshold) and threshold > 0):
         raise UsageError(f"threshold {threshold:g} is not allowed: give a positive number, such as {ROBUST_Z:g}")
     notes = _notes(records, chosen, metric)
@@ -120,21 +118,18 @@ def outliers(
     )
 
 
-def _checked_across(across: Sequence[str]) -> tuple[str, ...]:
+def _checked(across: Sequence[str], metric: str | None) -> tuple[str, ...]:
+    """What is to stand out: all, unless some are named."""
     for one in across:
         if one not in ACROSS:
             nearest = difflib.get_close_matches(one, ACROSS, n=1) or ACROSS
             raise UsageError(f"across {one!r} is not allowed: use {' or '.join(nearest)}")
-    return tuple(dict.fromkeys(across)) or ACROSS
-
-
-def _check_metric(name: str) -> None:
-    parse_metric(name)
-    if name in _SIGNED or is_percentile(name):
+    if metric is not None and (parse_metric(metric).name in _SIGNED or is_percentile(metric)):
         sizes = [one for one in METRICS if one not in _SIGNED and not is_percentile(one)]
         raise UsageError(
-            f"metric {name!r} may be negative, and outliers are told by factors: use one of {', '.join(sizes)}"
+            f"metric {metric!r} may be negative, and outliers are told by factors: use one of {', '.join(sizes)}"
         )
+    return tuple(dict.fromkeys(across)) or ACROSS
 
 
 def _notes(records: Records, across: Sequence[str], metric: str | None) -> tuple[str, ...]:

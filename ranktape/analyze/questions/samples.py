@@ -23,7 +23,7 @@ from ranktape.analyze.identity import (
     with_stacks,
 )
 from ranktape.analyze.metrics.gather import group_records
-from ranktape.analyze.metrics.metric import METRICS, figure_columns, parse_metric
+from ranktape.analyze.metrics.metric import METRICS, metric_columns, parse_metric
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
 
@@ -77,7 +77,7 @@ class Sample:
             absmax=float(np.fmax(self.absmax, other.absmax)),
         )
 
-    def figures(self) -> dict[str, float | None]:
+    def metrics(self) -> dict[str, float | None]:
         """What is known of it, under the names of `METRICS`."""
         elements, num_finite, *tallies = self.counts
         variance = self.moment_2 / num_finite if num_finite else math.nan
@@ -117,8 +117,8 @@ _NOTHING = Sample(
     absmax=math.nan,
 )
 
-SAMPLE_NAMES = tuple(name for name in METRICS if name in _NOTHING.figures())
-"""The figures that are known of samples, in the order of `METRICS`."""
+SAMPLE_NAMES = tuple(name for name in METRICS if name in _NOTHING.metrics())
+"""The metrics that are known of samples, in the order of `METRICS`."""
 
 
 def sample_stats(
@@ -129,11 +129,11 @@ def sample_stats(
     view: View,
     engine: Engine | None,
 ) -> Table:
-    """The figures of each sample of each record; with `by` those of each sample in each group, over its records.
+    """The metrics of each sample of each record; with `by` those of each sample in each group, over its records.
 
     `sample` is the user's id, or the index along the dimension of samples where no ids were given; in `by` it names
     the sample too, and is there in any case. Records without samples, as weights, and those of which values were
-    not kept, are left out, and counted in a note. Figures are those of `SAMPLE_NAMES`.
+    not kept, are left out, and counted in a note. Metrics are those of `SAMPLE_NAMES`.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
@@ -156,7 +156,7 @@ def sample_stats(
     has_ids = any(text != "null" for text in records.column("sample_ids").tolist())
     return Table(
         title="statistics of each sample",
-        columns=(*columns, *figure_columns(chosen, are_named=bool(metrics))),
+        columns=(*columns, *metric_columns(chosen, are_named=bool(metrics))),
         rows=tuple(rows),
         notes=_notes(len(records) - len(places), by=by, has_ids=has_ids),
     )
@@ -183,7 +183,7 @@ def _samples(records: Records, *, view: View, engine: Engine | None) -> _Found:
 
 
 def sample_of(known: Mapping[str, Any], index: int) -> Sample:
-    """The sample of that index, of the figures that a digest has of all samples of a record."""
+    """The sample of that index, of the metrics that a digest has of all samples of a record."""
     counts = tuple(int(known[name][index]) for name in ("num_elements", "num_finite", *_TALLIES))
     return Sample(
         num_records=1,
@@ -201,8 +201,8 @@ def _single(records: Records, found: _Found, *, names: Sequence[str]) -> _Rows:
     identities = identity_rows(records)
     rows, places = [], set()
     for place, index, name, sample in found:
-        known = sample.figures()
-        rows.append((*identities[place], str(name), index, *(known[figure] for figure in names)))
+        known = sample.metrics()
+        rows.append((*identities[place], str(name), index, *(known[metric] for metric in names)))
         places.add(place)
     index_column = Column(name="sample_index", kind=Kind.INTEGER, is_key=True, is_detail=True)
     return (*identity_columns(records), SAMPLE_COLUMN, index_column), rows, places
@@ -222,8 +222,8 @@ def _grouped(records: Records, found: _Found, *, by: Sequence[str], names: Seque
     for key in sorted(totals):
         number, _, name = key
         *values, num_records = group_row(groups.keys[number], num_records=totals[key].num_records)
-        known = totals[key].figures()
-        rows.append((*values, str(name), num_records, *(known[figure] for figure in names)))
+        known = totals[key].metrics()
+        rows.append((*values, str(name), num_records, *(known[metric] for metric in names)))
     *columns, count = group_columns(fields)
     return (*columns, SAMPLE_COLUMN, count), rows, places
 

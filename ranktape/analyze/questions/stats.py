@@ -20,7 +20,7 @@ from ranktape.analyze.identity import (
     words,
 )
 from ranktape.analyze.metrics.gather import group_digests, group_records
-from ranktape.analyze.metrics.metric import METRICS, Metric, figure_columns, is_percentile, parse_metric
+from ranktape.analyze.metrics.metric import METRICS, Metric, is_percentile, metric_columns, parse_metric
 from ranktape.analyze.questions.neighbours import beside_next
 from ranktape.analyze.questions.samples import sample_stats
 from ranktape.analyze.table import Column, Kind, Table
@@ -90,14 +90,14 @@ def stats(
         columns = identity_columns(records)
     return Table(
         title=f"statistics of the values, {how_seen(look)}",
-        columns=(*columns, *figure_columns(chosen, are_named=bool(names)), PRECISION),
+        columns=(*columns, *metric_columns(chosen, are_named=bool(names)), PRECISION),
         rows=tuple(rows),
         notes=_notes(rows, has_percentiles=any(is_percentile(one.name) for one in chosen)),
     )
 
 
-def _cells(digest: Digest, figures: Sequence[Metric]) -> tuple[Any, ...]:
-    return (*(one.of(digest) for one in figures), _precision(digest))
+def _cells(digest: Digest, metrics: Sequence[Metric]) -> tuple[Any, ...]:
+    return (*(one.of(digest) for one in metrics), _precision(digest))
 
 
 def _precision(digest: Digest) -> str:

@@ -168,7 +168,7 @@ GROUP_COLUMNS: tuple[tuple[Column, Callable[[Level], float], Callable[[Sequence[
     (_column("worst_overflow_ratio", head="overflow", kind=Kind.RATIO), lambda level: level.overflow_ratio, max),
     (_column("worst_flushed_ratio", head="flushed", kind=Kind.RATIO), lambda level: level.flushed_ratio, max),
 )
-"""What is said of a group: a figure of the recommended level of each tensor, and what is made of all of them."""
+"""What is said of a group: a metric of the recommended level of each tensor, and what is made of all of them."""
 
 COMMON_COLUMNS = (
     _column("common_exponent", head="common exponent"),
@@ -191,10 +191,10 @@ def group_table(groups: Sequence[SweptGroup], *, by: Sequence[str], target_sqnr:
         for index, common in enumerate(group.commons):
             sweeps = [record.sweeps[index] for record in group.members]
             levels = [level for found in sweeps if (level := found.recommended) is not None]
-            figures = (
-                combine([figure(level) for level in levels]) if levels else None for _, figure, combine in GROUP_COLUMNS
+            metrics = (
+                combine([metric(level) for level in levels]) if levels else None for _, metric, combine in GROUP_COLUMNS
             )
-            rows.append((*key[:-1], *_scheme_row(sweeps[0]), key[-1], *figures, *_common_row(common), *choice))
+            rows.append((*key[:-1], *_scheme_row(sweeps[0]), key[-1], *metrics, *_common_row(common), *choice))
     keys = group_columns(by)
     return Table(
         title=f"recommended scales in {shape.formats}, each tensor with its own scale, and the best common scale",
@@ -235,7 +235,7 @@ class _Shape:
         return (*source, *record.identity, *nothing, *_scheme_row(found))
 
     def level(self, level: Level | None) -> tuple[Any, ...]:
-        """The figures of a level; nothing known without one."""
+        """The metrics of a level; nothing known without one."""
         return tuple(None if level is None else getattr(level, column.name) for column in self.level_columns)
 
 
@@ -294,7 +294,7 @@ def _notes(swept: Sequence[Swept]) -> Iterator[str]:
     firsts = [record.sweeps[0] for record in swept]
     num_special = sum(1 for found in firsts if found.nan or found.inf)
     if num_special:
-        yield f"{num_special} of {len(swept)} tensors hold NaN or Inf, which are left out of the figures"
+        yield f"{num_special} of {len(swept)} tensors hold NaN or Inf, which are left out of the metrics"
     num_without = sum(1 for found in firsts if not found.levels)
     if num_without:
         yield f"{num_without} of {len(swept)} tensors hold no finite number other than zero: no scale"
@@ -320,7 +320,7 @@ def sweep(
     reads nothing; wider ones, and those for NVFP4 and channels, are read every time. `by` may name `sample`: then each
     sample of a record is swept for itself. Records of integers and bool are left out, and so are formats that kept
     histograms do not answer, which a note names, where others can be. A record without a finite number other than zero
-    has a row without figures. `with_levels` gives one row for each record and level instead. A format is good enough
+    has a row without metrics. `with_levels` gives one row for each record and level instead. A format is good enough
     with an SQNR of `target_sqnr` dB. With `by` and one scale for each tensor, records are looked at twice: for the
     scales of their own, and for the common one. `on_record` is called each time.
 

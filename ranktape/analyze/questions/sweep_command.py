@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.options import Output, Selection
     from ranktape.analyze.questions.sweep_sources import SweepOutcome
     from ranktape.analyze.questions.swept import SweepRequest
+    from ranktape.analyze.table import Table
 
 _KINDS: dict[str, Callable[[str], Any]] = {"mode": SweepMode, "scale_rule": ScaleRule, "rounding": Rounding}
 """The options of which a word is one of a closed set."""
@@ -39,49 +39,24 @@ MAX_NAMED_FAILURES = 4
 """Reasons that the last message names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepQuestion:
-    """What the command line asks for."""
-
-    formats: Sequence[str]
-    """Names of formats, or several with commas in between."""
-    levels: Mapping[str, Any]
-    """The fields of `SweepOptions`, as words and numbers; None where the option was not given."""
-    view: View | None
-    """Which numbers are judged."""
-    by: Sequence[str]
-    """Fields to group by."""
-    with_levels: bool
-    """Whether the table has a row for each level."""
-    target_sqnr: float
-    """In dB: what a format has to keep."""
-    output_dir: Path | None
-    """Where files are to be written."""
-    with_plots: bool
-    """Whether plots are among them."""
-    output: Output
-    """How the table is written."""
-    engine: Engine
-    """Who counts; what is computed of the counts is computed here."""
-
-    @property
-    def asks_for_table(self) -> bool:
-        """Whether an option is given that only a table has."""
-        return bool(self.by) or self.with_levels or self.output.is_asked_for
-
-    def sweep_options(self) -> SweepOptions:
-        """The words as what they mean.
-
-        Raises:
-            UsageError: a value is not allowed.
-        """
-        values = {_FIELDS.get(name, name): value for name, value in self.levels.items() if value is not None}
-        words = {name: _KINDS[name](value) if name in _KINDS else value for name, value in values.items()}
-        return SweepOptions(**words)
-
-
-def answer_sweep(selections: Sequence[Selection], asked: SweepQuestion) -> None:
+def answer_sweep(
+    selections: Sequence[Selection],
+    *,
+    formats: Sequence[str],
+    levels: Mapping[str, Any],
+    view: View | None,
+    by: Sequence[str],
+    with_levels: bool,
+    target_sqnr: float,
+    output_dir: Path | None,
+    with_plots: bool,
+    output: Output,
+    engine: Engine,
+) -> None:
     """Sweep every tensor of the sources, and write the table, the files or both.
+
+    `levels` has the fields of `SweepOptions` as words and numbers; None where an option was not given. The engine
+    counts; what is computed of the counts is computed here.
 
     Raises:
         DataError: some tensor could not be swept; the others have been. Of a single one its own error is raised.
@@ -89,22 +64,27 @@ def answer_sweep(selections: Sequence[Selection], asked: SweepQuestion) -> None:
         StorageError: the output directory cannot be made.
         UsageError: an option is not allowed.
     """
-    request = parse_request(asked.formats, options=asked.sweep_options(), view=asked.view or View.COMPUTE)
-    check_shape(by=asked.by, with_levels=asked.with_levels, target_sqnr=asked.target_sqnr)
-    if SAMPLE in asked.by and asked.output_dir is not None:
+    request = parse_request(formats, options=_sweep_options(levels), view=view or View.COMPUTE)
+    check_shape(by=by, with_levels=with_levels, target_sqnr=target_sqnr)
+    if SAMPLE in by and output_dir is not None:
         raise UsageError("--by sample and --output-dir exclude each other: files are written about whole tensors")
-    is_files = all(is_file(selection.run) for selection in selections)
-    has_table = asked.asks_for_table or not (is_files or asked.output_dir)
+    asks_for_table = bool(by) or with_levels or output.is_asked_for
+    has_table = asks_for_table or not (output_dir or all(is_file(selection.run) for selection in selections))
     outputs = None
-    if asked.output_dir is not None or not has_table:
-        outputs = OutputOptions(output_dir=asked.output_dir or DEFAULT_OUTPUT_DIR, with_plots=asked.with_plots)
-    tensors = list_tensors(selections, by=asked.by)
+    if output_dir is not None or not has_table:
+        outputs = OutputOptions(output_dir=output_dir or DEFAULT_OUTPUT_DIR, with_plots=with_plots)
+    tensors = list_tensors(selections, by=by)
     swept = {id(tensor.records): tensor.records for tensor in tensors if tensor.records is not None}
-    question = dataclasses.replace(asked, by=with_stacks(asked.by, *swept.values()))
+    fields = with_stacks(by, *swept.values())
     request, left_out = answerable(request, keeps={tensor.keep for tensor in tensors})
     if left_out:
         say(left_out, err=True)
-    outcome = _sweep(tensors, request, question=question, outputs=outputs, has_table=has_table)
+    shape = {"by": fields, "with_levels": with_levels, "target_sqnr": target_sqnr}
+    outcome, table = _swept(
+        tensors, request, outputs=outputs, shape=shape if has_table else None, by=fields, engine=engine
+    )
+    if table is not None:
+        output.write(table)
     if outcome.failures and outputs is None and len(tensors) == 1:
         raise outcome.failures[0].error
     if outcome.failures:
@@ -115,41 +95,40 @@ def answer_sweep(selections: Sequence[Selection], asked: SweepQuestion) -> None:
         raise DataError(f"{len(outcome.failures)} of {len(tensors)} tensors could not be swept: {named}{more}")
 
 
-def _sweep(
+def _swept(
     tensors: Sequence[ListedTensor],
     request: SweepRequest,
     *,
-    question: SweepQuestion,
     outputs: OutputOptions | None,
-    has_table: bool,
-) -> SweepOutcome:
+    shape: dict[str, Any] | None,
+    by: Sequence[str],
+    engine: Engine,
+) -> tuple[SweepOutcome, Table | None]:
+    """What became of all tensors, and the table of that shape; files are written and a log is shown on the way."""
     # What goes to stdout is the answer: with a table, the log is not it.
-    show = functools.partial(say, err=has_table)
+    show = functools.partial(say, err=shape is not None)
     if outputs is not None:
         make_folder(outputs.output_dir)
         show(f"Processing {len(tensors)} tensor(s)...")
         show(DOUBLE)
-    total = len(tensors) * num_readings(request, by=question.by) if outputs is None else 0
+    total = len(tensors) * num_readings(request, by=by) if outputs is None else 0
     # One bar is enough.
-    engine = dataclasses.replace(question.engine, show_progress=False)
+    quiet = dataclasses.replace(engine, show_progress=False)
     with progress(total, description="sweeping") as on_record:
-        outcome = sweep_tensors(
-            tensors, request, outputs=outputs, show=show, on_record=on_record, by=question.by, engine=engine
-        )
+        outcome = sweep_tensors(tensors, request, outputs=outputs, show=show, on_record=on_record, by=by, engine=quiet)
         table = None
-        if has_table and outcome.swept:
-            table = table_of(
-                outcome.swept,
-                request,
-                by=question.by,
-                with_levels=question.with_levels,
-                target_sqnr=question.target_sqnr,
-                engine=engine,
-                on_record=on_record,
-            )
-    if outputs is not None:
-        for line in summary_lines(outcome):
-            show(line)
-    if table is not None:
-        question.output.write(table)
-    return outcome
+        if shape is not None and outcome.swept:
+            table = table_of(outcome.swept, request, **shape, engine=quiet, on_record=on_record)
+    for line in summary_lines(outcome) if outputs is not None else ():
+        show(line)
+    return outcome, table
+
+
+def _sweep_options(levels: Mapping[str, Any]) -> SweepOptions:
+    """The words as what they mean.
+
+    Raises:
+        UsageError: a value is not allowed.
+    """
+    values = {_FIELDS.get(name, name): value for name, value in levels.items() if value is not None}
+    return SweepOptions(**{name: _KINDS[name](value) if name in _KINDS else value for name, value in values.items()})

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ranktape.storage import Records
 
 SHOWN = ("mean", "std", "absmax", "norm")
-"""The figures of a step, unless others are asked for."""
+"""The metrics of a step, unless others are asked for."""
 
 _MARKS = ("overflow.nan.count", "overflow.inf.count")
 
@@ -57,7 +57,7 @@ def trace(
         UsageError: there is no such metric, or not of samples.
     """
     chosen = _checked(words(metric), is_sample=sample is not None)
-    steps = _steps(records, sample=sample, figures=chosen, view=view or View.COMPUTE, engine=engine)
+    steps = _steps(records, sample=sample, metrics=chosen, view=view or View.COMPUTE, engine=engine)
     identities = identity_rows(records)
     order = _order(records)
     known = sorted(steps, key=lambda step: order[step[0]])
@@ -86,8 +86,8 @@ def trace(
     )
 
 
-def _checked(figures: Sequence[str], *, is_sample: bool) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(parse_metric(name).name for name in figures)) or SHOWN
+def _checked(metrics: Sequence[str], *, is_sample: bool) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(parse_metric(name).name for name in metrics)) or SHOWN
     unknown = [name for name in names if is_sample and name not in SAMPLE_NAMES]
     if unknown:
         raise UsageError(f"metric {unknown[0]!r} is not known of samples: use one of {', '.join(SAMPLE_NAMES)}")
@@ -101,18 +101,18 @@ def _order(records: Records) -> list[tuple[int, ...]]:
 
 
 def _steps(
-    records: Records, *, sample: int | str | None, figures: Sequence[str], view: View, engine: Engine | None
+    records: Records, *, sample: int | str | None, metrics: Sequence[str], view: View, engine: Engine | None
 ) -> Iterator[tuple[int, int | None, Mapping[str, float | None]]]:
-    """The place of each record on the way, the index of the sample in it, and its figures."""
+    """The place of each record on the way, the index of the sample in it, and its metrics."""
     every_id = records.column("sample_ids").tolist()
-    wanted = [parse_metric(name) for name in dict.fromkeys((*figures, "absmax", *_MARKS))]
+    wanted = [parse_metric(name) for name in dict.fromkeys((*metrics, "absmax", *_MARKS))]
     for position, digest in enumerate(digests(records, view=view, engine=engine)):
         if sample is None:
             yield position, None, {one.name: one.of(digest) for one in wanted}
             continue
         index = _index(digest, sample, identifiers=json.loads(every_id[position]))
         if index is not None and digest.samples is not None:
-            yield position, index, sample_of(digest.samples, index).figures()
+            yield position, index, sample_of(digest.samples, index).metrics()
 
 
 def _index(digest: Digest, sample: int | str, *, identifiers: list[Any] | None) -> int | None:

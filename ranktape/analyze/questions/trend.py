@@ -2,7 +2,7 @@
 
 All records of a group in one iteration are taken as one tensor: those of all ranks, microbatches and calls, unless the
 group has these as fields. The slope is the median of the slopes between all pairs of iterations (Sen 1968), which one
-odd iteration does not move; the jump is the step between captured iterations that changes the figure most.
+odd iteration does not move; the jump is the step between captured iterations that changes the metric most.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def trend(
     if summary:
         columns = (*_group_columns(fields), *_SUMMARY)
         return Table(title=f"how {named} changes over the iterations", columns=columns, rows=tuple(ends))
-    columns = (*_group_columns(fields), *_COURSE, *(column for one in chosen for column in _figure_columns(one)))
+    columns = (*_group_columns(fields), *_COURSE, *(column for one in chosen for column in _metric_columns(one)))
     return Table(title=f"{named} over the iterations", columns=columns, rows=tuple(rows))
 
 
@@ -129,7 +129,7 @@ def _detail(column: Column) -> Column:
     return Column(name=column.name, kind=column.kind, is_key=True, is_detail=True)
 
 
-def _figure_columns(one: Metric) -> tuple[Column, ...]:
+def _metric_columns(one: Metric) -> tuple[Column, ...]:
     return (
         one.column(),
         Column(name=f"{one.name}.change", kind=Kind.FLOAT, head=f"{one.head} change", is_detail=True),
@@ -138,7 +138,7 @@ def _figure_columns(one: Metric) -> tuple[Column, ...]:
 
 
 def _step(before: float | None, now: float | None) -> tuple[float | None, ...]:
-    """The figure, its difference to the one before, and the factor in octaves."""
+    """The metric, its difference to the one before, and the factor in octaves."""
     if before is None or now is None:
         return now, None, None
     return now, now - before, _octaves(before, now)
@@ -162,7 +162,7 @@ def _ends(times: Sequence[int], values: Sequence[float | None]) -> tuple[Any, ..
 
 
 def _slopes(known: Sequence[tuple[int, float]]) -> tuple[float | None, ...]:
-    """The slope per iteration, in the figure's own unit and in octaves, and how sure its sign is."""
+    """The slope per iteration, in the metric's own unit and in octaves, and how sure its sign is."""
     if len(known) < _TWO:
         return None, None, None
     times, values = np.array([time for time, _ in known]), np.array([value for _, value in known])

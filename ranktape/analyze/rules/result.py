@@ -100,7 +100,7 @@ class GateResult:
 
     @property
     def offenders(self) -> Table:
-        """One row for each comparison that does not hold: which record or group, the figure, its value, the limit."""
+        """One row for each comparison that does not hold: which record or group, the metric, its value, the limit."""
         fields = _fields(self.failed)
         has_records = "shape" in fields
         return Table(

@@ -92,7 +92,7 @@ def parse_operand(name: str) -> RuleOperand:
     near = [one for one in known if f".{name}." in f".{one}."]
     near += difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(dict.fromkeys(near[:3]))}?" if near else f"use one of {', '.join(METRICS)}"
-    raise UsageError(f"no figure or field {printable(repr(name))}: {hint}")
+    raise UsageError(f"no metric or field {printable(repr(name))}: {hint}")
 
 
 def _counts() -> dict[str, RuleOperand]:
