@@ -148,7 +148,7 @@ def values_of(
         raise UsageError(f"{', '.join(whole)} is known of whole records, not of samples: leave sample out of by")
     places = find_places(records, targets, by=by, view=view or (View.COMPUTE if targets else View.SEEN), engine=engine)
     groups = places.groups(by) if by else [({}, np.array([place])) for place in range(len(places.owners))]
-    asked = _Asked(records=records, places=places, groups=groups, by=by, view=view or View.COMPUTE, engine=engine)
+    asked = _Sought(records=records, places=places, groups=groups, by=by, view=view or View.COMPUTE, engine=engine)
     columns: dict[str, NDArray[Any]] = {}
     for origin, wanted in named.items():
         if wanted:
@@ -157,7 +157,7 @@ def values_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Asked:
+class _Sought:
     """What values are looked for in."""
 
     records: Records
@@ -173,7 +173,7 @@ class _Asked:
         return np.array([ends.reduce(values[members]) for _, members in self.groups], dtype=np.float64)
 
 
-def _digest_values(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+def _digest_values(asked: _Sought, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
     numbers = np.zeros(len(asked.records), dtype=np.int64)
     for row, (_, members) in enumerate(asked.groups):
         numbers[members] = row
@@ -190,7 +190,7 @@ def _digest_values(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str, 
     return columns
 
 
-def _swept_values(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+def _swept_values(asked: _Sought, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
     """The metrics of the recommended levels; NaN where a tensor needs no scale."""
     records, view = asked.records, asked.view
     formats = list(dict.fromkeys(operand.format for operand in operands))
@@ -208,7 +208,7 @@ def _swept_values(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str, N
     return {name: asked.worst(values, is_low=is_low[name]) for name, values in found.items()}
 
 
-def _counted_values(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+def _counted_values(asked: _Sought, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
     (counts,) = asked.places.counts
     if asked.by:
         rows = [asked.places.together(counts, members) for _, members in asked.groups]
@@ -217,7 +217,7 @@ def _counted_values(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str,
     return {one.name: counts[one.part] / (elements if one.is_ratio else 1) for one in operands}
 
 
-def _differing_copies(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+def _differing_copies(asked: _Sought, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
     """The most copies that differ; not known where none is seen to, and some are not known."""
     differing = differing_copies(asked.records)
     most = asked.worst(differing)
@@ -225,7 +225,7 @@ def _differing_copies(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[st
     return {one.name: np.where((most == 0) & np.array(is_unknown, dtype=bool), math.nan, most) for one in operands}
 
 
-def _field_values(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+def _field_values(asked: _Sought, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
     found: dict[str, NDArray[Any]] = {}
     for name in (operand.name for operand in operands):
         if asked.by and name not in asked.by:
@@ -243,7 +243,7 @@ def _field_values(asked: _Asked, operands: Sequence[RuleOperand]) -> dict[str, N
     return found
 
 
-_VALUES: dict[str, Callable[[_Asked, Sequence[RuleOperand]], dict[str, NDArray[Any]]]] = {
+_VALUES: dict[str, Callable[[_Sought, Sequence[RuleOperand]], dict[str, NDArray[Any]]]] = {
     "digest": _digest_values,
     "sweep": _swept_values,
     "counts": _counted_values,
