@@ -1,16 +1,21 @@
-"""Processes for the tests of the doors: real ones, with a deadline."""
+"""Processes for the tests of the doors: real ones, with a deadline, most of them forked where torch is imported."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]
+
+FORKING = CHECKOUT / "tests" / "forking"
 
 PLAIN = CHECKOUT / "examples" / "train_plain.py"
 """A training script that knows nothing of us."""
@@ -39,13 +44,48 @@ _FOREIGN = (
 Ended = subprocess.CompletedProcess[str]
 
 
+@functools.cache
+def _forking() -> dict[str, str]:
+    """The variables by which `tests/forking/python` reaches its server, which is started for this process."""
+    folder = tempfile.TemporaryDirectory(prefix="ranktape-forking-")
+    path = f"{folder.name}/socket"
+    server = subprocess.Popen(
+        [sys.executable, FORKING / "server.py", path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**_own_environment(), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+
+    @atexit.register
+    def _end() -> None:
+        server.communicate()
+        folder.cleanup()
+
+    return {"FORKING_SERVER": path, "FORKING_INTERPRETER": sys.executable, "PYTHON_EXEC": str(FORKING / "python")}
+
+
+def _own_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+
+
 def python(
-    *words: str | Path, cwd: Path, env: Mapping[str, str] | None = None, deadline: float = DEADLINE_SECONDS
+    *words: str | Path,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    deadline: float = DEADLINE_SECONDS,
+    is_forked: bool = True,
 ) -> Ended:
-    """Run Python with these words; returns when the process has ended."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    """Run Python with these words; returns when the process has ended.
+
+    It is forked where torch is imported already, and so are the ranks of a torchrun, unless the import is what matters.
+    """
+    forking = _forking() if is_forked else {}
     paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, *map(str, words)]
+    command = [forking.get("PYTHON_EXEC", sys.executable), *map(str, words)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -53,7 +93,13 @@ def python(
         text=True,
         cwd=cwd,
         # One thread for each rank, as torchrun would have it.
-        env={**own, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **(env or {})},
+        env={
+            **_own_environment(),
+            **forking,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+            **(env or {}),
+        },
         start_new_session=True,
     )
     with process:
@@ -77,10 +123,11 @@ def torchrun(
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     deadline: float = DEADLINE_SECONDS,
+    is_forked: bool = True,
 ) -> Ended:
     """Run these words under torchrun on this machine; returns when all ranks have ended."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *options)
-    return python(*launcher, *words, cwd=cwd, env=env, deadline=deadline)
+    return python(*launcher, *words, cwd=cwd, env=env, deadline=deadline, is_forked=is_forked)
 
 
 def own_lines(ended: Ended) -> list[str]:

@@ -135,7 +135,7 @@ def test_a_folder_is_listed_without_torch(files: Path) -> None:
 def test_help_imports_nothing_heavy() -> None:
     for name, place in COMMANDS.items():
         source = f"import sys, {place.partition(':')[0]}; print(*sys.modules)"
-        done = python("-c", source, cwd=Path.cwd())
+        done = python("-c", source, cwd=Path.cwd(), is_forked=False)
         assert not {"torch", "zarr", "numpy", "numba", "rich"} & set(done.stdout.split()), name
 
 

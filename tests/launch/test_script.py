@@ -84,8 +84,8 @@ def test_a_script_behaves_as_under_python_alone(case: str, tmp_path: Path) -> No
     (folder / "train.py").write_text(textwrap.dedent(SCRIPTS[case]))
     (folder / "drive.py").write_text(DRIVER)
     words = ("scripts/train.py", "--help", "--capture", "x", "--", "-m")
-    alone = python(*words, cwd=tmp_path)
-    ours = python("scripts/drive.py", "file", *words, cwd=tmp_path)
+    alone = python(*words, cwd=tmp_path, is_forked=False)
+    ours = python("scripts/drive.py", "file", *words, cwd=tmp_path, is_forked=False)
     assert ours.stdout == alone.stdout
     assert ours.returncode == alone.returncode
     # Frames of ours are there only where Python itself must end the process, by the signal.
@@ -111,8 +111,8 @@ def test_a_module_behaves_as_under_python_alone(case: str, name: str, tmp_path: 
         # The two know their specification by different addresses and their source by different loaders.
         path.write_text(textwrap.dedent(SCRIPTS[case]).replace("__spec__,", "__spec__.name,"))
     words = (name, "--help", "-m", "x")
-    alone = python("-m", *words, cwd=tmp_path)
-    ours = python("-m", "drive", "module", *words, cwd=tmp_path)
+    alone = python("-m", *words, cwd=tmp_path, is_forked=False)
+    ours = python("-m", "drive", "module", *words, cwd=tmp_path, is_forked=False)
     assert ours.stdout == alone.stdout
     assert ours.returncode == alone.returncode
 
@@ -143,6 +143,6 @@ def test_an_import_error_inside_a_package_is_the_scripts_own(tmp_path: Path) -> 
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("import not_installed_here")
     (tmp_path / "drive.py").write_text(DRIVER)
-    ended = python("-m", "drive", "module", "package.train", cwd=tmp_path)
+    ended = python("-m", "drive", "module", "package.train", cwd=tmp_path, is_forked=False)
     assert ended.returncode == 1
     assert "ModuleNotFoundError: No module named 'not_installed_here'" in ended.stderr

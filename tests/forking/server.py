@@ -1,0 +1,174 @@
+"""Serves Python processes that have torch imported already: each is a fork of this one, which saves 2 s of processor.
+
+Started as `python server.py SOCKET`; it ends with its stdin. What a fork runs, `client.py` asks for. Nothing of
+ranktape is imported here.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import json
+import multiprocessing.process
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import types
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+NUM_STREAMS = 3
+PATH = sys.path[1:]
+"""The standard library and what is installed."""
+
+
+def serve(path: str) -> dict[str, Any]:
+    """Fork for each request; returns it, in the fork."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(64)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        while listener in select.select([listener, sys.stdin], [], [])[0]:
+            connection, _ = listener.accept()
+            with connection:
+                if os.fork() == 0:
+                    listener.close()
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    return supervise(connection)
+    os._exit(0)
+
+
+def supervise(connection: socket.socket) -> dict[str, Any]:
+    """Fork what was asked for, and tell the client how it ended; returns the request, in the fork.
+
+    A client that is killed takes its process with it.
+    """
+    (size,) = struct.unpack("i", connection.recv(4))
+    data, descriptors, _, _ = socket.recv_fds(connection, size, NUM_STREAMS)
+    while len(data) < size:
+        data += connection.recv(size - len(data))
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        return dict(json.loads(data))
+    for descriptor in (*descriptors, 0, 1, 2):
+        os.close(descriptor)
+    connection.sendall(struct.pack("i", pid))
+    ended = os.pidfd_open(pid)
+    waiting: list[Any] = [ended, connection]
+    if ended not in select.select(waiting, [], [])[0]:
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    try:
+        connection.sendall(struct.pack("i", status))
+    finally:
+        os._exit(0)
+
+
+def become(request: dict[str, Any]) -> None:
+    """Take over directory, environment and the options before the program."""
+    os.setsid()
+    os.umask(request["umask"])
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    multiprocessing.process.ORIGINAL_DIR = request["cwd"]  # type: ignore[attr-defined]  # where spawned children find the script
+    parent: int = request["parent"]
+    os.getppid = lambda: parent
+    words: list[str] = request["words"]
+    sys.orig_argv = [sys.executable, *words]
+    is_unbuffered = words[0] == "-u"
+    del words[: int(is_unbuffered)]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = open(  # noqa: SIM115  (as long as the process)
+            number,
+            "w" if number else "r",
+            encoding="utf-8",
+            errors="surrogateescape" if number < NUM_STREAMS - 1 else "backslashreplace",
+            closefd=False,
+        )
+        if number:
+            stream.reconfigure(line_buffering=number > 1 or stream.isatty(), write_through=is_unbuffered)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *PATH]
+
+
+class Torch(MetaPathFinder, Loader):
+    """Gives torch to the program when it imports it, with what torch does at the end of its own import."""
+
+    def __init__(self) -> None:
+        self.module = sys.modules.pop("torch")
+        self.spec = self.module.__spec__
+
+    def find_spec(self, name: str, _path: object, _target: object = None) -> ModuleSpec | None:
+        """Find torch alone, once."""
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        return ModuleSpec(name, self)
+
+    def create_module(self, _spec: ModuleSpec) -> types.ModuleType:
+        """The module that is imported already."""
+        return self.module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Call the entry points of torch's backends."""
+        module.__spec__ = self.spec
+        if module._is_device_backend_autoload_enabled():
+            module._import_device_backends()
+
+
+def run(words: list[str]) -> None:
+    """Run the program as `python words` does, in `__main__`, where it stays."""
+    sys.meta_path.insert(0, Torch())
+    main = types.ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    if words[0] == "-m":
+        import runpy
+
+        sys.argv[:] = words[1:]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # what `python -m` calls
+        return
+    if words[0] == "-c":
+        sys.argv[:] = ["-c", *words[2:]]
+        sys.path.insert(0, "")
+        code = compile(words[1], "<string>", "exec", dont_inherit=True)
+    else:
+        sys.argv[:] = words
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        code = compile(Path(words[0]).read_bytes(), words[0], "exec", dont_inherit=True)
+        main.__file__ = words[0]
+        main.__loader__ = SourceFileLoader("__main__", words[0])
+    exec(code, vars(main))  # noqa: S102  (what a fork is for)
+
+
+def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Print a traceback without our frames."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+if __name__ == "__main__":
+    import torch.distributed.launcher.api
+    import torch.utils.data  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    asked = serve(sys.argv[1])
+    become(asked)
+    sys.excepthook = show
+    run(asked["words"])
