@@ -41,7 +41,7 @@ from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
-from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_block_histogram
+from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_formats
 
 Array = NDArray[Any]
 
@@ -162,7 +162,7 @@ def rules_part(given: argparse.Namespace) -> None:
         counted = count_blocks(array)
         for rule in rules:
             options = SweepOptions(mode=SweepMode.MX, scale_rule=rule, num_levels=given.levels)
-            sweep_block_histogram(counted, format="mxfp8_e4m3", options=options)
+            sweep_formats(counted, formats=["mxfp8_e4m3"], options=options)
 
     own, other = paired(lambda: sweep((ScaleRule.FLOOR,)), lambda: sweep(tuple(ScaleRule)), rounds=given.rounds)
     ratio = statistics.median(four / one for four, one in zip(other, own, strict=True))

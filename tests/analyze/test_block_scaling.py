@@ -20,7 +20,7 @@ from ranktape.analyze.numerics.quantization.schemes import SCHEMES, ScaleRule
 from ranktape.analyze.numerics.sweeps import sweep as sweep_module
 from ranktape.analyze.numerics.sweeps.metrics import SAME_SQNR, Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
-from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array, sweep_block_histogram, sweep_formats
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array, sweep_formats
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
 from tests.strategies import arrays
@@ -264,7 +264,7 @@ def test_counts_that_were_kept_answer_as_the_values_do() -> None:
     array = special("bfloat16")
     counted = count_blocks(array, axis=1, block_size=4)
     options = SweepOptions(axis=1, block_size=4, scale_rule=ScaleRule.RCEIL)
-    found = sweep_block_histogram(counted, format="mxfp8_e5m2", options=options)
+    (found,) = sweep_formats(counted, formats=["mxfp8_e5m2"], options=options)
     expected = sweep_array(array, format="mxfp8_e5m2", options=options)
     assert found.levels == expected.levels
     assert (found.minimum, found.maximum) == (None, None)
@@ -281,7 +281,7 @@ def test_counts_that_were_kept_answer_as_the_values_do() -> None:
 def test_counts_that_do_not_answer_say_so(format_name: str, options: dict[str, Any], message: str) -> None:
     counted = count_blocks(special("bfloat16"), block_size=4)
     with pytest.raises(UsageError, match=message):
-        sweep_block_histogram(counted, format=format_name, options=SweepOptions(**options))
+        sweep_formats(counted, formats=[format_name], options=SweepOptions(**options))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import scipy.stats  # type: ignore[import-untyped]  # it has no types
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.numerics.differences.differences import Differences, compare_arrays, compare_parts
+from ranktape.analyze.numerics.differences.differences import Differences, compare_parts
 from ranktape.storage.format.dtypes import DTYPES
 
 Array = np.ndarray[Any, Any]
@@ -31,6 +31,13 @@ def spoiled(dtype: Any, *, shape: tuple[int, ...], seed: int, scale: float = 3.0
         if np.dtype(dtype).kind == "c":
             return np.asarray(values + 1j * rng.standard_normal(shape)).astype(dtype)
         return values.astype(dtype)
+
+
+def compare_arrays(a: Array, b: Array, *, first_dim: int = 0) -> Differences:
+    """Of two whole arrays, gone along one dimension first."""
+    order = [first_dim, *(dim for dim in range(a.ndim) if dim != first_dim)] if a.ndim else []
+    flat_a, flat_b = (np.ascontiguousarray(array.transpose(order)).reshape(-1) for array in (a, b))
+    return compare_parts([(flat_a, flat_b)], shape=a.shape, first_dim=first_dim)
 
 
 def wide(array: Array) -> Array:

@@ -20,7 +20,7 @@ from ranktape.analyze.numerics.formats import FORMATS, Rounding, round_to
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel, legacy_histogram, legacy_result, to_bfloat16
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
-from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_histogram
+from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_formats
 from ranktape.errors import UsageError
 
 E4M3 = FORMATS["fp8_e4m3"]
@@ -94,7 +94,7 @@ def test_counts_of_every_bfloat16_are_the_tools(name: str, exponent: float) -> N
     scaled, _ = quantize(ALL, row=ORIGINAL_FORMATS[name], exponent=exponent)
     expected = count_beyond(scaled, row=ORIGINAL_FORMATS[name])
     every = Histogram(dtype=np.dtype(ml_dtypes.bfloat16), counts=np.ones(1 << 16, dtype=np.int64))
-    (level,) = levels_of(sweep_histogram(every, format=name, options=at(exponent)))
+    (level,) = levels_of(sweep_formats(every, formats=[name], options=at(exponent))[0])
     assert level.original_overflow_count == expected["overflow"]
     assert level.original_underflow_count == expected["underflow"]
     assert level.original_flush_count == expected["flush"]

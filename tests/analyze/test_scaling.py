@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.analyze.numerics.formats import FORMATS, Format, Rounding, round_to
+from ranktape.analyze.numerics.formats.kernels import constants_of, round_block
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.sweeps.metrics import levels_of
-from ranktape.analyze.numerics.sweeps.rounding_kernels import kernel_constants, round_block
 from ranktape.analyze.numerics.sweeps.scaling import (
     CHUNK,
     SUMS,
@@ -158,7 +158,7 @@ def test_every_16_bit_magnitude_rounds_as_the_reference(target: Format, rounding
     for scale in (1.0, 2.0**0.35):
         scaled = np.concatenate([magnitudes / scale, [math.inf]])
         rounded = np.empty_like(scaled)
-        round_block(scaled, kernel_constants(target, rounding=rounding), rounded)
+        round_block(scaled, constants_of(target, rounding), rounded)
         assert np.array_equal(rounded, round_to(scaled, target=target, rounding=rounding))
 
 

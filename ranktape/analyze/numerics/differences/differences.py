@@ -94,23 +94,6 @@ class Differences:
         return self.nan_one + self.inf_differing
 
 
-def compare_arrays(a: NDArray[Any], b: NDArray[Any], *, first_dim: int | None = None) -> Differences:
-    """The differences of two arrays of one shape; any dtype that records hold, any shape (0-d included).
-
-    64-bit integers are rounded to float64 before they are subtracted; which of them differ is counted exactly.
-
-    Args:
-        a: The reference.
-        b: What is compared with it.
-        first_dim: The dimension that is gone along first; it changes the last bits of sums.
-    """
-    assert a.shape == b.shape
-    dim = first_dim or 0
-    order = [dim, *(other for other in range(a.ndim) if other != dim)] if a.ndim else []
-    parts = (np.ascontiguousarray(array.transpose(order)).reshape(-1) for array in (a, b))
-    return compare_parts([tuple(parts)], shape=a.shape, first_dim=first_dim)  # type: ignore[list-item]
-
-
 def compare_parts(
     parts: Iterable[tuple[NDArray[Any], NDArray[Any]]], *, shape: tuple[int, ...], first_dim: int | None = None
 ) -> Differences:

@@ -1,8 +1,8 @@
 """Rounds magnitudes to the values of a format, inside compiled loops.
 
-Scalar functions without branches on nonnegative finite float64 numbers, for kernels that run over many values and many
-scales: the compiler inlines them and turns the loop around them into vector instructions. What is beyond the largest
-value becomes the largest value. Each equals `rounding.round_to` bit for bit.
+Everything that rounds on a CPU does it by these functions of nonnegative float64 numbers: the compiler inlines them and
+turns the loops around them into vector instructions. What is beyond `RoundingConstants.maximum` becomes that; what
+becomes of NaN is left open.
 
 numba caches a kernel beside its own source and does not see when a function that it calls has changed: whoever edits
 this module removes the caches of the modules that call it.
@@ -11,18 +11,18 @@ this module removes the caches of the modules that call it.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats.table import Coding, Format
+from ranktape.analyze.numerics.formats.table import Coding, Format, Rounding
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-NO_TAPER = 1 << 20
+NO_TAPER = 2000
 """A limit that no exponent of a float64 reaches."""
 
 ONE_FIELD = 1023
@@ -31,8 +31,20 @@ ONE_FIELD = 1023
 HALF = 0.5
 """Of a step: from here on the value above is nearer."""
 
-WHOLE = 2.0**52
-"""Added to a smaller float64, it leaves no bits for a fraction: float64 itself rounds to the nearest integer."""
+EXPONENT_MASK = 0x7FF << 52
+"""The exponent field of a float64."""
+
+ONE_BITS = ONE_FIELD << 52
+"""The bits of the float64 1.0."""
+
+BEYOND = 4.0
+"""How far beyond the largest value of the format rounding goes on, where it must be seen that it goes beyond."""
+
+HYBRID_BITS = 14
+"""Of the discarded bits of a float32, how many hybrid rounding compares with the last bits of the significand."""
+
+EVEN, EVEN_TAPERED, AWAY, FLOOR, RANDOM, HYBRID = range(6)
+"""How to round; `EVEN_TAPERED` is for formats whose significand gets shorter away from 1, the others are for all."""
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 """The step from one number's state to the next one's: 2**64 over the golden ratio, odd, as a signed integer."""
@@ -48,24 +60,57 @@ UNIFORM_UNIT = 2.0**-53
 
 
 class RoundingConstants(NamedTuple):
-    """What a kernel knows of a format; a named tuple, because numba takes it apart by name."""
+    """What a kernel knows of a format and a rounding; a named tuple, because numba takes it apart by name."""
 
-    mantissa_bits: int
-    """Width of the significand field where it is widest."""
-    lowest_field: int
-    """Float64 exponent field below which steps no longer get smaller."""
+    kind: int
+    """How to round."""
+    maximum: float
+    """Largest finite value, or where rounding ends beyond it."""
+    lowest: int
+    """Float64 exponent field, in its place, below which steps no longer get smaller."""
+    raise_by: int
+    """From the exponent field of a value to that of 2**52 steps of the format there, where it is widest."""
     taper_1: int
-    """Magnitude of the exponent beyond which the significand has one bit less; `NO_TAPER` where it has not."""
+    """Magnitude of the exponent, in its place, beyond which the significand has one bit less."""
     taper_2: int
     """Beyond which it has two bits less."""
     taper_3: int
     """Beyond which it has three bits less."""
-    maximum: float
-    """Largest finite value."""
+    overflow_start: float
+    """Smallest magnitude that counts as overflow."""
+    min_normal: float
+    """Smallest positive normal value."""
 
 
-def constants_of(target: Format) -> RoundingConstants:
-    """What the functions of this module take of a format.
+def constants_of(target: Format, rounding: Rounding | None = None, *, beyond: float = 1.0) -> RoundingConstants:
+    """What the kernels take of a format and a rounding, the format's own unless given.
+
+    `beyond` is how many times the largest value rounding ends at. fp64 has more bits than the kernels can round to.
+    """
+    chosen = target.rounding if rounding is None else rounding
+    kinds = {
+        Rounding.EVEN: EVEN_TAPERED if target.taper else EVEN,
+        Rounding.AWAY: AWAY,
+        Rounding.FLOOR: FLOOR,
+        Rounding.STOCHASTIC: RANDOM,
+        Rounding.HYBRID: HYBRID,
+    }
+    taper_1, taper_2, taper_3 = (limit << 52 for limit in (*target.taper, NO_TAPER, NO_TAPER, NO_TAPER)[:3])
+    return RoundingConstants(
+        kind=kinds[chosen],
+        maximum=beyond * target.maximum,
+        lowest=(target.lowest_exponent + ONE_FIELD) << 52,
+        raise_by=(52 - target.mantissa_bits) << 52,
+        taper_1=taper_1,
+        taper_2=taper_2,
+        taper_3=taper_3,
+        overflow_start=target.overflow_start_of(chosen),
+        min_normal=target.min_normal,
+    )
+
+
+def check_values(target: Format) -> None:
+    """Refuse formats that no tensor is quantised to.
 
     Raises:
         UsageError: of e8m0, which has neither zero nor sign, and of fp64, which holds every float64.
@@ -73,76 +118,131 @@ def constants_of(target: Format) -> RoundingConstants:
     if target.coding is Coding.EXPONENT or target.name == "fp64":
         why = "holds every float64" if target.name == "fp64" else "holds the scales of blocks, and has no zero"
         raise UsageError(f"{target.name} is no format to quantise to: it {why}. Use `round_to` for single values")
-    taper_1, taper_2, taper_3 = (*target.taper, NO_TAPER, NO_TAPER, NO_TAPER)[:3]
-    return RoundingConstants(
-        mantissa_bits=target.mantissa_bits,
-        lowest_field=target.lowest_exponent + ONE_FIELD,
-        taper_1=taper_1,
-        taper_2=taper_2,
-        taper_3=taper_3,
-        maximum=target.maximum,
-    )
 
 
 @compiled
-def _unit_field(clipped: float, constants: RoundingConstants) -> np.int64:
-    """The float64 exponent field of the step between the values of the format around a magnitude."""
-    field = max(np.float64(clipped).view(np.int64) >> 52, np.int64(constants.lowest_field))
-    exponent = abs(field - ONE_FIELD)
+def _steps(clipped: float, constants: RoundingConstants) -> float:
+    """2**52 steps of the format around a magnitude.
+
+    They leave no bits for a fraction of a step: float64 itself rounds their sum with the magnitude to the nearest step,
+    ties to even, and taking them away again is exact.
+    """
+    field = max(np.float64(clipped).view(np.int64) & EXPONENT_MASK, np.int64(constants.lowest))
+    distance = abs(field - ONE_BITS)
     lost = (
-        np.int64(exponent > constants.taper_1)
-        + np.int64(exponent > constants.taper_2)
-        + np.int64(exponent > constants.taper_3)
+        np.int64(distance > constants.taper_1)
+        + np.int64(distance > constants.taper_2)
+        + np.int64(distance > constants.taper_3)
     )
-    return field - constants.mantissa_bits + lost
+    return np.int64(field + constants.raise_by + (lost << 52)).view(np.float64)
 
 
 @compiled
-def round_even(magnitude: float, constants: RoundingConstants) -> np.float64:
+def round_even(magnitude: float, constants: RoundingConstants) -> float:
     """The nearest value of the format; of two equally near ones that with an even significand."""
     clipped = min(magnitude, constants.maximum)
-    field = _unit_field(clipped, constants)
-    # A unit in the last place of the format and its inverse are powers of two: both products are exact.
-    unit: np.float64 = np.int64(field << 52).view(np.float64)
-    per_unit: np.float64 = np.int64((2 * ONE_FIELD - field) << 52).view(np.float64)
-    rounded: np.float64 = ((clipped * per_unit + WHOLE) - WHOLE) * unit
-    return rounded
+    steps = _steps(clipped, constants)
+    return (clipped + steps) - steps
 
 
 @compiled
-def round_away(magnitude: float, constants: RoundingConstants) -> np.float64:
+def round_away(magnitude: float, constants: RoundingConstants) -> float:
     """The nearest value of the format; of two equally near ones the larger."""
     clipped = min(magnitude, constants.maximum)
-    field = _unit_field(clipped, constants)
-    unit: np.float64 = np.int64(field << 52).view(np.float64)
-    in_units: np.float64 = clipped * np.int64((2 * ONE_FIELD - field) << 52).view(np.float64)
-    whole = np.floor(in_units)
-    # The difference is exact, where adding a half to the value itself would round.
-    rounded: np.float64 = (whole + np.float64(in_units - whole >= HALF)) * unit
-    return rounded
+    steps = _steps(clipped, constants)
+    nearest = (clipped + steps) - steps
+    step = steps * 2.0**-52
+    return nearest + (step if clipped - nearest == HALF * step else 0.0)
 
 
 @compiled
-def round_floor(magnitude: float, constants: RoundingConstants) -> np.float64:
+def round_floor(magnitude: float, constants: RoundingConstants) -> float:
     """The largest value of the format that is not above the magnitude."""
     clipped = min(magnitude, constants.maximum)
-    field = _unit_field(clipped, constants)
-    unit: np.float64 = np.int64(field << 52).view(np.float64)
-    in_units: np.float64 = clipped * np.int64((2 * ONE_FIELD - field) << 52).view(np.float64)
-    rounded: np.float64 = np.floor(in_units) * unit
-    return rounded
+    steps = _steps(clipped, constants)
+    nearest = (clipped + steps) - steps
+    return nearest - (steps * 2.0**-52 if nearest > clipped else 0.0)
 
 
 @compiled
-def round_random(magnitude: float, constants: RoundingConstants, uniform: float) -> np.float64:
-    """The next value above if `uniform` is below the fraction of the step that is passed, else that below."""
+def passed_of(magnitude: float, floor: float, constants: RoundingConstants) -> tuple[float, float]:
+    """Which part of the step that begins at `floor` a magnitude has passed, and the step."""
     clipped = min(magnitude, constants.maximum)
-    field = _unit_field(clipped, constants)
-    unit: np.float64 = np.int64(field << 52).view(np.float64)
-    in_units: np.float64 = clipped * np.int64((2 * ONE_FIELD - field) << 52).view(np.float64)
-    whole = np.floor(in_units)
-    rounded: np.float64 = (whole + np.float64(uniform < in_units - whole)) * unit
-    return rounded
+    step = _steps(clipped, constants) * 2.0**-52
+    return np.divide(clipped - floor, step), step
+
+
+@compiled
+def round_hybrid(
+    magnitude: float, threshold: int | np.integer[Any], num_bits: int, constants: RoundingConstants
+) -> float:
+    """Away where HiF8 has all its significand bits; elsewhere up if the first discarded bits reach the threshold.
+
+    More than one binade below the smallest value nothing rounds up.
+    """
+    below = round_floor(magnitude, constants)
+    passed, step = passed_of(magnitude, below, constants)
+    field = max(np.float64(magnitude).view(np.int64) & EXPONENT_MASK, np.int64(constants.lowest))
+    has_all_bits = abs(field - ONE_BITS) <= constants.taper_1
+    is_reached = magnitude >= HALF * np.int64(constants.lowest).view(np.float64)
+    is_reached &= np.floor(passed * (1 << num_bits)) >= threshold
+    is_up = passed >= HALF if has_all_bits else is_reached
+    return min(below + (step if is_up else 0.0), constants.maximum)
+
+
+@compiled
+def round_block(scaled: NDArray[np.float64], constants: RoundingConstants, rounded: NDArray[np.float64]) -> None:
+    """Write the values of the format that magnitudes round to.
+
+    What chance decides is rounded down; hybrid rounding looks at the bits of the magnitudes as float32.
+    """
+    if constants.kind == EVEN:
+        for index in range(scaled.size):
+            clipped = min(scaled[index], constants.maximum)
+            field = max(np.float64(clipped).view(np.int64) & EXPONENT_MASK, np.int64(constants.lowest))
+            own_steps = np.int64(field + constants.raise_by).view(np.float64)
+            rounded[index] = (clipped + own_steps) - own_steps
+    elif constants.kind == EVEN_TAPERED:
+        for index in range(scaled.size):
+            rounded[index] = round_even(scaled[index], constants)
+    elif constants.kind == AWAY:
+        for index in range(scaled.size):
+            rounded[index] = round_away(scaled[index], constants)
+    elif constants.kind == HYBRID:
+        for index in range(scaled.size):
+            narrow = np.float32(scaled[index])
+            threshold = narrow.view(np.int32) & ((1 << HYBRID_BITS) - 1)
+            rounded[index] = round_hybrid(np.float64(narrow), threshold, HYBRID_BITS, constants)
+    else:
+        for index in range(scaled.size):
+            rounded[index] = round_floor(scaled[index], constants)
+
+
+@compiled
+def draw(
+    magnitudes: NDArray[np.float64],
+    constants: RoundingConstants,
+    state: int,
+    places: NDArray[np.int64],
+    rounded: NDArray[np.float64],
+) -> None:
+    """From the values below to those above, by the uniform numbers of the elements with these indices in C order."""
+    for index in range(magnitudes.size):
+        passed, step = passed_of(magnitudes[index], rounded[index], constants)
+        rounded[index] += step if uniform_at(state, places[index]) < passed else 0.0
+
+
+@compiled
+def round_hybrids(
+    magnitudes: NDArray[np.float64],
+    thresholds: NDArray[np.int64],
+    num_bits: int,
+    constants: RoundingConstants,
+    rounded: NDArray[np.float64],
+) -> None:
+    """Write what hybrid rounding makes of magnitudes of any type, whose last bits are the thresholds."""
+    for index in range(magnitudes.size):
+        rounded[index] = round_hybrid(magnitudes[index], thresholds[index], num_bits, constants)
 
 
 @compiled

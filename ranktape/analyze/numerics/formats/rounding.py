@@ -2,59 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
-from ranktape.analyze.numerics.formats.kernels import HALF, fill_uniforms, state_of
-from ranktape.analyze.numerics.formats.table import FORMATS, Coding, Format, Rounding
+from ranktape.analyze.numerics.formats.kernels import (
+    BEYOND,
+    HYBRID_BITS,
+    constants_of,
+    draw,
+    fill_uniforms,
+    round_block,
+    round_hybrids,
+    state_of,
+)
+from ranktape.analyze.numerics.formats.table import Coding, Format, Rounding
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-NUM_BITS = {np.dtype(np.float32): 14, np.dtype(np.float16): 2, np.dtype(ml_dtypes.bfloat16): 2}
-"""The types that can be rounded, and how many of the discarded bits are compared with the threshold."""
-
-
-def round_hybrid(values: ArrayLike) -> NDArray[np.float64]:
-    """The magnitudes that `values` round to; beyond the largest value of the format they go on.
-
-    NaN stays NaN, an infinity infinite and zero zero. The shape is that of `values`.
-
-    Raises:
-        UsageError: the values are neither float32 nor float16 nor bfloat16.
-    """
-    source = np.asarray(values)
-    num_bits = NUM_BITS.get(source.dtype)
-    if num_bits is None:
-        raise UsageError(
-            "hybrid rounding looks at the bits of the type that values come in: give "
-            f"{', '.join(map(str, NUM_BITS))}, not {source.dtype}"
-        )
-    target = FORMATS["hif8"]
-    with np.errstate(invalid="ignore"):  # signalling NaN; an infinity less itself
-        magnitude = np.abs(source.astype(np.float64))
-        own_exponent = np.frexp(magnitude)[1] - 1
-        exponent = np.maximum(own_exponent, target.lowest_exponent)
-        unit_exponent = target.unit_exponents(exponent)
-        in_units = np.ldexp(magnitude, -unit_exponent)
-        whole = np.floor(in_units)
-        fraction = in_units - whole
-        is_reached = np.floor(np.ldexp(fraction, num_bits)) >= _thresholds(source, num_bits=num_bits)
-        # More than one binary order below the smallest value nothing rounds up.
-        is_in_reach = (magnitude > 0) & (own_exponent >= target.lowest_exponent - 1)
-        is_up = np.where(np.abs(exponent) <= target.taper[0], fraction >= HALF, is_reached & is_in_reach)
-        return np.asarray(np.ldexp(whole + is_up, unit_exponent))
-
-
-def _thresholds(source: NDArray[np.generic], *, num_bits: int) -> NDArray[np.int64]:
-    """The last bits of the significand; of the 16-bit types the last one alone, with a 1 behind it."""
-    if source.dtype == np.float32:
-        return (source.view(np.uint32) & ((1 << num_bits) - 1)).astype(np.int64)
-    return (source.view(np.uint16) & 1).astype(np.int64) * 2 + 1
+NUM_BITS = {np.dtype(np.float32): HYBRID_BITS, np.dtype(np.float16): 2, np.dtype(ml_dtypes.bfloat16): 2}
+"""The types that hybrid rounding takes, and how many of the discarded bits are compared with the threshold."""
 
 
 def round_to(
@@ -91,13 +61,12 @@ def round_to(
         exact = np.asarray(values, dtype=np.float64)
     magnitude = np.abs(exact)
     if chosen is Rounding.HYBRID:
-        endless = round_hybrid(values)
+        endless = _hybrid(np.asarray(values), magnitude, target=target)
         is_over = (endless > target.maximum) | (magnitude >= target.overflow_start_of(Rounding.AWAY))
     else:
-        uniform = uniforms(seed or 0, start=0, size=exact.size) if chosen is Rounding.STOCHASTIC else np.zeros(0)
-        endless = _rounded(magnitude, target=target, rounding=chosen, uniform=uniform)
+        endless = magnitude if target.name == "fp64" else _rounded(magnitude, target=target, rounding=chosen, seed=seed)
         is_over = endless > target.maximum
-    rounded = np.where(is_over, overflow, endless)
+    rounded = np.where(np.isnan(magnitude), np.nan, np.where(is_over, overflow, endless))
     if target.coding is Coding.EXPONENT:
         return np.where(exact < 0, np.nan, np.maximum(rounded, target.min_subnormal))
     signed = np.copysign(rounded, exact)
@@ -145,24 +114,31 @@ def uniforms(seed: int, *, start: int, size: int) -> NDArray[np.float64]:
 
 
 def _rounded(
-    magnitude: NDArray[np.float64], *, target: Format, rounding: Rounding, uniform: NDArray[np.float64]
+    magnitude: NDArray[np.float64], *, target: Format, rounding: Rounding, seed: int | None
 ) -> NDArray[np.float64]:
-    """The magnitudes of the format, were it without end; `uniform` is one number for each in C order, or empty."""
-    # Of what lies two steps beyond the largest value only that matters.
-    step = math.ldexp(1.0, target.unit_exponent(target.emax))
-    bounded = np.minimum(magnitude, target.maximum + 2 * step)
-    exponent = np.clip(np.frexp(bounded)[1] - 1, target.lowest_exponent, target.emax)
-    # In units of the last place every value of the format is an integer, and powers of two scale exactly.
-    unit_exponent = target.unit_exponents(exponent)
-    with np.errstate(invalid="ignore"):  # signalling NaN
-        in_units = np.ldexp(bounded, -unit_exponent)
-        whole = np.floor(in_units)
-        if rounding is Rounding.EVEN:
-            chosen = np.rint(in_units)
-        elif rounding is Rounding.AWAY:
-            chosen = whole + (in_units - whole >= HALF)
-        elif rounding is Rounding.FLOOR:
-            chosen = whole
-        else:
-            chosen = whole + (uniform.reshape(in_units.shape) < in_units - whole)
-        return np.asarray(np.ldexp(chosen, unit_exponent))
+    """The magnitudes of the format, were it without end."""
+    flat = np.ascontiguousarray(magnitude).reshape(-1)
+    constants = constants_of(target, rounding, beyond=BEYOND)
+    rounded = np.empty(flat.size)
+    round_block(flat, constants, rounded)
+    if rounding is Rounding.STOCHASTIC:
+        draw(flat, constants, state_of(seed or 0), np.arange(flat.size), rounded)
+    return rounded.reshape(magnitude.shape)
+
+
+def _hybrid(source: NDArray[Any], magnitude: NDArray[np.float64], *, target: Format) -> NDArray[np.float64]:
+    num_bits = NUM_BITS.get(source.dtype)
+    if num_bits is None:
+        raise UsageError(
+            "hybrid rounding looks at the bits of the type that values come in: give "
+            f"{', '.join(map(str, NUM_BITS))}, not {source.dtype}"
+        )
+    # The last bits of the significand; of the 16-bit types the last one alone, with a 1 behind it.
+    flat = np.ascontiguousarray(source).reshape(-1)
+    is_wide = source.dtype == np.float32
+    bits = flat.view(np.uint32 if is_wide else np.uint16).astype(np.int64)
+    thresholds = bits & ((1 << num_bits) - 1) if is_wide else (bits & 1) * 2 + 1
+    rounded = np.empty(flat.size)
+    constants = constants_of(target, Rounding.HYBRID, beyond=BEYOND)
+    round_hybrids(np.ascontiguousarray(magnitude).reshape(-1), thresholds, num_bits, constants, rounded)
+    return rounded.reshape(magnitude.shape)

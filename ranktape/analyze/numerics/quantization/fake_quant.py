@@ -16,14 +16,11 @@ import numpy as np
 from ranktape.analyze.numerics.formats import Rounding
 from ranktape.analyze.numerics.formats.kernels import constants_of
 from ranktape.analyze.numerics.quantization.fast_kernels import (
-    BlockConstants,
-    Flags,
+    block_scheme,
     largest_finite,
     round_all,
     round_columns,
     round_rows,
-    round_scaled_columns,
-    round_scaled_rows,
 )
 from ranktape.analyze.numerics.quantization.group_scales import group_scales, level_of, tensor_scale_of
 from ranktape.analyze.numerics.quantization.quantizer import quantize_planned
@@ -31,7 +28,6 @@ from ranktape.analyze.numerics.quantization.schemes import (
     QuantizePlan,
     ScaleRule,
     Scaling,
-    cut_of,
     parse_scheme,
     plan_of,
 )
@@ -68,8 +64,6 @@ def quantized_values(
     patterns = values.view(torch.int32).numpy()
     if plan.scheme.scaling is not Scaling.BLOCK:
         _quantize_together(patterns.reshape(-1), plan=plan)
-    elif plan.scheme.has_tensor_scale:
-        _quantize_scaled(patterns, plan=plan)
     else:
         _quantize_blocks(patterns, plan=plan)
     return values.to(x.dtype)
@@ -93,47 +87,20 @@ def _quantize_together(patterns: NDArray[np.int32], *, plan: QuantizePlan) -> No
     element, scale = plan.scheme.element, 1.0
     if plan.scheme.scaling is Scaling.TENSOR:
         scale = float(group_scales(np.array([largest_finite(patterns)]), plan=plan, largest_of_all=0.0).values[0])
-    flags = Flags(element.has_negative_zero, plan.rounding is Rounding.AWAY)
-    round_all(patterns, scale, flags, constants_of(element))
+    round_all(patterns, scale, element.has_negative_zero, constants_of(element, plan.rounding))
 
 
 def _quantize_blocks(patterns: NDArray[np.int32], *, plan: QuantizePlan) -> None:
-    """With a power of two for each block."""
-    element = plan.scheme.element
-    assert plan.scale_rule is not None, "blocks with powers of two have a rule"
-    cut = cut_of(plan.scale_rule, element=element)
-    constants = BlockConstants(
-        mantissa_bits=element.mantissa_bits,
-        emin=element.emin,
-        emax=element.emax,
-        maximum=element.maximum,
-        has_negative_zero=element.has_negative_zero,
-        cut=cut.at,
-        is_cut_inclusive=cut.is_inclusive,
-    )
-    rows = _rows(patterns, plan=plan)
-    if rows.shape[2] == 1:
-        round_rows(patterns.reshape(-1), rows.shape[1], plan.scheme.block_size, constants, constants_of(element))
-    else:
-        round_columns(rows, plan.scheme.block_size, constants, constants_of(element))
-
-
-def _quantize_scaled(patterns: NDArray[np.int32], *, plan: QuantizePlan) -> None:
-    """With a number of a format for each block, and one for the tensor: NVFP4."""
-    recipe = plan.scheme.recipe
-    assert recipe is not None, "it has scales of blocks"
-    tensor = tensor_scale_of(level_of(largest_finite(patterns.reshape(-1)), recipe=recipe), int(recipe))
-    rows = _rows(patterns, plan=plan)
-    if rows.shape[2] == 1:
-        round_scaled_rows(patterns.reshape(-1), rows.shape[1], plan.scheme.block_size, tensor)
-    else:
-        round_scaled_columns(rows, plan.scheme.block_size, tensor)
-
-
-def _rows(patterns: NDArray[np.int32], *, plan: QuantizePlan) -> NDArray[np.int32]:
-    """What is before the axis of blocks, the axis, and what is after it."""
+    recipe, tensor = plan.scheme.recipe, None
+    if recipe is not None:
+        tensor = tensor_scale_of(level_of(largest_finite(patterns.reshape(-1)), recipe=recipe), int(recipe))
+    scheme = block_scheme(plan, tensor=tensor)
     shape = patterns.shape or (1,)
-    return patterns.reshape(-1, shape[plan.axis], math.prod(shape[plan.axis + 1 :]))
+    width = math.prod(shape[plan.axis + 1 :])
+    if width == 1:
+        round_rows(patterns.reshape(-1), shape[plan.axis], scheme, plan.scheme.block_size)
+    else:
+        round_columns(patterns.reshape(-1, shape[plan.axis], width), scheme, plan.scheme.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

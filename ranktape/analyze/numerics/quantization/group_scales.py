@@ -99,7 +99,7 @@ def block_scale(largest: float, tensor: TensorScale) -> np.float64:
     else:
         quotient = _nearest_float32(_nearest_float32(narrow / _ELEMENT_MAXIMUM) / tensor.to_code)
         wanted = np.float64(max(quotient, _TORCHAO_MIN_CODE))
-    return round_even(wanted, _CODES)
+    return np.float64(round_even(wanted, _CODES))
 
 
 @compiled

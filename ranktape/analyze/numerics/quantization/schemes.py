@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ranktape.analyze.numerics.formats import FORMATS, Format, Rounding, parse_format
-from ranktape.analyze.numerics.formats.kernels import constants_of
+from ranktape.analyze.numerics.formats.kernels import check_values
 from ranktape.analyze.numerics.formats.rounding import parse_rounding
 from ranktape.errors import UsageError
 
@@ -261,7 +261,7 @@ def plan_of(
     """
     scheme = _scheme(name, scaling=scaling, block_size=block_size)
     element = scheme.element
-    constants_of(element)  # refuses what nothing can be quantised to
+    check_values(element)
     element.overflow_value(saturate=saturate)  # refuses what has nothing to overflow to
     return QuantizePlan(
         scheme=scheme,

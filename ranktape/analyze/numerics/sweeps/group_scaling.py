@@ -14,24 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranktape.analyze.numerics.formats.kernels import constants_of
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
 from ranktape.analyze.numerics.quantization.blocks import RUN, Box, boxes, grouped_shape
 from ranktape.analyze.numerics.quantization.group_scales import level_of
 from ranktape.analyze.numerics.quantization.schemes import HIF8_TARGET, Scaling, Scheme, unbounded_exponents
-from ranktape.analyze.numerics.sweeps.group_scaling_kernels import CODES, FLOATS, POWERS, Scales, sum_grouped
 from ranktape.analyze.numerics.sweeps.population import Population, population_of_parts
-from ranktape.analyze.numerics.sweeps.rounding_kernels import kernel_constants
 from ranktape.analyze.numerics.sweeps.scaling import (
     MAX_SHIFTED_EXPONENT,
+    NO_WEIGHTS,
     PartialSums,
     Sums,
+    add_with_one_scale,
     in_batches,
     new_part,
     shift_factors,
     shift_of,
     total_of,
 )
-from ranktape.analyze.numerics.sweeps.scaling_kernels import sum_scaled
+from ranktape.analyze.numerics.sweeps.scaling_kernels import CODES, FLOATS, POWERS, Scales, add_up
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,13 +63,13 @@ def sums_of_blocks(
     Raises:
         UsageError: the counts do not answer that rule for that format.
     """
-    constants = kernel_constants(element, rounding=rounding)
+    constants = constants_of(element, rounding)
     end = (1 << (scale_bits - 1)) - 1
 
     def part(exponent: int, values: NDArray[np.float64], counts: NDArray[np.int64]) -> PartialSums:
         scales_L = np.ldexp(1.0, np.clip(exponent + offsets, -end, end))
         found = new_part(offsets.size)._replace(num_finite=int(counts.sum()))
-        sum_scaled(values, counts, scales_L, constants, found.sums_LK, found.counts_LC, found.own_K)
+        add_with_one_scale(found, values, counts, scales_L=scales_L, constants=constants)
         return found
 
     def parts() -> Iterator[PartialSums]:
@@ -171,7 +172,7 @@ class _GroupSweep:
         if self._is_channel or is_cut or array.dtype == np.float64:  # whose squares may overflow
             largest = self._look(keep=self._is_channel or is_cut, threads=threads)
         rounding = options.rounding or scheme.element.rounding
-        self._constants = kernel_constants(scheme.element, rounding=rounding)
+        self._constants = constants_of(scheme.element, rounding)
         offsets = options.offsets()
         self.offsets_L: NDArray[np.float64] = offsets.astype(np.float64)
         if self._is_channel:
@@ -197,7 +198,7 @@ class _GroupSweep:
             kinds = _left_out(values_GE, is_spoiled_G)
         part = new_part(self.offsets_L.size)._replace(num_finite=values_GE.size - int(kinds[1] + kinds[2] + kinds[4]))
         sums = part.sums_LK, part.counts_LC, part.own_K
-        sum_grouped(values_GE, known_G, self.offsets_L, self.how, self._constants, *sums)
+        add_up(values_GE, NO_WEIGHTS, known_G, self.offsets_L, self.how, self._constants, *sums)
         return _Found(part=part, kinds=kinds)
 
     def _rows(self, box: Box) -> NDArray[np.float64]:

@@ -6,7 +6,7 @@ arithmetic is float64. Sums are added up in an order that is part of the code, n
 """
 
 # Shapes: N = values, L = levels (one scale each), K = kinds of sums, C = kinds of counts.
-# ruff: noqa: N806, N815 - the letters of a shape end the name of the array
+# ruff: noqa: N803, N806, N815 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats import Rounding, round_to
+from ranktape.analyze.numerics.formats.kernels import RoundingConstants, constants_of
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
 from ranktape.analyze.numerics.pieces import each, frozen
-from ranktape.analyze.numerics.sweeps.rounding_kernels import kernel_constants
 from ranktape.analyze.numerics.sweeps.scaling_kernels import (
     NUM_COUNTS,
     NUM_SUMS,
+    ONE_SCALE,
     RAISED,
-    add_rounded,
+    add_up,
     magnitudes_of,
-    sum_scaled,
 )
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.numerics.formats import Format
+    from ranktape.analyze.numerics.formats import Format, Rounding
     from ranktape.analyze.numerics.histograms.histogram import AnyArray, Histogram
 
 Item = TypeVar("Item")
@@ -151,6 +150,19 @@ def new_part(num_levels: int) -> PartialSums:
     return PartialSums(
         np.zeros((num_levels, NUM_SUMS)), np.zeros((num_levels, NUM_COUNTS), dtype=np.int64), np.zeros(2), num_finite=0
     )
+
+
+def add_with_one_scale(
+    part: PartialSums,
+    magnitudes: NDArray[np.float64],
+    weights: NDArray[np.int64],
+    *,
+    scales_L: NDArray[np.float64],
+    constants: RoundingConstants,
+) -> None:
+    """Add the sums of magnitudes that share the scale of each level; a weight for each, or none."""
+    sums = part.sums_LK, part.counts_LC, part.own_K
+    add_up(magnitudes.reshape(1, -1), weights, np.ones(1), scales_L, ONE_SCALE, constants, *sums)
 
 
 def total_of(parts: Iterable[PartialSums], *, num_levels: int, shift: int, largest: float) -> Sums:
@@ -271,10 +283,7 @@ class _ValueSweep:
         fractions = np.array([2.0 ** float(part) for part in exponents - wholes])
         limit = MAX_SHIFTED_EXPONENT
         self._scales_L = np.ldexp(fractions, np.clip(wholes - self._shift, -limit, limit).astype(np.int64))
-        self._target = target
-        self._is_hybrid = rounding is Rounding.HYBRID
-        # How hybrid rounding counts is how stochastic rounding does; what it rounds to is not computed in the kernel.
-        self._constants = kernel_constants(target, rounding=Rounding.STOCHASTIC if self._is_hybrid else rounding)
+        self._constants = constants_of(target, rounding)
         self._factors = shift_factors(self._shift)
 
     def part(self, values: AnyArray, *, weights: NDArray[np.int64]) -> PartialSums:
@@ -285,23 +294,8 @@ class _ValueSweep:
         found = new_part(self._scales_L.size)._replace(
             num_finite=int(weights.sum()) if weights.size else int(num_finite)
         )
-        sums = found.sums_LK, found.counts_LC, found.own_K
-        if self._is_hybrid:
-            self._add_hybrid(magnitudes, weights, found)
-        else:
-            sum_scaled(magnitudes, weights, self._scales_L, self._constants, *sums)
+        add_with_one_scale(found, magnitudes, weights, scales_L=self._scales_L, constants=self._constants)
         return found
-
-    def _add_hybrid(self, magnitudes: NDArray[np.float64], weights: NDArray[np.int64], found: PartialSums) -> None:
-        for level, scale in enumerate(self._scales_L):
-            with np.errstate(over="ignore", under="ignore"):
-                scaled = (magnitudes / scale).astype(np.float32)
-            rounded = round_to(scaled, target=self._target, rounding=Rounding.HYBRID)
-            row = slice(level, level + 1)
-            own_K = found.own_K if level == 0 else np.zeros(2)
-            add_rounded(
-                magnitudes, weights, rounded, scale, self._constants, found.sums_LK[row], found.counts_LC[row], own_K
-            )
 
     def total(self, parts: Iterable[PartialSums]) -> Sums:
         """All parts together."""

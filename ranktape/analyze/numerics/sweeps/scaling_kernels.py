@@ -1,8 +1,9 @@
 """Compiled loops that add up values and their roundings, at one scale after the other.
 
 For a block of values that stays in the first-level cache, and for each level: divide by the scale, round, add up. Each
-step is a loop of its own that the compiler turns into vector instructions. Sums are kept in lanes, in an order that
-is part of the code and not of the machine; counts are integers.
+step is a loop of its own that the compiler turns into vector instructions. The scales of a level are computed where
+they are used, in one pass over memory. Sums are kept in lanes, in an order that is part of the code and not of the
+machine; counts are integers.
 """
 
 # Shapes: N = values, G = groups that share a scale, E = elements of a group, L = levels, A = lanes,
@@ -11,12 +12,20 @@ is part of the code and not of the machine; counts are integers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ranktape.analyze.numerics.formats.kernels import HYBRID, RANDOM, RoundingConstants, passed_of, round_block
 from ranktape.analyze.numerics.kernels import compiled
-from ranktape.analyze.numerics.sweeps.rounding_kernels import RANDOM, Constants, raise_randomly, round_block
+from ranktape.analyze.numerics.quantization.group_scales import (
+    MAX_FLOAT32,
+    MIN_FLOAT32,
+    block_scale,
+    factors_of,
+    tensor_scale_of,
+)
+from ranktape.analyze.numerics.quantization.schemes import ScaleRecipe
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,6 +52,34 @@ RAISED, LARGEST = 4, 5
 
 NUM_COUNTS = 3
 """Overflow, underflow, flushed."""
+
+
+POWERS, FLOATS, CODES, NUMBERS = range(4)
+"""Scales are powers of two; or float32 numbers to divide by; or e4m3 numbers times the scale of the tensor, as NVFP4's
+are; or the same number for all, at each level another one."""
+
+_MODELOPT = int(ScaleRecipe.MODELOPT)
+
+
+class Scales(NamedTuple):
+    """What the kernel knows of how scales follow from what is known of a group."""
+
+    kind: int
+    """`POWERS`, `FLOATS`, `CODES` or `NUMBERS`."""
+    end: int
+    """Largest magnitude of the exponent of a power of two."""
+    shift: int
+    """Exponent of the power of two that values are to be divided by, so that their squares are within float64."""
+    shift_factors: tuple[float, float]
+    """What divides by that: see `shift_factors`."""
+    limit: int
+    """Largest magnitude of the exponent of a shifted scale."""
+    recipe: int
+    """Of NVFP4, the `ScaleRecipe`."""
+
+
+ONE_SCALE = Scales(NUMBERS, 0, 0, (1.0, 1.0), 0, 0)
+"""Of values that share the scale of each level, and are shifted already."""
 
 
 @compiled
@@ -109,7 +146,7 @@ def _count(
     scaled: NDArray[np.float64],
     rounded: NDArray[np.float64],
     weights: NDArray[np.int64],
-    constants: Constants,
+    constants: RoundingConstants,
     counts_C: NDArray[np.int64],
 ) -> None:
     """Count zeros as underflow and as flushed; without weights, every value once."""
@@ -134,13 +171,29 @@ def _count(
 
 
 @compiled
-def finish_block(  # noqa: PLR0917 - numba knows no keyword-only arguments
+def _raise_randomly(
+    scaled: NDArray[np.float64],
+    constants: RoundingConstants,
+    rounded: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    up_weights: NDArray[np.float64],
+) -> None:
+    """From the values below to those above; the weights are parted by how likely each of the two is."""
+    for index in range(scaled.size):
+        fraction, step = passed_of(scaled[index], rounded[index], constants)
+        up_weights[index] = weights[index] * fraction
+        weights[index] *= 1.0 - fraction
+        rounded[index] += step if fraction > 0.0 else 0.0
+
+
+@compiled
+def _finish_block(  # noqa: PLR0917 - numba knows no keyword-only arguments
     values: NDArray[np.float64],
     weights: NDArray[np.int64],
     factors: NDArray[np.float64],
     scaled: NDArray[np.float64],
     scales: NDArray[np.float64],
-    constants: Constants,
+    constants: RoundingConstants,
     scratch: NDArray[np.float64],
     sums_KA: NDArray[np.float64],
     counts_C: NDArray[np.int64],
@@ -152,7 +205,7 @@ def finish_block(  # noqa: PLR0917 - numba knows no keyword-only arguments
     rounded = scratch[0, : values.size]
     round_block(scaled, constants, rounded)
     _count(scaled, rounded, weights, constants, counts_C)
-    if constants.kind != RANDOM and not weights.size:
+    if constants.kind not in (RANDOM, HYBRID) and not weights.size:
         _add(values, rounded, scales, sums_KA)
         return
     if constants.kind != RANDOM:
@@ -161,7 +214,7 @@ def finish_block(  # noqa: PLR0917 - numba knows no keyword-only arguments
     down, up, lower = scratch[1, : values.size], scratch[2, : values.size], scratch[3, : values.size]
     down[:] = factors
     lower[:] = rounded
-    raise_randomly(scaled, constants, rounded, down, up)
+    _raise_randomly(scaled, constants, rounded, down, up)
     for index in range(values.size):
         sums_KA[RAISED, index % LANES] += up[index] if lower[index] == 0.0 else 0.0
     _add_weighted(values, up, rounded, scales, sums_KA)
@@ -169,7 +222,7 @@ def finish_block(  # noqa: PLR0917 - numba knows no keyword-only arguments
 
 
 @compiled
-def add_own(values: NDArray[np.float64], weights: NDArray[np.float64], own_KA: NDArray[np.float64]) -> np.int64:
+def _add_own(values: NDArray[np.float64], weights: NDArray[np.float64], own_KA: NDArray[np.float64]) -> np.int64:
     """Add the magnitudes and their squares; how many of the values are zero."""
     zeros = np.int64(0)
     x, factors = values.reshape(-1, LANES), weights.reshape(-1, LANES)
@@ -184,7 +237,7 @@ def add_own(values: NDArray[np.float64], weights: NDArray[np.float64], own_KA: N
 
 
 @compiled
-def fold(  # noqa: PLR0917 - as above
+def _fold(  # noqa: PLR0917 - as above
     sums_LKA: NDArray[np.float64],
     own_KA: NDArray[np.float64],
     zeros: np.int64,
@@ -206,74 +259,119 @@ def fold(  # noqa: PLR0917 - as above
 
 
 @compiled
-def sum_scaled(  # noqa: PLR0917 - as above
-    values_N: NDArray[np.float64],
+def add_up(  # noqa: PLR0917 - as above
+    values_GE: NDArray[np.float64],
     weights_N: NDArray[np.int64],
-    scales_L: NDArray[np.float64],
-    constants: Constants,
+    known_G: NDArray[np.float64],
+    offsets_L: NDArray[np.float64],
+    how: Scales,
+    constants: RoundingConstants,
     sums_LK: NDArray[np.float64],
     counts_LC: NDArray[np.int64],
     own_K: NDArray[np.float64],
 ) -> None:
-    """Add the sums of magnitudes that share the scale of each level; without weights, each counts once."""
-    sums_LKA = np.zeros((scales_L.size, NUM_SUMS, LANES))
+    """Add the sums of magnitudes in groups that share a scale; without weights, each value counts once.
+
+    `known_G` is of each group the exponent of its scale (`POWERS`), its scale (`FLOATS`), its largest magnitude
+    (`CODES`) or nothing (`NUMBERS`); `offsets_L` is of each level what is added to the exponent, what scales are
+    multiplied by, what the scale of the tensor follows from, or the scale.
+    """
+    num_groups, size_of_group = values_GE.shape
+    flat = values_GE.reshape(values_GE.size)
+    sums_LKA = np.zeros((offsets_L.size, NUM_SUMS, LANES))
     own_KA = np.zeros((2, LANES))
-    block, block_factors = np.zeros(BLOCK), np.ones(BLOCK)
+    block, shifted, scratch, block_factors = np.zeros(BLOCK), np.zeros(BLOCK), np.zeros((6, BLOCK)), np.ones(BLOCK)
     block_weights = np.zeros(BLOCK if weights_N.size else 0, dtype=np.int64)
-    scratch = np.zeros((6, BLOCK))
+    # Of each group of a block: what values are multiplied or divided by, and what results are multiplied by.
+    factors_of_groups = np.zeros((2, BLOCK))
     zeros = np.int64(0)
-    for start in range(0, values_N.size, BLOCK):
-        size = min(BLOCK, values_N.size - start)
+    # A block holds several groups, or one of several parts of a group.
+    groups, parts = max(1, BLOCK // size_of_group), (size_of_group + BLOCK - 1) // BLOCK
+    for number in range((num_groups + groups - 1) // groups * parts):
+        group, place = number // parts * groups, number % parts * BLOCK
+        known = known_G[group : group + groups]
+        width = min(BLOCK, size_of_group - place)
+        size = known.size * width
         used = -(-size // STEP) * STEP
-        block[:size] = values_N[start : start + size]
+        start = group * size_of_group + place
+        block[:size] = flat[start : start + size]
         block[size:used] = 0.0
         if weights_N.size:
             block_weights[:size] = weights_N[start : start + size]
             block_weights[size:used] = 0
             block_factors[:used] = block_weights[:used]
-        values, weights, factors = block[:used], block_weights[:used], block_factors[:used]
+        if how.kind == NUMBERS:
+            shifted[:used] = block[:used]
+        else:
+            magnitudes_of(block[:used], how.shift_factors, shifted)
+        values, weights, factors = shifted[:used], block_weights[:used], block_factors[:used]
         scaled, scales = scratch[4, :used], scratch[5, :used]
-        zeros += add_own(values, factors, own_KA)
-        for level in range(scales_L.size):
-            scale = scales_L[level]
-            for index in range(used):
-                scaled[index] = np.divide(values[index], scale)
-                scales[index] = scale
-            finish_block(
+        scaled[size:], scales[size:] = 0.0, 0.0
+        zeros += _add_own(values, factors, own_KA)
+        for level in range(offsets_L.size):
+            _factors_of(known, offsets_L[level], how, factors_of_groups)
+            _scale_block(block[:size], width, how, factors_of_groups, scaled[:size], scales[:size])
+            _finish_block(
                 values, weights, factors, scaled, scales, constants, scratch, sums_LKA[level], counts_LC[level]
             )
-    fold(sums_LKA, own_KA, zeros, sums_LK, counts_LC, own_K)
+    _fold(sums_LKA, own_KA, zeros, sums_LK, counts_LC, own_K)
 
 
 @compiled
-def add_rounded(  # noqa: PLR0917 - as above
-    values_N: NDArray[np.float64],
-    weights_N: NDArray[np.int64],
-    rounded_N: NDArray[np.float64],
-    scale: float,
-    constants: Constants,
-    sums_LK: NDArray[np.float64],
-    counts_LC: NDArray[np.int64],
-    own_K: NDArray[np.float64],
+def _factors_of(known: NDArray[np.float64], offset: float, how: Scales, factors: NDArray[np.float64]) -> None:
+    before, after = factors[0, : known.size], factors[1, : known.size]
+    if how.kind == POWERS:
+        for group in range(known.size):
+            exponent = np.int64(min(max(known[group] + offset, -how.end), how.end))
+            before[group] = np.int64((1023 - exponent) << 52).view(np.float64)
+            moved = np.int64(min(max(exponent - np.int64(how.shift), np.int64(-how.limit)), np.int64(how.limit)))
+            after[group] = np.int64((1023 + moved) << 52).view(np.float64)
+        return
+    if how.kind == NUMBERS:
+        before[:] = offset
+        after[:] = offset
+        return
+    low, high = how.shift_factors
+    if how.kind == FLOATS:
+        for group in range(known.size):
+            # float32 holds no smaller and no larger scale.
+            scale = min(max(np.float64(np.float32(known[group] * offset)), MIN_FLOAT32), MAX_FLOAT32)
+            before[group] = scale
+            after[group] = scale * low * high
+        return
+    tensor = tensor_scale_of(offset, how.recipe)
+    for group in range(known.size):
+        before[group], unshifted = factors_of(block_scale(known[group], tensor), tensor)
+        after[group] = unshifted * low * high
+
+
+@compiled
+def _scale_block(  # noqa: PLR0917 - as above
+    values: NDArray[np.float64],
+    width: int,
+    how: Scales,
+    factors: NDArray[np.float64],
+    scaled: NDArray[np.float64],
+    scales: NDArray[np.float64],
 ) -> None:
-    """Add the sums of one level whose scaled magnitudes were rounded elsewhere; a weight for each value, or none."""
-    sums_LKA, own_KA = np.zeros((1, NUM_SUMS, LANES)), np.zeros((2, LANES))
-    block, scratch = np.zeros(BLOCK), np.zeros((4, BLOCK))
-    weights = np.zeros(BLOCK, dtype=np.int64)
-    zeros = np.int64(0)
-    for start in range(0, values_N.size, BLOCK):
-        size = min(BLOCK, values_N.size - start)
-        block[size:], weights[size:], scratch[:, size:] = 0.0, 0, 0.0
-        block[:size] = values_N[start : start + size]
-        for index in range(size):
-            weights[index] = weights_N[start + index] if weights_N.size else 1
-        scaled, rounded, scales, factors = scratch[0], scratch[1], scratch[2], scratch[3]
-        rounded[:size] = rounded_N[start : start + size]
-        for index in range(BLOCK):
-            scaled[index] = np.divide(block[index], scale)
-            scales[index] = scale
-            factors[index] = np.float64(weights[index])
-        zeros += add_own(block, factors, own_KA)
-        _count(scaled, rounded, weights, constants, counts_LC[0])
-        _add_weighted(block, factors, rounded, scales, sums_LKA[0])
-    fold(sums_LKA, own_KA, zeros, sums_LK, counts_LC, own_K)
+    """Write the scaled values of a block and the scale of each; `width` values in a row share one."""
+    shape = values.size // width, width
+    x, y, s = values.reshape(shape), scaled.reshape(shape), scales.reshape(shape)
+    for row in range(shape[0]):
+        before, after = factors[0, row], factors[1, row]
+        if how.kind == POWERS:
+            for index in range(shape[1]):
+                y[row, index] = x[row, index] * before
+                s[row, index] = after
+        elif how.kind != CODES:
+            for index in range(shape[1]):
+                y[row, index] = np.divide(x[row, index], before)
+                s[row, index] = after
+        elif how.recipe == _MODELOPT:
+            for index in range(shape[1]):
+                y[row, index] = np.float64(np.float32(np.divide(x[row, index], before)))
+                s[row, index] = after
+        else:
+            for index in range(shape[1]):
+                y[row, index] = np.float64(np.float32(x[row, index] * before))
+                s[row, index] = after

@@ -169,35 +169,6 @@ def sweep_schemes(
     return tuple(tensor.sweep(scheme, mode) for scheme, mode in wanted)
 
 
-def sweep_histogram(
-    histogram: Histogram,
-    *,
-    format: str,  # noqa: A002 - the option's name
-    options: SweepOptions | None = None,
-) -> ScaleSweep:
-    """What `sweep_array` finds for the array that the histogram was counted from.
-
-    Raises:
-        UsageError: as `sweep_array`; or blocks or channels are asked for, of which the histogram knows nothing.
-    """
-    return sweep_formats(histogram, formats=[format], options=options)[0]
-
-
-def sweep_block_histogram(
-    histogram: BlockHistogram,
-    *,
-    format: str,  # noqa: A002 - the option's name
-    options: SweepOptions | None = None,
-) -> ScaleSweep:
-    """What `sweep_array` finds for the array whose blocks were counted, along the axis that they were counted along.
-
-    Raises:
-        UsageError: as `sweep_array`; or the question is not one of blocks of that size, or one of NVFP4, whose scales
-            look at more of a block than was counted.
-    """
-    return sweep_formats(histogram, formats=[format], options=options)[0]
-
-
 def _of_histogram(histogram: Histogram, scheme: Scheme, mode: SweepMode, options: SweepOptions) -> ScaleSweep:
     if mode.has_offsets:
         raise UsageError(
