@@ -17,6 +17,7 @@ from ranktape.analyze.numerics.histograms.block_tables import CUTS
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule, scale_exponents
 from ranktape.errors import UsageError
+from ranktape.storage.format.block_counts import CUT_UNITS
 from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
 
 SMALL_TYPES = [row.name for row in DTYPES.values() if row.is_floating and row.itemsize <= 2]
@@ -63,7 +64,7 @@ def counted_one_by_one(
                     apart["zero_elements"] += len(block)
                     continue
                 half, exponent = math.frexp(largest)
-                passed = sum(2 * half >= cut.at if cut.is_inclusive else 2 * half > cut.at for cut in CUTS)
+                passed = sum(2 * half * CUT_UNITS >= cut for cut in CUTS)
                 cells.update((exponent - 1, passed, value) for value in block)
             else:
                 apart["spoiled_blocks"] += 1
@@ -158,7 +159,7 @@ def test_large_arrays_agree_with_numpy_for_any_number_of_threads(shape_and_axis:
     largest = np.repeat(padded.max(axis=2), 32, axis=1)[:, : shape[axis]]
     halves, exponents = np.frexp(largest.view(ml_dtypes.bfloat16).astype(np.float64))
     significands = np.asarray(2 * halves)
-    passed = sum((significands >= cut.at) if cut.is_inclusive else (significands > cut.at) for cut in CUTS)
+    passed = sum(significands * CUT_UNITS >= cut for cut in CUTS)
     keys = ((exponents.astype(np.int64) - 1 + 512) * 16 + passed) * 65536 + lines
     distinct, numbers = np.unique(keys[largest > 0], return_counts=True)
     ours = histograms[0]

@@ -321,7 +321,7 @@ def blocks_of(payload: Payload, *, axis: int, block_size: int, dtype: str) -> _B
     cells: dict[str, Any] = {name: payload[name] for name in CELLS} | {"counts": payload["counts"].astype(np.int64)}
     apart: dict[str, Any] = dict(zip(APART, payload["apart"].tolist(), strict=True))
     patterns = row.numpy_dtype if row.itemsize == 2 else numpy_dtype("bfloat16")  # noqa: PLR2004 - bytes
-    blocks = BlockHistogram(dtype=patterns, axis=str(axis), block_size=block_size, **cells, **apart)
+    blocks = BlockHistogram(dtype=patterns, axis=str(axis), block_size=block_size, cuts=CUTS, **cells, **apart)
     return _BlocksCounted(blocks, tuple(None if math.isnan(end) else end for end in payload["ends"].tolist()))
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ranktape.analyze.numerics.formats import BY_DTYPE
-from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, from_counts
+from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
 from ranktape.analyze.numerics.histograms.histogram import Histogram, pattern_values
 from ranktape.errors import DataError, UsageError
 from ranktape.storage.format.dtypes import dtype_row, numpy_dtype
@@ -144,7 +145,8 @@ def read_block_histogram(record: Record, *, axis: str = "features", view: View) 
     dtype = dtype_row(counted).numpy_dtype
     if dtype.itemsize != _HALF_NBYTES:
         raise DataError(f"the histogram of {record!r} is damaged: no values of {counted} are counted")
-    return from_counts(record.block_counts(axis=axis), dtype=dtype)
+    counts = record.block_counts(axis=axis)
+    return BlockHistogram(dtype=dtype, **{field.name: getattr(counts, field.name) for field in fields(counts)})
 
 
 def _counted_dtype(record: Record) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.numerics.histograms.block_histogram import count_blocks, to_counts
+from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.capture.writing.kept_nbytes import counted_dtype
@@ -79,4 +79,4 @@ def count_block_kinds(array: np.ndarray[Any, Any], *, dtype: str) -> Iterator[Bl
     matrix = array.reshape(math.prod(shape[:-1]), shape[-1])
     for name, axis in zip(BLOCK_AXES, (1, 0), strict=True):
         counted = count_blocks(matrix, axis=axis, block_size=BLOCK_SIZE, threads=1, rounded_to=numpy_dtype(dtype))
-        yield to_counts(counted, axis=name)
+        yield dataclasses.replace(counted, axis=name)

@@ -25,7 +25,7 @@ class Axis(enum.StrEnum):
     LINEAR = "linear"
     """A difference."""
     LOG2 = "log2"
-    """A factor: lengths are in octaves, and magnitudes are counted."""
+    """A factor: lengths are in binades, and magnitudes are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,12 +37,12 @@ class Bins:
     edges: NDArray[np.float64]
     """One more than there are bins, ascending; empty where there is no bin.
 
-    The last one is infinite where magnitudes of 2**1023 and more are counted in octaves.
+    The last one is infinite where magnitudes of 2**1023 and more are counted in binades.
     """
     widths: NDArray[np.float64]
-    """Length of each bin: a difference, or octaves."""
+    """Length of each bin: a difference, or binades."""
     counts: NDArray[np.int64]
-    """Values in each bin; on an axis of octaves, magnitudes."""
+    """Values in each bin; on an axis of binades, magnitudes."""
     num_negative: NDArray[np.int64]
     """How many of them are negative."""
     num_below: int
@@ -50,7 +50,7 @@ class Bins:
     num_above: int
     """Finite values above the last edge."""
     num_zero: int
-    """Zeros: in no bin of octaves; in one of a linear axis, if they are between its ends."""
+    """Zeros: in no bin of binades; in one of a linear axis, if they are between its ends."""
     num_nan: int
     """NaN, which is in no bin."""
     num_infinite: int
@@ -119,8 +119,8 @@ def count_between(digest: Digest, edges: NDArray[np.float64]) -> Bins:
     return _count(digest, axis=Axis.LINEAR, edges=edges, widths=widths, places=places)
 
 
-def log2_bins(digest: Digest, per_octave: int = 1) -> Bins:
-    """Magnitudes in whole octaves [2**e, 2**(e+1)) from the smallest to the largest, each cut into equal factors.
+def log2_bins(digest: Digest, per_binade: int = 1) -> Bins:
+    """Magnitudes in whole binades [2**e, 2**(e+1)) from the smallest to the largest, each cut into equal factors.
 
     Zeros are in no bin. Without nonzero finite values there is no bin.
     """
@@ -136,15 +136,15 @@ def log2_bins(digest: Digest, per_octave: int = 1) -> Bins:
             places=np.full(magnitudes.size, -1, dtype=np.int64),
         )
     # frexp gives [0.5, 1) * 2**exponent.
-    edges = octave_edges(int(exponents.min()) - 1, int(exponents.max()), per_octave=per_octave)
+    edges = binade_edges(int(exponents.min()) - 1, int(exponents.max()), per_binade=per_binade)
     places = np.searchsorted(edges, magnitudes, side="right") - 1
-    widths = np.full(edges.size - 1, 1 / per_octave)
+    widths = np.full(edges.size - 1, 1 / per_binade)
     return _count(digest, axis=Axis.LOG2, edges=edges, widths=widths, places=places)
 
 
-def octave_edges(first: int, last: int, *, per_octave: int) -> NDArray[np.float64]:
+def binade_edges(first: int, last: int, *, per_binade: int) -> NDArray[np.float64]:
     """The edges from 2**first to 2**last; exact at powers of two, and infinite where there is no such number."""
-    steps = np.exp2(np.arange(per_octave) / per_octave)
+    steps = np.exp2(np.arange(per_binade) / per_binade)
     with np.errstate(over="ignore"):
         inner = np.ldexp(steps, np.arange(first, last)[:, np.newaxis]).reshape(-1)
         return np.append(inner, np.ldexp(1.0, last))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Distances:
     """Four distances between two distributions, each 0 between equal ones.
 
-    The first two compare finite values, and are None where either has none. The last two compare classes: the octaves
+    The first two compare finite values, and are None where either has none. The last two compare classes: the binades
     of either sign, zero, each infinity and NaN; they are None where either has no value at all.
     """
 

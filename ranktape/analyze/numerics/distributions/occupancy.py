@@ -32,12 +32,12 @@ NARROW_FORMATS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Occupancy:
-    """How many values are in each octave [2**e, 2**(e+1)), of either sign; of complex values, of their larger parts."""
+    """How many values are in each binade [2**e, 2**(e+1)), of either sign; of complex values, of their larger parts."""
 
     exponents: NDArray[np.int64]
     """e, from that of the smallest nonzero magnitude to that of the largest without a gap; empty without any."""
     counts: NDArray[np.int64]
-    """Values in each octave."""
+    """Values in each binade."""
     zero: int
     """Zeros of either sign."""
     nan: int
@@ -51,7 +51,7 @@ class Occupancy:
     largest: float | None
     """The largest finite magnitude, exactly; None without any."""
     is_exact: bool
-    """Whether `magnitudes` are those that were recorded; the octave of each is right in any case."""
+    """Whether `magnitudes` are those that were recorded; the binade of each is right in any case."""
 
     @property
     def num_elements(self) -> int:
@@ -95,21 +95,21 @@ class HeldRange:
 
 
 def occupancy(digest: Digest) -> Occupancy:
-    """The octaves of the values of a digest: none where it has no nonzero finite value, or statistics alone."""
+    """The binades of the values of a digest: none where it has no nonzero finite value, or statistics alone."""
     numbers = finite(digest)
     magnitudes, places = np.unique(np.abs(numbers.values), return_inverse=True)
     counts = np.zeros(magnitudes.size, dtype=np.int64)
     np.add.at(counts, places, numbers.counts)
     is_nonzero = magnitudes > 0
     magnitudes, counts = magnitudes[is_nonzero], counts[is_nonzero]
-    octaves = np.frexp(magnitudes)[1].astype(np.int64) - 1
-    exponents = np.arange(octaves[0], octaves[-1] + 1) if octaves.size else np.zeros(0, dtype=np.int64)
-    in_octave = np.zeros(exponents.size, dtype=np.int64)
-    if octaves.size:
-        np.add.at(in_octave, octaves - octaves[0], counts)
+    binades = np.frexp(magnitudes)[1].astype(np.int64) - 1
+    exponents = np.arange(binades[0], binades[-1] + 1) if binades.size else np.zeros(0, dtype=np.int64)
+    in_binade = np.zeros(exponents.size, dtype=np.int64)
+    if binades.size:
+        np.add.at(in_binade, binades - binades[0], counts)
     return Occupancy(
         exponents=exponents,
-        counts=in_octave,
+        counts=in_binade,
         zero=digest.tallies.zero,
         nan=digest.tallies.nan,
         inf=digest.tallies.inf,

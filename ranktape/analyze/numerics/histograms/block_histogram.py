@@ -20,14 +20,13 @@ from ranktape.analyze.numerics.histograms.block_tables import (
     Counted,
     classes_of,
     count_in_tables,
-    is_above,
     rows_of,
     significands_of,
 )
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
-from ranktape.analyze.numerics.quantization.schemes import Cut, ScaleRule, cut_of
+from ranktape.analyze.numerics.quantization.schemes import ScaleRule, cut_of
 from ranktape.errors import UsageError
-from ranktape.storage.format.block_counts import CUT_UNITS, BlockCounts
+from ranktape.storage.format.block_counts import NUMBERS, BlockCounts
 from ranktape.storage.format.dtypes import dtype_name, dtype_row
 
 if TYPE_CHECKING:
@@ -40,48 +39,16 @@ _HALF_NBYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BlockHistogram:
+class BlockHistogram(BlockCounts):
     """How often each magnitude occurs in blocks of each kind: one cell for each (exponent, class, magnitude) seen.
 
     Cells are sorted by these three. They hold the elements of blocks that are neither all zero nor hold a NaN or an
-    infinity: those have no scale that a rule could give, and are counted apart.
+    infinity: those have no scale that a rule could give, and are counted apart. The axis is a number, counted from the
+    end, or one of `BLOCK_AXES`.
     """
 
     dtype: np.dtype[Any]
     """The 16-bit type whose patterns `magnitudes` are; bfloat16 for types of 8 bits, of which it holds every value."""
-    axis: str
-    """Along which axis the blocks lie, in words: a number, counted from the end, or `features` and `tokens`."""
-    block_size: int
-    """Elements of a block; at the end of an axis it may have fewer."""
-    exponents: NDArray[np.int16]
-    """Of each cell the exponent of the block's largest magnitude: floor(log2), for subnormal ones too."""
-    classes: NDArray[np.uint8]
-    """Of each cell how many of `cuts` the significand of the block's largest magnitude passed."""
-    magnitudes: NDArray[np.uint16]
-    """Of each cell the pattern of the elements without their sign."""
-    counts: NDArray[np.int64]
-    """Elements of each cell."""
-    num_blocks: int
-    """Blocks of every kind."""
-    zero_blocks: int
-    """Blocks of nothing but zeros."""
-    zero_elements: int
-    """Elements of such blocks."""
-    spoiled_blocks: int
-    """Blocks that hold a NaN or an infinity."""
-    spoiled: int
-    """Finite elements of such blocks."""
-    nan: int
-    """Elements that are NaN."""
-    inf: int
-    """Elements that are infinite."""
-    cuts: tuple[Cut, ...] = CUTS
-    """Where the classes are parted."""
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of every kind."""
-        return int(self.counts.sum()) + self.zero_elements + self.spoiled + self.nan + self.inf
 
     @property
     def num_cells(self) -> int:
@@ -96,7 +63,7 @@ class BlockHistogram:
     def answers(self, rule: ScaleRule, element: Format) -> bool:
         """Whether the scales of that rule for elements of that format follow from the classes."""
         significands = significands_of(self.dtype)
-        is_doubled = is_above(significands, cut_of(rule, element=element))
+        is_doubled = _is_doubled(significands, rule, element)
         classes = classes_of(significands, cuts=self.cuts)
         return not set(classes[is_doubled]) & set(classes[~is_doubled])
 
@@ -113,7 +80,7 @@ class BlockHistogram:
             )
         significands = significands_of(self.dtype)
         step_of_class = np.zeros(len(self.cuts) + 1, dtype=np.int64)
-        step_of_class[classes_of(significands, cuts=self.cuts)] = is_above(significands, cut_of(rule, element=element))
+        step_of_class[classes_of(significands, cuts=self.cuts)] = _is_doubled(significands, rule, element)
         return self.exponents + step_of_class[self.classes] - element.emax
 
     def __add__(self, other: BlockHistogram) -> BlockHistogram:
@@ -140,28 +107,33 @@ class BlockHistogram:
         )
 
 
-APART = ("num_blocks", "zero_blocks", "zero_elements", "spoiled_blocks", "spoiled", "nan", "inf")
-"""What a histogram of blocks counts beside its cells."""
+def _is_doubled(significands: NDArray[np.float64], rule: ScaleRule, element: Format) -> NDArray[np.bool_]:
+    """Of which largest magnitudes the scale is twice as large."""
+    cut = cut_of(rule, element=element)
+    return significands >= cut.at if cut.is_inclusive else significands > cut.at
 
+
+APART = NUMBERS[1:]
+"""What a histogram of blocks counts beside its cells."""
 
 CELLS = ("exponents", "classes", "magnitudes", "counts")
 """What it holds of each cell."""
 
 
-class _Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """What two histograms that add up have in common."""
 
     dtype: np.dtype[Any]
     axis: str
     block_size: int
-    cuts: tuple[Cut, ...]
+    cuts: tuple[int, ...]
 
 
-def _kind(histogram: BlockHistogram) -> _Kind:
-    return _Kind(histogram.dtype, histogram.axis, histogram.block_size, histogram.cuts)
+def _kind(histogram: BlockHistogram) -> BlockKind:
+    return BlockKind(histogram.dtype, histogram.axis, histogram.block_size, histogram.cuts)
 
 
-def _in_words(kind: _Kind) -> str:
+def _in_words(kind: BlockKind) -> str:
     return f"{kind.dtype} in blocks of {kind.block_size} along {kind.axis}, {len(kind.cuts)} cuts"
 
 
@@ -169,21 +141,6 @@ _EXPONENT_BIAS = 1 << 10
 """Makes the exponents of keys positive."""
 
 _CLASS_BITS, _MAGNITUDE_BITS = 8, 15
-
-
-def to_counts(histogram: BlockHistogram, *, axis: str) -> BlockCounts:
-    """What is stored of a histogram, where the axis along which its blocks lie has that name."""
-    shared = {name: getattr(histogram, name) for name in (*CELLS, *APART, "block_size")}
-    units = (int(cut.at * CUT_UNITS) + (not cut.is_inclusive) for cut in histogram.cuts)
-    return BlockCounts(axis=axis, cuts=tuple(units), **shared)
-
-
-def from_counts(counts: BlockCounts, *, dtype: np.dtype[Any]) -> BlockHistogram:
-    """The histogram of which that is stored; `dtype` is the 16-bit type whose patterns were counted."""
-    shared = {name: getattr(counts, name) for name in (*CELLS, *APART, "block_size", "axis")}
-    # Significands are even numbers of units: an odd cut lies just above one.
-    cuts = (Cut((units - units % 2) / CUT_UNITS, is_inclusive=units % 2 == 0) for units in counts.cuts)
-    return BlockHistogram(dtype=dtype, cuts=tuple(cuts), **shared)
 
 
 def _keys(histogram: BlockHistogram) -> NDArray[np.int64]:
@@ -245,8 +202,8 @@ def count_few_cells(
     )
     if counted is None:
         return None
-    kind = _Kind(dtype, str(from_front - shaped.ndim), block_size, CUTS)
-    return _histogram(counted, kind=kind, num_elements=array.size)
+    kind = BlockKind(dtype, str(from_front - shaped.ndim), block_size, CUTS)
+    return histogram_of(counted, kind=kind, num_elements=array.size)
 
 
 @functools.cache
@@ -261,7 +218,8 @@ def _counted_dtype(given: np.dtype[Any], rounded_to: np.dtype[Any] | None) -> np
     return dtype if row.itemsize == _HALF_NBYTES else _BFLOAT16
 
 
-def _histogram(counted: Counted, *, kind: _Kind, num_elements: int) -> BlockHistogram:
+def histogram_of(counted: Counted, *, kind: BlockKind, num_elements: int) -> BlockHistogram:
+    """The histogram of what was counted in rows; the cells are taken out of it."""
     rows = rows_of(kind.dtype)
     last = rows.ends.size - 1
     spoiled_magnitudes, spoiled_counts = counted.cells.pop(last, NO_CELLS)

@@ -2,7 +2,6 @@
 
 # Shapes: O = everything before the axis of the blocks, N = the axis, I = everything after it, B = blocks along
 # the axis, M = magnitudes, R = rows, T = tables.
-# the axis, M = magnitudes, R = rows.
 # ruff: noqa: N803, N806 - the letters of a shape end the name of the array
 
 from __future__ import annotations
@@ -18,11 +17,8 @@ from numpy.typing import NDArray
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.analyze.numerics.pieces import by_memory, each, in_three, num_threads, pieces
-from ranktape.analyze.numerics.quantization.schemes import Cut
 from ranktape.errors import UsageError
-
-NUM_MAGNITUDES = 1 << 15
-"""Patterns of a 16-bit floating type without its sign."""
+from ranktape.storage.format.block_counts import CUT_UNITS, NUM_MAGNITUDES
 
 _MAGNITUDE = np.int16(NUM_MAGNITUDES - 1)
 
@@ -149,30 +145,16 @@ def take_cells(
     return number
 
 
-CUTS = (
-    Cut(1.0, is_inclusive=False),
-    Cut(1.5, is_inclusive=False),
-    Cut(1.75, is_inclusive=True),
-    Cut(1.75, is_inclusive=False),
-    Cut(1.875, is_inclusive=True),
-    Cut(1.875, is_inclusive=False),
-    Cut(1.9375, is_inclusive=True),
-    Cut(127 / 64, is_inclusive=False),
-    Cut(255 / 128, is_inclusive=True),
-)
-"""Where any rule changes its mind for the elements of any scheme."""
+CUTS = (2049, 3073, 3584, 3585, 3840, 3841, 3968, 4065, 4080)
+"""Where any rule changes its mind for the elements of any scheme, in units of 2**-11.
+
+Significands of 16-bit types are even numbers of units: an odd cut lies just above one.
+"""
 
 
-def is_above(significands: NDArray[np.float64], cut: Cut) -> NDArray[np.bool_]:
-    """Which significands have passed the cut."""
-    return significands >= cut.at if cut.is_inclusive else significands > cut.at
-
-
-def classes_of(significands: NDArray[np.float64], *, cuts: tuple[Cut, ...]) -> NDArray[np.int64]:
+def classes_of(significands: NDArray[np.float64], *, cuts: tuple[int, ...]) -> NDArray[np.int64]:
     """How many of the cuts each significand has passed."""
-    classes = np.zeros(significands.shape, dtype=np.int64)
-    for cut in cuts:
-        classes += is_above(significands, cut)
+    classes: NDArray[np.int64] = (significands[..., np.newaxis] * CUT_UNITS >= np.array(cuts)).sum(axis=-1)
     return classes
 
 

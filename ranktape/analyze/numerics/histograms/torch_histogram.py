@@ -9,15 +9,16 @@ Counts are integers, equal to those that the compiled code gives, and only they 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
-from ranktape.analyze.numerics.histograms.block_tables import CUTS, NUM_MAGNITUDES, rows_of
+from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, BlockKind, histogram_of
+from ranktape.analyze.numerics.histograms.block_tables import CUTS, Counted, rows_of
 from ranktape.analyze.numerics.histograms.histogram import Histogram
 from ranktape.analyze.numerics.quantization.blocks import boxes, grouped_shape
 from ranktape.errors import UsageError
+from ranktape.storage.format.block_counts import NUM_MAGNITUDES
 from ranktape.storage.format.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
@@ -71,20 +72,11 @@ def count_tensor_blocks(tensor: torch.Tensor, *, axis: int = -1, block_size: int
     halves = rows if rows.dtype.itemsize == _HALF_NBYTES else rows.to(torch.bfloat16)
     from_front = axis % rows.ndim
     counted = _count(halves, axis=from_front, block_size=block_size)
-    dtype = _numpy_dtype(halves.dtype)
-    return _histogram(counted, dtype=dtype, axis=from_front - rows.ndim, block_size=block_size)
+    kind = BlockKind(_numpy_dtype(halves.dtype), str(from_front - rows.ndim), block_size, CUTS)
+    return histogram_of(counted, kind=kind, num_elements=tensor.numel())
 
 
-class _Cells(NamedTuple):
-    cells: torch.Tensor
-    """The keys that occur, ascending: row << 15 | magnitude."""
-    counts: torch.Tensor
-    """Elements of each of them."""
-    blocks: torch.Tensor
-    """Blocks of each row."""
-
-
-def _count(halves: torch.Tensor, *, axis: int, block_size: int) -> _Cells:
+def _count(halves: torch.Tensor, *, axis: int, block_size: int) -> Counted:
     import torch
 
     shape, device = tuple(halves.shape), halves.device
@@ -109,7 +101,13 @@ def _count(halves: torch.Tensor, *, axis: int, block_size: int) -> _Cells:
         keys = (row << _MAGNITUDE_BITS) | magnitudes(box.place, box.shape_OBEI)
         cells, counts = _together(cells, counts, *torch.unique(keys, return_counts=True))
     blocks_R = torch.bincount(row_of_magnitude[largest.reshape(-1).to(torch.int64)], minlength=rows.ends.size)
-    return _Cells(cells, counts, blocks_R)
+    cells_found, occurrences = cells.cpu().numpy(), counts.cpu().numpy()
+    patterns = (cells_found & (NUM_MAGNITUDES - 1)).astype(np.uint16)
+    row_ids, starts = np.unique(cells_found >> _MAGNITUDE_BITS, return_index=True)
+    ends = starts[1:].tolist()
+    parts = zip(row_ids.tolist(), np.split(patterns, ends), np.split(occurrences, ends), strict=False)
+    of_rows = {row: (own_patterns, own_counts) for row, own_patterns, own_counts in parts if row}
+    return Counted(blocks=blocks_R.cpu().numpy(), cells=of_rows)
 
 
 def _together(
@@ -120,32 +118,6 @@ def _together(
     distinct, places = torch.unique(torch.cat([cells, more_cells]), return_inverse=True)
     added = torch.zeros(distinct.shape, dtype=torch.int64, device=cells.device)
     return distinct, added.index_add_(0, places, torch.cat([counts, more_counts]))
-
-
-def _histogram(counted: _Cells, *, dtype: np.dtype[Any], axis: int, block_size: int) -> BlockHistogram:
-    kinds = rows_of(dtype)
-    last = kinds.ends.size - 1
-    cells, counts, blocks_R = (tensor.cpu().numpy() for tensor in counted)
-    row, magnitudes = cells >> _MAGNITUDE_BITS, cells & (NUM_MAGNITUDES - 1)
-    is_cell, is_spoiled = (row > 0) & (row < last), row == last
-    spoiled_magnitudes, spoiled_counts = magnitudes[is_spoiled], counts[is_spoiled]
-    return BlockHistogram(
-        dtype=dtype,
-        axis=str(axis),
-        block_size=block_size,
-        exponents=kinds.exponents[row[is_cell]],
-        classes=kinds.classes[row[is_cell]],
-        magnitudes=magnitudes[is_cell].astype(np.uint16),
-        counts=counts[is_cell],
-        num_blocks=int(blocks_R.sum()),
-        zero_blocks=int(blocks_R[0]),
-        zero_elements=int(counts[row == 0].sum()),
-        spoiled_blocks=int(blocks_R[last]),
-        spoiled=int(spoiled_counts[spoiled_magnitudes < kinds.infinity].sum()),
-        nan=int(spoiled_counts[spoiled_magnitudes > kinds.infinity].sum()),
-        inf=int(spoiled_counts[spoiled_magnitudes == kinds.infinity].sum()),
-        cuts=CUTS,
-    )
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:

@@ -27,15 +27,15 @@ class Population:
     num_elements: int
     """Elements of any kind."""
     nan: int
-    """Not a number."""
+    """Elements that are not a number; in no metric."""
     inf: int
-    """Infinities."""
+    """Infinities; in no metric."""
     zero: int
     """Zeros of either sign, but for those that are spoiled."""
     spoiled: int = 0
-    """Finite elements of blocks that hold NaN or an infinity."""
+    """Finite elements of blocks that hold NaN or an infinity, and so become NaN themselves; in no metric."""
     minimum: float | None = None
-    """Smallest finite value; None where there is none, or signs were not counted."""
+    """Smallest finite value; None where there is none, or where counts that know no signs were kept."""
     maximum: float | None = None
     """Largest finite value; None where `minimum` is."""
     largest: float

@@ -45,7 +45,7 @@ MAX_CELLS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleSweep:
+class ScaleSweep(Population):
     """What one tensor loses at each scale, and which scale loses least.
 
     A tensor without a finite number other than zero has no levels and no best one: `note` says why.
@@ -57,28 +57,15 @@ class ScaleSweep:
     """What the levels are."""
     options: SweepOptions
     """What was asked for."""
-    num_elements: int
-    """Elements of any kind."""
-    nan: int
-    """Elements that are not a number; in no figure."""
-    inf: int
-    """Infinities; in no figure."""
-    spoiled: int
-    """Finite elements of blocks that hold NaN or an infinity, and so become NaN themselves; in no figure."""
-    zero: int
-    """Zeros of either sign."""
-    minimum: float | None
-    """Smallest finite value; None where there is none, or where counts that know no signs were kept."""
-    maximum: float | None
-    """Largest finite value; None where `minimum` is."""
-    largest: float
-    """Largest magnitude of those in the figures; 0 where no such number differs from zero."""
-    smallest: float
-    """Smallest magnitude other than zero of those in the figures; 0 where there is none."""
     levels: tuple[Level, ...]
     """One for each exponent or offset, from the first to the last."""
-    note: str
-    """What is unusual; empty for an ordinary tensor."""
+    legacy_note: str = ""
+    """In legacy mode, whether the older tool may have chosen another level."""
+
+    @property
+    def note(self) -> str:
+        """What is unusual; empty for an ordinary tensor."""
+        return "; ".join(filter(None, (super(ScaleSweep, self).note, self.legacy_note)))
 
     @property
     def target(self) -> Format:
@@ -96,7 +83,7 @@ class ScaleSweep:
 
     @property
     def recommended(self) -> Level | None:
-        """The level with the best composite score, or one that is as good: see `ties.settled`; None without levels."""
+        """The level with the best composite score, or one that is as good (`metrics.settled`); None without levels."""
         found = self.best(lambda level: level.score)
         return None if found is None else self.settled(found)
 
@@ -106,7 +93,7 @@ class ScaleSweep:
         return self.mode.has_offsets
 
     def settled(self, level: Level) -> Level:
-        """The level to name in the place of one of `levels`: see `ties.settled`."""
+        """The level to name in the place of one of `levels`: see `metrics.settled`."""
         return settled(self.levels, level, has_offsets=self.has_offsets)
 
 
@@ -179,9 +166,8 @@ def _of_histogram(histogram: Histogram, scheme: Scheme, mode: SweepMode, options
         counted = legacy_histogram(histogram)
         levels = legacy_levels(counted, target=scheme.element, options=options)
         population = population_of_histogram(counted)
-        found = _result(population, levels, scheme, mode, options)
-        notes = (found.note, legacy_note(levels, largest=population.largest))
-        return dataclasses.replace(found, note="; ".join(filter(None, notes)))
+        note = legacy_note(levels, largest=population.largest)
+        return _result(population, levels, scheme, mode, options, legacy_note=note)
     population = population_of_histogram(histogram)
     values, counts = magnitude_pairs(histogram)
 
@@ -324,21 +310,13 @@ def _parts(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _result(
-    found: Population, levels: tuple[Level, ...], scheme: Scheme, mode: SweepMode, options: SweepOptions
+    found: Population,
+    levels: tuple[Level, ...],
+    scheme: Scheme,
+    mode: SweepMode,
+    options: SweepOptions,
+    *,
+    legacy_note: str = "",
 ) -> ScaleSweep:
-    return ScaleSweep(
-        scheme=scheme,
-        mode=mode,
-        options=options,
-        num_elements=found.num_elements,
-        nan=found.nan,
-        inf=found.inf,
-        spoiled=found.spoiled,
-        zero=found.zero,
-        minimum=found.minimum,
-        maximum=found.maximum,
-        largest=found.largest,
-        smallest=found.smallest,
-        levels=levels,
-        note=found.note,
-    )
+    counted = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    return ScaleSweep(**counted, scheme=scheme, mode=mode, options=options, levels=levels, legacy_note=legacy_note)
