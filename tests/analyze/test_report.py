@@ -24,11 +24,10 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
-from ranktape.analyze.views.report.columns import packed, unpacked
+from ranktape.analyze.views.report.columns import SampleColumns, packed, unpacked
 from ranktape.analyze.views.report.details import MAX_SWEPT_NBYTES, OFFSETS, bundles_of
 from ranktape.analyze.views.report.model import Model, build_model, natural
 from ranktape.analyze.views.report.page import FORMATS, json_in_html, render, write_report
-from ranktape.analyze.views.report.samples import SampleColumns
 from ranktape.errors import NoRecordsError, NoSpaceError, StorageError, UsageError
 from ranktape.storage import Records, Run
 from tests.analyze.pt_files import seed_file
@@ -254,7 +253,7 @@ def test_the_samples_that_differ_most_are_kept() -> None:
     for index in range(10):
         values = np.ones((6, 4))
         values[2, 1] = 1 + index % 7
-        samples._figures[index] = values
+        samples._metrics[index] = values
     document, count = samples.to_json(first=[0], limit=12)
     assert unpacked(document["records"], count=count).tolist() == [0, 5, 6]
 

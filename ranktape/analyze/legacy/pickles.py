@@ -1,16 +1,16 @@
 """Reads the pickle of a `.pt` file as data, without running it.
 
-Its instructions build lists, dictionaries, texts and numbers of this module's own, and a name stands for something only
-if it is in `_CALLS`, in `_STORAGES` or names an element type; any other ends the reading. No name is imported, no
-function of the file's choice is called, and memory grows with the pickle's own length alone. The instructions are those
-that `torch.load(weights_only=True)` takes.
+Python's own unpickler does the work, with the instructions that `torch.load(weights_only=True)` takes and no others. A
+name stands for something only if it is in `_CALLS`, in `_STORAGES` or names an element type; any other ends the
+reading. No name is imported, no function of the file's choice is called, and memory grows with the pickle's own length
+alone.
 """
 
 from __future__ import annotations
 
-import itertools
-import pickletools
-from collections.abc import Callable, Iterator
+import pickle
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, NoReturn
 
@@ -63,6 +63,9 @@ class Pairs:
     items: list[tuple[Any, Any]]
     """Keys and values in their order."""
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
     def get(self, key: str) -> Any:
         """The last value under a text; None where there is none."""
         return next((value for name, value in reversed(self.items) if type(name) is str and name == key), None)
@@ -70,12 +73,6 @@ class Pairs:
     def names(self) -> list[str]:
         """The keys that are texts."""
         return [name for name, _ in self.items if type(name) is str]
-
-
-class _Name(NamedTuple):
-    """A name that the pickle asks for."""
-
-    text: str
 
 
 _STORAGES = {
@@ -97,6 +94,16 @@ _STORAGES = {
 _UNTYPED = "torch.storage.UntypedStorage"
 
 
+class _Name(NamedTuple):
+    """A name that the pickle asks for."""
+
+    text: str
+
+
+class _RefusedError(Exception):
+    """The pickle holds what is neither a dense tensor nor plain data; its text says what."""
+
+
 def read_pickle(source: IO[bytes], *, place: str, storages: dict[str, Storage] | None = None) -> Any:
     """What the pickle at the position of `source` says; the position is behind it then.
 
@@ -106,238 +113,182 @@ def read_pickle(source: IO[bytes], *, place: str, storages: dict[str, Storage] |
     Raises:
         DataError: it is cut off or damaged, or names something that is neither a tensor nor plain data.
     """
-    machine = _Machine(place, storages={} if storages is None else storages)
     try:
-        for name, argument in _instructions(source, place=place):
-            if name == "STOP":
-                return machine.pop()
-            machine.step(name, argument)
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
+        return _Machine(_Source(source), {} if storages is None else storages).load()
+    except _RefusedError as error:
+        raise DataError(
+            f"{place} is not read: its pickle holds {error}, which is neither a dense tensor nor plain data; "
+            "nothing of it was run"
+        ) from None
+    except EOFError as error:
+        raise DataError(f"{place} is damaged: its pickle has no end") from error
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error, pickle.UnpicklingError) as error:
         raise DataError(f"{place} is damaged: its pickle cannot be read ({error})") from error
-    raise DataError(f"{place} is damaged: its pickle has no end")
 
 
-def _instructions(source: IO[bytes], *, place: str) -> Iterator[tuple[str, Any]]:
-    """The names of the instructions with what stands behind each; one that is not known ends the reading."""
-    start = source.tell()
-    for count in itertools.count():
-        code = source.read(1)
-        if not code:
-            return
-        opcode = _OPCODES.get(code)
-        if opcode is None:
-            raise DataError(f"{place} is not read: its pickle holds the byte {code!r}, where torch writes none such")
-        if opcode.name == "GLOBAL":
-            argument: Any = _read_name(source)
-        else:
-            argument = None if opcode.arg is None else opcode.arg.reader(source)
-        # Only these are long; of the others, many are.
-        if (opcode.name == "BINUNICODE" or count % 1024 == 0) and source.tell() - start > MAX_NBYTES:
-            raise DataError(f"{place} is not read: its pickle is longer than {MAX_NBYTES} bytes")
-        yield opcode.name, argument
+class _Source:
+    """A file of which no more is read than a pickle is long."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._source = source
+        self._left = MAX_NBYTES
+
+    def read(self, size: int) -> bytes:
+        """So many bytes, or what there is."""
+        return self._counted(self._source.read(size))
+
+    def readline(self) -> bytes:
+        """A module or a name."""
+        return self._counted(self._source.readline())
+
+    def _counted(self, data: bytes) -> bytes:
+        self._left -= len(data)
+        if self._left < 0:
+            _refuse(f"more than {MAX_NBYTES} bytes")
+        return data
 
 
-def _read_name(source: IO[bytes]) -> str:
-    """A module and a name in it, each on a line; `pickletools` would read escapes in them, and complain of some."""
-    lines = (source.readline(), source.readline())
-    if not all(line.endswith(b"\n") for line in lines):
-        raise ValueError("a name has no end")
-    return " ".join(line[:-1].decode("ascii") for line in lines)
+def _refuse(what: str) -> NoReturn:
+    raise _RefusedError(what)
 
 
-class _Machine:
-    """The stack and the memory that a pickle's instructions work on."""
+class _Instructions(dict[int, Callable[..., None]]):
+    """What is done for each byte."""
 
-    def __init__(self, place: str, *, storages: dict[str, Storage]) -> None:
-        self._place = place
+    def __missing__(self, code: int) -> NoReturn:
+        _refuse(f"the byte {bytes([code])!r}, where torch writes none such")
+
+
+_Unpickler: Any = pickle._Unpickler  # noqa: SLF001 - that of C has no table of instructions
+_KNOWN = b"".join(
+    (
+        *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.GLOBAL),
+        *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE),
+        *(pickle.SHORT_BINSTRING, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+        *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST),
+        *(pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS, pickle.BINPERSID),
+    )
+)
+
+
+class _Machine(_Unpickler):  # type: ignore[misc]  # torch's own reader narrows it in the same way
+    """Python's unpickler with the instructions that are known, for stand-ins of ours."""
+
+    def __init__(self, source: _Source, storages: dict[str, Storage]) -> None:
+        super().__init__(source, encoding="latin-1")
         self._storages = storages
-        self._stack: list[Any] = []
-        self._marks: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
 
-    def pop(self) -> Any:
-        """The value on top."""
-        return self._stack.pop()
+    def load_empty_dict(self) -> None:
+        """A dictionary whose keys are not hashed."""
+        self.append(Pairs([]))
 
-    def step(self, name: str, argument: Any) -> None:
-        """Do one instruction."""
-        if name in _LITERALS:
-            self._stack.append(argument)
-        elif name in _CONSTANTS:
-            self._stack.append(_CONSTANTS[name]())
-        elif name in _SIZES:
-            taken = [self.pop() for _ in range(_SIZES[name])]
-            self._stack.append(tuple(reversed(taken)))
-        elif name in _FILLS:
-            self._fill(name)
-        elif name in _STEPS:
-            _STEPS[name](self, argument)
+    def load_reduce(self) -> None:
+        """A function of a few arguments, by its name."""
+        arguments, called = self.stack.pop(), self.stack.pop()
+        if not isinstance(called, _Name) or called.text not in _CALLS:
+            _refuse("a call of something that is no function")
+        self.append(_CALLS[called.text](*_few(arguments)))
 
-    def put(self, index: int) -> None:
-        """Remember the value on top."""
-        self._memo[index] = self._stack[-1]
-
-    def get(self, index: int) -> None:
-        """Bring back what was remembered."""
-        self._stack.append(self._memo[index])
-
-    def mark(self, _: Any) -> None:
-        """Begin a group of values."""
-        self._marks.append(self._stack)
-        self._stack = []
-
-    def name(self, argument: str) -> None:
+    def find_class(self, module: str, name: str) -> _Name | str:
         """Something that the pickle asks for by name."""
-        text = argument.replace(" ", ".")
-        module, _, name = text.rpartition(".")
+        text = f"{module}.{name}"
         if text == _UNTYPED or (module == "torch" and name in _STORAGES) or text in _CALLS:
-            self._stack.append(_Name(text))
-        elif module == "torch" and name in DTYPES:
-            self._stack.append(text)
-        else:
-            self._refuse(f"the name {text[:100]}")
+            return _Name(text)
+        if module == "torch" and name in DTYPES:
+            return text
+        _refuse(f"the name {text[:100]}")
 
-    def storage(self, _: Any) -> None:
+    def persistent_load(self, pid: Any) -> Storage:
         """A run of bytes elsewhere in the file."""
-        kind, storage_type, key, _location, num_elements, *view = self._few(self.pop())
+        kind, storage_type, key, _location, num_elements, *view = _few(pid)
         is_known = kind == "storage" and isinstance(storage_type, _Name) and type(key) in _WORDS
         if not is_known or any(view) or type(num_elements) is not int:
-            self._refuse("a storage of a form that torch does not write now")
+            _refuse("a storage of a form that torch does not write now")
         module, _, name = storage_type.text.rpartition(".")
         if storage_type.text != _UNTYPED and (module != "torch" or name not in _STORAGES):
-            self._refuse(f"a storage of the type {storage_type.text}")
+            _refuse(f"a storage of the type {storage_type.text}")
         found = Storage(key=str(key), num_elements=num_elements, dtype=_STORAGES.get(name, "uint8"))
         if self._storages.setdefault(found.key, found) != found:
-            self._refuse(f"two storages of the name {found.key[:100]}")
-        self._stack.append(found)
+            _refuse(f"two storages of the name {found.key[:100]}")
+        return found
 
-    def call(self, _: Any) -> None:
-        """A function of a few arguments, by its name."""
-        arguments, called = self.pop(), self.pop()
-        if not isinstance(called, _Name) or called.text not in _CALLS:
-            self._refuse("a call of something that is no function")
-        self._stack.append(_CALLS[called.text](self, *self._few(arguments)))
+    dispatch = _Instructions(
+        {code: _Unpickler.dispatch[code] for code in _KNOWN}
+        | {pickle.EMPTY_DICT[0]: load_empty_dict, pickle.REDUCE[0]: load_reduce}
+    )
 
-    def _few(self, values: Any) -> tuple[Any, ...]:
-        """The same, if it is as short as what torch writes: a long one, taken many times, would take for ever."""
-        if not isinstance(values, tuple) or len(values) > _MAX_ARGUMENTS:
-            self._refuse("a call with other arguments than torch writes")
-        return values
 
-    def _fill(self, name: str) -> None:
-        """The instructions that take everything down to the last mark, or the one or two values on top."""
-        if name in {"APPEND", "SETITEM"}:
-            taken = self._stack[-1:] if name == "APPEND" else self._stack[-2:]
-            del self._stack[-len(taken) :]
-        else:
-            taken, self._stack = self._stack, self._marks.pop()
-        if name == "TUPLE":
-            self._stack.append(tuple(taken))
-        elif name in {"APPEND", "APPENDS"}:
-            target = self._stack[-1]
-            if not isinstance(target, list):
-                self._refuse(f"{name} to something that is no list")
-            target.extend(taken)
-        else:
-            target = self._stack[-1]
-            if not isinstance(target, Pairs) or len(taken) % 2:
-                self._refuse(f"{name} in something that is no dictionary")
-            target.items.extend(zip(taken[::2], taken[1::2], strict=True))
+def _few(values: Any) -> tuple[Any, ...]:
+    """The same, if it is as short as what torch writes: a long one, taken many times, would take for ever."""
+    if not isinstance(values, tuple) or len(values) > _MAX_ARGUMENTS:
+        _refuse("a call with other arguments than torch writes")
+    return values
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise DataError(
-            f"{self._place} is not read: its pickle holds {what}, which is neither a dense tensor nor plain data; "
-            f"nothing of it was run"
+
+def _size(extents: Any) -> tuple[Any, ...]:
+    """The shape of a tensor."""
+    if len(extents) > MAX_DIMENSIONS:
+        _refuse(f"a size of {len(extents)} dimensions, more than {MAX_DIMENSIONS}")
+    return tuple(extents)
+
+
+def _device(*words: Any) -> str:
+    """Where a tensor was."""
+    if any(type(word) not in _WORDS for word in words):
+        _refuse("a device of another name than torch writes")
+    return ":".join(map(str, words))
+
+
+def _set(entries: Any = ()) -> Any:
+    """A set, as the list that it was made of."""
+    if not isinstance(entries, list | tuple):
+        _refuse("a set of something that is no list")
+    return entries
+
+
+def _tensor_v2(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorData:
+    """As `_rebuild_tensor_v2` has it; what follows `rest` of two is what makes it no plain tensor."""
+    return _tensor(storage, offset, shape, strides, dtype=None, extra=rest[2:])
+
+
+def _tensor_v3(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorData:
+    """As `_rebuild_tensor_v3` has it: the element type is apart from the storage."""
+    if len(rest) < 3 or type(rest[2]) is not str:  # noqa: PLR2004 - requires_grad, hooks, dtype
+        _refuse("a tensor without an element type")
+    return _tensor(storage, offset, shape, strides, dtype=rest[2].rpartition(".")[2], extra=rest[3:])
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *, dtype: str | None, extra: Any) -> TensorData:
+    if not isinstance(storage, Storage) or any(extra):
+        _refuse(
+            "a tensor that is conjugated, negated or without a storage, so that the values in the file are not its "
+            "own (save tensor.resolve_conj().resolve_neg().clone() instead)"
         )
-
-    def size(self, extents: Any) -> tuple[Any, ...]:
-        """The shape of a tensor."""
-        if len(extents) > MAX_DIMENSIONS:
-            self._refuse(f"a size of {len(extents)} dimensions, more than {MAX_DIMENSIONS}")
-        return tuple(extents)
-
-    def device(self, *words: Any) -> str:
-        """Where a tensor was."""
-        if any(type(word) not in _WORDS for word in words):
-            self._refuse("a device of another name than torch writes")
-        return ":".join(map(str, words))
-
-    def set_of(self, entries: Any = ()) -> Any:
-        """A set, as the list that it was made of."""
-        if not isinstance(entries, list | tuple):
-            self._refuse("a set of something that is no list")
-        return entries
-
-    def tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorData:
-        """As `_rebuild_tensor_v2` has it; what follows `rest` of two is what makes it no plain tensor."""
-        return self._tensor(storage, (offset, shape, strides), dtype=None, extra=rest[2:])
-
-    def tensor_of_dtype(self, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorData:
-        """As `_rebuild_tensor_v3` has it: the element type is apart from the storage."""
-        if len(rest) < 3 or type(rest[2]) is not str:  # noqa: PLR2004 - requires_grad, hooks, dtype
-            self._refuse("a tensor without an element type")
-        return self._tensor(storage, (offset, shape, strides), dtype=rest[2].rpartition(".")[2], extra=rest[3:])
-
-    def _tensor(self, storage: Any, geometry: tuple[Any, Any, Any], *, dtype: str | None, extra: Any) -> TensorData:
-        offset, shape, strides = geometry
-        if not isinstance(storage, Storage) or any(extra):
-            raise DataError(
-                f"{self._place} is not read: its tensor is conjugated, negated or without a storage, so that the "
-                "values in the file are not its own: save tensor.resolve_conj().resolve_neg().clone() instead"
-            )
-        if len(shape) > MAX_DIMENSIONS:
-            self._refuse(f"a tensor of {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
-        numbers = (offset, *shape, *strides) if len(shape) == len(strides) else (None,)
-        if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers):
-            self._refuse("a tensor of an impossible shape")
-        if dtype is not None and dtype not in DTYPES:
-            self._refuse(f"elements of the type {dtype[:100]}")
-        return TensorData(
-            storage=storage, dtype=dtype or storage.dtype, offset=offset, shape=tuple(shape), strides=tuple(strides)
-        )
+    if len(shape) > MAX_DIMENSIONS:
+        _refuse(f"a tensor of {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
+    numbers = (offset, *shape, *strides) if len(shape) == len(strides) else (None,)
+    if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers):
+        _refuse("a tensor of an impossible shape")
+    if dtype is not None and dtype not in DTYPES:
+        _refuse(f"elements of the type {dtype[:100]}")
+    return TensorData(
+        storage=storage, dtype=dtype or storage.dtype, offset=offset, shape=tuple(shape), strides=tuple(strides)
+    )
 
 
 _WORDS = (str, int)
 """What a name is of; a text is made of nothing else, as what is nested may be endless."""
 
-_LITERALS = frozenset({"BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "LONG1"})
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": lambda: Pairs([]),
-}
-_STEPS: dict[str, Callable[[_Machine, Any], None]] = {
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "BINGET": _Machine.get,
-    "LONG_BINGET": _Machine.get,
-    "MARK": _Machine.mark,
-    "GLOBAL": _Machine.name,
-    "BINPERSID": _Machine.storage,
-    "REDUCE": _Machine.call,
-}
-_SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_FILLS = frozenset({"TUPLE", "APPEND", "APPENDS", "SETITEM", "SETITEMS"})
 _CALLS: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor_v2": _Machine.tensor,
-    "torch._utils._rebuild_tensor_v3": _Machine.tensor_of_dtype,
+    "torch._utils._rebuild_tensor_v2": _tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
     # A parameter is the tensor in it; a tensor with attributes of its own is the tensor without them.
-    "torch._utils._rebuild_parameter": lambda _, tensor, *__: tensor,
-    "torch._utils._rebuild_parameter_with_state": lambda _, tensor, *__: tensor,
-    "collections.OrderedDict": lambda _: Pairs([]),
-    "torch.Size": _Machine.size,
-    "torch.device": _Machine.device,
-    "builtins.set": _Machine.set_of,
-    "__builtin__.set": _Machine.set_of,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
+    "collections.OrderedDict": lambda: Pairs([]),
+    "torch.Size": _size,
+    "torch.device": _device,
+    "builtins.set": _set,
+    "__builtin__.set": _set,
 }
 """What a name may be called for, and what we make of it."""
-
-_OPCODES = {
-    opcode.code.encode("latin-1"): opcode
-    for opcode in pickletools.opcodes
-    if opcode.name in {*_LITERALS, *_CONSTANTS, *_STEPS, *_SIZES, *_FILLS, "PROTO", "STOP"}
-}
-"""The instructions that are read, by their bytes."""

@@ -1,4 +1,4 @@
-"""What do the charts look like before the page's script fills them in: axes, colours, what a hover says?
+"""Makes the charts as they are before the page's script fills them in: axes, colours, what a hover says.
 
 Figures of plotly, checked by it. The script puts numbers into them, and chooses between the two themes.
 """
@@ -18,6 +18,8 @@ COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, "#999999", "#8C6D1F")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 """A second cue beside the colour of lines."""
 
+_AT_ZERO = {"x0": 0, "x1": 0, "y0": 0, "y1": 1}
+_TOP_LEFT = {"x": 0, "xanchor": "left", "yref": "container", "y": 1, "yanchor": "top"}
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif"
 
 
@@ -42,17 +44,7 @@ def charts() -> dict[str, Any]:
             go.Scatter(mode="lines+markers", line={"width": 2}, marker={"size": 6}),
             xaxis={"title": {"text": "scale exponent relative to the usual scale"}, "dtick": 2, "zeroline": False},
             yaxis={"title": {"text": "SQNR, dB"}},
-            shapes=[
-                {
-                    "type": "line",
-                    "x0": 0,
-                    "x1": 0,
-                    "yref": "paper",
-                    "y0": 0,
-                    "y1": 1,
-                    "line": {"dash": "dot", "width": 1},
-                }
-            ],
+            shapes=[{"type": "line", "yref": "paper", **_AT_ZERO, "line": {"dash": "dot", "width": 1}}],
         ),
     }
     return {
@@ -72,16 +64,7 @@ def _figure(go: Any, *traces: Any, **layout: Any) -> go.Figure:
         "font": {"family": _FONT, "size": 12},
         "hovermode": "closest",
         "hoverlabel": {"font": {"family": _FONT, "size": 12}, "align": "left"},
-        "legend": {
-            "orientation": "h",
-            "x": 0,
-            "yref": "container",
-            "y": 1,
-            "xanchor": "left",
-            "yanchor": "top",
-            "font": {"size": 11},
-            "traceorder": "normal",
-        },
+        "legend": {"orientation": "h", "traceorder": "normal", "font": {"size": 11}, **_TOP_LEFT},
         "showlegend": True,
         "dragmode": "zoom",
         "template": {},

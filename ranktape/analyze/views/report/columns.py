@@ -1,4 +1,4 @@
-"""How do columns of numbers travel in a page: in as few characters as they need, to be read without parsing each?
+"""Gives the columns of numbers of a page: which metrics it shows, of records and samples, and how JSON holds them.
 
 Every column is base64 of little-endian numbers, of the narrowest type that holds them: whole numbers exactly, others
 with the 24 bits of a float32, which is seven digits. A column of one value is that value.
@@ -7,14 +7,17 @@ with the 24 bits of a float32, which is seven digits. A column of one value is t
 from __future__ import annotations
 
 import base64
+import enum
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from ranktape.analyze.numerics.digests.digest import Digest
 
 Packed = dict[str, Any]
 """What JSON holds of a column: `type`, and `data` or `value`."""
@@ -53,3 +56,127 @@ def _narrowest(column: NDArray[np.float64]) -> np.dtype[Any]:
 
 def _text_if_infinite(value: float) -> float | str:
     return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+class Merge(enum.StrEnum):
+    """What the metric of several records is: the page's script knows these words."""
+
+    RATIO = "ratio"
+    """Their counts over their elements."""
+    LARGEST = "largest"
+    """The largest of theirs."""
+    SMALLEST = "smallest"
+    """The smallest of theirs."""
+    MEDIAN = "median"
+    """The median of theirs."""
+
+
+class PageMetric(NamedTuple):
+    """A metric of the page."""
+
+    name: str
+    """Its name in `ranktape.analyze.metrics.metric`; `sqnr.` and a format for what a format makes of it."""
+    head: str
+    """What people read."""
+    merge: Merge
+    """What stands for several records."""
+    is_magnitude: bool = False
+    """Whether it is positive and compared as a ratio, on a logarithmic scale."""
+    unit: str = ""
+    """Empty for pure numbers."""
+
+    @property
+    def source(self) -> str:
+        """The metric of which the page holds a column: of a ratio the count."""
+        if self.merge is not Merge.RATIO:
+            return self.name
+        return "overflow.total" if self.name == "overflow.ratio" else self.name.removesuffix(".ratio") + ".count"
+
+
+SHOWN = (
+    PageMetric("overflow.ratio", "overflow", Merge.RATIO),
+    PageMetric("overflow.upper.ratio", "upper overflow", Merge.RATIO),
+    PageMetric("overflow.lower.ratio", "lower overflow", Merge.RATIO),
+    PageMetric("overflow.underflow.ratio", "underflow (subnormal)", Merge.RATIO),
+    PageMetric("overflow.nan.ratio", "NaN", Merge.RATIO),
+    PageMetric("overflow.inf.ratio", "Inf", Merge.RATIO),
+    PageMetric("overflow.zero.ratio", "zeros", Merge.RATIO),
+    PageMetric("absmax", "absmax", Merge.LARGEST, is_magnitude=True),
+    PageMetric("rms", "rms", Merge.LARGEST, is_magnitude=True),
+    PageMetric("std", "std", Merge.LARGEST, is_magnitude=True),
+    PageMetric("norm", "norm", Merge.LARGEST, is_magnitude=True),
+    PageMetric("smallest_nonzero", "smallest nonzero", Merge.SMALLEST, is_magnitude=True),
+    PageMetric("log2_range", "range", Merge.LARGEST, unit="bits"),
+    PageMetric("kurtosis", "kurtosis", Merge.LARGEST, is_magnitude=True),
+    PageMetric("skewness", "skewness", Merge.MEDIAN),
+    PageMetric("mean", "mean", Merge.MEDIAN),
+    PageMetric("minimum", "minimum", Merge.SMALLEST),
+    PageMetric("maximum", "maximum", Merge.LARGEST),
+    PageMetric("p1", "1st percentile", Merge.MEDIAN),
+    PageMetric("p50", "median", Merge.MEDIAN),
+    PageMetric("p99", "99th percentile", Merge.MEDIAN),
+)
+"""The metrics, in the order of the page's menu; what formats make of the tensors comes after them."""
+
+
+def sqnr_of(name: str) -> PageMetric:
+    """The metric of what one format makes of the tensors: the worst of several records."""
+    return PageMetric(f"sqnr.{name}", f"SQNR in {name}", Merge.SMALLEST, unit="dB")
+
+
+SAMPLE_METRICS = ("overflow.ratio", "overflow.underflow.ratio", "absmax", "std", "mean", "norm")
+"""What the page knows of each sample."""
+
+MAX_SAMPLES = 200_000
+"""Samples of all records together; of more, the records whose samples differ most are kept."""
+
+
+class SampleColumns:
+    """Collects metrics of samples, one digest after the other."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[int, NDArray[np.float64]] = {}
+
+    def add(self, index: int, digest: Digest) -> None:
+        """Take in what is known of one record."""
+        samples = digest.samples
+        if samples is None or not samples["num_elements"].size:
+            return
+        elements = np.maximum(1, samples["num_elements"])
+        known = {
+            "overflow.ratio": (samples["upper"] + samples["lower"]) / elements,
+            "overflow.underflow.ratio": samples["underflow"] / elements,
+        }
+        rows = [known[name] if name in known else samples[name] for name in SAMPLE_METRICS]
+        self._metrics[index] = np.asarray(rows, dtype=np.float64)
+
+    @property
+    def num_records(self) -> int:
+        """Records that have samples."""
+        return len(self._metrics)
+
+    def to_json(self, *, first: Collection[int], limit: int = MAX_SAMPLES) -> tuple[dict[str, Any], int]:
+        """The metrics as columns, and of how many records; those of `first` before others."""
+        kept = self._kept(first=first, limit=limit)
+        nothing = np.zeros((len(SAMPLE_METRICS), 0))
+        columns = np.concatenate([nothing, *(self._metrics[index] for index in kept)], axis=1)
+        document = {
+            "records": packed(kept),
+            "length": packed([self._metrics[index].shape[1] for index in kept]),
+            "count": len(kept),
+            "figures": {name: packed(column) for name, column in zip(SAMPLE_METRICS, columns, strict=True)},
+        }
+        return document, len(kept)
+
+    def _kept(self, *, first: Collection[int], limit: int) -> list[int]:
+        wanted = set(first)
+        order = sorted(self._metrics, key=lambda index: (index not in wanted, -self._spread(index), index))
+        lengths = np.cumsum([self._metrics[index].shape[1] for index in order])
+        return sorted(order[: int(np.searchsorted(lengths, limit, side="right"))])
+
+    def _spread(self, index: int) -> float:
+        """The largest magnitude of the samples over their median; 0 where there is none."""
+        largest = self._metrics[index][SAMPLE_METRICS.index("absmax")]
+        known = largest[np.isfinite(largest)]
+        middle = float(np.median(known)) if known.size else 0.0
+        return float(known.max()) / middle if middle > 0 else 0.0

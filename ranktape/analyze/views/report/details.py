@@ -1,4 +1,4 @@
-"""Which values occur in the records of a page, and what would each format make of them?
+"""Counts which values occur in the records of a page, and tries what each format would make of them.
 
 Of every record, or of records together where there are too many, the page knows how many magnitudes lie in each
 octave, and the signal to noise ratio in some formats at scales around the usual one.
@@ -18,7 +18,7 @@ from ranktape.analyze.metrics.target import is_sweepable, sweepable
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
 from ranktape.analyze.numerics.sweeps.scaling import largest_alignment, sums_of_pairs
 from ranktape.analyze.questions.swept import SweepRequest, jobs_of, parse_request
-from ranktape.analyze.views.report.columns import packed
+from ranktape.analyze.views.report.columns import PageMetric, packed, sqnr_of
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,16 +40,8 @@ OFFSETS = tuple(range(-10, 11))
 """Exponents by which scales differ from the usual one: the block's rule, or where the largest value just fits."""
 
 _SITE_FIELDS = (
-    "module",
-    "layer_idx",
-    "layer_type",
-    "operation",
-    "phase",
-    "component",
-    "quant_type",
-    "tensor_name",
-    "dtype",
-    "mode",
+    *("module", "layer_idx", "layer_type", "operation", "phase"),
+    *("component", "quant_type", "tensor_name", "dtype", "mode"),
 )
 """What tells one place of the model from another; where there are too many, the first are given up first."""
 
@@ -125,7 +117,6 @@ class Details:
         self.bundles = bundles
         self.request = parse_request(formats, view=view)
         self.targets = [resolve(name, options=self.request.options) for name in self.request.formats]
-        self.names = tuple(scheme.name for scheme, _ in self.targets)
         self._octaves: list[dict[int, int]] = [{} for _ in range(bundles.count)]
         shape = (len(self.targets), bundles.count, len(OFFSETS))
         # Sums of squares, as logarithms: those of float64 values may be beyond float64.
@@ -204,6 +195,11 @@ class Details:
         self._signal[number, bundle] = np.logaddexp2(self._signal[number, bundle], energy)
         noise = energy - ratios / _DECIBELS_PER_DOUBLING
         self._noise[number, bundle] = np.logaddexp2(self._noise[number, bundle], noise)
+
+    def ratios(self) -> list[tuple[PageMetric, NDArray[np.float64]]]:
+        """What each format makes of each record at the usual scale, as metrics of the page."""
+        pairs = zip(self.targets, self.usual, strict=True)
+        return [(sqnr_of(scheme.name), ratios) for (scheme, _), ratios in pairs]
 
     def to_json(self) -> dict[str, Any]:
         """Everything as columns, for the page's script."""

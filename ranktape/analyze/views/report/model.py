@@ -18,10 +18,8 @@ from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.table import nbytes_text
-from ranktape.analyze.views.report.columns import packed
+from ranktape.analyze.views.report.columns import SHOWN, SampleColumns, packed
 from ranktape.analyze.views.report.details import Details, bundles_of
-from ranktape.analyze.views.report.samples import SampleColumns
-from ranktape.analyze.views.report.shown import SHOWN, sqnr_of
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
@@ -91,11 +89,14 @@ def build_model(
     columns, num_rounded = _columns(records, details, samples, view=view, engine=used)
     details.add_block_sweeps(records, first=named, engine=used)
     sample_columns, num_sampled = samples.to_json(first=named)
-    left_out = [
-        *_findings_left_out(findings),
-        *_details_left_out(details, num_records=len(records), num_rounded=num_rounded),
-        *_samples_left_out(num_sampled, num_records=samples.num_records),
-    ]
+    swept = [scheme.element.name for scheme, _ in details.targets]
+    left_out = _details_left_out(details, num_records=len(records), num_rounded=num_rounded)
+    if len(findings) > MAX_FINDINGS:
+        more = len(findings) - MAX_FINDINGS
+        left_out.insert(0, f"{more:,} findings more than the {MAX_FINDINGS} that the page lists.")
+    if num_sampled != samples.num_records:
+        shown = f"{num_sampled:,} of {samples.num_records:,} records"
+        left_out.append(f"Samples are shown of {shown} that have some: those that differ most.")
     return Model(
         url=printable(url),
         facts=_facts(records, scope=scope, environment=environment or {}),
@@ -108,10 +109,20 @@ def build_model(
             "fields": _fields(records),
             "nbytes": packed(records.column("nbytes")),
             "elements": packed(columns["elements"]),
-            "figures": _figures_json(columns, details),
+            "figures": [
+                {
+                    "name": one.name,
+                    "head": one.head,
+                    "unit": one.unit,
+                    "merge": one.merge.value,
+                    "isMagnitude": one.is_magnitude,
+                    "column": packed(column),
+                }
+                for one, column in (*((one, columns[one.source]) for one in SHOWN), *details.ratios())
+            ],
             "details": details.to_json(),
             "samples": sample_columns,
-            "bands": [_band(FORMATS[name]) for name in _bands(details)],
+            "bands": [_band(FORMATS[name]) for name in dict.fromkeys((*BANDS, *swept)) if name != "nvfp4"],
             "findings": [list(finding.places[:MAX_PLACES]) for finding in findings[:MAX_FINDINGS]],
             "start": _start(findings, columns, records),
         },
@@ -134,27 +145,11 @@ def _columns(
     return gather(records, wanted, view=view, engine=engine, on_digest=add), num_rounded
 
 
-def _figures_json(columns: Mapping[str, Any], details: Details) -> list[dict[str, Any]]:
-    shown = [(one, columns[one.source]) for one in SHOWN]
-    shown += [(sqnr_of(name), ratios) for name, ratios in zip(details.names, details.usual, strict=True)]
-    return [
-        {
-            "name": one.name,
-            "head": one.head,
-            "unit": one.unit,
-            "merge": one.merge.value,
-            "isMagnitude": one.is_magnitude,
-            "column": packed(column),
-        }
-        for one, column in shown
-    ]
-
-
 def _fields(records: Records) -> list[dict[str, Any]]:
-    if len(stacks_of(records)) > 1:
-        special = {"layer_idx": _layers(records)}
-        return [special.get(name) or _field(records, name) for name in FIELDS] + [_kind(records)]
-    return [_field(records, name) for name in FIELDS if name != "layer_stack"] + [_kind(records)]
+    has_stacks = len(stacks_of(records)) > 1
+    wanted = [name for name in FIELDS if has_stacks or name != "layer_stack"]
+    made = [_layers(records) if has_stacks and name == "layer_idx" else _field(records, name) for name in wanted]
+    return [*made, _kind(records)]
 
 
 def _layers(records: Records) -> dict[str, Any]:
@@ -198,21 +193,12 @@ def _kind(records: Records) -> dict[str, Any]:
     parts = [records.column(name).tolist() for name in ("layer_type", "operation", "phase", "tensor_name")]
     texts = [printable(" ".join(words)) for words in zip(*parts, strict=True)]
     codes = {text: code for code, text in enumerate(dict.fromkeys(texts))}
-    return {
-        "name": "kind",
-        "isNumber": False,
-        "values": list(codes),
-        "codes": packed([codes[text] for text in texts]),
-    }
+    numbers = packed([codes[text] for text in texts])
+    return {"name": "kind", "isNumber": False, "values": list(codes), "codes": numbers}
 
 
 def _shape_text(text: str) -> str:
     return " x ".join(map(str, json.loads(text))) or "scalar"
-
-
-def _bands(details: Details) -> list[str]:
-    swept = [scheme.element.name for scheme, _ in details.targets]
-    return list(dict.fromkeys((*BANDS, *(name for name in swept if name != "nvfp4"))))
 
 
 def _band(row: Format) -> dict[str, Any]:
@@ -237,7 +223,7 @@ def _facts(records: Records, *, scope: str, environment: Mapping[str, Any]) -> t
         _when(records.column("timestamp")),
         f"{counted(len(layers), 'layer')} ({_listed(distinct('layer_type'))})",
         _listed(distinct("dtype")),
-        " ".join(str(environment[name]) for name in ("program",) if environment.get(name)),
+        str(environment.get("program") or ""),
         f"torch {environment['torch']}" if environment.get("torch") else "",
         f"only {scope}" if scope else "",
     ]
@@ -274,18 +260,6 @@ def _headline(findings: Sequence[Finding], *, num_records: int) -> str:
     parts = [f"{severities.count(one)} {one.value}" for one in dict.fromkeys(severities)]
     verb = "thing stands out" if len(findings) == 1 else "things stand out"
     return f"{len(findings):,} {verb}: {', '.join(parts)}."
-
-
-def _findings_left_out(findings: Sequence[Finding]) -> list[str]:
-    if len(findings) <= MAX_FINDINGS:
-        return []
-    return [f"{len(findings) - MAX_FINDINGS:,} findings more than the {MAX_FINDINGS} that the page lists."]
-
-
-def _samples_left_out(num_shown: int, *, num_records: int) -> list[str]:
-    if num_shown == num_records:
-        return []
-    return [f"Samples are shown of {num_shown:,} of {num_records:,} records that have some: those that differ most."]
 
 
 def _details_left_out(details: Details, *, num_records: int, num_rounded: int) -> list[str]:
@@ -325,15 +299,12 @@ def _start(findings: Sequence[Finding], columns: Mapping[str, Any], records: Rec
     def differs(field: str) -> bool:
         return np.unique(records.column(field)).size > 1
 
-    across = "kind"
-    if worst is not None and "sample" in worst.where:
-        across = "sample"
-    else:
-        across = next((field for field in ("rank", "iteration") if differs(field)), "kind")
+    is_of_sample = worst is not None and "sample" in worst.where
+    across = next((field for field in ("rank", "iteration") if differs(field)), "kind")
     magnitudes = {one.name for one in SHOWN if one.is_magnitude}
     return {
         "figure": name,
-        "across": across,
+        "across": "sample" if is_of_sample else across,
         "down": "layer_idx" if differs("layer_idx") else "module",
         "againstPeers": name in magnitudes,
         "colorBy": next((field for field in ("operation", "layer_type") if differs(field)), "kind"),
