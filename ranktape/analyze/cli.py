@@ -17,16 +17,16 @@ COMMANDS = {
     "overflow": f"{_QUESTIONS}.overflow:overflow",
     "stats": f"{_QUESTIONS}.stats:stats",
     "distribution": f"{_QUESTIONS}.distribution:distribution",
-    "sweep": f"{_COMMANDS}.sweep:command",
+    "sweep": f"{_COMMANDS}:sweep",
     "outliers": f"{_QUESTIONS}.outliers:outliers",
     "trend": f"{_QUESTIONS}.trend:trend",
     "trace": f"{_QUESTIONS}.trace:trace",
     "gradients": f"{_QUESTIONS}.gradients:gradients",
     "compare": f"{_QUESTIONS}.compare:compare",
     "compare-map": f"{_QUESTIONS}.compare:compare_map",
-    "plot": f"{_COMMANDS}.plot:command",
+    "plot": f"{_COMMANDS}:plot",
     "gate": "ranktape.analyze.rules.gate:gate",
-    "report": f"{_COMMANDS}.report:command",
+    "report": f"{_COMMANDS}:report",
 }
 """Where each command is: a question, of which the command is made, or a command."""
 
@@ -71,7 +71,7 @@ _SHOW_DEFAULTS = click.Option(
 def cli() -> None:
     """Ask a recorded run what its numbers do.
 
-    RUN is a URL or a path; a folder of .pt files that the tools before us wrote, or one such file, will do as well.
+    RUN is a URL or a path; a folder of .pt files of the legacy tools, or one such file, will do as well.
     Filters are the names of a record's fields; a value may be a text with * and ?, a number, a range (0-3, 10:20:2)
     or alternatives (0,2,5), and an option may be repeated.
     """

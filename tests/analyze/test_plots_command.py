@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ranktape.analyze.cli import cli
-from ranktape.analyze.commands.plot import parse_kinds
+from ranktape.analyze.commands import parse_kinds
 from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
 from ranktape.analyze.views.plots.write import write_plots
 from ranktape.analyze.views.whole_file import write_whole

@@ -82,6 +82,28 @@ def plot_overflow(
     return table
 
 
+def write_one(
+    kind: Plot,
+    records: Records,
+    *,
+    path: Path,
+    format: Format | None = None,  # noqa: A002 - the option's name
+    view: View | None = None,
+    engine: Engine | None = None,
+) -> None:
+    """Draw one plot into a file, by default against fp8_e4m3.
+
+    Raises:
+        UsageError: the selection has nothing for it.
+        StorageError: the store cannot be read, or the file cannot be written.
+    """
+    data = PlotData(records, target=format or default_target(records), view=view, engine=engine)
+    reason = kind.missing(data)
+    if reason:
+        raise UsageError(f"--kind {kind.name} cannot be drawn: {reason}")
+    write_plot(kind.draw(data), path)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """What became of the plots that were asked for."""

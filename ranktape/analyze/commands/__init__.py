@@ -1,1 +1,0 @@
-"""What does each command of `ranktape analyze` take, and which question does it ask? Modules are imported when used."""
