@@ -20,7 +20,7 @@ from ranktape.capture.console import Console
 from ranktape.capture.roles.table import UNSAMPLED
 from ranktape.capture.session import Capture
 from ranktape.capture.settings.cadence import Schedule, ScheduleOfOne
-from ranktape.capture.settings.config import DEFAULT_SAVE_DIR, checked, merge, read_seed_environment, seed_values
+from ranktape.capture.settings.config import DEFAULT_SAVE_DIR, checked, legacy_values, merge, read_legacy_environment
 from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.source import Source, TensorRole
 from ranktape.errors import RanktapeError, UsageError
@@ -226,7 +226,7 @@ class TensorSaver:
 
     def _begin(self) -> None:
         given = {"capture": self.save_dir, "manual": True, "first_iteration": self.current_iteration}
-        options = checked(seed_values(merge(given)[1], iteration=self.current_iteration))
+        options = checked(legacy_values(merge(given)[1], iteration=self.current_iteration))
         own = _OwnCapture(self.save_dir, **options)
         try:
             own.__enter__()
@@ -254,7 +254,7 @@ def get_tensor_saver() -> TensorSaver:
     """
     global _saver  # noqa: PLW0603  (one for each process, as programs expect)
     if _saver is None:
-        environment = read_seed_environment()
+        environment = read_legacy_environment()
         _saver = TensorSaver(save_dir=environment.save_dir, enabled=environment.enabled)
         _saver.set_iteration(environment.iteration)
     return _saver

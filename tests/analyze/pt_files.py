@@ -19,7 +19,7 @@ def save(path: Path, payload: Any, *, legacy: bool = False) -> Path:
     return path
 
 
-def seed_file(folder: Path, tensor: torch.Tensor, *, legacy: bool = True, **parts: Any) -> Path:
+def legacy_file(folder: Path, tensor: torch.Tensor, *, legacy: bool = True, **parts: Any) -> Path:
     """A file as the saver before us wrote it, tags in its name and in itself."""
     tags = {
         "counter": 1,

@@ -28,7 +28,7 @@ from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
 from ranktape.storage import Records, Run
 from ranktape.storage.format.record_info import RecordInfo
 from tests.analyze.compared import Array, changed, normal, relative, rows
-from tests.analyze.pt_files import seed_file
+from tests.analyze.pt_files import legacy_file
 from tests.analyze.runs import describe_tensor, model_tensors, store
 
 
@@ -357,7 +357,7 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     for quant_type, tensor in (("mxfp8", x), ("hifp8", x.bfloat16().float())):
         for counter in (1, 2):
-            seed_file(tmp_path, tensor * counter, quant_type=quant_type, counter=counter)
+            legacy_file(tmp_path, tensor * counter, quant_type=quant_type, counter=counter)
     answer = ask(tmp_path, "--pair", "quant_type=mxfp8:hifp8", "--json", "--workers", "2")
     assert answer.exit_code == 0, answer.stderr
     found = json.loads(answer.stdout)["rows"]

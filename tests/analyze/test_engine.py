@@ -18,7 +18,7 @@ from ranktape.analyze.legacy.open import open_folder
 from ranktape.errors import UsageError
 from ranktape.storage import Run, open_run
 from tests.analyze.engine_runs import FirstValue, square
-from tests.analyze.pt_files import seed_file
+from tests.analyze.pt_files import legacy_file
 from tests.analyze.runs import describe_tensor, store
 
 
@@ -87,7 +87,7 @@ def test_records_of_runs_and_folders_travel(run: Run, tmp_path: Path) -> None:
     import torch
 
     for number in range(50):
-        seed_file(tmp_path / "files", torch.full((3,), float(number)), counter=number)
+        legacy_file(tmp_path / "files", torch.full((3,), float(number)), counter=number)
     for records in (run.select(), open_folder(tmp_path / "files").select()):
         sent = pickle.dumps(list(records[:2]))
         first, second = pickle.loads(sent)  # noqa: S301  # our own

@@ -30,7 +30,7 @@ from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.maintenance.runs import find_runs
 from ranktape.storage.places.urls import open_backend
 from tests.analyze.engine_runs import FirstValue, assert_same_digests
-from tests.analyze.pt_files import seed_file
+from tests.analyze.pt_files import legacy_file
 from tests.analyze.runs import describe_tensor, model_tensors, store
 from tests.runs import start
 from tests.s3 import S3Server
@@ -291,7 +291,7 @@ def test_files_are_known_by_size_and_time(tmp_path: Path, measure: FirstValue) -
     import torch
 
     paths = [
-        seed_file(tmp_path / "files", torch.full((3,), float(number)), counter=number, layer_idx=number)
+        legacy_file(tmp_path / "files", torch.full((3,), float(number)), counter=number, layer_idx=number)
         for number in range(3)
     ]
 
@@ -301,13 +301,13 @@ def test_files_are_known_by_size_and_time(tmp_path: Path, measure: FirstValue) -
 
     assert ask_folder() == [0, 1, 2]
     status = paths[1].stat()
-    seed_file(tmp_path / "files", torch.full((3,), 8.0), counter=1, layer_idx=1)
+    legacy_file(tmp_path / "files", torch.full((3,), 8.0), counter=1, layer_idx=1)
     os.utime(paths[1], ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     assert ask_folder() == [0, 8, 2]
     assert measure.num_read() == 4
     # A copy that keeps the time, or a time set back, does not hide a change.
     status = paths[2].stat()
-    seed_file(tmp_path / "files", torch.full((3,), 9.0), counter=2, layer_idx=2)
+    legacy_file(tmp_path / "files", torch.full((3,), 9.0), counter=2, layer_idx=2)
     os.utime(paths[2], ns=(status.st_atime_ns, status.st_mtime_ns))
     assert ask_folder() == [0, 8, 9]
     # What was counted lies with the user, and nothing beside the files.

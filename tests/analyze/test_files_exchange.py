@@ -23,9 +23,9 @@ from ranktape.errors import DataError, NoRecordsError, UsageError
 from ranktape.storage import Run, open_run
 from ranktape.storage.format.dtypes import dtype_name
 from ranktape.storage.format.layout import TensorSite, site_path
-from ranktape.storage.format.legacy_names import MAX_NAME_NBYTES, parse_seed_name
+from ranktape.storage.format.legacy_names import MAX_NAME_NBYTES, parse_tensor_file_name
 from ranktape.storage.format.record_info import RecordInfo
-from tests.analyze.pt_files import save, seed_file
+from tests.analyze.pt_files import legacy_file, save
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
 from tests.runs import describe
 from tests.s3 import S3Server
@@ -151,7 +151,7 @@ def test_any_tags_come_back_and_none_leaves_the_folder(
     names = names_in(place / "files")
     assert len(names) == report.num_written == len(drawn)
     assert names_in(place) == ["files", "run"]
-    assert all(parse_seed_name(name) is not None for name in names)
+    assert all(parse_tensor_file_name(name) is not None for name in names)
     assert_same(run, imported(place / "files", place / "again"))
 
 
@@ -271,7 +271,7 @@ def test_one_file_for_each_sample(tmp_path: Path) -> None:
     assert report.num_written == 4
     records = open_folder(tmp_path / "files").select(tensor_name="input")
     assert [record.sample_ids for record in records] == [["a"], ["b"], ["c"]]
-    names = [parse_seed_name(record.location.site) for record in records]
+    names = [parse_tensor_file_name(record.location.site) for record in records]
     assert [name.sample_idx for name in names if name is not None] == [0, 1, 2]
     for sample, record in enumerate(records):
         assert np.array_equal(record.read(), values[:, [sample]])
@@ -366,7 +366,7 @@ def _float6() -> Any:
 @pytest.mark.s3
 def test_an_object_store_takes_an_import_and_gives_an_export(tmp_path: Path, s3_server: S3Server) -> None:
     for counter in range(20):
-        seed_file(tmp_path / "files", torch.randn(4, 8), counter=counter, rank=counter % 2)
+        legacy_file(tmp_path / "files", torch.randn(4, 8), counter=counter, rank=counter % 2)
     url, options = s3_server.new_url(), s3_server.storage_options
     report = import_folder(open_folder(tmp_path / "files"), url, storage_options=options)
     assert (report.num_records, report.verdict.met) == (20, True)

@@ -22,7 +22,7 @@ from ranktape.errors import DataError, RunFormatError, RunNotFoundError, Unknown
 from ranktape.storage.format.catalogue import COLUMNS, empty_catalogue
 from ranktape.storage.format.record_info import RecordInfo
 from ranktape.storage.query.columns import StringColumn
-from tests.analyze.pt_files import TIME, save, seed_file
+from tests.analyze.pt_files import TIME, legacy_file, save
 from tests.analyze.runs import model_tensors, store
 
 GARBAGE = b"this is no file of torch"
@@ -46,7 +46,7 @@ def collection(folder: Path, *, legacy: bool = True) -> dict[str, torch.Tensor]:
                     }
                     tags |= {"operation": operation, "phase": phase, "tensor_name": name}
                     tensor = torch.randn(4, 8).bfloat16()
-                    found[seed_file(folder, tensor, legacy=legacy, sample_idx=3, **tags).name] = tensor
+                    found[legacy_file(folder, tensor, legacy=legacy, sample_idx=3, **tags).name] = tensor
     return found
 
 
@@ -99,7 +99,7 @@ def test_a_run_and_the_files_of_its_tensors_give_the_same_answers(tmp_path: Path
         raw = torch.from_numpy(array.view(np.uint16).astype(np.int32)).to(torch.uint16).view(torch.bfloat16)
         tags = {name: getattr(info, name) for name in ("iteration", "rank", "layer_idx", "layer_type", "operation")}
         tags |= {name: getattr(info, name) for name in ("phase", "component", "quant_type", "tensor_name")}
-        seed_file(tmp_path / "files", raw, counter=counter, **tags)
+        legacy_file(tmp_path / "files", raw, counter=counter, **tags)
     ours = overflow(run.select(), by=["layer_type", "tensor_name"], format="fp4_e2m1")
     theirs = overflow(open_folder(tmp_path / "files").select(), by=["layer_type", "tensor_name"], format="fp4_e2m1")
     assert ours.rows == theirs.rows
@@ -149,9 +149,9 @@ def test_values_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_replaced_since_is_noticed(tmp_path: Path) -> None:
-    path = seed_file(tmp_path, torch.zeros(4))
+    path = legacy_file(tmp_path, torch.zeros(4))
     record = open_folder(tmp_path).select()[0]
-    seed_file(tmp_path, torch.ones(4))
+    legacy_file(tmp_path, torch.ones(4))
     with pytest.raises(DataError, match="has changed since it was listed"):
         record.read()
     assert path.exists()
@@ -187,7 +187,7 @@ def test_what_a_name_of_the_older_form_lacks_is_taken_from_the_file(tmp_path: Pa
 
 def test_files_that_only_their_counters_tell_apart_are_calls(tmp_path: Path) -> None:
     for counter in (4, 2, 9):
-        seed_file(tmp_path, torch.full((2,), float(counter)), counter=counter)
+        legacy_file(tmp_path, torch.full((2,), float(counter)), counter=counter)
     records = open_folder(tmp_path).select()
     assert [(record.call, record.counter, float(record.read()[0])) for record in records] == [
         (0, 2, 2.0),
@@ -253,10 +253,10 @@ def test_unreadable_files_are_left_out_on_demand_and_named(tmp_path: Path) -> No
 
 def test_links_that_lead_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
     outside, inside = tmp_path / "outside", tmp_path / "inside"
-    secret = seed_file(outside, torch.ones(3), counter=1)
-    real = seed_file(inside, torch.ones(3), counter=2)
+    secret = legacy_file(outside, torch.ones(3), counter=1)
+    real = legacy_file(inside, torch.ones(3), counter=2)
     (inside / secret.name).symlink_to(secret)
-    third = seed_file(tmp_path, torch.ones(3), counter=3).name
+    third = legacy_file(tmp_path, torch.ones(3), counter=3).name
     (inside / third).symlink_to(real.name)
     (inside / real.name.replace("0002", "0004")).symlink_to("/dev/zero")
     (inside / real.name.replace("0002", "0005")).symlink_to("nowhere")
@@ -283,7 +283,7 @@ SPECIAL = {
 @pytest.mark.parametrize("what", SPECIAL)
 def test_unusual_tensors_are_counted_like_any(tmp_path: Path, what: str) -> None:
     tensor = SPECIAL[what]
-    seed_file(tmp_path, tensor, legacy=False)
+    legacy_file(tmp_path, tensor, legacy=False)
     records = open_folder(tmp_path).select()
     record = records[0]
     assert record.shape == tuple(tensor.shape)
@@ -395,7 +395,7 @@ def test_a_folder_that_may_not_be_entered_is_named(tmp_path: Path) -> None:
 
 
 def test_a_link_to_itself_is_no_file(tmp_path: Path) -> None:
-    real = seed_file(tmp_path, torch.zeros(2), counter=1)
+    real = legacy_file(tmp_path, torch.zeros(2), counter=1)
     circle = tmp_path / real.name.replace("0001", "0002")
     circle.symlink_to(circle.name)
     folder = open_folder(tmp_path, skip_unreadable=True)
@@ -415,7 +415,7 @@ def test_a_long_description_of_a_folder_is_not_repeated_by_every_record(tmp_path
 
 def test_large_files_are_counted_one_at_a_time(tmp_path: Path) -> None:
     nbytes = (1 << 26) + 2
-    first = seed_file(tmp_path, torch.full((nbytes // 2,), 3.0).bfloat16(), counter=1)
+    first = legacy_file(tmp_path, torch.full((nbytes // 2,), 3.0).bfloat16(), counter=1)
     for counter in range(2, 5):
         os.link(first, first.with_name(first.name.replace("_0001_", f"_{counter:04d}_")))
     records = open_folder(tmp_path).select()
@@ -429,7 +429,7 @@ def test_large_files_are_counted_one_at_a_time(tmp_path: Path) -> None:
 
 def test_a_run_beside_files_is_the_run(tmp_path: Path) -> None:
     store(tmp_path, model_tensors())
-    seed_file(tmp_path, torch.zeros(2))
+    legacy_file(tmp_path, torch.zeros(2))
     assert not isinstance(open_source(tmp_path), Folder)
     assert len(open_source(str(tmp_path)).select()) == 18
 
@@ -447,7 +447,7 @@ def test_a_run_is_opened_without_what_files_need(tmp_path: Path) -> None:
 
 
 def test_files_have_no_zarr_array_and_no_samples_of_their_own(tmp_path: Path) -> None:
-    seed_file(tmp_path, torch.zeros(2, 3))
+    legacy_file(tmp_path, torch.zeros(2, 3))
     record = open_folder(tmp_path).select()[0]
     with pytest.raises(UsageError, match=r"is a \.pt file, not a Zarr array"):
         _ = record.array
@@ -457,11 +457,11 @@ def test_files_have_no_zarr_array_and_no_samples_of_their_own(tmp_path: Path) ->
 
 
 def test_a_hundred_thousand_files_are_listed_in_seconds(tmp_path: Path) -> None:
-    first = seed_file(tmp_path, torch.zeros(2, 3), counter=0)
+    first = legacy_file(tmp_path, torch.zeros(2, 3), counter=0)
     name = first.name
     for counter in range(1, 100_000):
         if counter % 20_000 == 0:  # file systems bound the links of one file
-            first = seed_file(tmp_path / "more", torch.zeros(2, 3), counter=counter)
+            first = legacy_file(tmp_path / "more", torch.zeros(2, 3), counter=counter)
         os.link(first, tmp_path / name.replace("_0000_", f"_{counter:04d}_").replace("L1", f"L{counter % 50}"))
     started = time.monotonic()
     records = open_folder(tmp_path).select(layer_idx=7)

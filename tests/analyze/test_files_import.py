@@ -11,13 +11,13 @@ import torch
 from ranktape.analyze.legacy import import_folder, open_folder
 from ranktape.errors import DataError, RunExistsError, StorageError, UsageError
 from ranktape.storage import open_run
-from tests.analyze.pt_files import TIME, save, seed_file
+from tests.analyze.pt_files import TIME, legacy_file, save
 from tests.analyze.test_files_exchange import imported
 
 
 def test_an_import_commits_every_rank_of_every_iteration(tmp_path: Path) -> None:
     for iteration, rank in ((4, 0), (4, 2), (9, 2)):
-        seed_file(tmp_path / "files", torch.randn(3), iteration=iteration, rank=rank, counter=rank)
+        legacy_file(tmp_path / "files", torch.randn(3), iteration=iteration, rank=rank, counter=rank)
     run = imported(tmp_path / "files", tmp_path / "run")
     assert run.iterations == [4, 9]
     verdict = run.verdict()
@@ -29,7 +29,7 @@ def test_an_import_commits_every_rank_of_every_iteration(tmp_path: Path) -> None
 
 def test_an_import_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     for iteration in range(3):
-        seed_file(tmp_path / "files", torch.randn(3), iteration=iteration, legacy=False)
+        legacy_file(tmp_path / "files", torch.randn(3), iteration=iteration, legacy=False)
     paths = sorted((tmp_path / "files").iterdir())
     whole, changed = paths[2].read_bytes(), paths[2].stat()
     damaged = bytearray(whole)
@@ -51,9 +51,9 @@ def test_an_import_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
 
 
 def test_another_folder_is_another_run(tmp_path: Path) -> None:
-    seed_file(tmp_path / "files", torch.randn(3))
+    legacy_file(tmp_path / "files", torch.randn(3))
     imported(tmp_path / "files", tmp_path / "run")
-    seed_file(tmp_path / "files", torch.randn(3), iteration=1)
+    legacy_file(tmp_path / "files", torch.randn(3), iteration=1)
     with pytest.raises(RunExistsError, match=r"not of .*/files as it is now: add --overwrite"):
         import_folder(open_folder(tmp_path / "files"), str(tmp_path / "run"))
     assert imported(tmp_path / "files", tmp_path / "run", overwrite=True).iterations == [0, 1]
@@ -62,7 +62,7 @@ def test_another_folder_is_another_run(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read_are_recorded_as_missing(tmp_path: Path) -> None:
-    files = [seed_file(tmp_path / "files", torch.randn(3), counter=counter, legacy=False) for counter in range(3)]
+    files = [legacy_file(tmp_path / "files", torch.randn(3), counter=counter, legacy=False) for counter in range(3)]
     files[0].write_bytes(b"nothing of ours")
     damaged = bytearray(files[1].read_bytes())
     damaged[damaged.index(open_folder(files[1]).select()[0].read().tobytes())] ^= 8
@@ -82,7 +82,7 @@ def test_files_that_cannot_be_read_are_recorded_as_missing(tmp_path: Path) -> No
 
 
 def test_names_that_say_impossible_things_are_refused(tmp_path: Path) -> None:
-    seed_file(tmp_path / "ranks", torch.zeros(1), rank=10**9)
+    legacy_file(tmp_path / "ranks", torch.zeros(1), rank=10**9)
     for is_skipping in (False, True):
         with pytest.raises(UsageError, match="is of rank 1000000000, and every rank up to it would be committed"):
             import_folder(open_folder(tmp_path / "ranks"), str(tmp_path / "run"), skip_unreadable=is_skipping)
@@ -91,7 +91,7 @@ def test_names_that_say_impossible_things_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [1058, 99_999])
 def test_one_file_of_a_high_rank_does_not_make_a_group_for_each_below(tmp_path: Path, rank: int) -> None:
-    files = [seed_file(tmp_path / "files", torch.ones(3), rank=rank) for rank in (0, rank)]
+    files = [legacy_file(tmp_path / "files", torch.ones(3), rank=rank) for rank in (0, rank)]
     with pytest.raises(UsageError, match=rf"with files of 2 ranks, 1058 are imported at most.*{'--skip-unreadable'}"):
         import_folder(open_folder(tmp_path / "files"), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -105,7 +105,7 @@ def test_one_file_of_a_high_rank_does_not_make_a_group_for_each_below(tmp_path: 
 
 def test_many_ranks_have_files_of_their_own(tmp_path: Path) -> None:
     for rank in (0, 40, 41, 90):
-        seed_file(tmp_path / "files", torch.ones(3), rank=rank)
+        legacy_file(tmp_path / "files", torch.ones(3), rank=rank)
     assert len(imported(tmp_path / "files", tmp_path / "run").status()[0].committed_ranks) == 91
 
 
@@ -118,10 +118,10 @@ def test_a_name_of_any_length_is_imported(tmp_path: Path) -> None:
 
 
 def test_what_is_counted_is_what_is_stored(tmp_path: Path) -> None:
-    seed_file(tmp_path / "files", torch.zeros(4))
+    legacy_file(tmp_path / "files", torch.zeros(4))
     folder = open_folder(tmp_path / "files")
     assert folder.select().column("overflow.maximum").tolist() == [0.0]
-    seed_file(tmp_path / "files", torch.full((4,), 7.0))
+    legacy_file(tmp_path / "files", torch.full((4,), 7.0))
     import_folder(folder, str(tmp_path / "run"))
     (record,) = open_run(tmp_path / "run").select()
     assert record.overflow is not None
@@ -134,7 +134,7 @@ def test_many_small_and_some_large_tensors_arrive(tmp_path: Path) -> None:
     for counter in range(300):
         shape = (1100, 1000) if counter % 100 == 0 else (4, counter % 7)
         tensor = torch.randn(shape).to((torch.bfloat16, torch.float32, torch.float16)[counter % 3])
-        path = seed_file(tmp_path / "files", tensor, counter=counter, rank=counter % 2, legacy=bool(counter % 2))
+        path = legacy_file(tmp_path / "files", tensor, counter=counter, rank=counter % 2, legacy=bool(counter % 2))
         sent[path.name] = tensor
     run = imported(tmp_path / "files", tmp_path / "run")
     by_counter = {int(name.split("_")[2]): tensor for name, tensor in sent.items()}
@@ -145,7 +145,7 @@ def test_many_small_and_some_large_tensors_arrive(tmp_path: Path) -> None:
 
 
 def test_a_store_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    seed_file(tmp_path / "files", torch.zeros(2))
+    legacy_file(tmp_path / "files", torch.zeros(2))
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError):
         import_folder(open_folder(tmp_path / "files"), str(tmp_path / "file" / "run"))

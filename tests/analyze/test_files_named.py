@@ -16,7 +16,7 @@ from ranktape.analyze.cli import cli
 from ranktape.analyze.legacy import import_folder, open_folder
 from ranktape.analyze.table import Table
 from ranktape.storage import Records, open_run
-from tests.analyze.pt_files import save, seed_file
+from tests.analyze.pt_files import legacy_file, save
 
 TABLES: dict[str, Callable[[Records], Table]] = {
     "ls": ls,
@@ -38,7 +38,7 @@ TABLES: dict[str, Callable[[Records], Table]] = {
 def folder(tmp_path: Path) -> Path:
     """Two layers of one sample each."""
     for layer in (0, 1):
-        seed_file(tmp_path / "files", torch.randn(4, 8), layer_idx=layer, counter=layer, sample_idx=0)
+        legacy_file(tmp_path / "files", torch.randn(4, 8), layer_idx=layer, counter=layer, sample_idx=0)
     return tmp_path / "files"
 
 
@@ -68,7 +68,7 @@ def test_either_side_of_a_comparison_may_be_files(folder: Path, tmp_path: Path) 
 
 
 def test_where_overflow_begins_the_file_is_named(folder: Path) -> None:
-    path = seed_file(folder, torch.tensor([1.0, float("inf")]), layer_idx=1, counter=9)
+    path = legacy_file(folder, torch.tensor([1.0, float("inf")]), layer_idx=1, counter=9)
     rows = overflow(open_folder(folder).select(), first=True).records()
     assert [row["first.file"] for row in rows if row["affected"]] == [path.name]
 

@@ -23,7 +23,7 @@ from ranktape.analyze.views.plots.tallies import SampleMetrics
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records, Run, open_run
 from ranktape.storage.format.parts import RUN
-from tests.analyze.pt_files import save, seed_file
+from tests.analyze.pt_files import legacy_file, save
 from tests.analyze.runs import Tensor, describe_tensor, store
 
 SAMPLES = 3
@@ -76,7 +76,7 @@ def collected(run: Run, folder: Path) -> Records:
             tensor = record.tensor() if dim is None else record.tensor().select(dim, sample).contiguous()
             tags = {name: getattr(record, name) for name in KEY} | {"component": "FA", "sample_idx": sample}
             counter += 1
-            seed_file(folder, tensor, counter=counter, **tags)
+            legacy_file(folder, tensor, counter=counter, **tags)
     return open_folder(folder).select()
 
 
@@ -157,7 +157,7 @@ def test_large_samples_are_added_up_as_in_the_run(tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal((2, RUN + 1000)).astype(np.float32)
     run = store(tmp_path / "run", [describe_tensor(values, sample_dim=0)])
     for sample in (0, 1):
-        seed_file(tmp_path / "files", torch.from_numpy(values[sample]), sample_idx=sample, counter=sample + 1)
+        legacy_file(tmp_path / "files", torch.from_numpy(values[sample]), sample_idx=sample, counter=sample + 1)
     tables = [
         stats(records, engine=UNCACHED, per_sample=True)
         for records in (run.select(), open_folder(tmp_path / "files").select())
@@ -182,7 +182,7 @@ def test_findings_know_the_samples(single: Records) -> None:
 
 def test_samples_of_two_ranks_are_drawn_apart(tmp_path: Path) -> None:
     for counter, (rank, sample) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
-        seed_file(tmp_path, torch.full((2, 4), 1.0 + counter), rank=rank, sample_idx=sample, counter=counter)
+        legacy_file(tmp_path, torch.full((2, 4), 1.0 + counter), rank=rank, sample_idx=sample, counter=counter)
     records = open_folder(tmp_path).select()
     found = SampleMetrics(records, layers=records.column("layer_idx").tolist())
     for place, digest in enumerate(digests(records, view=View.COMPUTE, engine=UNCACHED)):
@@ -192,7 +192,7 @@ def test_samples_of_two_ranks_are_drawn_apart(tmp_path: Path) -> None:
 
 
 def test_weights_are_no_samples(tmp_path: Path) -> None:
-    seed_file(tmp_path, torch.zeros(2, 2), tensor_name="weight", sample_idx=0)
+    legacy_file(tmp_path, torch.zeros(2, 2), tensor_name="weight", sample_idx=0)
     record = open_folder(tmp_path).select()[0]
     assert (record.sample_ids, record.info.num_samples) == ([0], 0)
     with pytest.raises(UsageError, match="has no dimension of samples"):
@@ -218,7 +218,7 @@ def test_weights_are_no_samples(tmp_path: Path) -> None:
 def test_the_batch_is_seen_from_the_shape(
     tmp_path: Path, shape: tuple[int, ...], tags: dict[str, Any], expected: tuple[int | None, int | None]
 ) -> None:
-    seed_file(tmp_path, torch.zeros(shape), **tags)
+    legacy_file(tmp_path, torch.zeros(shape), **tags)
     record = open_folder(tmp_path).select()[0]
     assert (record.sample_dim, record.batch_size) == expected
 

@@ -18,7 +18,7 @@ from ranktape.analyze.identity import role_of
 from ranktape.analyze.legacy.open import open_source
 from ranktape.capture.writing.counting import reduce_to
 from tests.analyze.faulty_runs import Place, Sizes, faulty_run
-from tests.analyze.pt_files import seed_file
+from tests.analyze.pt_files import legacy_file
 from tests.analyze.runs import Tensor, describe_tensor, store
 
 Array = np.ndarray[Any, Any]
@@ -186,7 +186,7 @@ def test_what_was_kept_is_enough_for_a_rank(tmp_path: Path, keep: str) -> None:
 def test_a_folder_of_files(tmp_path: Path) -> None:
     for rank in range(4):
         tensor = torch.from_numpy(normal(16, 16, seed=rank) * (4096.0 if rank == 3 else 1.0))
-        seed_file(tmp_path, tensor, rank=rank, counter=rank)
+        legacy_file(tmp_path, tensor, rank=rank, counter=rank)
     findings = find(open_source(str(tmp_path)).select())
     assert [(one.kind, one.where["rank"], one.where["layer_idx"]) for one in findings] == [("rank_differs", 3, 1)]
 

@@ -24,7 +24,7 @@ from ranktape.analyze.questions.overflow import overflow
 from ranktape.errors import UsageError
 from ranktape.storage import Run
 from tests.analyze.faulty_runs import Fault, Place, Sizes, cast, everywhere, faulty_run
-from tests.analyze.pt_files import seed_file
+from tests.analyze.pt_files import legacy_file
 from tests.analyze.runs import Tensor, describe_tensor, store
 
 Array = np.ndarray[Any, Any]
@@ -192,7 +192,7 @@ def test_a_folder_with_a_layer_of_nan(tmp_path: Path) -> None:
             tensor = torch.from_numpy(np.random.default_rng(layer).standard_normal((16, 16)))
             if (layer, quant_type) == (2, "mxfp8"):
                 tensor[3] = torch.nan
-            seed_file(tmp_path, tensor, layer_idx=layer, counter=layer, quant_type=quant_type)
+            legacy_file(tmp_path, tensor, layer_idx=layer, counter=layer, quant_type=quant_type)
     table = outliers(open_source(str(tmp_path)).select())
     assert [(row["kind"], row["severity"], row["layer_idx"]) for row in table.records()] == [("nan", "high", 2)]
     assert table.records()[0]["where"] == "layer 2 linear input (mxfp8)"

@@ -30,7 +30,7 @@ from ranktape.analyze.views.report.model import Model, build_model, natural
 from ranktape.analyze.views.report.page import FORMATS, json_in_html, render, write_report
 from ranktape.errors import NoRecordsError, NoSpaceError, StorageError, UsageError
 from ranktape.storage import Records, Run
-from tests.analyze.pt_files import seed_file
+from tests.analyze.pt_files import legacy_file
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
 
 Array = np.ndarray[Any, Any]
@@ -419,7 +419,7 @@ def test_the_command_writes_a_page(tmp_path: Path) -> None:
 def test_files_of_other_tools_have_a_report_too(tmp_path: Path) -> None:
     folder = tmp_path / "files"
     for counter in range(3):
-        seed_file(folder, torch.randn(4, 32), counter=counter, layer_idx=counter)
+        legacy_file(folder, torch.randn(4, 32), counter=counter, layer_idx=counter)
     output = tmp_path / "report.html"
     done = CliRunner().invoke(cli, ["report", str(folder), "-o", str(output)])
     assert done.exit_code == 0, done.output

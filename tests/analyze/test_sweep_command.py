@@ -22,7 +22,7 @@ from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
 from ranktape.capture.writing.counting import reduce_to
-from tests.analyze.pt_files import save, seed_file
+from tests.analyze.pt_files import legacy_file, save
 from tests.analyze.runs import describe_tensor, model_tensors, store
 
 VALUES = torch.from_numpy(np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)).bfloat16()
@@ -116,7 +116,7 @@ def test_a_folder_of_files_under_any_name_is_a_source(here: Path) -> None:
     save(here / "files" / "named by me.pt", VALUES)
     save(here / "files" / "张量.pt", VALUES)
     save(here / "files" / "a\n\udcff.pt", VALUES)
-    seed_file(here / "files", VALUES)
+    legacy_file(here / "files", VALUES)
     (here / "files" / "cut.pt").write_bytes(b"PK")
     result = sweep("files", "--output-dir", "out", "--no-plots")
     assert result.exit_code == 1

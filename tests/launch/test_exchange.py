@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from ranktape.analyze.cli import cli as analyze
 from ranktape.analyze.group import RanktapeGroup
 from ranktape.storage import open_run
-from tests.analyze.pt_files import save, seed_file
+from tests.analyze.pt_files import legacy_file, save
 from tests.analyze.runs import model_tensors, store
 from tests.launch.processes import python
 
@@ -48,7 +48,7 @@ def files(tmp_path: Path) -> Path:
     """Files of two iterations of one rank."""
     for iteration in (0, 1):
         for counter, name in enumerate(("input", "weight")):
-            seed_file(tmp_path / "files", torch.randn(4, 8), iteration=iteration, counter=counter, tensor_name=name)
+            legacy_file(tmp_path / "files", torch.randn(4, 8), iteration=iteration, counter=counter, tensor_name=name)
     return tmp_path / "files"
 
 
@@ -97,13 +97,13 @@ def test_what_is_left_out_is_named_on_stderr(files: Path, tmp_path: Path) -> Non
 def test_mistakes_are_one_line(files: Path, tmp_path: Path) -> None:
     assert "there is nothing at" in complaint("import", tmp_path / "nowhere", tmp_path / "run", code=1)
     answer("import", files, tmp_path / "run")
-    seed_file(files, torch.zeros(2), iteration=5)
+    legacy_file(files, torch.zeros(2), iteration=5)
     assert complaint("import", files, tmp_path / "run", code=1).endswith(
         "add --overwrite to delete it, or choose another URL"
     )
     assert answer("import", files, tmp_path / "run", "--overwrite").startswith("5 tensors stored")
     assert "no records match --rank 3" in complaint("export", tmp_path / "run", tmp_path / "out", "--rank", "3", code=1)
-    high = seed_file(files, torch.zeros(2), rank=99_999)
+    high = legacy_file(files, torch.zeros(2), rank=99_999)
     assert f"{high.name} is of rank 99999" in complaint("import", files, tmp_path / "high", code=2)
     assert "far beyond" in invoke("import", files, tmp_path / "high", "--skip-unreadable").stderr
     assert "is not a path" in complaint("analyze", "ls", "x" * 5000, code=2)
@@ -117,7 +117,7 @@ def test_mistakes_are_one_line(files: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_readable_file_says_so(tmp_path: Path) -> None:
-    seed_file(tmp_path / "files", torch.zeros(2)).write_bytes(b"")
+    legacy_file(tmp_path / "files", torch.zeros(2)).write_bytes(b"")
     result = invoke("analyze", "ls", tmp_path / "files", "--skip-unreadable")
     assert result.exit_code == 1
     assert "has no file that can be read" in result.stderr

@@ -18,14 +18,14 @@ from ranktape.storage.format.legacy_names import (
     TENSOR_NAMES,
     LayerFile,
     LayerOutputName,
-    SeedName,
+    TensorFileName,
     format_layer_output_name,
-    format_seed_name,
+    format_tensor_file_name,
+    name_seconds,
+    name_timestamp,
     parse_layer_output_name,
-    parse_seed_name,
+    parse_tensor_file_name,
     recorded_tensor_name,
-    seed_seconds,
-    seed_timestamp,
 )
 from ranktape.storage.format.record_info import Operation
 from tests.strategies import terms
@@ -33,8 +33,8 @@ from tests.strategies import terms
 TIME = "20250908_095220"
 
 
-def attention(counter: int, phase: str, tensor_name: str) -> SeedName:
-    return SeedName(
+def attention(counter: int, phase: str, tensor_name: str) -> TensorFileName:
+    return TensorFileName(
         timestamp=TIME,
         counter=counter,
         layer_type="attention",
@@ -47,8 +47,8 @@ def attention(counter: int, phase: str, tensor_name: str) -> SeedName:
     )
 
 
-def linear(counter: int, operation: str, phase: str, tensor_name: str) -> SeedName:
-    return SeedName(
+def linear(counter: int, operation: str, phase: str, tensor_name: str) -> TensorFileName:
+    return TensorFileName(
         timestamp=TIME,
         counter=counter,
         layer_type="linear",
@@ -78,11 +78,11 @@ FROM_THE_DOCUMENT = {
 
 @pytest.mark.parametrize("name", FROM_THE_DOCUMENT)
 def test_the_documents_examples_are_read_and_written_as_they_stand(name: str) -> None:
-    assert parse_seed_name(name) == FROM_THE_DOCUMENT[name]
-    assert format_seed_name(FROM_THE_DOCUMENT[name]) == name
+    assert parse_tensor_file_name(name) == FROM_THE_DOCUMENT[name]
+    assert format_tensor_file_name(FROM_THE_DOCUMENT[name]) == name
 
 
-NEW = SeedName(
+NEW = TensorFileName(
     timestamp=TIME,
     counter=12,
     iteration=3,
@@ -102,8 +102,8 @@ def test_the_new_form_is_the_documents() -> None:
     # timestamp_counter_iter{iteration}_layer_type_L{layer_idx}_operation_phase_component_quant_type_rank{rank}
     # _sample{sample_idx}_tensor_name.pt
     name = "20250908_095220_0012_iter3_linear_L17_backward_pre_linear_mxfp8_rank5_sample2_grad_output.pt"
-    assert format_seed_name(NEW) == name
-    assert parse_seed_name(name) == NEW
+    assert format_tensor_file_name(NEW) == name
+    assert parse_tensor_file_name(name) == NEW
 
 
 @pytest.mark.parametrize(
@@ -175,10 +175,10 @@ def test_the_new_form_is_the_documents() -> None:
     ],
 )
 def test_variants_that_were_written(name: str, expected: dict[str, Any]) -> None:
-    seed = parse_seed_name(name)
+    seed = parse_tensor_file_name(name)
     assert seed == dataclasses.replace(NEW, **expected)
     assert seed is not None
-    assert parse_seed_name(format_seed_name(seed)) == seed
+    assert parse_tensor_file_name(format_tensor_file_name(seed)) == seed
 
 
 @pytest.mark.parametrize(
@@ -205,14 +205,14 @@ def test_variants_that_were_written(name: str, expected: dict[str, Any]) -> None
     ],
 )
 def test_other_names_are_not_taken_for_seeds(name: str) -> None:
-    assert parse_seed_name(name) is None
+    assert parse_tensor_file_name(name) is None
 
 
 @given(st.text(max_size=60) | st.from_regex(r"20250908_095220_[0-9]{4}_[a-zA-Z0-9_%/]{0,80}\.pt", fullmatch=True))
 def test_any_text_is_read_or_passed_over(name: str) -> None:
-    seed = parse_seed_name(name)
+    seed = parse_tensor_file_name(name)
     if seed is not None:
-        assert parse_seed_name(format_seed_name(seed)) == seed
+        assert parse_tensor_file_name(format_tensor_file_name(seed)) == seed
 
 
 # Tags that look like other parts of a name, alone and together with others.
@@ -222,12 +222,12 @@ indices = st.integers(0, 10**9 - 1)
 
 
 @st.composite
-def seeds(draw: st.DrawFn, *, older: bool | None = None) -> SeedName:
+def seeds(draw: st.DrawFn, *, older: bool | None = None) -> TensorFileName:
     """Names of any tags; the older form has none of the numbers but the layer's, the new one all but the group."""
     optional = {None: st.none() | indices, True: st.none(), False: indices}[older]
     seconds = draw(st.integers(0, 4 * 10**9))
-    return SeedName(
-        timestamp=seed_timestamp(seconds),
+    return TensorFileName(
+        timestamp=name_timestamp(seconds),
         counter=draw(st.integers(0, 10**6)),
         iteration=draw(optional),
         layer_type=draw(tags),
@@ -243,13 +243,13 @@ def seeds(draw: st.DrawFn, *, older: bool | None = None) -> SeedName:
     )
 
 
-def check_round_trip(seed: SeedName) -> None:
+def check_round_trip(seed: TensorFileName) -> None:
     try:
-        name = format_seed_name(seed)
+        name = format_tensor_file_name(seed)
     except UsageError as error:
         assert "file systems allow 255" in str(error)  # noqa: PT017 - one reason is allowed, the name's length
         return
-    assert parse_seed_name(name) == seed
+    assert parse_tensor_file_name(name) == seed
     assert len(name.encode()) <= MAX_NAME_NBYTES
     assert PurePosixPath("folder", name).parent == PurePosixPath("folder")
     assert PureWindowsPath("folder", name).parent == PureWindowsPath("folder")
@@ -262,19 +262,19 @@ def check_round_trip(seed: SeedName) -> None:
 @example(dataclasses.replace(NEW, layer_type="iter5", iteration=None))
 @example(dataclasses.replace(NEW, layer_type="a_5", layer_idx=None))
 @example(dataclasses.replace(NEW, tensor_name="group3_x"))
-def test_whatever_is_written_is_read_back(seed: SeedName) -> None:
+def test_whatever_is_written_is_read_back(seed: TensorFileName) -> None:
     check_round_trip(seed)
 
 
 @settings(max_examples=300)
 @given(seeds(older=True))
-def test_the_older_form_is_read_back(seed: SeedName) -> None:
+def test_the_older_form_is_read_back(seed: TensorFileName) -> None:
     check_round_trip(seed)
 
 
 @settings(max_examples=300)
 @given(seeds(older=False))
-def test_the_new_form_is_read_back(seed: SeedName) -> None:
+def test_the_new_form_is_read_back(seed: TensorFileName) -> None:
     check_round_trip(seed)
 
 
@@ -290,13 +290,13 @@ def test_usual_tags_are_written_as_they_are(
     seed = dataclasses.replace(NEW, layer_type=layer_type, quant_type=quant_type, tensor_name=tensor_name)
     if not numbered:
         seed = dataclasses.replace(seed, iteration=None, rank=None, sample_idx=None)
-    name = format_seed_name(seed)
+    name = format_tensor_file_name(seed)
     assert "%" not in name
     assert name.endswith(f"_{tensor_name}.pt")
 
 
 def test_only_the_tag_that_is_misread_is_escaped() -> None:
-    name = format_seed_name(dataclasses.replace(NEW, phase="my_phase", quant_type="a_b"))
+    name = format_tensor_file_name(dataclasses.replace(NEW, phase="my_phase", quant_type="a_b"))
     assert name == (
         "20250908_095220_0012_iter3_linear_L17_backward_%6Dy%5Fphase_linear_a_b_rank5_sample2_grad_output.pt"
     )
@@ -319,12 +319,12 @@ def test_only_the_tag_that_is_misread_is_escaped() -> None:
 )
 def test_what_no_name_can_hold_is_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(UsageError, match=match):
-        format_seed_name(dataclasses.replace(NEW, **changes))
+        format_tensor_file_name(dataclasses.replace(NEW, **changes))
 
 
 def test_times_are_read_back() -> None:
-    assert seed_timestamp(seed_seconds(NEW)) == NEW.timestamp
-    assert seed_seconds(dataclasses.replace(NEW, timestamp="19700101_000001")) == 1.0
+    assert name_timestamp(name_seconds(NEW)) == NEW.timestamp
+    assert name_seconds(dataclasses.replace(NEW, timestamp="19700101_000001")) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_times_are_read_back() -> None:
         (dataclasses.replace(attention(0, "pre", "query"), operation=Operation.BACKWARD), "query"),
     ],
 )
-def test_backward_tensors_of_linear_layers_have_our_names(seed: SeedName, expected: str) -> None:
+def test_backward_tensors_of_linear_layers_have_our_names(seed: TensorFileName, expected: str) -> None:
     assert recorded_tensor_name(seed) == expected
 
 

@@ -19,9 +19,9 @@ from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.legacy_names import (
     LayerFile,
     LayerOutputName,
-    SeedName,
+    TensorFileName,
+    name_seconds,
     recorded_tensor_name,
-    seed_seconds,
 )
 from ranktape.storage.format.record_info import MAX_TERM_LENGTH, Mode, Operation, check_term, is_parameter
 
@@ -91,7 +91,7 @@ def told_fields(words: Any, *, stem: str) -> dict[str, Any]:
 
 
 def named_fields(
-    seed: SeedName | None, layer: LayerOutputName | None, told: Mapping[str, Any] | None = None
+    seed: TensorFileName | None, layer: LayerOutputName | None, told: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The fields of the record that the file's name settles, so that the file need not be opened for them.
 
@@ -113,7 +113,13 @@ def named_fields(
 
 
 def described_fields(
-    header: TensorFile, *, seed: SeedName | None, layer: LayerOutputName | None, stem: str, about: About, place: str
+    header: TensorFile,
+    *,
+    seed: TensorFileName | None,
+    layer: LayerOutputName | None,
+    stem: str,
+    about: About,
+    place: str,
 ) -> dict[str, Any]:
     """Every field of the record but those that take its values: `overflow` and `checksum`.
 
@@ -137,7 +143,7 @@ def described_fields(
         "mode": Mode.TRAIN.value,
         "metadata": _rest(embedded, seed, header, about.said),
         "counter": 0 if seed is None else seed.counter,
-        "timestamp": 0.0 if seed is None else seed_seconds(seed),
+        "timestamp": 0.0 if seed is None else name_seconds(seed),
         "record_checksum": "",
         **_UNTAGGED,
         **_tags_of(embedded),
@@ -164,7 +170,9 @@ def described_fields(
     return fields
 
 
-def _rest(embedded: Mapping[str, Any], seed: SeedName | None, header: TensorFile, about: Any) -> dict[str, Any] | None:
+def _rest(
+    embedded: Mapping[str, Any], seed: TensorFileName | None, header: TensorFile, about: Any
+) -> dict[str, Any] | None:
     """What a file of somebody else says beyond the fields; the record's `metadata`."""
     rest = {key: value for key, value in embedded.items() if key not in _SAID_ELSEWHERE}
     if header.tensor_info is not None:

@@ -29,10 +29,10 @@ from ranktape.storage.format.encode import checksum
 from ranktape.storage.format.legacy_names import (
     LayerFile,
     LayerOutputName,
-    SeedName,
+    TensorFileName,
     format_layer_output_name,
-    format_seed_name,
-    seed_timestamp,
+    format_tensor_file_name,
+    name_timestamp,
 )
 from ranktape.storage.format.record_info import Keep, Operation
 
@@ -132,9 +132,9 @@ def _seed_name(record: Record, *, sample: int | None, names: set[str]) -> str:
     if not 0 <= record.timestamp <= LAST_SECOND:
         raise DataError(f"{record!r} was recorded {record.timestamp} s after 1970, which no name can hold")
     while True:
-        name = format_seed_name(
-            SeedName(
-                timestamp=seed_timestamp(record.timestamp),
+        name = format_tensor_file_name(
+            TensorFileName(
+                timestamp=name_timestamp(record.timestamp),
                 counter=counter,
                 iteration=record.iteration,
                 layer_type=record.layer_type,
@@ -187,7 +187,7 @@ def _words(record: Record, values: Any, own: Mapping[str, Any]) -> dict[str, Any
     overflow = measure(values, sample_dim=None)
     shared = ("layer_type", "operation", "quant_type", "tensor_name", "layer_idx", "phase", "component", "rank")
     only = own["sample_ids"][0] if own["sample_ids"] is not None and len(own["sample_ids"]) == 1 else None
-    date, time = seed_timestamp(record.timestamp).split("_")
+    date, time = name_timestamp(record.timestamp).split("_")
     return {
         "tensor_info": _tensor_info(record.dtype, values, overflow),
         "metadata": {

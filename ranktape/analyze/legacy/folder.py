@@ -17,7 +17,7 @@ from ranktape.analyze.legacy.described import RECORD_KEY, About, told_fields
 from ranktape.analyze.legacy.payload import read_plain
 from ranktape.analyze.legacy.table import FileRecords, FileTable, FolderReader, SourceFile, for_each
 from ranktape.errors import DataError, StorageError
-from ranktape.storage.format.legacy_names import LayerFile, parse_layer_output_name, parse_seed_name
+from ranktape.storage.format.legacy_names import LayerFile, parse_layer_output_name, parse_tensor_file_name
 from ranktape.storage.records.records import Records
 
 
@@ -105,7 +105,7 @@ class Folder:
 
     def _file(self, path: Path, *, about: _Folder, is_alone: bool) -> SourceFile | None:
         layer = parse_layer_output_name(path.name)
-        seed = parse_seed_name(path.name) if layer is None else None
+        seed = parse_tensor_file_name(path.name) if layer is None else None
         if layer is None and seed is None and not is_alone and not (self._any_name and path.suffix == ".pt"):
             self.foreign.append(path.name)
             return None

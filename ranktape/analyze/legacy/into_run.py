@@ -22,7 +22,7 @@ from ranktape.lazy_names import __version__
 from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.layout import TensorSite, site_path
-from ranktape.storage.format.legacy_names import parse_seed_name
+from ranktape.storage.format.legacy_names import parse_tensor_file_name
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.format.record_info import RecordInfo
 from ranktape.storage.places.urls import open_backend
@@ -231,7 +231,8 @@ class _Import:
             missed = {
                 name: reason
                 for name, reason in self._left_out.items()
-                if (seed := parse_seed_name(name)) is not None and (seed.iteration, seed.rank) == (iteration, rank)
+                if (seed := parse_tensor_file_name(name)) is not None
+                and (seed.iteration, seed.rank) == (iteration, rank)
             }
             expected = sorted({*missed, *(file.path.name for file in files.get((iteration, rank), ()))})
             writer.commit(iteration, expected=expected if any(stored) else [], silent_sites=missed)

@@ -21,7 +21,7 @@ from ranktape.errors import DataError, UsageError
 from ranktape.fields import JSON_FIELDS, OPTIONAL_INT_FIELDS
 from ranktape.storage.format.catalogue import Catalogue, empty_catalogue
 from ranktape.storage.format.encode import checksum
-from ranktape.storage.format.legacy_names import LayerOutputName, SeedName
+from ranktape.storage.format.legacy_names import LayerOutputName, TensorFileName
 from ranktape.storage.format.parts import split
 from ranktape.storage.format.record_info import EXTREMES, Keep, Overflow
 from ranktape.storage.query.columns import StringColumn
@@ -53,7 +53,7 @@ class SourceFile:
         self,
         path: Path,
         *,
-        seed: SeedName | None,
+        seed: TensorFileName | None,
         layer: LayerOutputName | None,
         about: About | None = None,
         is_first_enough: bool = False,

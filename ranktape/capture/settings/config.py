@@ -23,7 +23,7 @@ DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeedEnvironment:
+class LegacyEnvironment:
     """The variables, read and checked."""
 
     enabled: bool
@@ -34,7 +34,7 @@ class SeedEnvironment:
     """The number of the first iteration."""
 
 
-def read_seed_environment(environment: Mapping[str, str] = os.environ) -> SeedEnvironment:
+def read_legacy_environment(environment: Mapping[str, str] = os.environ) -> LegacyEnvironment:
     """What the variables ask for; nothing, where they are not set.
 
     Raises:
@@ -46,14 +46,14 @@ def read_seed_environment(environment: Mapping[str, str] = os.environ) -> SeedEn
     iteration = environment.get("TENSOR_SAVER_ITERATION", "").strip() or "0"
     if not iteration.isdecimal():
         raise UsageError(f"TENSOR_SAVER_ITERATION={iteration!r} is not allowed: set it to a number from 0 on")
-    return SeedEnvironment(
+    return LegacyEnvironment(
         enabled=SWITCH_WORDS.get(enabled, False),
         save_dir=environment.get("TENSOR_SAVE_DIR") or DEFAULT_SAVE_DIR,
         iteration=int(iteration),
     )
 
 
-def seed_values(values: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
+def legacy_values(values: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
     """The settings of a capture in the older tools' place: it begins at once, and adds to what is there.
 
     Args:
@@ -116,8 +116,8 @@ def merge(
         values["capture_config"] = os.path.abspath(path)  # noqa: PTH100  (Path.resolve follows links)
     url = given.get(_URL) or variables.get(PREFIX + "CAPTURE") or values.get(_URL)
     values.pop(_URL, None)
-    if url is None and (seeds := read_seed_environment(variables)).enabled:
-        return seeds.save_dir, seed_values(values, iteration=seeds.iteration)
+    if url is None and (seeds := read_legacy_environment(variables)).enabled:
+        return seeds.save_dir, legacy_values(values, iteration=seeds.iteration)
     return url, values
 
 

@@ -51,7 +51,7 @@ the forward's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeedName:
+class TensorFileName:
     """What the name of a tensor's file says."""
 
     timestamp: str
@@ -99,7 +99,7 @@ _NUMBERS = ("counter", "iteration", "layer_idx", "rank", "sample_idx", "group_id
 _TIMESTAMP = "%Y%m%d_%H%M%S"
 
 
-def parse_seed_name(name: str) -> SeedName | None:
+def parse_tensor_file_name(name: str) -> TensorFileName | None:
     """What the file name says; None if it is not the name of a tensor's file."""
     head = _HEAD.fullmatch(name) if len(name) <= MAX_NAME_NBYTES else None
     if head is None or not _is_time(head["timestamp"]):
@@ -114,11 +114,11 @@ def parse_seed_name(name: str) -> SeedName | None:
         return None
     for number in _NUMBERS:
         values[number] = None if parts[number] is None else int(parts[number])
-    return SeedName(timestamp=head["timestamp"], operation=Operation(head["operation"]), **values)
+    return TensorFileName(timestamp=head["timestamp"], operation=Operation(head["operation"]), **values)
 
 
-def format_seed_name(seed: SeedName) -> str:
-    """The file name, from which `parse_seed_name` gives the same back; parts that are None are left out.
+def format_tensor_file_name(seed: TensorFileName) -> str:
+    """The file name, from which `parse_tensor_file_name` gives the same back; parts that are None are left out.
 
     Tags stand as they are where they can be read back so, and in percent-escapes where they cannot. The name cannot
     leave its folder, whatever the tags are.
@@ -138,7 +138,7 @@ def format_seed_name(seed: SeedName) -> str:
                 f"file name {text[:60]!r}... takes {len(text.encode())} bytes and file systems allow "
                 f"{MAX_NAME_NBYTES}: shorten the tags"
             )
-        read = parse_seed_name(text)
+        read = parse_tensor_file_name(text)
         if read == seed:
             return text
         shown = [tag for tag in _TAGS if tag not in hidden]
@@ -149,7 +149,7 @@ def format_seed_name(seed: SeedName) -> str:
         hidden.add((misread or shown)[0])
 
 
-def recorded_tensor_name(seed: SeedName) -> str:
+def recorded_tensor_name(seed: TensorFileName) -> str:
     """The tensor's name in our words, for one that was saved to a file."""
     return recorded_name(
         seed.tensor_name,
@@ -167,12 +167,12 @@ def recorded_name(tensor_name: str, *, operation: Operation, layer_type: str, co
     return tensor_name
 
 
-def seed_timestamp(seconds: float) -> str:
+def name_timestamp(seconds: float) -> str:
     """Seconds since the epoch as names have them, in UTC."""
     return datetime.fromtimestamp(seconds, tz=UTC).strftime(_TIMESTAMP)
 
 
-def seed_seconds(seed: SeedName) -> float:
+def name_seconds(seed: TensorFileName) -> float:
     """When the file was written, in seconds since the epoch, if the machine's clock was set to UTC: no name says."""
     return datetime.strptime(seed.timestamp, _TIMESTAMP).replace(tzinfo=UTC).timestamp()
 
@@ -198,7 +198,7 @@ def _read_tail(rest: str) -> dict[str, str | None] | None:
     return absent | {"quant_type": quant_type, "tensor_name": tensor_name} if quant_type and tensor_name else None
 
 
-def _join(seed: SeedName, tags: dict[str, str]) -> str:
+def _join(seed: TensorFileName, tags: dict[str, str]) -> str:
     def marked(mark: str, number: int | None) -> list[str]:
         return [] if number is None else [f"{mark}{number}"]
 
