@@ -11,7 +11,7 @@ import os
 import sys
 
 SWITCHES = ("RANKTAPE_CAPTURE", "RANKTAPE_CAPTURE_CONFIG", "RANKTAPE_LAUNCHED")
-"""Variables that ask for a capture; without them, and that of the older tools, nothing is imported."""
+"""Variables that ask for a capture; without them, and that of the legacy tools, nothing is imported."""
 
 _OFF = {"", "false", "0", "no", "off"}
 """What `TENSOR_SAVE_ENABLED` says where it does not."""

@@ -1,4 +1,4 @@
-"""What does the older tool do, and how long does it take?
+"""What does the legacy tool do, and how long does it take?
 
 Written anew from a description of it (`ranktape/analyze/numerics/sweeps/legacy.py` tells the ways that it has):
 torch operations in bfloat16 on the whole tensor, again for every level, and metrics in float32. The tests compare

@@ -55,7 +55,7 @@ LEGACY_DOORS = {
     "analyze/views/plots/sweeps.py",
     "launch/exchange.py",
 }
-"""Files through which the wing for older tools is entered; without them it could be taken away."""
+"""Files through which the wing for legacy tools is entered; without them it could be taken away."""
 
 ALLOWED_AT_TOP = {
     "__init__.py": {"ranktape"},

@@ -104,7 +104,7 @@ class Capture(Iterations):
         """The capture that `add_arguments`' options ask for; one that does nothing where none is asked for.
 
         What is not given is taken from the environment (`RANKTAPE_CAPTURE`, `RANKTAPE_EVERY`) and from the file that
-        `--capture-config` names. Where none of these says where to record, the older tools' variables are honoured:
+        `--capture-config` names. Where none of these says where to record, the legacy tools' variables are honoured:
         `TENSOR_SAVE_ENABLED`, `TENSOR_SAVE_DIR`, `TENSOR_SAVER_ITERATION`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Functions by which programs save tensors by hand, with the names and arguments of the older tools.
+"""Functions by which programs save tensors by hand, with the names and arguments of the legacy tools.
 
 Tensors go into the capture that is running in the process. Where none is, and saving was enabled, one is begun at the
 save directory, and adds to what other processes and programs have saved there. What was saved is committed when the
@@ -88,7 +88,7 @@ class TensorSaver:
             raise UsageError(f"iteration {iteration} is past: the running one is {self.current_iteration}")
         self.current_iteration = iteration
 
-    def save_tensor(  # noqa: PLR0917  (the seeds' arguments, in their order)
+    def save_tensor(  # noqa: PLR0917  (the legacy tools' arguments, in their order)
         self,
         tensor: torch.Tensor,
         layer_type: str,
@@ -146,7 +146,7 @@ class TensorSaver:
             metadata=_metadata_json(metadata),
         )
 
-    def save_attention_tensors(  # noqa: PLR0917  (the seeds' arguments, in their order)
+    def save_attention_tensors(  # noqa: PLR0917  (the legacy tools' arguments, in their order)
         self,
         query: torch.Tensor | None,
         key: torch.Tensor | None,
@@ -181,7 +181,7 @@ class TensorSaver:
             if tensor is not None
         }
 
-    def save_linear_tensors(  # noqa: PLR0917  (the seeds' arguments, in their order)
+    def save_linear_tensors(  # noqa: PLR0917  (the legacy tools' arguments, in their order)
         self,
         input_tensor: torch.Tensor | None,
         weight: torch.Tensor | None,

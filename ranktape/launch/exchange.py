@@ -247,8 +247,8 @@ def _ring_lines(report: RingReport) -> list[str]:
 @click.argument("folder", metavar="DIR", type=NamedPath(path_type=Path, file_okay=False))
 @click.option(
     "--form",
-    type=click.Choice(["seeds", "layers"]),
-    default="seeds",
+    type=click.Choice(["tensors", "layers"]),
+    default="tensors",
     show_default=True,
     help="One tagged file for each tensor, or embedding_output.pt, layer_N_output.pt and their statistics.",
 )
@@ -257,7 +257,7 @@ def _ring_lines(report: RingReport) -> list[str]:
 def export_command(*, selection: Selection, folder: Path, form: str, per_sample: bool, overwrite: bool) -> None:
     """Write the tensors of RUN as .pt files into DIR.
 
-    Their names and what is embedded in them are those of the tools before us, and `ranktape import` makes the same
+    Their names and what is embedded in them are those of the legacy tools, and `ranktape import` makes the same
     run of them. Files that are there and hold the same are left as they are. Filters are those of the analyze
     commands.
     """
@@ -288,7 +288,7 @@ def import_files(
 ) -> ImportReport:
     """Store the .pt files of DIR as the run RUN.
 
-    DIR holds files under the names of the tools before us, tagged ones or the outputs of layers; nothing in them is
+    DIR holds files under the names of the legacy tools, tagged ones or the outputs of layers; nothing in them is
     ever executed. An import that was interrupted goes on where it was when the command is given again.
     """
     from ranktape.analyze.engine.progress import progress

@@ -1,4 +1,4 @@
-"""Which `.pt` files do tests read? Files as torch and the tools before us write them, and files of bad faith."""
+"""Which `.pt` files do tests read? Files as torch and the legacy tools write them, and files of bad faith."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TIME = "20250908_095220"
 
 
 def save(path: Path, payload: Any, *, legacy: bool = False) -> Path:
-    """A file as torch writes it; `legacy` as the saver before us had torch write it."""
+    """A file as torch writes it; `legacy` as the legacy saver had torch write it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(payload, path, _use_new_zipfile_serialization=not legacy)
     return path
 
 
 def legacy_file(folder: Path, tensor: torch.Tensor, *, legacy: bool = True, **parts: Any) -> Path:
-    """A file as the saver before us wrote it, tags in its name and in itself."""
+    """A file as the legacy saver wrote it, tags in its name and in itself."""
     tags = {
         "counter": 1,
         "iteration": 0,

@@ -14,7 +14,7 @@ from tests.analyze.runs import Tensor, describe_tensor, store
 
 
 def of_kinds(names: Mapping[str, tuple[str, ...]], *, layers: Mapping[str, int], calls: int = 1) -> list[Tensor]:
-    """Tensors of attention and of linear layers without modules, as the tools before us named them."""
+    """Tensors of attention and of linear layers without modules, as the legacy tools named them."""
     tensors: list[Tensor] = []
     for component, found in names.items():
         for call in range(calls if component == "linear" else 1):

@@ -29,7 +29,7 @@ GARBAGE = b"this is no file of torch"
 
 
 def collection(folder: Path, *, legacy: bool = True) -> dict[str, torch.Tensor]:
-    """What the saver before us left of two iterations of two ranks, by file name."""
+    """What the legacy saver left of two iterations of two ranks, by file name."""
     torch.manual_seed(0)
     found = {}
     counter = 0
@@ -352,7 +352,7 @@ def test_places_without_records_are_named(tmp_path: Path) -> None:
         open_source(tmp_path / "pipe.pt")
     (tmp_path / "pipe.pt").unlink()
     save(tmp_path / "model.pt", torch.zeros(1))
-    with pytest.raises(RunNotFoundError, match=r"under a name of one of the tools before us \(there is model\.pt\)"):
+    with pytest.raises(RunNotFoundError, match=r"under a name of one of the legacy tools \(there is model\.pt\)"):
         open_source(tmp_path)
     with pytest.raises(RunNotFoundError, match="there is nothing at"):
         open_folder(tmp_path / "missing")

@@ -68,7 +68,7 @@ def imported(run: Run, folder: Path) -> Records:
 
 
 def collected(run: Run, folder: Path) -> Records:
-    """As the tool before us would have saved it: each sample without its batch, weights once for each."""
+    """As the legacy tool would have saved it: each sample without its batch, weights once for each."""
     counter = 0
     for record in run.select():
         for sample in range(SAMPLES):

@@ -25,7 +25,7 @@ def test_scores_are_never_nan_and_between_0_and_1(figures: list[_Figures]) -> No
     assert all(-1e-12 <= score <= 1 + 1e-12 for score in scores(figures))
 
 
-def test_weights_are_those_of_the_seeds() -> None:
+def test_weights_are_those_of_the_legacy_tool() -> None:
     best = _Figures(squared=0.0, cosine=1.0, psnr=60.0, absolute=0.0)
     worst = _Figures(squared=1.0, cosine=0.0, psnr=0.0, absolute=1.0)
     middle = _Figures(squared=0.25, cosine=0.5, psnr=30.0, absolute=0.5)

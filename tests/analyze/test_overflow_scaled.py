@@ -141,7 +141,7 @@ def test_a_kept_histogram_knows_its_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ratio", "severity"), [(0.0, "none"), (0.001, "none"), (0.0011, "moderate"), (0.01, "moderate"), (0.0101, "high")]
 )
-def test_severity_is_that_of_the_seeds(tmp_path: Path, ratio: float, severity: str) -> None:
+def test_severity_is_that_of_the_legacy_tool(tmp_path: Path, ratio: float, severity: str) -> None:
     values = np.ones(10_000, dtype=np.float32)
     values[: round(ratio * 10_000)] = 1000.0
     table = overflow(store(tmp_path, [describe_tensor(values)]).select(), format="fp8_e4m3")

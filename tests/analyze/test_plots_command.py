@@ -1,4 +1,4 @@
-"""Does `ranktape analyze plot` write the plots that were asked for, each whole, in the folders of the seeds?"""
+"""Does `ranktape analyze plot` write the plots that were asked for, each whole, in the folders of the legacy tool?"""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_several_kinds_go_into_folders_with_an_index(run: str, tmp_path: Path) -
 
 
 @exhaustive("test_plots.py draws each kind, this command some of them")
-def test_all_plots_fill_the_folders_of_the_seeds(tmp_path: Path) -> None:
+def test_all_plots_fill_the_folders_of_the_legacy_tool(tmp_path: Path) -> None:
     tensors = model_tensors(num_ranks=2, iterations=(3, 5))
     tensors += model_tensors_of("mxfp8")
     store(tmp_path / "run", tensors)

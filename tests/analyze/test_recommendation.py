@@ -257,7 +257,7 @@ def test_the_position_says_whether_another_scale_might_be_better(scores: list[fl
         ([{"psnr": -math.inf}, {"psnr": math.inf}], "psnr", Variation.VARIES),
     ],
 )
-def test_stability_has_the_limits_of_the_seeds(
+def test_stability_has_the_limits_of_the_legacy_tool(
     figures: list[dict[str, float]], metric: str, variation: Variation
 ) -> None:
     found = judged(*(level(-float(index), **figure) for index, figure in enumerate(figures)))

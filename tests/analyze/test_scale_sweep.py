@@ -115,7 +115,7 @@ def test_the_recommended_scale_is_good(name: str) -> None:
 @pytest.mark.parametrize("power", [-90, -20, 3, 100])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
 def test_the_recommendation_moves_with_the_tensor(power: int, dtype: Any) -> None:
-    """Gradients of 1e-6 are judged as activations of 1 are: the seeds' score was not invariant."""
+    """Gradients of 1e-6 are judged as activations of 1 are: the legacy tools' score was not invariant."""
     array = GAUSS[:5000].astype(dtype)
     near = sweep_array(array, format="fp8_e4m3")
     far = sweep_array(np.ldexp(array.astype(np.float64), power).astype(dtype), format="fp8_e4m3")
@@ -124,7 +124,7 @@ def test_the_recommendation_moves_with_the_tensor(power: int, dtype: Any) -> Non
 
 
 def test_a_level_without_error_is_recommended_and_nothing_is_nan() -> None:
-    """PSNR is infinite there, which made the seeds' score NaN."""
+    """PSNR is infinite there, which made the legacy tools' score NaN."""
     array = np.array([6.0, 3.0, -1.5, 1.0, 0.5, 0.0], dtype=np.float32)
     found = sweep_array(array, format="fp4_e2m1", options=SweepOptions(num_levels=5, max_scale_exp=1, min_scale_exp=-1))
     recommended = found.recommended
@@ -208,7 +208,7 @@ def test_an_option_that_no_format_uses_is_refused(formats: list[str], options: d
         sweep_formats(GAUSS, formats=formats, options=SweepOptions(**options))
 
 
-def test_the_older_tools_default_of_scale_bits_may_be_given() -> None:
+def test_the_legacy_tools_default_of_scale_bits_may_be_given() -> None:
     plain, given = SweepOptions(num_levels=3), SweepOptions(num_levels=3, scale_bits=8)
     expected = sweep_formats(GAUSS, formats=["fp8_e4m3"], options=plain)[0].levels
     assert sweep_formats(GAUSS, formats=["fp8_e4m3"], options=given)[0].levels == expected

@@ -96,7 +96,7 @@ def test_counts_of_a_legacy_sweep_are_said_to_be_the_original_s() -> None:
 
 
 @pytest.mark.parametrize("name", SWEEPS)
-def test_reports_hold_the_headings_of_the_seeds_in_ascii(name: str) -> None:
+def test_reports_hold_the_headings_of_the_legacy_tool_in_ascii(name: str) -> None:
     sweep = sweep_of(name)
     text = results_text(sweep, recommend(sweep), subject=SUBJECT)
     assert text.isascii()

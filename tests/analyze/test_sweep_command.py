@@ -58,7 +58,7 @@ def said(lines: str) -> list[str]:
     return [line for line in lines.splitlines() if line and not re.match(r"\d{4}-\d\d-\d\d ", line)]
 
 
-def test_files_are_answered_with_files_in_the_seeds_place(here: Path) -> None:
+def test_files_are_answered_with_files_in_the_legacy_tools_place(here: Path) -> None:
     save(here / "a.pt", VALUES)
     save(here / "b.pt", {"tensor": VALUES.float(), "more": 1}, legacy=True)
     result = sweep("a.pt", "b.pt", "--elem-format", "fp8_e4m3", "--num-levels", "3")

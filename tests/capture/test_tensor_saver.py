@@ -151,11 +151,11 @@ for iteration in range(7, 10):
 """
 
 
-def test_the_environment_of_the_older_tools(tmp_path: Path) -> None:
+def test_the_environment_of_the_legacy_tools(tmp_path: Path) -> None:
     result = run_saving(PROGRAM, tmp_path, TENSOR_SAVER_ITERATION="7")
     assert result.returncode == 0, result.stderr
     run = open_run(tmp_path / "logs")
-    # One iteration is guaranteed, as the older tools had it, and closed when the process ends.
+    # One iteration is guaranteed, as the legacy tools had it, and closed when the process ends.
     assert run.iterations == [7]
     assert [record.read().tolist() for record in run.select()] == [[7, 7, 7]]
 

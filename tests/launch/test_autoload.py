@@ -102,7 +102,7 @@ SAVES = """
 """
 
 
-def test_the_variables_of_the_older_tools_record_what_hooks_see_and_what_is_saved_by_hand(tmp_path: Path) -> None:
+def test_the_variables_of_the_legacy_tools_record_what_hooks_see_and_what_is_saved_by_hand(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SAVES))
     variables = {"TENSOR_SAVE_ENABLED": "true", "TENSOR_SAVE_DIR": "logs", "TENSOR_SAVER_ITERATION": "7"}
     for words in (("train.py",), (*LAUNCH, "train.py")):

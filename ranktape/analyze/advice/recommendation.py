@@ -81,7 +81,7 @@ class Recommendation:
     best: dict[str, Verdict]
     """For each metric, by its field in `Level`, the best level: see `best_by`."""
     original_choice: Verdict | None
-    """Of a legacy sweep the level that the older tool recommended, the first of those that it scored NaN if there are
+    """Of a legacy sweep the level that the legacy tool recommended, the first of those that it scored NaN if there are
     any; None in other modes."""
     verdicts: tuple[Verdict, ...]
     """One for each level, in their order."""

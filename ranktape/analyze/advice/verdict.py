@@ -316,7 +316,7 @@ class Spread:
     deviation: float
     """Standard deviation (of the levels, not of a sample of them) of the finite metrics; 0 without any."""
     variation: Variation
-    """What that means, by the seeds' limits: for MSE 10 % of the lowest, for cosine 0.01, for PSNR 10 and 20 dB."""
+    """What that means, by the legacy tool's limits: for MSE 10 % of the lowest, for cosine 0.01, for PSNR 10 and 20 dB."""
 
     @property
     def width(self) -> float:
@@ -376,10 +376,10 @@ def _variation_of_mse(lowest: float, highest: float) -> Variation:
 
 
 def _variation_of_cosine(lowest: float, highest: float) -> Variation:
-    return Variation.STABLE if highest - lowest < 0.01 else Variation.VARIES  # noqa: PLR2004 - the seeds' limit
+    return Variation.STABLE if highest - lowest < 0.01 else Variation.VARIES  # noqa: PLR2004 - the legacy tool's limit
 
 
 def _variation_of_psnr(lowest: float, highest: float) -> Variation:
-    if highest - lowest > 20:  # noqa: PLR2004 - dB, the seeds' limit
+    if highest - lowest > 20:  # noqa: PLR2004 - dB, the legacy tool's limit
         return Variation.VARIES
     return Variation.MODERATE if highest - lowest > 10 else Variation.STABLE  # noqa: PLR2004 - as above

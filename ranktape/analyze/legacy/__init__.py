@@ -1,4 +1,4 @@
-"""Reads and writes the `.pt` files of older tools: as records, into a run, and from a run."""
+"""Reads and writes the `.pt` files of legacy tools: as records, into a run, and from a run."""
 
 from typing import TYPE_CHECKING
 

@@ -32,10 +32,10 @@ RECORD_KEY = "ranktape"
 """Under which our export embeds the record among what it says of the tensor."""
 
 TAGS = ("layer_type", "operation", "phase", "component", "quant_type", "tensor_name")
-"""The fields of a record that are words; the older tool embeds them under the same names."""
+"""The fields of a record that are words; the legacy tool embeds them under the same names."""
 
 NUMBERS = ("iteration", "rank", "layer_idx")
-"""The fields of a record that are numbers, and that the older tool embeds."""
+"""The fields of a record that are numbers, and that the legacy tool embeds."""
 
 _SAID_ELSEWHERE = frozenset({*TAGS, *NUMBERS, "sample_idx", RECORD_KEY})
 """What is embedded and becomes fields of the record."""
@@ -91,7 +91,7 @@ def told_fields(words: Any, *, stem: str) -> dict[str, Any]:
 
 
 def named_fields(
-    seed: TensorFileName | None, layer: LayerOutputName | None, told: Mapping[str, Any] | None = None
+    file_name: TensorFileName | None, layer: LayerOutputName | None, told: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The fields of the record that the file's name settles, so that the file need not be opened for them.
 
@@ -101,21 +101,23 @@ def named_fields(
         layer_type = "embedding" if layer.file is LayerFile.EMBEDDING else "hidden"
         fixed = {"layer_type": layer_type, "layer_idx": layer.layer_idx, "phase": "post", "tensor_name": "output"}
         return _UNTAGGED | {field: value for field, value in (told or {}).items() if field in _UNTAGGED} | fixed
-    if seed is None:
+    if file_name is None:
         return {}
-    fields: dict[str, Any] = {tag: str(getattr(seed, tag)) for tag in TAGS[:-1]}
-    fields |= {number: getattr(seed, number) for number in ("iteration", "rank") if getattr(seed, number) is not None}
-    fields["layer_idx"] = -1 if seed.layer_idx is None else seed.layer_idx
+    fields: dict[str, Any] = {tag: str(getattr(file_name, tag)) for tag in TAGS[:-1]}
+    fields |= {
+        number: getattr(file_name, number) for number in ("iteration", "rank") if getattr(file_name, number) is not None
+    }
+    fields["layer_idx"] = -1 if file_name.layer_idx is None else file_name.layer_idx
     # A name of theirs that is another one of ours may stand in a file of ours, which says so inside.
-    if recorded_tensor_name(seed) == seed.tensor_name:
-        fields["tensor_name"] = seed.tensor_name
+    if recorded_tensor_name(file_name) == file_name.tensor_name:
+        fields["tensor_name"] = file_name.tensor_name
     return fields
 
 
 def described_fields(
     header: TensorFile,
     *,
-    seed: TensorFileName | None,
+    file_name: TensorFileName | None,
     layer: LayerOutputName | None,
     stem: str,
     about: About,
@@ -141,16 +143,18 @@ def described_fields(
         "compute_dtype": header.dtype,
         "placement": None,
         "mode": Mode.TRAIN.value,
-        "metadata": _rest(embedded, seed, header, about.said),
-        "counter": 0 if seed is None else seed.counter,
-        "timestamp": 0.0 if seed is None else name_seconds(seed),
+        "metadata": _rest(embedded, file_name, header, about.said),
+        "counter": 0 if file_name is None else file_name.counter,
+        "timestamp": 0.0 if file_name is None else name_seconds(file_name),
         "record_checksum": "",
         **_UNTAGGED,
         **_tags_of(embedded),
-        **({} if seed is None else {"tensor_name": recorded_tensor_name(seed)}),
+        **({} if file_name is None else {"tensor_name": recorded_tensor_name(file_name)}),
     }
     fields.setdefault("tensor_name", _printable(stem))
-    sample_idx = embedded.get("sample_idx") if seed is None or seed.sample_idx is None else seed.sample_idx
+    sample_idx = (
+        embedded.get("sample_idx") if file_name is None or file_name.sample_idx is None else file_name.sample_idx
+    )
     if _is_number(sample_idx):
         fields["sample_ids"] = [sample_idx]
     fields |= _samples_of(embedded, header, layer, is_one=_is_number(sample_idx), tensor_name=fields["tensor_name"])
@@ -161,7 +165,7 @@ def described_fields(
         rest = fields["metadata"]
         fields |= _own_fields(about.told, header, place=place)
         fields["metadata"] = (about.told.get("metadata") or {}) | (rest or {}) or None
-    fields |= named_fields(seed, layer, about.told) | {
+    fields |= named_fields(file_name, layer, about.told) | {
         "dtype": header.dtype,
         "shape": header.shape,
         "nbytes": header.nbytes,
@@ -171,14 +175,14 @@ def described_fields(
 
 
 def _rest(
-    embedded: Mapping[str, Any], seed: TensorFileName | None, header: TensorFile, about: Any
+    embedded: Mapping[str, Any], file_name: TensorFileName | None, header: TensorFile, about: Any
 ) -> dict[str, Any] | None:
     """What a file of somebody else says beyond the fields; the record's `metadata`."""
     rest = {key: value for key, value in embedded.items() if key not in _SAID_ELSEWHERE}
     if header.tensor_info is not None:
         rest["tensor_info"] = header.tensor_info
-    if seed is not None and seed.group_idx is not None:
-        rest["group_idx"] = seed.group_idx
+    if file_name is not None and file_name.group_idx is not None:
+        rest["group_idx"] = file_name.group_idx
     if about is not None:
         rest["folder"] = about
     return rest or None
@@ -206,7 +210,7 @@ def _samples_of(
 
 
 def _tags_of(embedded: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that the older tool embedded; what no record can hold of them is left out."""
+    """The fields that the legacy tool embedded; what no record can hold of them is left out."""
     found: dict[str, Any] = {}
     for tag in TAGS:
         try:

@@ -1,4 +1,4 @@
-"""Writes records as `.pt` files that older tools read, and that are read back without a loss.
+"""Writes records as `.pt` files that legacy tools read, and that are read back without a loss.
 
 Each file appears under its name complete or not at all; names are escaped so that none leaves the folder. A file that
 is there and holds the same is left as it is, so that an export that was interrupted can be run again.
@@ -54,7 +54,7 @@ _COUNTER_STEP = 10**9
 class ExportForm(enum.StrEnum):
     """Which files are written: the choices of `--form`."""
 
-    SEEDS = "seeds"
+    TENSORS = "tensors"
     """One file for each tensor, tagged in its name."""
     LAYERS = "layers"
     """One file for the output of each layer, with statistics."""
@@ -76,7 +76,7 @@ def export_records(
     records: Records,
     folder: Path,
     *,
-    form: ExportForm = ExportForm.SEEDS,
+    form: ExportForm = ExportForm.TENSORS,
     per_sample: bool = False,
     overwrite: bool = False,
     on_record: Callable[[], object] = lambda: None,
@@ -111,7 +111,7 @@ def export_records(
     for record in records:
         values = record.read()
         for sample, part in _parts(record, values, per_sample=per_sample):
-            name = _seed_name(record, sample=sample, names=names)
+            name = _file_name(record, sample=sample, names=names)
             own = _embedded(record, part, sample=sample)
             files.put(name, part, record=record, own=own)
         on_record()
@@ -123,11 +123,11 @@ def _parts(record: Record, values: Any, *, per_sample: bool) -> Iterator[tuple[i
         yield None, values
         return
     for sample in range(record.shape[record.sample_dim]):
-        # It stays a batch, of one: that is what the tools before us saved, and how axes keep their numbers.
+        # It stays a batch, of one: that is what the legacy tools saved, and how axes keep their numbers.
         yield sample, values.take([sample], axis=record.sample_dim)
 
 
-def _seed_name(record: Record, *, sample: int | None, names: set[str]) -> str:
+def _file_name(record: Record, *, sample: int | None, names: set[str]) -> str:
     counter = record.counter
     if not 0 <= record.timestamp <= LAST_SECOND:
         raise DataError(f"{record!r} was recorded {record.timestamp} s after 1970, which no name can hold")
@@ -183,7 +183,7 @@ def _placement_of_one(record: Record) -> dict[str, Any] | None:
 
 
 def _words(record: Record, values: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands beside the tensor, as the saver before us had it."""
+    """What stands beside the tensor, as the legacy saver had it."""
     overflow = measure(values, sample_dim=None)
     shared = ("layer_type", "operation", "quant_type", "tensor_name", "layer_idx", "phase", "component", "rank")
     only = own["sample_ids"][0] if own["sample_ids"] is not None and len(own["sample_ids"]) == 1 else None
@@ -226,7 +226,7 @@ def _tensor_info(dtype: str, values: Any, overflow: Overflow) -> dict[str, Any]:
 
 
 def _mean_and_deviation(values: Any) -> tuple[float, float]:
-    """Over all values, NaN included, and as of a sample: what the saver before us wrote; 0 where there are too few."""
+    """Over all values, NaN included, and as of a sample: what the legacy saver wrote; 0 where there are too few."""
     flat = np.ascontiguousarray(values).reshape(-1)
     parts = [flat[start : start + _PART] for start in range(0, flat.size, _PART)]
     # float64 holds sums of squares of every other type; its own largest values become infinite.
@@ -243,7 +243,7 @@ def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], o
     if not len(outputs):
         raise NoRecordsError(
             f"none of {len(records)} records is the output of an embedding or of a decoder layer "
-            f"(layer_type embedding or hidden, forward, post): use --form seeds"
+            f"(layer_type embedding or hidden, forward, post): use --form tensors"
         )
     chosen: dict[str, Record] = {}
     # What enters the first layer, where it is there; not the parts that a model may add up to it, such as positions.
@@ -314,7 +314,7 @@ class _Files:
             raise StorageError(f"the folder {folder} cannot be made: {error.strerror or error}") from error
 
     def put(self, name: str, values: Any, *, record: Record, own: Mapping[str, Any] | None) -> None:
-        """A file with a tensor; with what the saver before us wrote beside it, `own` among it, unless that is None."""
+        """A file with a tensor; with what the legacy saver wrote beside it, `own` among it, unless that is None."""
         if self._is_there(name, lambda path: _holds(path, values, own)):
             return
         tensor = as_tensor(values, record.dtype)

@@ -105,15 +105,15 @@ class Folder:
 
     def _file(self, path: Path, *, about: _Folder, is_alone: bool) -> SourceFile | None:
         layer = parse_layer_output_name(path.name)
-        seed = parse_tensor_file_name(path.name) if layer is None else None
-        if layer is None and seed is None and not is_alone and not (self._any_name and path.suffix == ".pt"):
+        file_name = parse_tensor_file_name(path.name) if layer is None else None
+        if layer is None and file_name is None and not is_alone and not (self._any_name and path.suffix == ".pt"):
             self.foreign.append(path.name)
             return None
         if layer is not None and layer.file in {LayerFile.STATISTICS, LayerFile.METADATA}:
             return None
         return SourceFile(
             path,
-            seed=seed,
+            file_name=file_name,
             layer=layer,
             about=None if layer is None else about.of(path.stem),
             is_first_enough=self._any_name,
@@ -159,7 +159,7 @@ class _Folder:
 
 
 def _order(file: SourceFile) -> tuple[Any, ...]:
-    written = ("", 0) if file.seed is None else (file.seed.timestamp, file.seed.counter)
+    written = ("", 0) if file.file_name is None else (file.file_name.timestamp, file.file_name.counter)
     return (file.field("iteration"), file.field("rank"), *written, file.field("layer_idx"), file.path.name)
 
 
@@ -179,8 +179,8 @@ def _number_calls(files: Sequence[SourceFile]) -> None:
     """Tell apart what the names do not: the nth file of the same fields is its nth call."""
     seen: Counter[tuple[Any, ...]] = Counter()
     for file in files:
-        seed = file.seed
-        name = file.path.name if seed is None else seed.tensor_name
+        file_name = file.file_name
+        name = file.path.name if file_name is None else file_name.tensor_name
         key = (file.field("iteration"), file.field("rank"), name, *sorted(map(str, file.named.items())))
         file.call = seen[key]
         seen[key] += 1

@@ -231,8 +231,8 @@ class _Import:
             missed = {
                 name: reason
                 for name, reason in self._left_out.items()
-                if (seed := parse_tensor_file_name(name)) is not None
-                and (seed.iteration, seed.rank) == (iteration, rank)
+                if (file_name := parse_tensor_file_name(name)) is not None
+                and (file_name.iteration, file_name.rank) == (iteration, rank)
             }
             expected = sorted({*missed, *(file.path.name for file in files.get((iteration, rank), ()))})
             writer.commit(iteration, expected=expected if any(stored) else [], silent_sites=missed)

@@ -100,7 +100,7 @@ def open_folder(path: str | os.PathLike[str], *, skip_unreadable: bool = False) 
 def _no_names(folder: Folder) -> str:
     named = ", ".join(folder.foreign[:MAX_NAMED])
     return (
-        f"{folder.url} holds no run, and no .pt file under a name of one of the tools before us"
+        f"{folder.url} holds no run, and no .pt file under a name of one of the legacy tools"
         + (f" (there is {named})" if named else "")
         + ": give the folder that they wrote to, or one file"
     )

@@ -53,18 +53,18 @@ class SourceFile:
         self,
         path: Path,
         *,
-        seed: TensorFileName | None,
+        file_name: TensorFileName | None,
         layer: LayerOutputName | None,
         about: About | None = None,
         is_first_enough: bool = False,
     ) -> None:
         self.path = path
         """Where it is."""
-        self.seed = seed
+        self.file_name = file_name
         """What its name says, if it is one of a single tensor."""
         self.about = about or About()
         """What its folder says of it."""
-        self.named = named_fields(seed, layer, self.about.told)
+        self.named = named_fields(file_name, layer, self.about.told)
         """The fields of the record that need not be looked up in the file."""
         self.call = 0
         """How many tensors of the same fields were written before it."""
@@ -94,7 +94,7 @@ class SourceFile:
             header = read_header(self.path, is_first_enough=self._is_first_enough)
             fields = described_fields(
                 header,
-                seed=self.seed,
+                file_name=self.file_name,
                 layer=self._layer,
                 stem=self.path.stem,
                 about=self.about,

@@ -4,7 +4,7 @@ Against the limits of their own dtype, tensors were counted when they were writt
 no value is read. Against another format, the digest of each record answers, which is made once and kept.
 
 A value overflows in a format if rounding to nearest takes it beyond the largest value: from half a step above
-it on. (The tool of the seeds counts everything above the largest value, also what rounds back to it: for
+it on. (The legacy tool counts everything above the largest value, also what rounds back to it: for
 fp8_e4m3 that is from 448 to 464.) It underflows if it is not zero and below the smallest normal value, and is
 flushed if it rounds to zero. With a scale it is divided by that first.
 """
@@ -257,7 +257,7 @@ EVENTS = (
     Beginning(name="underflow", kind="underflow", above=MODERATE_RATIO),
     Beginning(name="flushed", kind="flushed", above=MODERATE_RATIO),
 )
-"""What is looked for; of underflow as much as the older tool warns of."""
+"""What is looked for; of underflow as much as the legacy tool warns of."""
 
 
 def overflow_begins(places: Places, *, by: Sequence[str]) -> Table:

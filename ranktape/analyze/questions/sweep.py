@@ -75,7 +75,7 @@ LEGACY_COLUMNS = tuple(
     for field in dataclasses.fields(LegacyLevel)
     if field.name not in _INHERITED
 )
-"""What the older tool counted otherwise; in legacy sweeps."""
+"""What the legacy tool counted otherwise; in legacy sweeps."""
 
 COUNTED = ("num_elements", "nan", "inf", "spoiled", "zero")
 """What a sweep counts of a tensor."""

@@ -1,4 +1,4 @@
-"""Gathers a capture's settings from a command line, the environment, a file and the older tools' variables.
+"""Gathers a capture's settings from a command line, the environment, a file and the legacy tools' variables.
 
 The command line has the first word, then the environment (`RANKTAPE_EVERY=10`), then the file that `--capture-config`
 or `RANKTAPE_CAPTURE_CONFIG` names, then the defaults of `CaptureOptions`.
@@ -19,7 +19,7 @@ from ranktape.capture.settings.table import SETTINGS, SWITCH_WORDS, Setting, sho
 from ranktape.errors import UsageError
 
 DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
-"""Where the older tools saved when they were told nothing."""
+"""Where the legacy tools saved when they were told nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def read_legacy_environment(environment: Mapping[str, str] = os.environ) -> Lega
 
 
 def legacy_values(values: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
-    """The settings of a capture in the older tools' place: it begins at once, and adds to what is there.
+    """The settings of a capture in the legacy tools' place: it begins at once, and adds to what is there.
 
     Args:
         values: What was set otherwise, which counts for more.
@@ -101,7 +101,7 @@ def merge(
 ) -> tuple[str | None, dict[str, Any]]:
     """As `resolve`, with only the settings that were given somewhere, in Python's form.
 
-    Where nothing else says where to record, the older tools' variables are honoured: `TENSOR_SAVE_ENABLED`,
+    Where nothing else says where to record, the legacy tools' variables are honoured: `TENSOR_SAVE_ENABLED`,
     `TENSOR_SAVE_DIR`, `TENSOR_SAVER_ITERATION`.
 
     Raises:
@@ -116,8 +116,8 @@ def merge(
         values["capture_config"] = os.path.abspath(path)  # noqa: PTH100  (Path.resolve follows links)
     url = given.get(_URL) or variables.get(PREFIX + "CAPTURE") or values.get(_URL)
     values.pop(_URL, None)
-    if url is None and (seeds := read_legacy_environment(variables)).enabled:
-        return seeds.save_dir, legacy_values(values, iteration=seeds.iteration)
+    if url is None and (legacy := read_legacy_environment(variables)).enabled:
+        return legacy.save_dir, legacy_values(values, iteration=legacy.iteration)
     return url, values
 
 

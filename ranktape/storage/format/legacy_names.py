@@ -1,4 +1,4 @@
-"""Reads and writes the names of the older tools' files.
+"""Reads and writes the names of the legacy tools' files.
 
 Names of single tensors; what is in brackets may be missing, and the older form is the one without all of it:
 
@@ -35,7 +35,7 @@ TENSOR_NAMES = (
     *("grad_query", "grad_key", "grad_value", "grad_input", "grad_weight", "grad_output", "grad_bias"),
     *("input_A", "input_B", "grad_input_A", "grad_input_B", "attention_probs", "grad_attention_probs"),
 )
-"""Tensor names that the tools before us wrote."""
+"""Tensor names that the legacy tools wrote."""
 
 RECORDED_NAMES = {
     ("pre", "input"): "grad_output",
@@ -117,7 +117,7 @@ def parse_tensor_file_name(name: str) -> TensorFileName | None:
     return TensorFileName(timestamp=head["timestamp"], operation=Operation(head["operation"]), **values)
 
 
-def format_tensor_file_name(seed: TensorFileName) -> str:
+def format_tensor_file_name(name: TensorFileName) -> str:
     """The file name, from which `parse_tensor_file_name` gives the same back; parts that are None are left out.
 
     Tags stand as they are where they can be read back so, and in percent-escapes where they cannot. The name cannot
@@ -127,36 +127,36 @@ def format_tensor_file_name(seed: TensorFileName) -> str:
         UsageError: a tag that no record can have, a number or a time that no name can hold, or a name longer than
             file systems allow.
     """
-    if not _is_time(seed.timestamp):
-        raise UsageError(f"timestamp {seed.timestamp!r} is not a time: write YYYYMMDD_HHMMSS")
-    tags = {tag: check_term(getattr(seed, tag), field=tag) for tag in _TAGS}
+    if not _is_time(name.timestamp):
+        raise UsageError(f"timestamp {name.timestamp!r} is not a time: write YYYYMMDD_HHMMSS")
+    tags = {tag: check_term(getattr(name, tag), field=tag) for tag in _TAGS}
     hidden: set[str] = set()
     while True:
-        text = _join(seed, {tag: _escape(value, hide=tag in hidden) for tag, value in tags.items()})
+        text = _join(name, {tag: _escape(value, hide=tag in hidden) for tag, value in tags.items()})
         if len(text.encode()) > MAX_NAME_NBYTES:
             raise UsageError(
                 f"file name {text[:60]!r}... takes {len(text.encode())} bytes and file systems allow "
                 f"{MAX_NAME_NBYTES}: shorten the tags"
             )
         read = parse_tensor_file_name(text)
-        if read == seed:
+        if read == name:
             return text
         shown = [tag for tag in _TAGS if tag not in hidden]
         if not shown:
-            raise UsageError(f"no file name can hold the numbers of {seed}: give numbers from 0 below 10**9")
+            raise UsageError(f"no file name can hold the numbers of {name}: give numbers from 0 below 10**9")
         # One at a time, as the tags behind a misread one are misread for its sake.
         misread = [tag for tag in shown if read is None or getattr(read, tag) != tags[tag]]
         hidden.add((misread or shown)[0])
 
 
-def recorded_tensor_name(seed: TensorFileName) -> str:
+def recorded_tensor_name(name: TensorFileName) -> str:
     """The tensor's name in our words, for one that was saved to a file."""
     return recorded_name(
-        seed.tensor_name,
-        operation=seed.operation,
-        layer_type=seed.layer_type,
-        component=seed.component,
-        phase=seed.phase,
+        name.tensor_name,
+        operation=name.operation,
+        layer_type=name.layer_type,
+        component=name.component,
+        phase=name.phase,
     )
 
 
@@ -172,9 +172,9 @@ def name_timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, tz=UTC).strftime(_TIMESTAMP)
 
 
-def name_seconds(seed: TensorFileName) -> float:
+def name_seconds(name: TensorFileName) -> float:
     """When the file was written, in seconds since the epoch, if the machine's clock was set to UTC: no name says."""
-    return datetime.strptime(seed.timestamp, _TIMESTAMP).replace(tzinfo=UTC).timestamp()
+    return datetime.strptime(name.timestamp, _TIMESTAMP).replace(tzinfo=UTC).timestamp()
 
 
 @functools.lru_cache(maxsize=4096)  # a folder has many names of one second
@@ -198,30 +198,14 @@ def _read_tail(rest: str) -> dict[str, str | None] | None:
     return absent | {"quant_type": quant_type, "tensor_name": tensor_name} if quant_type and tensor_name else None
 
 
-def _join(seed: TensorFileName, tags: dict[str, str]) -> str:
+def _join(name: TensorFileName, tags: dict[str, str]) -> str:
     def marked(mark: str, number: int | None) -> list[str]:
         return [] if number is None else [f"{mark}{number}"]
 
-    return (
-        "_".join(
-            [
-                seed.timestamp,
-                f"{seed.counter:04d}",
-                *marked("iter", seed.iteration),
-                tags["layer_type"],
-                *marked("L", seed.layer_idx),
-                seed.operation.value,
-                tags["phase"],
-                tags["component"],
-                tags["quant_type"],
-                *marked("rank", seed.rank),
-                *marked("sample", seed.sample_idx),
-                *marked("group", seed.group_idx),
-                tags["tensor_name"],
-            ]
-        )
-        + ".pt"
-    )
+    parts = [name.timestamp, f"{name.counter:04d}", *marked("iter", name.iteration), tags["layer_type"]]
+    parts += [*marked("L", name.layer_idx), name.operation.value, tags["phase"], tags["component"], tags["quant_type"]]
+    parts += [*marked("rank", name.rank), *marked("sample", name.sample_idx), *marked("group", name.group_idx)]
+    return "_".join([*parts, tags["tensor_name"]]) + ".pt"
 
 
 def _escape(tag: str, *, hide: bool) -> str:

@@ -1,1 +1,1 @@
-"""Writes the text, log and plots that the older sweep tool wrote."""
+"""Writes the text, log and plots that the legacy sweep tool wrote."""

@@ -1,4 +1,4 @@
-"""Writes the report of a sweep in the sections of the older tool, under its headings."""
+"""Writes the report of a sweep in the sections of the legacy tool, under its headings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40
-"""Rules between sections, as the older tool has them."""
+"""Rules between sections, as the legacy tool has them."""
 
 MODE_WORDS = {
     SweepMode.MX: "scales of blocks, a whole offset is added to the exponent of each",

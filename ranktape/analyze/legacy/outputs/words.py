@@ -47,7 +47,7 @@ def level_name(sweep: ScaleSweep) -> str:
 
 
 def figure_text(exponent: float) -> str:
-    """An exponent or offset, with two decimals as the older tool has it."""
+    """An exponent or offset, with two decimals as the legacy tool has it."""
     return f"{exponent:.2f}"
 
 

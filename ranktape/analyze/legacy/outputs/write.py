@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 DEFAULT_OUTPUT_DIR = Path("draw/scaling_analysis")
-"""Where the directories of tensors go if nobody says where: the place that the older tool used."""
+"""Where the directories of tensors go if nobody says where: the place that the legacy tool used."""
 
 MAX_NAME_NBYTES = 120
 """Longest name of a directory; names of files hold it too, and a file system allows 255 bytes."""

@@ -1,4 +1,4 @@
-"""Computes what the older tool computed, number by number.
+"""Computes what the legacy tool computed, number by number.
 
 One power-of-two scale for the tensor, with a fractional exponent, in bfloat16 arithmetic: every operation works on
 bfloat16 numbers, in float32, and its result is rounded to bfloat16. A value x is divided by the scale, rounded to the

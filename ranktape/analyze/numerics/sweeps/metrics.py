@@ -126,7 +126,7 @@ def levels_of(sums: Sums, *, exponents: Sequence[float]) -> tuple[Level, ...]:
 def scores(figures: Sequence[_Figures]) -> list[float]:
     """The composite score of each level: 30 % MSE, 30 % cosine, 20 % PSNR, 10 % MAE, 10 % relative error.
 
-    The weights are those of the older tool. MSE, PSNR, MAE and relative error are placed
+    The weights are those of the legacy tool. MSE, PSNR, MAE and relative error are placed
     between the worst (0) and the best (1) of the levels; where all levels are equal, all are best. Errors
     are taken relative to the tensor, so that the scores of a tensor and of a multiple of it are the same.
     A level without any error counts as one bit better in PSNR than the best of the others, and one with an infinite

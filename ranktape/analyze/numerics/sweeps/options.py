@@ -58,7 +58,7 @@ class SweepMode(enum.StrEnum):
     CHANNEL = "channel"
     """One scale for each index along an axis, its largest value just fitting; a level is an offset to the exponents."""
     LEGACY = "legacy"
-    """One scale for the tensor, in bfloat16 arithmetic: what the older tool computed."""
+    """One scale for the tensor, in bfloat16 arithmetic: what the legacy tool computed."""
 
     @property
     def has_offsets(self) -> bool:
@@ -223,7 +223,7 @@ def resolve_all(names: Sequence[str], *, options: SweepOptions) -> list[tuple[Sc
         ("scale_bits", with_rule, "mxfp8_e4m3"),
     ):
         value = getattr(options, field)
-        # 8 bits are what there is where no bits are: the older tool's default.
+        # 8 bits are what there is where no bits are: the legacy tool's default.
         is_given = value is not None and (field, value) != ("scale_bits", MAX_SCALE_BITS)
         if found and is_given and not users:
             whose = ", ".join(f"{scheme.name} in {mode} mode" for scheme, mode in found)

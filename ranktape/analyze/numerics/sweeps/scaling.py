@@ -117,7 +117,7 @@ def scale_of(exponent: float) -> float:
 def largest_alignment(largest: float, *, target: Format) -> int:
     """The smallest integer exponent with which `largest` does not exceed the format's largest value.
 
-    `largest` is finite and above 0. (The text that the older tool came with rounds to the other
+    `largest` is finite and above 0. (The text that the legacy tool came with rounds to the other
     side, which overflows by up to a factor of 2 at the very level that is to avoid it.)
     """
     exponent = math.frexp(largest)[1] - math.frexp(target.maximum)[1]

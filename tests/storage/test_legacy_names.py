@@ -1,4 +1,4 @@
-"""Are the names of the tools before us read as they meant them, and can every name that we write be read back?"""
+"""Are the names of the legacy tools read as they meant them, and can every name that we write be read back?"""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_variants_that_were_written(name: str, expected: dict[str, Any]) -> None
         "20250908_095220_" + "9" * 100 + "_attention_L0_forward_pre_FA_hifp8_query.pt",
     ],
 )
-def test_other_names_are_not_taken_for_seeds(name: str) -> None:
+def test_other_names_are_not_taken_for_ours(name: str) -> None:
     assert parse_tensor_file_name(name) is None
 
 
@@ -222,7 +222,7 @@ indices = st.integers(0, 10**9 - 1)
 
 
 @st.composite
-def seeds(draw: st.DrawFn, *, older: bool | None = None) -> TensorFileName:
+def file_names(draw: st.DrawFn, *, older: bool | None = None) -> TensorFileName:
     """Names of any tags; the older form has none of the numbers but the layer's, the new one all but the group."""
     optional = {None: st.none() | indices, True: st.none(), False: indices}[older]
     seconds = draw(st.integers(0, 4 * 10**9))
@@ -258,7 +258,7 @@ def check_round_trip(seed: TensorFileName) -> None:
 
 
 @settings(max_examples=400)
-@given(seeds())
+@given(file_names())
 @example(dataclasses.replace(NEW, layer_type="iter5", iteration=None))
 @example(dataclasses.replace(NEW, layer_type="a_5", layer_idx=None))
 @example(dataclasses.replace(NEW, tensor_name="group3_x"))
@@ -267,13 +267,13 @@ def test_whatever_is_written_is_read_back(seed: TensorFileName) -> None:
 
 
 @settings(max_examples=300)
-@given(seeds(older=True))
+@given(file_names(older=True))
 def test_the_older_form_is_read_back(seed: TensorFileName) -> None:
     check_round_trip(seed)
 
 
 @settings(max_examples=300)
-@given(seeds(older=False))
+@given(file_names(older=False))
 def test_the_new_form_is_read_back(seed: TensorFileName) -> None:
     check_round_trip(seed)
 

@@ -1,4 +1,4 @@
-"""Do the usage examples of the older tools' documents run as they stand, and can be read afterwards?"""
+"""Do the usage examples of the legacy tools' documents run as they stand, and can be read afterwards?"""
 
 from __future__ import annotations
 
