@@ -28,6 +28,7 @@ from ranktape.analyze.numerics.sweeps.options import SweepMode
 if TYPE_CHECKING:
     from ranktape.analyze.advice.recommendation import Recommendation
     from ranktape.analyze.advice.verdict import Range, Verdict
+    from ranktape.analyze.numerics.sweeps.metrics import Level
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40
@@ -93,17 +94,10 @@ def parameter_lines(sweep: ScaleSweep) -> Iterator[str]:
 
 def level_lines(sweep: ScaleSweep) -> Iterator[str]:
     """One line for each level."""
-    digits, whose = len(str(len(sweep.levels))), counted_as(sweep)
+    digits = len(str(len(sweep.levels)))
     for number, level in enumerate(sweep.levels, start=1):
-        verdict = verdict_of(level)
-        yield (
-            f"Level {number:{digits}d}/{len(sweep.levels)}: {level_text(sweep, level)} "
-            f"(Factor: {factor_text(level.scale)}) - MSE: {square_text(level.mse, level)}, "
-            f"Cosine: {cosine_text(level.cosine)}, PSNR: {decibel_text(level.psnr, level)}, "
-            f"{whose}Overflow: {share_text(verdict.overflow_ratio)}, "
-            f"{whose}Underflow: {share_text(verdict.underflow_ratio)}, "
-            f"{whose}Flushed: {share_text(verdict.flushed_ratio)}"
-        )
+        head = f"Level {number:{digits}d}/{len(sweep.levels)}: {level_text(sweep, level)}"
+        yield f"{head} (Factor: {factor_text(level.scale)}) - {_metrics(level)}, {_shares(sweep, verdict_of(level))}"
 
 
 def analysis_lines(sweep: ScaleSweep, found: Recommendation) -> Iterator[str]:
@@ -128,10 +122,7 @@ def analysis_lines(sweep: ScaleSweep, found: Recommendation) -> Iterator[str]:
     for name, label in (("mse", "MSE"), ("cosine", "Cosine Similarity"), ("psnr", "PSNR"), ("mae", "MAE")):
         level = found.best[name].level
         yield f"Best {label}: {level_text(sweep, level, sign=' =')}, Factor = {factor_text(level.scale)}"
-        yield (
-            f"    MSE: {square_text(level.mse, level)}, Cosine: {cosine_text(level.cosine)}, "
-            f"PSNR: {decibel_text(level.psnr, level)}"
-        )
+        yield f"    {_metrics(level)}"
     yield SINGLE
     yield from _composite_lines(sweep, found.recommended)
     if found.keeps_nothing:
@@ -160,18 +151,13 @@ def limit_lines(sweep: ScaleSweep, found: Recommendation) -> Iterator[str]:
     yield f"Significant overflow/underflow detected in {number_of(found.num_severe, 'level')}"
     yield SINGLE
     pairs = list(zip(found.verdicts, found.after, strict=True))
-    overflowing = [(verdict, after) for verdict, after in pairs if verdict.overflow is not LossSeverity.NONE]
-    underflowing = [(verdict, after) for verdict, after in pairs if _underflows(verdict)]
-    if overflowing:
-        yield "OVERFLOW ISSUES:"
-        yield SHORT
-        for verdict, after in overflowing:
-            yield from _overflow_issue(sweep, found, verdict, after)
-    if underflowing:
-        yield "UNDERFLOW ISSUES:"
-        yield SHORT
-        for verdict, after in underflowing:
-            yield from _underflow_issue(sweep, found, verdict, after)
+    for kind, is_one in (("overflow", _overflows), ("underflow", _underflows)):
+        issues = [(verdict, after) for verdict, after in pairs if is_one(verdict)]
+        if issues:
+            yield f"{kind.upper()} ISSUES:"
+            yield SHORT
+        for verdict, after in issues:
+            yield from _issue(sweep, found, verdict, after, kind=kind)
     yield from _extreme_lines(sweep, found)
     yield SINGLE
     yield "OVERFLOW/UNDERFLOW RECOMMENDATIONS:"
@@ -218,16 +204,9 @@ def _composite_lines(sweep: ScaleSweep, chosen: Verdict) -> Iterator[str]:
     yield f"   {'Scale Offset' if sweep.has_offsets else 'Scale Exponent'}: {figure_text(level.exponent)}"
     yield f"   Composite Score: {level.score:.4f}"
     yield "   Balanced Performance:"
-    for name, label in (
-        ("mse", "MSE"),
-        ("rmse", "RMSE"),
-        ("cosine", "Cosine Similarity"),
-        ("psnr", "PSNR"),
-        ("sqnr", "SQNR"),
-        ("mae", "MAE"),
-        ("max_abs_error", "Max Absolute Error"),
-        ("relative_error", "Relative Error"),
-    ):
+    named = {"cosine": "Cosine Similarity", "max_abs_error": "Max Absolute Error", "relative_error": "Relative Error"}
+    for name in ("mse", "rmse", "cosine", "psnr", "sqnr", "mae", "max_abs_error", "relative_error"):
+        label = named.get(name, name.upper())
         yield f"     - {label}: {metric_text(name, level)}"
     yield f"     - {_shares(sweep, chosen)}"
 
@@ -250,54 +229,52 @@ def _performance_lines(found: Recommendation) -> Iterator[str]:
     yield f"PSNR Stability (std): {psnr.deviation:.2f} dB ({psnr.variation.value})"
 
 
+def _overflows(verdict: Verdict) -> bool:
+    return verdict.overflow is not LossSeverity.NONE
+
+
 def _underflows(verdict: Verdict) -> bool:
     return not (verdict.underflow is verdict.flushed is LossSeverity.NONE)
 
 
-def _overflow_issue(sweep: ScaleSweep, found: Recommendation, verdict: Verdict, after: Range) -> Iterator[str]:
-    yield f"  {level_text(sweep, verdict.level)} (Factor: {factor_text(verdict.level.scale)})"
-    yield f"    {counted_as(sweep)}Overflow: {verdict.overflow_count} ({share_text(verdict.overflow_ratio)})"
-    yield f"    Max Normal: {sweep.target.maximum:.2e}"
-    yield f"    Tensor Range: {_ranges(found, after)}"
-    yield f"    Severity: {verdict.overflow.value.upper()}"
-
-
-def _underflow_issue(sweep: ScaleSweep, found: Recommendation, verdict: Verdict, after: Range) -> Iterator[str]:
-    yield f"  {level_text(sweep, verdict.level)} (Factor: {factor_text(verdict.level.scale)})"
-    yield f"    {counted_as(sweep)}Underflow: {verdict.underflow_count} ({share_text(verdict.underflow_ratio)})"
-    yield f"    {counted_as(sweep)}Flush to Zero: {verdict.flushed_count} ({share_text(verdict.flushed_ratio)})"
-    yield f"    Min Normal: {sweep.target.min_normal:.2e}"
-    yield f"    Tensor Range: {_ranges(found, after)}"
-    yield f"    Severity: {verdict.underflow.value.upper()}"
-
-
-def _ranges(found: Recommendation, after: Range) -> str:
-    before = found.before
+def _issue(sweep: ScaleSweep, found: Recommendation, verdict: Verdict, after: Range, *, kind: str) -> Iterator[str]:
+    whose, row, before = counted_as(sweep), sweep.target, found.before
     assert before is not None
-    return f"[{before.minimum:.2e}, {before.maximum:.2e}] -> [{after.minimum:.2e}, {after.maximum:.2e}]"
+    yield f"  {level_text(sweep, verdict.level)} (Factor: {factor_text(verdict.level.scale)})"
+    if kind == "overflow":
+        severity, limit = verdict.overflow, f"Max Normal: {row.maximum:.2e}"
+        yield f"    {whose}Overflow: {verdict.overflow_count} ({share_text(verdict.overflow_ratio)})"
+    else:
+        severity, limit = verdict.underflow, f"Min Normal: {row.min_normal:.2e}"
+        yield f"    {whose}Underflow: {verdict.underflow_count} ({share_text(verdict.underflow_ratio)})"
+        yield f"    {whose}Flush to Zero: {verdict.flushed_count} ({share_text(verdict.flushed_ratio)})"
+    yield f"    {limit}"
+    ends = (f"[{one.minimum:.2e}, {one.maximum:.2e}]" for one in (before, after))
+    yield f"    Tensor Range: {' -> '.join(ends)}"
+    yield f"    Severity: {severity.value.upper()}"
 
 
 def _extreme_lines(sweep: ScaleSweep, found: Recommendation) -> Iterator[str]:
     whose = counted_as(sweep).lower()
-    yield "OVERFLOW EXTREMES:"
-    yield SHORT
-    if found.worst_overflow is None or found.best_overflow is None:
-        yield "No level overflows"
-    else:
-        for word, verdict in (("Worst", found.worst_overflow), ("Best", found.best_overflow)):
-            yield f"{word} Overflow: {level_name(sweep)} {figure_text(verdict.level.exponent)}"
-            yield f"  {share_text(verdict.overflow_ratio)} {whose}overflow"
-    yield "UNDERFLOW EXTREMES:"
-    yield SHORT
-    if found.worst_underflow is None or found.best_underflow is None:
-        yield "No level underflows"
-        return
-    for word, verdict in (("Worst", found.worst_underflow), ("Best", found.best_underflow)):
-        yield f"{word} Underflow: {level_name(sweep)} {figure_text(verdict.level.exponent)}"
-        yield (
-            f"  {share_text(verdict.underflow_ratio)} {whose}underflow, "
-            f"{share_text(verdict.flushed_ratio)} {whose}flushed to zero"
-        )
+    for kind, worst, best in (
+        ("overflow", found.worst_overflow, found.best_overflow),
+        ("underflow", found.worst_underflow, found.best_underflow),
+    ):
+        yield f"{kind.upper()} EXTREMES:"
+        yield SHORT
+        if worst is None or best is None:
+            yield f"No level {kind}s"
+            continue
+        for word, verdict in (("Worst", worst), ("Best", best)):
+            yield f"{word} {kind.capitalize()}: {level_name(sweep)} {figure_text(verdict.level.exponent)}"
+            flushed = f", {share_text(verdict.flushed_ratio)} {whose}flushed to zero" if kind == "underflow" else ""
+            ratio = verdict.overflow_ratio if kind == "overflow" else verdict.underflow_ratio
+            yield f"  {share_text(ratio)} {whose}{kind}{flushed}"
+
+
+def _metrics(level: Level) -> str:
+    cosine, psnr = cosine_text(level.cosine), decibel_text(level.psnr, level)
+    return f"MSE: {square_text(level.mse, level)}, Cosine: {cosine}, PSNR: {psnr}"
 
 
 def _shares(sweep: ScaleSweep, verdict: Verdict) -> str:
@@ -313,11 +290,8 @@ def _table(sweep: ScaleSweep) -> Iterator[str]:
         yield f"none: {sweep.note}"
         return
     names = [field.name for field in dataclasses.fields(sweep.levels[0])]
-    rows = [[_figure(getattr(level, name)) for name in names] for level in sweep.levels]
+    values = [[getattr(level, name) for name in names] for level in sweep.levels]
+    rows = [[str(value) if isinstance(value, int) else f"{value:.9g}" for value in row] for row in values]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     for row in (names, *rows):
         yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
-
-
-def _figure(figure: float) -> str:
-    return str(figure) if isinstance(figure, int) else f"{figure:.9g}"

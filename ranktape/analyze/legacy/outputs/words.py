@@ -116,23 +116,15 @@ def limits_of(sweep: ScaleSweep) -> list[Limit]:
     if sweep.mode is SweepMode.CHANNEL:
         return [Limit(kind="rule", place=0.0, text="largest value of each channel just fits")]
     row = sweep.target
-    return [
-        Limit(
-            kind="largest",
-            place=_exponent(sweep.largest, row.maximum),
-            text=f"largest |x| becomes {row.maximum:.4g}, the largest value",
+    ends = (
+        ("largest", sweep.largest, row.maximum, f"largest |x| becomes {row.maximum:.4g}, the largest value"),
+        ("normal", sweep.smallest, row.min_normal, f"smallest |x| becomes {row.min_normal:.3g}, the smallest normal"),
+        (
+            *("flush", sweep.smallest, row.min_subnormal),
+            f"smallest |x| becomes {row.min_subnormal:.3g}, the smallest nonzero",
         ),
-        Limit(
-            kind="normal",
-            place=_exponent(sweep.smallest, row.min_normal),
-            text=f"smallest |x| becomes {row.min_normal:.3g}, the smallest normal",
-        ),
-        Limit(
-            kind="flush",
-            place=_exponent(sweep.smallest, row.min_subnormal),
-            text=f"smallest |x| becomes {row.min_subnormal:.3g}, the smallest nonzero",
-        ),
-    ]
+    )
+    return [Limit(kind=kind, place=math.log2(end) - math.log2(limit), text=text) for kind, end, limit, text in ends]
 
 
 def statistics_lines(sweep: ScaleSweep) -> list[str]:
@@ -200,7 +192,3 @@ def _chosen_lines(sweep: ScaleSweep) -> Iterator[str]:
 
 def _entry(name: str, text: str) -> str:
     return f"  {name:<15}{text}"
-
-
-def _exponent(magnitude: float, limit: float) -> float:
-    return math.log2(magnitude) - math.log2(limit)
