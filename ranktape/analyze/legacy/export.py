@@ -21,10 +21,9 @@ import numpy as np
 
 from ranktape.analyze.legacy.described import LAST_SECOND, RECORD_KEY
 from ranktape.analyze.legacy.payload import read_header, read_plain, read_values
-from ranktape.analyze.legacy.tensors import as_tensor, with_tensors
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, NoRecordsError, StorageError, UsageError
-from ranktape.storage.format.dtypes import dtype_row
+from ranktape.storage.format.dtypes import DTYPES, dtype_row
 from ranktape.storage.format.encode import checksum
 from ranktape.storage.format.legacy_names import (
     LayerFile,
@@ -37,6 +36,8 @@ from ranktape.storage.format.legacy_names import (
 from ranktape.storage.format.record_info import Keep, Operation
 
 if TYPE_CHECKING:
+    import torch
+
     from ranktape.storage.format.record_info import Overflow
     from ranktape.storage.records.record import Record
     from ranktape.storage.records.records import Records
@@ -92,16 +93,12 @@ def export_records(
         DataError: a record is damaged.
         StorageError: the folder cannot be written, or the store cannot be read.
     """
-    for keep in (Keep.HISTOGRAM, Keep.STATISTICS):
+    for keep, verb in ((Keep.HISTOGRAM, "was"), (Keep.STATISTICS, "were")):
         reduced = records.select(keep=keep.value) if len(records) else []
         if len(reduced):
-            verb = "was" if keep is Keep.HISTOGRAM else "were"
-            has_values = bool(len(records.select(keep=Keep.VALUES.value)))
-            way_out = (
-                "leave them out with --where \"keep == 'values'\""
-                if has_values
-                else "of no record the values were kept, so that there is nothing to export"
-            )
+            way_out = "of no record the values were kept, so that there is nothing to export"
+            if len(records.select(keep=Keep.VALUES.value)):
+                way_out = "leave them out with --where \"keep == 'values'\""
             raise UsageError(f"of {len(reduced)} records only the {keep} {verb} kept, as of {reduced[0]!r}: {way_out}")
     files = _Files(folder, overwrite=overwrite)
     if form is ExportForm.LAYERS:
@@ -131,23 +128,16 @@ def _file_name(record: Record, *, sample: int | None, names: set[str]) -> str:
     counter = record.counter
     if not 0 <= record.timestamp <= LAST_SECOND:
         raise DataError(f"{record!r} was recorded {record.timestamp} s after 1970, which no name can hold")
+    shared = ("iteration", "layer_type", "phase", "component", "quant_type", "rank", "tensor_name")
+    fields: dict[str, Any] = {field: getattr(record, field) for field in shared}
+    fields |= {
+        "timestamp": name_timestamp(record.timestamp),
+        "layer_idx": None if record.layer_idx < 0 else record.layer_idx,
+        "operation": Operation(record.operation),
+        "sample_idx": _sample_idx(record, sample=sample),
+    }
     while True:
-        name = format_tensor_file_name(
-            TensorFileName(
-                timestamp=name_timestamp(record.timestamp),
-                counter=counter,
-                iteration=record.iteration,
-                layer_type=record.layer_type,
-                layer_idx=None if record.layer_idx < 0 else record.layer_idx,
-                operation=Operation(record.operation),
-                phase=record.phase,
-                component=record.component,
-                quant_type=record.quant_type,
-                rank=record.rank,
-                sample_idx=_sample_idx(record, sample=sample),
-                tensor_name=record.tensor_name,
-            )
-        )
+        name = format_tensor_file_name(TensorFileName(**fields, counter=counter))
         if name not in names:
             names.add(name)
             return name
@@ -211,8 +201,8 @@ def _tensor_info(dtype: str, values: Any, overflow: Overflow) -> dict[str, Any]:
         "device": "cpu",
         "requires_grad": False,
         "is_leaf": True,
-        "min": overflow.minimum if overflow.minimum is not None else 0.0,
-        "max": overflow.maximum if overflow.maximum is not None else 0.0,
+        "min": 0.0 if overflow.minimum is None else overflow.minimum,
+        "max": 0.0 if overflow.maximum is None else overflow.maximum,
         "mean": mean,
         "std": deviation,
         "overflow_info": {
@@ -237,9 +227,8 @@ def _mean_and_deviation(values: Any) -> tuple[float, float]:
 
 
 def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], object]) -> None:
-    outputs = records.select(
-        layer_type=["embedding", "hidden"], operation="forward", phase="post", tensor_name="output"
-    )
+    wanted = {"layer_type": ["embedding", "hidden"], "operation": "forward", "phase": "post"}
+    outputs = records.select(**wanted, tensor_name="output")
     if not len(outputs):
         raise NoRecordsError(
             f"none of {len(records)} records is the output of an embedding or of a decoder layer "
@@ -279,15 +268,9 @@ def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], o
         on_record()
     files.put_plain(LayerFile.STATISTICS.value, statistics)
     first = next(iter(chosen.values()))
-    files.put_plain(
-        LayerFile.METADATA.value,
-        {
-            **_folder_of(chosen.values()),
-            "num_outputs": len(chosen),
-            **{name: getattr(first, name) for name in ("iteration", "rank", "microbatch", "call", "quant_type")},
-            RECORD_KEY: of_each,
-        },
-    )
+    of_all = {name: getattr(first, name) for name in ("iteration", "rank", "microbatch", "call", "quant_type")}
+    about = {**_folder_of(chosen.values()), "num_outputs": len(chosen), **of_all, RECORD_KEY: of_each}
+    files.put_plain(LayerFile.METADATA.value, about)
 
 
 def _folder_of(records: Iterable[Record]) -> dict[str, Any]:
@@ -371,3 +354,38 @@ def _is_same_file(path: Path, is_same: Callable[[Path], bool]) -> bool:
         return is_same(path)
     except DataError:
         return False
+
+
+def as_tensor(values: Any, dtype: str) -> torch.Tensor:
+    """The values as a tensor of their dtype, in torch's words.
+
+    Raises:
+        UsageError: torch has no such dtype.
+    """
+    import torch
+
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise UsageError(f"torch has no dtype {dtype}: leave such records out with --dtype or --where")
+    if not values.size:
+        return torch.empty(values.shape, dtype=kind)
+    raw = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
+    return raw.view(kind).reshape(values.shape)
+
+
+def with_tensors(entry: Any) -> Any:
+    """The same with a tensor in each place where `read_plain` has listed one."""
+    if isinstance(entry, list):
+        return [with_tensors(inner) for inner in entry]
+    if not isinstance(entry, dict):
+        return entry
+    if entry.keys() != {"tensor", "shape", "values"}:
+        return {key: with_tensors(inner) for key, inner in entry.items()}
+    row = DTYPES.get(str(entry["tensor"]))
+    if row is None or not isinstance(entry["values"], list) or not isinstance(entry["shape"], list):
+        return entry
+    try:
+        numbers = [float(number) for number in entry["values"]] if row.is_floating else entry["values"]
+        return as_tensor(np.array(numbers).astype(row.numpy_dtype).reshape(entry["shape"]), row.name)
+    except (TypeError, ValueError, OverflowError, UsageError):
+        return entry  # it looks like a tensor, and is none

@@ -25,8 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ranktape.analyze.legacy.pickles import MAX_NBYTES, Pairs, Storage, TensorData, read_pickle
-from ranktape.analyze.legacy.tensors import plain
+from ranktape.analyze.legacy.pickles import MAX_NBYTES, Pairs, Storage, TensorData, plain, read_pickle
 from ranktape.errors import DataError, StorageError
 from ranktape.storage.format.dtypes import dtype_row
 
