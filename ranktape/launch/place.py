@@ -114,6 +114,7 @@ def command_of(
     function: Callable[..., Any],
     *,
     helps: Mapping[str, str | Mapping[str, Any]],
+    flags: Mapping[str, str] | None = None,
     working: str = "",
     question: Callable[[Any], str | None] | None = None,
     each: Callable[[Any], str] | None = None,
@@ -127,6 +128,7 @@ def command_of(
     Args:
         function: Named as the command is, with the help page as its docstring.
         helps: For each option the help, or what click is told of it.
+        flags: Options of the command alone, with their help; only the answer knows them.
         working: What the bar says.
         question: Gives, for what a dry run has returned, what is asked before something is removed; None for nothing.
         each: Gives a line for each thing that the function tells of by `on_done`.
@@ -136,6 +138,7 @@ def command_of(
 
     def decorate(tell: Callable[..., CommandAnswer]) -> click.Command:
         def run(*, as_json: bool = False, yes: bool = False, **given: Any) -> None:
+            alone = {flag: given.pop(flag) for flag in flags or {}}
             if "storage_options" in given:
                 given["storage_options"] = read_options(given["storage_options"])
             if (
@@ -149,21 +152,29 @@ def command_of(
                 if each is not None and not as_json:
                     told["on_done"] = lambda one: say(each(one))
                 found = function(**given, **told)
-            _write(tell(found, given), as_json=as_json)
+            _write(tell(found, given | alone), as_json=as_json)
 
-        command = click.command(name=function.__name__.partition("_")[0], help=inspect.cleandoc(function.__doc__ or ""))
+        parameters = inspect.signature(function).parameters
+        options = [
+            _option(one, helps.get(one.name, {}))
+            for one in parameters.values()
+            if one.name not in {"storage_options", "on_done", "on_progress"}
+        ]
+        options += [json_option] if has_json else []
+        options += [_flag(name, about) for name, about in (flags or {}).items()]
+        options += [storage_options_option] if "storage_options" in parameters else []
+        options += [_flag("yes", "Do not ask.")] if question is not None else []
         made: Any = run
-        if question is not None:
-            made = click.option("--yes", is_flag=True, help="Do not ask.")(made)
-        if "storage_options" in inspect.signature(function).parameters:
-            made = storage_options_option(made)
-        made = json_option(made) if has_json else made
-        for parameter in reversed(list(inspect.signature(function).parameters.values())):
-            if parameter.name not in {"storage_options", "on_done", "on_progress"}:
-                made = _option(parameter, helps.get(parameter.name, {}))(made)
-        return command(made)
+        for option in reversed(options):
+            made = option(made)
+        name = function.__name__.partition("_")[0]
+        return click.command(name=name, help=inspect.cleandoc(function.__doc__ or ""))(made)
 
     return decorate
+
+
+def _flag(name: str, about: str) -> Callable[[Any], Any]:
+    return click.option("--" + name.replace("_", "-"), name, is_flag=True, help=about)
 
 
 def _option(parameter: inspect.Parameter, about: str | Mapping[str, Any]) -> Callable[[Any], Any]:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from ranktape.analyze.console import say_json
-from ranktape.analyze.table import Column, Kind, Table, write_table
-from ranktape.errors import CheckFoundError
-from ranktape.launch.place import count_text, read_options, shown, storage_options_option
+from ranktape.analyze.table import Column, Kind, Table
+from ranktape.launch.place import CommandAnswer, command_of, count_text, shown
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    from ranktape.storage import IterationStatus, Run, RunVerdict
+    from ranktape.storage import IterationStatus, RunVerdict
     from ranktape.storage.places.backend import Backend
 
 COLUMNS = (
@@ -42,12 +39,48 @@ MAX_NAMED = 4
 """Ranks, and tensors, that text names before it counts the rest; JSON names all."""
 
 
-@click.command(name="status")
-@click.argument("run", metavar="RUN")
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
-@click.option("--require-minimum", is_flag=True, help="Exit with 3 unless the guaranteed minimum is stored complete.")
-@storage_options_option
-def command(run: str, *, as_json: bool, require_minimum: bool, storage_options: str | None) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """How far a run is."""
+
+    run: str
+    """Where it is, as it was given, without credentials."""
+    iterations: Sequence[IterationStatus]
+    """Each iteration of each attempt."""
+    verdict: RunVerdict | None
+    """On its minimum; None where it has promised none."""
+    disabled: Mapping[int, str] = field(default_factory=dict)
+    """The ranks whose capture failed inside, and why."""
+    troubles: Mapping[int, str] = field(default_factory=dict)
+    """Those that went on, and what went wrong."""
+
+    def table(self) -> Table:
+        """One row for each iteration of each attempt, the verdict below."""
+        rows = tuple(
+            (
+                *(status.iteration, status.attempt, status.state.value),
+                *(len(status.committed_ranks), len(status.expected_ranks)),
+                *(status.num_records, status.nbytes, tensors_text(status), missing_text(status)),
+            )
+            for status in self.iterations
+        )
+        counted = (COUNTED,) if any(status.num_expected for status in self.iterations) else ()
+        told = (*silent_notes(self.iterations), *rank_notes(self.troubles), *rank_notes(self.disabled))
+        notes = (*counted, *told, verdict_line(self.verdict))
+        return Table(title=printable(self.run), columns=COLUMNS, rows=rows, notes=notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for programs, with everything named."""
+        return {
+            "run": self.run,
+            "iterations": [dataclasses.asdict(status) for status in self.iterations],
+            "disabled": dict(self.disabled),
+            "troubles": dict(self.troubles),
+            "verdict": self.verdict.to_json() if self.verdict else None,
+        }
+
+
+def status(run: str, *, storage_options: Mapping[str, Any] | None = None) -> RunStatus:
     """Show how far each iteration of RUN is, and what is missing.
 
     RUN is a URL or a path. An iteration is complete (every rank has it), partial (a rank is missing and will
@@ -57,75 +90,25 @@ def command(run: str, *, as_json: bool, require_minimum: bool, storage_options: 
     from ranktape.storage import open_run
     from ranktape.storage.maintenance.runs import suggest_nearest
 
-    options = read_options(storage_options)
-    with suggest_nearest(run, storage_options=options):
-        opened = open_run(run, storage_options=options)
-    verdict = write_status(opened, url=shown(run), as_json=as_json)
-    if require_minimum and (verdict is None or not verdict.met):
-        raise CheckFoundError(verdict_line(verdict))
-
-
-def write_status(run: Run, *, url: str, as_json: bool = False) -> RunVerdict | None:
-    """Write the status of a run to stdout; returns the verdict on its minimum, None where it has promised none."""
-    statuses = run.status()
-    verdict = run.verdict()
-    told = {"disabled": run.disabled(), "troubles": run.troubles()}
-    if as_json:
-        document = status_document(statuses, verdict=verdict, url=url, **told)
-        say_json(document)
-    else:
-        write_table(status_table(statuses, verdict=verdict, url=url, **told))
-    return verdict
-
-
-def status_table(
-    statuses: Sequence[IterationStatus],
-    *,
-    verdict: RunVerdict | None,
-    url: str,
-    disabled: Mapping[int, str] | None = None,
-    troubles: Mapping[int, str] | None = None,
-) -> Table:
-    """One row for each iteration of each attempt, the verdict below.
-
-    `disabled` are the ranks whose capture failed inside, `troubles` those that went on, each with the reason.
-    """
-    rows = tuple(
-        (
-            status.iteration,
-            status.attempt,
-            status.state.value,
-            len(status.committed_ranks),
-            len(status.expected_ranks),
-            status.num_records,
-            status.nbytes,
-            tensors_text(status),
-            missing_text(status),
-        )
-        for status in statuses
+    with suggest_nearest(run, storage_options=storage_options):
+        opened = open_run(run, storage_options=storage_options)
+    return RunStatus(
+        run=shown(run),
+        iterations=opened.status(),
+        verdict=opened.verdict(),
+        disabled=opened.disabled(),
+        troubles=opened.troubles(),
     )
-    counted = (COUNTED,) if any(status.num_expected for status in statuses) else ()
-    told = (*rank_notes(troubles or {}), *rank_notes(disabled or {}))
-    notes = (*counted, *silent_notes(statuses), *told, verdict_line(verdict))
-    return Table(title=printable(url), columns=COLUMNS, rows=rows, notes=notes)
 
 
-def status_document(
-    statuses: Sequence[IterationStatus],
-    *,
-    verdict: RunVerdict | None,
-    url: str,
-    disabled: Mapping[int, str] | None = None,
-    troubles: Mapping[int, str] | None = None,
-) -> dict[str, Any]:
-    """The same for programs, with everything named."""
-    return {
-        "run": url,
-        "iterations": [dataclasses.asdict(status) for status in statuses],
-        "disabled": dict(disabled or {}),
-        "troubles": dict(troubles or {}),
-        "verdict": verdict.to_json() if verdict else None,
-    }
+@command_of(
+    status, helps={}, flags={"require_minimum": "Exit with 3 unless the guaranteed minimum is stored complete."}
+)
+def status_command(found: RunStatus, given: Mapping[str, Any]) -> CommandAnswer:
+    """The table, and whether the minimum that was asked for is there."""
+    is_met = found.verdict is not None and found.verdict.met
+    problem = verdict_line(found.verdict) if given["require_minimum"] and not is_met else None
+    return CommandAnswer(text=found.table(), document=found.to_json(), problem=problem)
 
 
 def verdict_line(verdict: RunVerdict | None) -> str:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape.launch.cli import cli
-from ranktape.launch.status import COUNTED, status_document, status_table, verdict_line
+from ranktape.launch.status import COUNTED, RunStatus, verdict_line
 from ranktape.storage import IterationState, IterationStatus, RunVerdict
 from ranktape.storage.format.status import judge
 
@@ -48,7 +48,7 @@ MET = RunVerdict(met=True, required=1, complete=[2], missing=[], final=False)
 
 
 def test_the_table_has_one_row_for_each_iteration_and_the_verdict_below() -> None:
-    table = status_table(STATUSES, verdict=UNMET, url="runs/x")
+    table = RunStatus(run="runs/x", iterations=STATUSES, verdict=UNMET).table()
     assert table.column("state") == ["complete", "partial"]
     assert table.column("committed") == [2, 1]
     assert table.column("expected") == [2, 2]
@@ -65,7 +65,7 @@ def test_the_table_has_one_row_for_each_iteration_and_the_verdict_below() -> Non
 
 def test_what_waits_for_its_commit_alone_is_told_without_empty_parentheses() -> None:
     waiting = dataclasses.replace(STATUSES[1], state=IterationState.OPEN, committed_ranks=[0, 1], missing={})
-    (missing,) = status_table([waiting], verdict=None, url="x").column("missing")
+    (missing,) = RunStatus(run="x", iterations=[waiting], verdict=None).table().column("missing")
     assert missing == "every rank has committed it, its iteration commit is not written yet"
     verdict = judge([waiting], required=1, final=False)
     assert verdict.missing == [f"iteration 4 is open ({missing})"]
@@ -74,7 +74,7 @@ def test_what_waits_for_its_commit_alone_is_told_without_empty_parentheses() -> 
 
 
 def test_programs_get_everything_by_name() -> None:
-    document = status_document(STATUSES, verdict=UNMET, url="runs/x")
+    document = RunStatus(run="runs/x", iterations=STATUSES, verdict=UNMET).to_json()
     assert document["run"] == "runs/x"
     assert document["iterations"][1]["missing"] == {1: "its process ended"}
     assert document["iterations"][0]["silent_sites"][1] == {"layers.0.query grad_input": "no gradient"}
@@ -83,20 +83,20 @@ def test_programs_get_everything_by_name() -> None:
 
 
 def test_a_run_without_iterations_has_a_status() -> None:
-    table = status_table([], verdict=None, url="runs/x")
+    table = RunStatus(run="runs/x", iterations=[], verdict=None).table()
     assert table.rows == ()
     assert "minimum not known" in table.to_text()
     empty: dict[str, Any] = {"run": "runs/x", "iterations": [], "disabled": {}, "troubles": {}, "verdict": None}
-    assert status_document([], verdict=None, url="runs/x") == empty
+    assert RunStatus(run="runs/x", iterations=[], verdict=None).to_json() == empty
 
 
 def test_a_capture_that_failed_inside_is_told_whatever_the_verdict() -> None:
     disabled = dict.fromkeys(range(6), "capture disabled itself in iteration 3: the ring failed")
-    table = status_table([], verdict=MET, url="x", disabled=disabled)
+    table = RunStatus(run="x", iterations=[], verdict=MET, disabled=disabled).table()
     assert table.notes[0] == (
         "capture disabled itself in iteration 3: the ring failed (rank 0; rank 1; rank 2; rank 3; and 2 more)"
     )
-    assert status_document([], verdict=MET, url="x", disabled=disabled)["disabled"] == disabled
+    assert RunStatus(run="x", iterations=[], verdict=MET, disabled=disabled).to_json()["disabled"] == disabled
 
 
 def test_an_open_run_may_still_change_its_verdict() -> None:
@@ -119,9 +119,9 @@ def test_many_missing_ranks_are_counted_in_text_and_all_named_in_json() -> None:
         num_records=0,
         nbytes=0,
     )
-    (missing,) = status_table([many], verdict=None, url="x").column("missing")
+    (missing,) = RunStatus(run="x", iterations=[many], verdict=None).table().column("missing")
     assert missing == "rank 0: not yet; rank 1: not yet; rank 2: not yet; rank 3: not yet; and 6 more"
-    assert len(status_document([many], verdict=None, url="x")["iterations"][0]["missing"]) == 10
+    assert len(RunStatus(run="x", iterations=[many], verdict=None).to_json()["iterations"][0]["missing"]) == 10
 
 
 def test_what_a_stranger_wrote_does_not_command_the_terminal() -> None:
@@ -138,12 +138,12 @@ def test_what_a_stranger_wrote_does_not_command_the_terminal() -> None:
         nbytes=0,
     )
     verdict = RunVerdict(met=False, required=1, complete=[], missing=[evil], final=True)
-    text = status_table([status], verdict=verdict, url=f"runs/{evil}").to_text()
+    text = RunStatus(run=f"runs/{evil}", iterations=[status], verdict=verdict).table().to_text()
     assert "owned" in text
     assert all(line.isprintable() for line in text.splitlines())
     assert r"not recorded (b\x1b]0;owned\x07\n): a\x1b]0;owned\x07\n" in text
     assert verdict_line(verdict).isprintable()
-    assert status_document([status], verdict=verdict, url="x")["iterations"][0]["missing"] == {0: evil}
+    assert RunStatus(run="x", iterations=[status], verdict=verdict).to_json()["iterations"][0]["missing"] == {0: evil}
 
 
 @pytest.mark.parametrize(
