@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from ranktape.lazy_names import public_names
 
 if TYPE_CHECKING:
+    from ranktape.launch.exchange import cp as cp
+    from ranktape.launch.exchange import export as export
     from ranktape.launch.exchange import import_files as import_files
     from ranktape.launch.exchange import push as push
     from ranktape.launch.exchange import recover as recover
@@ -21,7 +23,7 @@ else:
     __all__, __getattr__, __dir__ = public_names(
         __name__,
         homes={
-            "exchange": ["import_files", "push", "recover"],
+            "exchange": ["cp", "export", "import_files", "push", "recover"],
             "maintain": ["check", "prune", "repair", "rm", "runs"],
             "status": ["status"],
         },

@@ -7,6 +7,7 @@ keys that it would have had, and what the writer did not come to lies in its rin
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,32 +24,33 @@ from ranktape.launch.place import (
     command_of,
     count_text,
     json_option,
+    quiet,
     read_options,
     shown,
     work_bar,
 )
 
 if TYPE_CHECKING:
+    from ranktape.analyze.legacy.export import ExportReport
     from ranktape.analyze.legacy.into_run import ImportReport
     from ranktape.capture.writing.recover import RingReport
+    from ranktape.storage import Records
+    from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
     from ranktape.storage.maintenance.outbox import PushReport, Spill
     from ranktape.storage.places.retry import RetryingBackend
 
 
-@click.command(name="cp")
-@selection_options
-@click.argument("url", metavar="URL")
-@click.option("--no-verify", is_flag=True, help="Trust the sizes of values instead of reading them back.")
-@json_option
-@click.option("--target-storage-options", metavar="JSON", help="The same for URL; those of RUN by default.")
-def cp_command(
-    *,
-    selection: Selection,
+def cp(
+    run: str,
     url: str,
-    no_verify: bool,
-    as_json: bool,
-    target_storage_options: str | None,
-) -> None:
+    *,
+    filters: Mapping[str, Sequence[str]] | None = None,
+    where: str | None = None,
+    verify: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    target_storage_options: Mapping[str, Any] | None = None,
+    on_progress: Progress = quiet,
+) -> CopyReport | SelectionReport:
     """Copy RUN to URL: a directory or an object store.
 
     A copy that was interrupted goes on where it stopped, and is a run only when it is whole. Every object is read
@@ -58,49 +60,62 @@ def cp_command(
     With filters only the records that match are copied, into a run of their own: its iterations are complete when
     those records are there, and say how many others were left out. Such a copy does not go on where it stopped.
     """
-    from ranktape.storage.maintenance.copy import copy_run
+    from ranktape.storage.maintenance.copy import copy_records, copy_run
     from ranktape.storage.maintenance.runs import suggest_nearest
-    from ranktape.storage.places.urls import open_backend
-
-    run, options = selection.run, selection.storage_options
-    target_options = read_options(target_storage_options) if target_storage_options else options
-    with suggest_nearest(run, storage_options=options), work_bar("copying") as on_progress:
-        source = open_backend(run, storage_options=options if "://" in run else None)
-        target = _open(url, target_options)
-        if selection.filters or selection.where:
-            report, text = _copy_selection(source, target, selection=selection, on_progress=on_progress)
-        else:
-            copied = report = copy_run(source, target, verify=not no_verify, on_progress=on_progress)
-            text = f"{copied.num_copied} objects ({nbytes_text(copied.nbytes_copied)}) copied"
-            if copied.num_present:
-                text += f"; {copied.num_present} ({nbytes_text(copied.nbytes_present)}) were there"
-            if copied.left_out:
-                text += f"; {len(copied.left_out)} that are no part of what is committed were left out"
-    if as_json:
-        say_json({"run": shown(run), "url": shown(url), **dataclasses.asdict(report)})
-    else:
-        say(f"{shown(url)}: {text}")
-
-
-def _copy_selection(
-    source: RetryingBackend, target: RetryingBackend, *, selection: Selection, on_progress: Progress
-) -> tuple[Any, str]:
-    """Copy the records that match; what was copied, and that in words."""
-    from ranktape.storage.maintenance.copy import copy_records
     from ranktape.storage.records.run import Run
 
-    run = selection.source()
-    if not isinstance(run, Run):
-        raise UsageError(f"{selection.run} is a folder of files and no run: use 'ranktape import'")
-    words = [f"--{field.replace('_', '-')} {text}" for field, texts in selection.filters.items() for text in texts]
-    filters = " ".join([*words, *([f"--where {selection.where!r}"] if selection.where else [])])
-    report = copy_records(
-        source, target, run=run, records=selection.chosen(run), filters=filters, on_progress=on_progress
-    )
-    return report, (
-        f"{count_text(report.num_records, 'record')} ({nbytes_text(report.nbytes)}) of "
-        f"{count_text(len(report.iterations), 'iteration')} copied; {report.num_left_out} others left out"
-    )
+    chosen = {field: tuple(texts) for field, texts in (filters or {}).items()}
+    with suggest_nearest(run, storage_options=storage_options):
+        source = _open(run, storage_options)
+        target = _open(url, storage_options if target_storage_options is None else target_storage_options)
+        if not chosen and not where:
+            return copy_run(source, target, verify=verify, on_progress=on_progress)
+        selection = Selection(run=run, filters=chosen, where=where, storage_options=storage_options)
+        opened = selection.source()
+        if not isinstance(opened, Run):
+            raise UsageError(f"{run} is a folder of files and no run: use 'ranktape import'")
+        words = [f"--{field.replace('_', '-')} {text}" for field, texts in chosen.items() for text in texts]
+        said = " ".join([*words, *([f"--where {where!r}"] if where else [])])
+        records = selection.chosen(opened)
+        return copy_records(source, target, run=opened, records=records, filters=said, on_progress=on_progress)
+
+
+@click.command(name="cp", help=inspect.cleandoc(cp.__doc__ or ""))
+@selection_options
+@click.argument("url", metavar="URL")
+@click.option("--no-verify", is_flag=True, help="Trust the sizes of values instead of reading them back.")
+@json_option
+@click.option("--target-storage-options", metavar="JSON", help="The same for URL; those of RUN by default.")
+def cp_command(
+    *, selection: Selection, url: str, no_verify: bool, as_json: bool, target_storage_options: str | None
+) -> None:
+    """Copy, and say what was copied."""
+    from ranktape.storage.maintenance.copy import CopyReport
+
+    with work_bar("copying") as on_progress:
+        report = cp(
+            selection.run,
+            url,
+            filters=selection.filters,
+            where=selection.where,
+            verify=not no_verify,
+            storage_options=selection.storage_options,
+            target_storage_options=read_options(target_storage_options),
+            on_progress=on_progress,
+        )
+    if as_json:
+        say_json({"run": shown(selection.run), "url": shown(url), **dataclasses.asdict(report)})
+        return
+    if isinstance(report, CopyReport):
+        text = f"{report.num_copied} objects ({nbytes_text(report.nbytes_copied)}) copied"
+        if report.num_present:
+            text += f"; {report.num_present} ({nbytes_text(report.nbytes_present)}) were there"
+        if report.left_out:
+            text += f"; {len(report.left_out)} that are no part of what is committed were left out"
+    else:
+        text = f"{count_text(report.num_records, 'record')} ({nbytes_text(report.nbytes)}) of "
+        text += f"{count_text(len(report.iterations), 'iteration')} copied; {report.num_left_out} others left out"
+    say(f"{shown(url)}: {text}")
 
 
 def _open(url: str, options: Mapping[str, Any] | None) -> RetryingBackend:
@@ -242,7 +257,30 @@ def _ring_lines(report: RingReport) -> list[str]:
     return lines + [f"  lost: iteration {iteration}: {reason}" for iteration, reason in report.failed.items()]
 
 
-@click.command(name="export")
+def export(
+    records: Records, folder: Path, *, form: str = "tensors", per_sample: bool = False, overwrite: bool = False
+) -> ExportReport:
+    """Write the tensors of RUN as .pt files into DIR.
+
+    Their names and what is embedded in them are those of the legacy tools, and `ranktape import` makes the same
+    run of them. Files that are there and hold the same are left as they are. Filters are those of the analyze
+    commands.
+    """
+    from ranktape.analyze.engine.progress import progress
+    from ranktape.analyze.legacy.export import ExportForm, export_records
+
+    with progress(len(records), description="exporting") as on_record:
+        return export_records(
+            records,
+            folder,
+            form=ExportForm(form),
+            per_sample=per_sample,
+            overwrite=overwrite,
+            on_record=on_record,
+        )
+
+
+@click.command(name="export", help=inspect.cleandoc(export.__doc__ or ""))
 @selection_options
 @click.argument("folder", metavar="DIR", type=NamedPath(path_type=Path, file_okay=False))
 @click.option(
@@ -254,26 +292,9 @@ def _ring_lines(report: RingReport) -> list[str]:
 )
 @click.option("--per-sample", is_flag=True, help="One file for each sample, where a tensor has samples.")
 @click.option("--overwrite", is_flag=True, help="Replace files that hold something else.")
-def export_command(*, selection: Selection, folder: Path, form: str, per_sample: bool, overwrite: bool) -> None:
-    """Write the tensors of RUN as .pt files into DIR.
-
-    Their names and what is embedded in them are those of the legacy tools, and `ranktape import` makes the same
-    run of them. Files that are there and hold the same are left as they are. Filters are those of the analyze
-    commands.
-    """
-    from ranktape.analyze.engine.progress import progress
-    from ranktape.analyze.legacy.export import ExportForm, export_records
-
-    records = selection.records()
-    with progress(len(records), description="exporting") as on_record:
-        report = export_records(
-            records,
-            folder,
-            form=ExportForm(form),
-            per_sample=per_sample,
-            overwrite=overwrite,
-            on_record=on_record,
-        )
+def export_command(*, selection: Selection, folder: Path, **options: Any) -> None:
+    """Export, and say what was written."""
+    report = export(selection.records(), folder, **options)
     kept = f"; {report.num_kept} were there already" if report.num_kept else ""
     say(f"{report.num_written} files written to {folder}, {nbytes_text(report.nbytes)} of values{kept}")
 
