@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.formats import Format
     from ranktape.analyze.table import Table
-    from ranktape.analyze.views.plots.table import Plot
+    from ranktape.analyze.views.plots.plot import Plot
 
 DEFAULT_FOLDER = Path("draw")
 """Where many plots go: the place that the legacy tool used."""

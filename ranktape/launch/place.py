@@ -69,14 +69,14 @@ def count_text(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def confirm(question: str, *, is_yes: bool) -> None:
-    """Ask before something is removed; `is_yes` is the answer that was given with `--yes`.
+def confirm(question: str | None, *, is_yes: bool) -> None:
+    """Ask before something is removed, if there is anything to ask; `is_yes` is the answer of `--yes`.
 
     Raises:
         UsageError: there is no terminal to ask at.
         click.Abort: the answer is no.
     """
-    if is_yes:
+    if is_yes or not question:
         return
     if not sys.stdin.isatty():
         raise UsageError("nothing is removed without being asked, and there is no terminal to ask at: add --yes")
@@ -141,12 +141,8 @@ def command_of(
             alone = {flag: given.pop(flag) for flag in flags or {}}
             if "storage_options" in given:
                 given["storage_options"] = read_options(given["storage_options"])
-            if (
-                question is not None
-                and not given["dry_run"]
-                and (asked := question(function(**{**given, "dry_run": True})))
-            ):
-                confirm(asked, is_yes=yes)
+            if question is not None and not given["dry_run"]:
+                confirm(question(function(**{**given, "dry_run": True})), is_yes=yes)
             with work_bar(working) if working else contextlib.nullcontext(quiet) as on_progress:
                 told: dict[str, Any] = {"on_progress": on_progress} if working else {}
                 if each is not None and not as_json:

@@ -128,7 +128,7 @@ def read_pickle(source: IO[bytes], *, place: str, storages: dict[str, Storage] |
         DataError: it is cut off or damaged, or names something that is neither a tensor nor plain data.
     """
     try:
-        return _Machine(_Source(source), {} if storages is None else storages).load()
+        return _Machine(_BoundedSource(source), {} if storages is None else storages).load()
     except _RefusedError as error:
         raise DataError(
             f"{place} is not read: its pickle holds {error}, which is neither a dense tensor nor plain data; "
@@ -140,7 +140,7 @@ def read_pickle(source: IO[bytes], *, place: str, storages: dict[str, Storage] |
         raise DataError(f"{place} is damaged: its pickle cannot be read ({error})") from error
 
 
-class _Source:
+class _BoundedSource:
     """A file of which no more is read than a pickle is long."""
 
     def __init__(self, source: IO[bytes]) -> None:
@@ -188,7 +188,7 @@ _KNOWN = b"".join(
 class _Machine(_Unpickler):  # type: ignore[misc]  # torch's own reader narrows it in the same way
     """Python's unpickler with the instructions that are known, for stand-ins of ours."""
 
-    def __init__(self, source: _Source, storages: dict[str, Storage]) -> None:
+    def __init__(self, source: _BoundedSource, storages: dict[str, Storage]) -> None:
         super().__init__(source, encoding="latin-1")
         self._storages = storages
 

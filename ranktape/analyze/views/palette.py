@@ -1,4 +1,4 @@
-"""Which colours do plots and the report share?
+"""Gives the colours that plots and the report share.
 
 Okabe and Ito's, which people with any colour vision tell apart. No plotting library is imported here.
 """

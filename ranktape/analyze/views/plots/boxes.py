@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.groups import Group
-    from ranktape.analyze.views.plots.table import Plot
+    from ranktape.analyze.views.plots.plot import Plot
 
 WHISKERS = (5.0, 95.0)
 """Percentiles at the ends of the whiskers."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.groups import Group
-    from ranktape.analyze.views.plots.table import Plot
+    from ranktape.analyze.views.plots.plot import Plot
 
     Bins = tuple[NDArray[np.float64], NDArray[np.float64]]
     """Edges, and what is between each two of them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.analyze.views.plots.data import PlotData
-    from ranktape.analyze.views.plots.table import Plot
+    from ranktape.analyze.views.plots.plot import Plot
 
 MAX_NAMED = 4
 """Values of a field that are named, before they are counted."""
@@ -186,3 +186,47 @@ def _limits(data: PlotData) -> str:
         return f"limits of the values' own dtype{' as captured' if data.view is View.SEEN else ''}"
     largest, smallest = f"largest value {target.maximum:.4g}", f"smallest normal {target.min_normal:.3g}"
     return f"limits of {target.name} without scaling: {largest}, {smallest}"
+
+
+def pooled(data: PlotData, name: str, groups: NDArray[np.int64], *, num_groups: int) -> NDArray[np.float64]:
+    """A metric of all records of each group together, for `groups` that number each record's, negative for none.
+
+    Shares (`overflow`, `underflow`, `flushed`, `nan`, `zero`) are of all elements of the group, `std` of all its finite
+    values; `extreme` is the largest. NaN where a group has no record, or none of which it is known.
+    """
+    inside = groups >= 0
+    places = groups[inside]
+
+    def total(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        added = np.bincount(places, weights=np.nan_to_num(values[inside]), minlength=num_groups)
+        return added.astype(np.float64)
+
+    if name in SHARES:
+        counted = sum((data.metric(one) for one in SHARES[name]), start=np.zeros(len(data)))
+        is_known = ~np.isnan(counted)
+        elements = total(np.where(is_known, data.metric("num_elements"), 0.0))
+        known = np.bincount(places, weights=is_known[inside], minlength=num_groups)
+        return np.where(known > 0, total(counted) / np.maximum(1, elements), np.nan)
+    if name == "std":
+        count = total(data.metric("num_finite"))
+        mean = total(data.metric("sum")) / np.maximum(1, count)
+        with np.errstate(over="ignore", invalid="ignore"):
+            own = data.metric("sum") / np.maximum(1, data.metric("num_finite"))
+            shifts = np.where(inside, own - mean[np.maximum(groups, 0)], 0.0)
+            moment = total(data.metric("moment_2") + data.metric("num_finite") * shifts**2)
+            return np.where(count > 0, np.sqrt(moment / np.maximum(1, count)), np.nan)
+    found = np.full(num_groups, np.nan)
+    np.fmax.at(found, places, data.metric(name)[inside])
+    return found
+
+
+SHARES: Mapping[str, Sequence[str]] = {
+    "overflow": ("upper", "lower"),
+    "upper": ("upper",),
+    "lower": ("lower",),
+    "underflow": ("underflow",),
+    "flushed": ("flushed",),
+    "nan": ("nan",),
+    "zero": ("zero",),
+}
+"""Parts of a record's elements, and the counts that each is made of."""

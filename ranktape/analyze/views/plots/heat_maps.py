@@ -28,8 +28,8 @@ from ranktape.analyze.views.plots.axes import (
     share_text,
     thinned,
 )
-from ranktape.analyze.views.plots.data import pooled
-from ranktape.analyze.views.plots.groups import page_of
+from ranktape.analyze.views.plots.groups import page_of, pooled
+from ranktape.analyze.views.plots.ranks import rank_deviations, rank_distances
 from ranktape.analyze.views.plots.style import (
     INFINITE_COLOR,
     INK,
@@ -44,7 +44,7 @@ from ranktape.analyze.views.plots.style import (
     name,
     say,
 )
-from ranktape.analyze.views.plots.tallies import exponents, filled, rank_deviations, rank_distances, sample_names
+from ranktape.analyze.views.plots.tallies import exponents, filled, sample_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.views.plots.data import PlotData
+    from ranktape.analyze.views.plots.plot import Plot
     from ranktape.analyze.views.plots.style import Page
-    from ranktape.analyze.views.plots.table import Plot
 
 MAX_COLUMNS, MAX_ROWS = 256, 160
 """Cells that are drawn; of more, neighbours are one."""

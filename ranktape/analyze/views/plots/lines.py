@@ -24,8 +24,7 @@ from ranktape.analyze.views.plots.axes import (
     thinned,
     with_gap,
 )
-from ranktape.analyze.views.plots.data import pooled
-from ranktape.analyze.views.plots.groups import groups_of, page_of
+from ranktape.analyze.views.plots.groups import groups_of, page_of, pooled
 from ranktape.analyze.views.plots.style import COLORS, INK, MARKS, key, name, say
 from ranktape.analyze.views.plots.tallies import sample_names
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.groups import Group
-    from ranktape.analyze.views.plots.table import Plot
+    from ranktape.analyze.views.plots.plot import Plot
 
 MAX_MARKS, MAX_THICK = 40, 200
 """Places along an axis up to which points do not run together, and lines are thick."""

@@ -14,8 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from ranktape.analyze.engine.values import read_values
 from ranktape.analyze.views.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from ranktape.analyze.views.plots.axes import name_rows, scale_numbers, scale_shares, share_text
-from ranktape.analyze.views.plots.data import pooled
-from ranktape.analyze.views.plots.groups import groups_of, page_of
+from ranktape.analyze.views.plots.groups import groups_of, page_of, pooled
 from ranktape.analyze.views.plots.style import INK, SMALL_SIZE, empty, key, name, plain, say
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.views.plots.data import PlotData
-    from ranktape.analyze.views.plots.table import Plot
+    from ranktape.analyze.views.plots.plot import Plot
     from ranktape.storage import Record
 
 SIDES = (

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.numerics.formats import Format
     from ranktape.analyze.views.plots.data import PlotData
-    from ranktape.analyze.views.plots.table import Plot
+    from ranktape.analyze.views.plots.plot import Plot
 
 MAX_MARKS = 40
 """Layers up to which marks do not run together."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ranktape.analyze.views.plots.data import PlotData
-    from ranktape.analyze.views.plots.table import Plot
+    from ranktape.analyze.views.plots.plot import Plot
 
 
 def sweep(data: PlotData, _: Plot, *, is_summary: bool) -> Figure:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.formats import Format
     from ranktape.analyze.table import Table
-    from ranktape.analyze.views.plots.table import Plot
+    from ranktape.analyze.views.plots.plot import Plot
     from ranktape.storage import Records
 
 INDEX, README = "index.json", "README.txt"

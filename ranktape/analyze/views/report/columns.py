@@ -92,6 +92,11 @@ class PageMetric(NamedTuple):
             return self.name
         return "overflow.total" if self.name == "overflow.ratio" else self.name.removesuffix(".ratio") + ".count"
 
+    def to_json(self, column: NDArray[np.float64]) -> dict[str, Any]:
+        """The metric with its column, as the page's script knows it."""
+        about = {"name": self.name, "head": self.head, "unit": self.unit, "merge": self.merge.value}
+        return {**about, "isMagnitude": self.is_magnitude, "column": packed(column)}
+
 
 SHOWN = (
     PageMetric("overflow.ratio", "overflow", Merge.RATIO),

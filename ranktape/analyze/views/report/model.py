@@ -89,14 +89,15 @@ def build_model(
     columns, num_rounded = _columns(records, details, samples, view=view, engine=used)
     details.add_block_sweeps(records, first=named, engine=used)
     sample_columns, num_sampled = samples.to_json(first=named)
+    shown = [(one, columns[one.source]) for one in SHOWN]
     swept = [scheme.element.name for scheme, _ in details.targets]
     left_out = _details_left_out(details, num_records=len(records), num_rounded=num_rounded)
     if len(findings) > MAX_FINDINGS:
         more = len(findings) - MAX_FINDINGS
         left_out.insert(0, f"{more:,} findings more than the {MAX_FINDINGS} that the page lists.")
     if num_sampled != samples.num_records:
-        shown = f"{num_sampled:,} of {samples.num_records:,} records"
-        left_out.append(f"Samples are shown of {shown} that have some: those that differ most.")
+        count = f"{num_sampled:,} of {samples.num_records:,} records"
+        left_out.append(f"Samples are shown of {count} that have some: those that differ most.")
     return Model(
         url=printable(url),
         facts=_facts(records, scope=scope, environment=environment or {}),
@@ -109,17 +110,7 @@ def build_model(
             "fields": _fields(records),
             "nbytes": packed(records.column("nbytes")),
             "elements": packed(columns["elements"]),
-            "figures": [
-                {
-                    "name": one.name,
-                    "head": one.head,
-                    "unit": one.unit,
-                    "merge": one.merge.value,
-                    "isMagnitude": one.is_magnitude,
-                    "column": packed(column),
-                }
-                for one, column in (*((one, columns[one.source]) for one in SHOWN), *details.ratios())
-            ],
+            "figures": [one.to_json(column) for one, column in (*shown, *details.ratios())],
             "details": details.to_json(),
             "samples": sample_columns,
             "bands": [_band(FORMATS[name]) for name in dict.fromkeys((*BANDS, *swept)) if name != "nvfp4"],
