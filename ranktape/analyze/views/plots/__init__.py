@@ -1,1 +1,1 @@
-"""What do the figures of a run look like: which plots are there, how are they drawn, and where do they go?"""
+"""Draws the plots of a run: a table of what there is, functions that draw, and what writes the files."""
