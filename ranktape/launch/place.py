@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,22 @@ def shown(url: str) -> str:
 def count_text(number: int, what: str) -> str:
     """A number of things in words: 1 error, 2 errors."""
     return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+MAX_NAMED = 4
+"""Things that text names before it counts the rest; JSON names all."""
+
+
+def by_reason(told: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """For each reason, the first of each pair, what it is told of: the first few by name."""
+    found: dict[str, dict[str, None]] = {}
+    for reason, what in told:
+        found.setdefault(reason, {})[what] = None
+    rests = {reason: len(names) - MAX_NAMED for reason, names in found.items()}
+    return {
+        reason: "; ".join(list(names)[:MAX_NAMED]) + (f"; and {rests[reason]} more" if rests[reason] > 0 else "")
+        for reason, names in found.items()
+    }
 
 
 def confirm(question: str | None, *, is_yes: bool) -> None:

@@ -21,7 +21,7 @@ import click
 from ranktape.analyze.console import say, say_json
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.launch.options import capture_options, capture_request
-from ranktape.launch.place import count_text
+from ranktape.launch.place import MAX_NAMED, by_reason, count_text
 from ranktape.launch.script import Script
 from ranktape.launch.worker import Worker
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 PROGRAM = "torchrun [its options] -m ranktape.launch.plan"
 """What the help page calls us under torchrun."""
-
-_MAX_NAMED = 4
 
 
 @click.command(
@@ -167,8 +165,9 @@ def forecast_lines(forecast: Forecast, *, verbose: bool) -> list[str]:
     reduced = ", ".join(f"{count} as {keep}" for keep, count in footprint.kept.items() if keep != "values")
     kept = reduced and f" ({reduced}: {size_text(footprint.stored_nbytes)} are stored{packed})"
     free = "" if one.free_nbytes is None else f", {size_text(one.free_nbytes)} free"
+    layers = ", ".join(f"{count} {kind}" for kind, count in one.num_layers.items()) or "none"
     rows = [
-        ("layers", _counted(one.num_layers) + where),
+        ("layers", layers + where),
         ("tensors", f"{footprint.num_tensors}, {size_text(footprint.nbytes)} per iteration{kept}"),
         *([("coverage", one.coverage)] if one.coverage else []),
         ("largest", f"{footprint.largest}, {size_text(footprint.largest_nbytes)}"),
@@ -190,19 +189,14 @@ def forecast_lines(forecast: Forecast, *, verbose: bool) -> list[str]:
     lines += [f"  {name:<11}{text}" for name, text in rows]
     if verbose:
         lines += [f"  {kind}: {module}" for kind, modules in one.layers.items() for module in modules]
-    lines += _missing(one.silent_sites)
-    return [*lines, *(f"cannot work: {refusal}" for refusal in forecast.refusals)] + (
-        [] if forecast.refusals else ["it fits"]
-    )
-
-
-def _counted(num_layers: dict[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in num_layers.items()) or "none"
+    silent = by_reason((reason, place) for place, reason in one.silent_sites.items())
+    lines += [f"  not recorded ({reason}): {places}" for reason, places in silent.items()]
+    return [*lines, *([f"cannot work: {refusal}" for refusal in forecast.refusals] or ["it fits"])]
 
 
 def _listed(iterations: Sequence[int]) -> str:
-    named = ", ".join(str(iteration) for iteration in iterations[:_MAX_NAMED])
-    return named if len(iterations) <= _MAX_NAMED else f"{named}, ... {iterations[-1]} ({len(iterations)})"
+    named = ", ".join(str(iteration) for iteration in iterations[:MAX_NAMED])
+    return named if len(iterations) <= MAX_NAMED else f"{named}, ... {iterations[-1]} ({len(iterations)})"
 
 
 def _room(one: RankPlan, num_iterations: int) -> str:
@@ -227,18 +221,6 @@ def _slowdown(forecast: Forecast) -> str:
         f"{forecast.captured_slowdown:.1%} of a captured step, {forecast.sustained_slowdown:.1%} of the training while "
         f"it is captured"
     )
-
-
-def _missing(silent_sites: dict[str, str]) -> list[str]:
-    reasons: dict[str, list[str]] = {}
-    for place, reason in silent_sites.items():
-        reasons.setdefault(reason, []).append(place)
-    return [f"  not recorded ({reason}): {_places(places)}" for reason, places in reasons.items()]
-
-
-def _places(places: Sequence[str]) -> str:
-    rest = len(places) - _MAX_NAMED
-    return "; ".join(places[:_MAX_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _time(seconds: float) -> str:

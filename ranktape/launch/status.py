@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.launch.place import CommandAnswer, command_of, count_text, shown
+from ranktape.launch.place import MAX_NAMED, CommandAnswer, by_reason, command_of, count_text, shown
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
@@ -34,9 +34,6 @@ COUNTED = (
     "records it has"
 )
 """What is said where both are counted."""
-
-MAX_NAMED = 4
-"""Ranks, and tensors, that text names before it counts the rest; JSON names all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,23 +147,16 @@ def tensors_text(status: IterationStatus) -> str:
 
 def rank_notes(told: Mapping[int, str]) -> tuple[str, ...]:
     """What is told of ranks, one line for each thing."""
-    ranks: dict[str, list[str]] = {}
-    for rank, reason in told.items():
-        ranks.setdefault(reason, []).append(f"rank {rank}")
-    return tuple(printable(f"{reason} ({_first(named)})") for reason, named in ranks.items())
+    ranks = by_reason((reason, f"rank {rank}") for rank, reason in told.items())
+    return tuple(printable(f"{reason} ({named})") for reason, named in ranks.items())
 
 
 def silent_notes(statuses: Sequence[IterationStatus]) -> tuple[str, ...]:
     """The tensors that were expected and not recorded, one line for each reason."""
-    places: dict[str, dict[str, None]] = {}
-    for status in statuses:
-        for sites in status.silent_sites.values():
-            for site, reason in sites.items():
-                places.setdefault(reason, {})[site] = None
-    return tuple(printable(f"not recorded ({reason}): {_first(sites)}") for reason, sites in places.items())
-
-
-def _first(words: Any) -> str:
-    named = list(words)
-    rest = len(named) - MAX_NAMED
-    return "; ".join(named[:MAX_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
+    pairs = [
+        (reason, site)
+        for status in statuses
+        for sites in status.silent_sites.values()
+        for site, reason in sites.items()
+    ]
+    return tuple(printable(f"not recorded ({reason}): {named}") for reason, named in by_reason(pairs).items())
