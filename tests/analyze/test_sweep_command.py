@@ -365,7 +365,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(here: Path) -> None:
     result = sweep("a.pt", "--output-dir", "file/out")
     assert (result.exit_code, result.stdout) == (1, "")
     (error,) = result.stderr.splitlines()
-    assert error.startswith("Error: file/out cannot be written: Not a directory: move aside")
+    assert error.startswith("Error: the folder cannot be written to file/out: Not a directory: move aside")
 
 
 def test_a_place_that_is_taken_fails_its_tensor_alone(here: Path) -> None:
@@ -375,7 +375,7 @@ def test_a_place_that_is_taken_fails_its_tensor_alone(here: Path) -> None:
     (here / "out" / "a").write_text("in the way")
     result = sweep("a.pt", "b.pt", "--output-dir", "out", "--no-plots")
     assert result.exit_code == 1
-    assert "Failed to process: a.pt: out/a cannot be written: File exists: move aside" in result.stdout
+    assert "Failed to process: a.pt: the folder cannot be written to out/a: File exists: move aside" in result.stdout
     assert names(here / "out" / "b") == ["mxfp_scaling_results_fp8_e4m3.txt", "mxfp_scaling_test_b_fp8_e4m3.log"]
 
 
@@ -385,7 +385,7 @@ def test_a_failure_while_writing_is_in_the_log(here: Path) -> None:
     result = sweep("a.pt", "--output-dir", "out")
     assert result.exit_code == 1
     lines = (here / "out" / "a" / "mxfp_scaling_test_a_fp8_e4m3.log").read_text().splitlines()
-    assert re.search(r"  Failed: out/a/mxfp_scaling_test_fp8_e4m3.png cannot be written: Is a directory", lines[-1])
+    assert re.search(r"  Failed: the plot cannot be written to out/a/\S+: Is a directory", lines[-1])
     assert [line for line in result.stdout.splitlines() if line[:2] == "20"] == lines
 
 
