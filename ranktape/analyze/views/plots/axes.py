@@ -106,8 +106,7 @@ def scale_factors(axes: Axes, logs: NDArray[np.float64]) -> None:
     reach = max(1.0, float(np.abs(known).max(initial=0.0))) * 1.08
     axes.set_ylim(-reach, reach)
     ticks = powers_between(-reach, reach, max_ticks=6)
-    axes.yaxis.set_major_locator(FixedLocator(ticks))
-    axes.yaxis.set_major_formatter(FixedFormatter([factor_text(tick) for tick in ticks]))
+    set_ticks(axes.yaxis, ticks, [factor_text(tick) for tick in ticks])
     axes.axhline(0, color=INK, linewidth=0.9)
     if not known.size:
         empty(axes, "nothing to compare")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,8 +38,7 @@ LINEAR_OCTAVES = 12
 """An axis of both signs is linear unless its magnitudes spread over more octaves."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoxPanel:
+class BoxPanel(NamedTuple):
     """One metric of the tensors."""
 
     metric: str
@@ -55,20 +53,20 @@ class BoxPanel:
     """What it is of a normal distribution."""
 
 
-MEAN = BoxPanel(metric="mean", title="|mean|")
-STD = BoxPanel(metric="std", title="standard deviation")
-KURTOSIS = BoxPanel(metric="kurtosis", title="kurtosis (normal: 3)", normal=math.log2(3.0))
+MEAN = BoxPanel("mean", "|mean|")
+STD = BoxPanel("std", "standard deviation")
+KURTOSIS = BoxPanel("kurtosis", "kurtosis (normal: 3)", normal=math.log2(3.0))
 
 PANELS: Mapping[str, tuple[BoxPanel, ...]] = {
-    "general": (MEAN, STD, BoxPanel(metric="absmax", title="absmax", has_limits=True), KURTOSIS),
+    "general": (MEAN, STD, BoxPanel("absmax", "absmax", has_limits=True), KURTOSIS),
     "shapes": (
-        BoxPanel(metric="variance", title="variance"),
-        BoxPanel(metric="skewness", title="skewness (normal: 0)", is_magnitude=False, normal=0.0),
+        BoxPanel("variance", "variance"),
+        BoxPanel("skewness", "skewness (normal: 0)", is_magnitude=False, normal=0.0),
         KURTOSIS,
     ),
     "ends": (
         *(MEAN, STD),
-        *(BoxPanel(metric=end, title=f"|{end}|", has_limits=True) for end in ("minimum", "maximum")),
+        *(BoxPanel(end, f"|{end}|", has_limits=True) for end in ("minimum", "maximum")),
     ),
 }
 """What rows of the table choose from."""

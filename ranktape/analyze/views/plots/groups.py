@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from matplotlib.lines import Line2D
@@ -63,8 +63,7 @@ class Group:
         return key(Line2D([], [], **self.line, linewidth=2, **mark), self.label)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grouping:
+class Grouping(NamedTuple):
     """The groups of a plot, and what is said of those that are not in it."""
 
     groups: tuple[Group, ...]
@@ -73,12 +72,9 @@ class Grouping:
     """How many are left out, and which; empty for none."""
 
 
-def groups_of(
-    data: PlotData, row: Plot, *, max_groups: int = MAX_GROUPS, with_values: bool = False
-) -> tuple[tuple[Group, ...], str]:
-    """The groups that a row of the table asks for, and the note on those that are left out."""
-    found = group_by(data, *row.by, max_groups=max_groups, with_values=with_values, **row.chosen(data))
-    return found.groups, found.note
+def groups_of(data: PlotData, row: Plot, **options: Any) -> Grouping:
+    """The groups that a row of the table asks for; `options` are those of `group_by`."""
+    return group_by(data, *row.by, **options, **row.chosen(data))
 
 
 def group_by(

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedFormatter, FixedLocator
 
 from ranktape.analyze.views.plots.axes import (
     band_handles,
@@ -78,8 +77,7 @@ OUTSIDE = "outside"
 """What the row of all that is outside of the stack is called."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class Scale(NamedTuple):
     """What the colours of a heat map mean."""
 
     kind: str
@@ -267,8 +265,7 @@ def draw_heat_maps(page: Page, grids: Sequence[Grid], *, scale: Scale, labels: t
         longest = max(map(len, grid.columns), default=1)
         max_names = max(1, int(0.75 * size["width"] / ((longest + 2) * LETTER_INCHES)))
         places, names = thinned(grid.columns, max_names=max_names)
-        axes.xaxis.set_major_locator(FixedLocator(places))
-        axes.xaxis.set_major_formatter(FixedFormatter(names))
+        set_ticks(axes.xaxis, places, names)
         _name_rows(axes, grid.rows, height=size["height"])
         _write_metrics(axes, grid.values, scale=scale, norm=norm)
         if has_own and scale.has_color(grid.values).any():
@@ -334,8 +331,7 @@ def _name_rows(axes: Axes, names: Sequence[str], *, height: float) -> None:
     if extra:
         room = ROW_INCHES * len(names) / height
         named = {0: names[0]} | {place: one for place, one in named.items() if place >= room}
-    axes.yaxis.set_major_locator(FixedLocator(list(named)))
-    axes.yaxis.set_major_formatter(FixedFormatter(list(named.values())))
+    set_ticks(axes.yaxis, list(named), list(named.values()))
 
 
 def _write_metrics(axes: Axes, values: NDArray[np.float64], *, scale: Scale, norm: Normalize) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedFormatter, FixedLocator
 
 from ranktape.analyze.identity import stack_of
 from ranktape.analyze.views.plots.axes import (
@@ -20,6 +18,7 @@ from ranktape.analyze.views.plots.axes import (
     scale_powers,
     scale_shares,
     scale_whole,
+    set_ticks,
     share_text,
     thinned,
     with_gap,
@@ -41,8 +40,7 @@ MAX_MARKS, MAX_THICK = 40, 200
 """Places along an axis up to which points do not run together, and lines are thick."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinePanel:
+class LinePanel(NamedTuple):
     """One metric."""
 
     metric: str
@@ -81,19 +79,19 @@ class LinePanel:
             return np.asarray(np.log2(values))
 
 
-STD = LinePanel(metric="std", title="standard deviation of all values")
-ABSMAX = LinePanel(metric="extreme", title="absmax", has_limits=True)
+STD = LinePanel("std", "standard deviation of all values")
+ABSMAX = LinePanel("extreme", "absmax", has_limits=True)
 LOSSES = (
     STD,
     ABSMAX,
-    LinePanel(metric="overflow", title="overflow: share of elements", kind="share"),
-    LinePanel(metric="underflow", title="underflow: share of elements", kind="share"),
+    LinePanel("overflow", "overflow: share of elements", kind="share"),
+    LinePanel("underflow", "underflow: share of elements", kind="share"),
 )
 SHAPES = (
     STD,
     ABSMAX,
-    LinePanel(metric="kurtosis", title="largest kurtosis of a tensor (normal: 3)"),
-    LinePanel(metric="log2_range", title="largest range of a tensor, in octaves", kind="number"),
+    LinePanel("kurtosis", "largest kurtosis of a tensor (normal: 3)"),
+    LinePanel("log2_range", "largest range of a tensor, in octaves", kind="number"),
 )
 
 
@@ -167,8 +165,7 @@ def neighbouring_layers(data: PlotData, row: Plot) -> Figure:
     distances = {group: octave_distances(data, group.label, num_layers=len(layers)) for group in groups}
     draw(axes, {group: np.where(is_next, values, np.nan) for group, values in distances.items()})
     axes.set_ylim(0, 1.02)
-    axes.yaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 1]))
-    axes.yaxis.set_major_formatter(FixedFormatter([share_text(tick / 4) for tick in range(5)]))
+    set_ticks(axes.yaxis, [0, 0.25, 0.5, 0.75, 1], [share_text(tick / 4) for tick in range(5)])
     scale_layers(axes, layers[1:])
     page.handles += [group.handle(has_mark=True) for group in groups]
     return page.finish()
@@ -209,8 +206,7 @@ def sample_differences(data: PlotData, row: Plot) -> Figure:
         point: dict[str, Any] = {"color": COLORS[index], "markersize": 6.0 if len(names) <= MAX_MARKS else 2.5}
         axes.plot(places[known], one[known, 0], MARKS[index], linestyle="", **point)
         scale_factors(axes, one)
-        axes.xaxis.set_major_locator(FixedLocator(shown))
-        axes.xaxis.set_major_formatter(FixedFormatter(words))
+        set_ticks(axes.xaxis, shown, words)
         axes.set_xlim(-0.6, len(names) - 0.4)
     page.handles += [
         key(Line2D([], [], color=INK, marker="o", linestyle="", markersize=5), "mean over tensors"),

@@ -6,8 +6,7 @@ One row of panels for each kind of loss, one column for each operation, one line
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matplotlib.lines import Line2D
 
@@ -15,6 +14,7 @@ from ranktape.analyze.identity import layer_places
 from ranktape.analyze.numerics.formats import BY_DTYPE, FORMATS
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.views.plots.axes import scale_layers, scale_shares, with_gap
+from ranktape.analyze.views.plots.lines import MAX_MARKS
 from ranktape.analyze.views.plots.style import COLORS, INK, MARKS, Page, key, name, plain, say
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.formats import Format
     from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.plot import Plot
-
-MAX_MARKS = 40
-"""Layers up to which marks do not run together."""
 
 WORST: dict[str, Any] = {"linestyle": ":", "linewidth": 1.2, "marker": "o", "markersize": 2}
 """How the line of the worst tensors looks."""
@@ -41,8 +38,7 @@ FLUSHED = "overflow.flushed.count"
 """The column that an overflow table has against a format alone: of what is stored already nothing is flushed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class Panel(NamedTuple):
     """One row of panels: a kind of loss."""
 
     kind: str
@@ -57,37 +53,27 @@ class Panel:
     """The same under the limits of a format."""
 
 
-ZEROS = Panel(kind="zeros", absence="no zeros", column="overflow.zero.count", definition="exactly 0 as captured")
+ZEROS = Panel("zeros", "no zeros", "overflow.zero.count", "exactly 0 as captured")
 """Drawn below where a layer has many: what was cast to a format without a scale is zero and underflows no more."""
 
 PANELS = (
     Panel(
-        kind="overflow",
-        absence="no overflow",
-        column="overflow.total",
-        definition="beyond the largest value",
-        under=lambda limits: f"|x| rounds beyond {limits.maximum:.4g}",
+        *("overflow", "no overflow", "overflow.total", "beyond the largest value"),
+        lambda limits: f"|x| rounds beyond {limits.maximum:.4g}",
     ),
     Panel(
-        kind="underflow",
-        absence="no underflow",
-        column="overflow.underflow.count",
-        definition="below the smallest normal",
-        under=lambda limits: f"0 < |x| < {limits.min_normal:.3g}",
+        *("underflow", "no underflow", "overflow.underflow.count", "below the smallest normal"),
+        lambda limits: f"0 < |x| < {limits.min_normal:.3g}",
     ),
     Panel(
-        kind="flush to zero",
-        absence="nothing is flushed",
-        column=FLUSHED,
-        definition="rounds to zero",
-        under=lambda limits: f"0 < |x| <= {limits.flush_limit:.3g}",
+        *("flush to zero", "nothing is flushed", FLUSHED, "rounds to zero"),
+        lambda limits: f"0 < |x| <= {limits.flush_limit:.3g}",
     ),
 )
 """From top to bottom; the last one against a format only."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Line(NamedTuple):
     """One type of layer in one panel; ratios are over elements."""
 
     layers: list[int]
@@ -176,7 +162,7 @@ def lines(rows: Sequence[dict[str, Any]], *, panel: Panel, operation: str) -> di
             cells.setdefault((row["layer_type"], row["layer_idx"]), []).append((row[panel.column], row["elements"]))
     found: dict[str, Line] = {}
     for (layer_type, layer), tensors in sorted(cells.items()):
-        line = found.setdefault(layer_type, Line(layers=[], ratios=[], worst=[]))
+        line = found.setdefault(layer_type, Line([], [], []))
         line.layers.append(layer)
         line.ratios.append(sum(count for count, _ in tensors) / max(1, sum(size for _, size in tensors)))
         line.worst.append(max(count / max(1, size) for count, size in tensors))
