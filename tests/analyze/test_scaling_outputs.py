@@ -21,9 +21,9 @@ from ranktape.analyze.legacy.outputs.write import (
     FolderNames,
     OutputOptions,
     Stopwatch,
-    SweepFiles,
     SweepLog,
     TensorReport,
+    files_of,
     safe_name,
     titles_of,
 )
@@ -298,7 +298,7 @@ def test_failed_writes_say_why_and_the_way_out(number: int, kind: type[StorageEr
 
 
 def test_files_are_named_for_tensor_and_format() -> None:
-    files = SweepFiles(folder=Path("d/a"), tensor_name="a", format="nvfp4")
+    files = files_of(Path("d/a"), format="nvfp4")
     assert files.log == Path("d/a/mxfp_scaling_test_a_nvfp4.log")
     assert files.panels == Path("d/a/mxfp_scaling_test_nvfp4.png")
     assert files.summary == Path("d/a/mxfp_scaling_summary_nvfp4.png")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ranktape.analyze.advice.recommendation import recommend
 from ranktape.analyze.legacy.outputs.text import (
@@ -45,36 +45,27 @@ _HASH_LENGTH = 8
 _PLAIN = "._-+=@"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepFiles:
+class SweepFiles(NamedTuple):
     """The files about one tensor in one format."""
 
-    folder: Path
-    """The directory of the tensor."""
-    tensor_name: str
-    """The directory's name."""
-    format: str
-    """The format's name."""
+    results: Path
+    """The metrics of every level."""
+    panels: Path
+    """The plot of six panels."""
+    summary: Path
+    """The plot of what matters most."""
+    log: Path
+    """What was done, said and saved."""
 
-    @property
-    def results(self) -> Path:
-        """The figures of every level."""
-        return self.folder / f"mxfp_scaling_results_{self.format}.txt"
 
-    @property
-    def panels(self) -> Path:
-        """The plot of six panels."""
-        return self.folder / f"mxfp_scaling_test_{self.format}.png"
-
-    @property
-    def summary(self) -> Path:
-        """The plot of what matters most."""
-        return self.folder / f"mxfp_scaling_summary_{self.format}.png"
-
-    @property
-    def log(self) -> Path:
-        """What was done, said and saved."""
-        return self.folder / f"mxfp_scaling_test_{self.tensor_name}_{self.format}.log"
+def files_of(folder: Path, *, format: str) -> SweepFiles:  # noqa: A002 - the option's name
+    """The files about a format in the directory of a tensor."""
+    return SweepFiles(
+        results=folder / f"mxfp_scaling_results_{format}.txt",
+        panels=folder / f"mxfp_scaling_test_{format}.png",
+        summary=folder / f"mxfp_scaling_summary_{format}.png",
+        log=folder / f"mxfp_scaling_test_{folder.name}_{format}.log",
+    )
 
 
 class FolderNames:
@@ -227,11 +218,12 @@ class TensorReport:
         Raises:
             StorageError: the log cannot be written; the kind says why.
         """
-        self.files = SweepFiles(folder=options.output_dir / folder_name, tensor_name=folder_name, format=scheme)
+        folder = options.output_dir / folder_name
+        self.files = files_of(folder, format=scheme)
         """Where they are."""
         self._subject, self._watch, self._with_plots = subject, watch, options.with_plots
         self._is_finished = False
-        make_folder(self.files.folder)
+        make_folder(folder)
         self._log = SweepLog(self.files.log, show=show)
         start = f"Start: {watch.start.isoformat(timespec='milliseconds')}"
         with contextlib.ExitStack() as stack:
