@@ -316,7 +316,7 @@ class Spread:
     deviation: float
     """Standard deviation (of the levels, not of a sample of them) of the finite metrics; 0 without any."""
     variation: Variation
-    """What that means, by the legacy tool's limits: for MSE 10 % of the lowest, for cosine 0.01, for PSNR 10 and 20 dB."""
+    """What that means, by the legacy limits: for MSE 10 % of the lowest, for cosine 0.01, for PSNR 10 and 20 dB."""
 
     @property
     def width(self) -> float:
