@@ -316,9 +316,10 @@ def sweep(
     The answer is a table. Of .pt files, and with --output-dir of anything, it is a directory for each tensor instead,
     unless --by, --levels, --json, --csv or --output asks for the table too.
     """
-    from ranktape.analyze.questions.sweep_command import SweepQuestion, answer_sweep
+    from ranktape.analyze.questions.sweep_command import answer_sweep
 
-    question = SweepQuestion(
+    answer_sweep(
+        selections,
         formats=formats,
         levels=levels,
         view=view,
@@ -330,4 +331,3 @@ def sweep(
         output=output,
         engine=engine,
     )
-    answer_sweep(selections, question)

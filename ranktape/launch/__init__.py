@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from ranktape.launch.maintain import repair as repair
     from ranktape.launch.maintain import rm as rm
     from ranktape.launch.maintain import runs as runs
-    from ranktape.launch.status import status as status
+    from ranktape.launch.run_status import status as status
 else:
     __all__, __getattr__, __dir__ = public_names(
         __name__,
         homes={
             "exchange": ["cp", "export", "import_files", "push", "recover"],
             "maintain": ["check", "prune", "repair", "rm", "runs"],
-            "status": ["status"],
+            "run_status": ["status"],
         },
     )

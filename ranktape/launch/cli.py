@@ -11,7 +11,7 @@ from ranktape.lazy_names import __version__
 COMMANDS = {
     "demo": "ranktape.launch.demo:command",
     "plan": "ranktape.launch.plan:command",
-    "status": "ranktape.launch.status:status_command",
+    "status": "ranktape.launch.run_status:status_command",
     "watch": "ranktape.launch.watch:command",
     "runs": "ranktape.launch.maintain:runs_command",
     "check": "ranktape.launch.maintain:check_command",

@@ -46,7 +46,7 @@ def cp(
     *,
     filters: Mapping[str, Sequence[str]] | None = None,
     where: str | None = None,
-    verify: bool = True,
+    no_verify: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     target_storage_options: Mapping[str, Any] | None = None,
     on_progress: Progress = quiet,
@@ -69,7 +69,7 @@ def cp(
         source = _open(run, storage_options)
         target = _open(url, storage_options if target_storage_options is None else target_storage_options)
         if not chosen and not where:
-            return copy_run(source, target, verify=verify, on_progress=on_progress)
+            return copy_run(source, target, verify=not no_verify, on_progress=on_progress)
         selection = Selection(run=run, filters=chosen, where=where, storage_options=storage_options)
         opened = selection.source()
         if not isinstance(opened, Run):
@@ -98,7 +98,7 @@ def cp_command(
             url,
             filters=selection.filters,
             where=selection.where,
-            verify=not no_verify,
+            no_verify=no_verify,
             storage_options=selection.storage_options,
             target_storage_options=read_options(target_storage_options),
             on_progress=on_progress,

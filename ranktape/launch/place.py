@@ -144,7 +144,7 @@ def command_of(
     Args:
         function: Named as the command is, with the help page as its docstring.
         helps: For each option the help, or what click is told of it.
-        flags: Options of the command alone, with their help; only the answer knows them.
+        flags: Arguments that the answer knows in place of the function, with their help.
         working: What the bar says.
         question: Gives, for what a dry run has returned, what is asked before something is removed; None for nothing.
         each: Gives a line for each thing that the function tells of by `on_done`.
@@ -170,7 +170,7 @@ def command_of(
         options = [
             _option(one, helps.get(one.name, {}))
             for one in parameters.values()
-            if one.name not in {"storage_options", "on_done", "on_progress"}
+            if one.name not in {"storage_options", "on_done", "on_progress", *(flags or {})}
         ]
         options += [json_option] if has_json else []
         options += [_flag(name, about) for name, about in (flags or {}).items()]

@@ -148,7 +148,7 @@ def _tell(verdict: RunVerdict, *, backend: Backend, url: str, worker: Worker) ->
         MinimumNotMetError: less than was guaranteed, and torchrun will not train again.
     """
     from ranktape.launch.place import shown
-    from ranktape.launch.status import holdings_line
+    from ranktape.launch.run_status import holdings_line
 
     if verdict.met:
         worker.say(holdings_line(backend, url=url))

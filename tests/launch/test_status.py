@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape.launch.cli import cli
-from ranktape.launch.status import COUNTED, RunStatus, verdict_line
+from ranktape.launch.run_status import COUNTED, RunStatus, verdict_line
 from ranktape.storage import IterationState, IterationStatus, RunVerdict
 from ranktape.storage.format.status import judge
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.table import Column, Kind, Table
+from ranktape.errors import CheckFoundError
 from ranktape.launch.place import MAX_NAMED, CommandAnswer, by_reason, command_of, count_text, shown
 from ranktape.storage.places.failures import printable
 
@@ -51,6 +52,11 @@ class RunStatus:
     troubles: Mapping[int, str] = field(default_factory=dict)
     """Those that went on, and what went wrong."""
 
+    @property
+    def is_met(self) -> bool:
+        """Whether the guaranteed minimum is stored complete."""
+        return self.verdict is not None and self.verdict.met
+
     def table(self) -> Table:
         """One row for each iteration of each attempt, the verdict below."""
         rows = tuple(
@@ -77,7 +83,7 @@ class RunStatus:
         }
 
 
-def status(run: str, *, storage_options: Mapping[str, Any] | None = None) -> RunStatus:
+def status(run: str, *, require_minimum: bool = False, storage_options: Mapping[str, Any] | None = None) -> RunStatus:
     """Show how far each iteration of RUN is, and what is missing.
 
     RUN is a URL or a path. An iteration is complete (every rank has it), partial (a rank is missing and will
@@ -89,13 +95,16 @@ def status(run: str, *, storage_options: Mapping[str, Any] | None = None) -> Run
 
     with suggest_nearest(run, storage_options=storage_options):
         opened = open_run(run, storage_options=storage_options)
-    return RunStatus(
+    found = RunStatus(
         run=shown(run),
         iterations=opened.status(),
         verdict=opened.verdict(),
         disabled=opened.disabled(),
         troubles=opened.troubles(),
     )
+    if require_minimum and not found.is_met:
+        raise CheckFoundError(verdict_line(found.verdict))
+    return found
 
 
 @command_of(
@@ -103,8 +112,7 @@ def status(run: str, *, storage_options: Mapping[str, Any] | None = None) -> Run
 )
 def status_command(found: RunStatus, given: Mapping[str, Any]) -> CommandAnswer:
     """The table, and whether the minimum that was asked for is there."""
-    is_met = found.verdict is not None and found.verdict.met
-    problem = verdict_line(found.verdict) if given["require_minimum"] and not is_met else None
+    problem = verdict_line(found.verdict) if given["require_minimum"] and not found.is_met else None
     return CommandAnswer(text=found.table(), document=found.to_json(), problem=problem)
 
 
