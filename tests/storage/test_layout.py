@@ -5,32 +5,43 @@ from __future__ import annotations
 import pytest
 
 from ranktape.storage.format import layout
-from ranktape.storage.format.layout import Mark, Marker
+from ranktape.storage.format.layout import AttemptKey, KeyKind, Mark
 
 ATTEMPT = layout.attempt_path(1000, token="1f3a9c2e")
 
+PATHS = {
+    layout.rank_path(ATTEMPT, 99_999): AttemptKey(KeyKind.RANK, rank=99_999),
+    layout.rank_iteration_path(ATTEMPT, 3, 7): AttemptKey(KeyKind.RANK_COMMIT, 7, 3),
+    layout.catalogue_path(ATTEMPT, 3, 7): AttemptKey(KeyKind.MEMBER, 7, 3),
+    layout.opened_path(ATTEMPT, 10**18 - 1): AttemptKey(KeyKind.OPENED, 10**18 - 1),
+    layout.iteration_path(ATTEMPT, 7): AttemptKey(KeyKind.ITERATION_COMMIT, 7),
+    layout.closed_path(ATTEMPT, 10**9 - 1): AttemptKey(KeyKind.CLOSED, rank=10**9 - 1),
+    layout.dropped_path(ATTEMPT, 7): AttemptKey(KeyKind.DROPPED, 7),
+    layout.plan_path(ATTEMPT): AttemptKey(KeyKind.PLAN),
+    layout.verdict_path(ATTEMPT): AttemptKey(KeyKind.VERDICT),
+    ATTEMPT: AttemptKey(KeyKind.ATTEMPT),
+    **{f"{ATTEMPT}/{group}": AttemptKey(KeyKind.GROUP) for group in layout.ATTEMPT_GROUPS},
+    **{
+        layout.marker_path(ATTEMPT, 10**9, 10**6, mark): AttemptKey(KeyKind.MARKER, 10**9, 10**6, mark) for mark in Mark
+    },
+}
 
-def test_markers_come_back_from_their_keys() -> None:
-    for mark in Mark:
-        key = layout.document_key(layout.marker_path(ATTEMPT, 1234, 3, mark))
-        below = key.removeprefix(layout.commits_path(ATTEMPT) + "/")
-        assert layout.parse_marker(below) == Marker(iteration=1234, rank=3, mark=mark)
+
+def below(path: str) -> str:
+    return layout.document_key(path).removeprefix(f"{ATTEMPT}/")
 
 
-def test_iterations_attempts_and_closings_come_back_from_their_keys() -> None:
-    assert (
-        layout.parse_iteration(layout.document_key(layout.iteration_path(ATTEMPT, 7)).partition("iterations/")[2]) == 7
-    )
+@pytest.mark.parametrize("path", PATHS)
+def test_what_lies_at_a_key_comes_back_from_it(path: str) -> None:
+    assert layout.parse_key(below(path)) == PATHS[path]
+
+
+def test_names_come_back() -> None:
+    assert layout.iterations_named(["iter_00000007", "iter_7", "c.0"]) == {7}
+    assert layout.iterations_of(["iter_00000007/zarr.json", "iter_00000008/c.0", "zarr.json"]) == {7}
+    assert layout.ranks_named(["rank_00003", "rank_3"]) == {3}
     assert layout.parse_attempt(layout.attempt_path(12, token="0f")) == 12
-    assert (
-        layout.parse_closed(layout.document_key(layout.closed_path(ATTEMPT, 99_999)).partition("closed/")[2]) == 99_999
-    )
-
-
-def test_keys_grow_beyond_their_padding() -> None:
-    key = layout.document_key(layout.marker_path(ATTEMPT, 10**9, 10**6, Mark.COMMITTED))
-    below = key.removeprefix(layout.commits_path(ATTEMPT) + "/")
-    assert layout.parse_marker(below) == Marker(iteration=10**9, rank=10**6, mark=Mark.COMMITTED)
+    assert layout.parse_lease(layout.lease_path(12)) == 12
 
 
 @pytest.mark.parametrize(
@@ -47,29 +58,30 @@ def test_keys_grow_beyond_their_padding() -> None:
     ],
 )
 def test_numbers_are_spelled_in_one_way_and_fit_64_bits(step: str) -> None:
-    assert layout.parse_iteration("iter_00000007/zarr.json") == 7
-    assert layout.parse_iteration(f"iter_{step}/zarr.json") is None
-    assert layout.parse_marker(f"iter_{step}/rank_00003.committed/zarr.json") is None
-    assert layout.parse_marker(f"iter_00000007/rank_{step}.committed/zarr.json") is None
-    assert layout.parse_closed(f"rank_{step}/zarr.json") is None
+    assert layout.parse_key(f"iterations/iter_{step}/zarr.json") is None
+    assert layout.parse_key(f"commits/iter_{step}/rank_00003.committed/zarr.json") is None
+    assert layout.parse_key(f"commits/iter_00000007/rank_{step}.committed/zarr.json") is None
+    assert layout.parse_key(f"rank_{step}/zarr.json") is None
     assert layout.parse_attempt(f"attempt_{step}-0f") is None
 
 
-def test_the_greatest_numbers_come_back() -> None:
-    assert layout.parse_iteration(f"iter_{10**18 - 1}/zarr.json") == 10**18 - 1
-    assert layout.parse_closed(f"rank_{10**9 - 1}/zarr.json") == 10**9 - 1
+@pytest.mark.parametrize(
+    "key",
+    [
+        "iterations/iter_00000001/c.1",
+        "commits/iter_00000001/rank_00002/zarr.json",
+        "commits/iter_00000001/rank_00002.lost/zarr.json",
+        "rank_00001.committed/zarr.json",
+        "rank_00001/other/zarr.json",
+        "other/zarr.json",
+        "plan/c.0",
+    ],
+)
+def test_other_keys_are_passed_over(key: str) -> None:
+    assert layout.parse_key(key) is None
 
 
-def test_other_keys_are_passed_over() -> None:
-    for key in (
-        "zarr.json",
-        "iter_1/c.0",
-        "iter_1/rank_2/zarr.json",
-        "iter_1/rank_2.lost/zarr.json",
-        "rank_1.committed",
-    ):
-        assert layout.parse_marker(key) is None
-    assert layout.parse_iteration("iter_1/c.0") is None
-    assert layout.parse_attempt("attempt_") is None
-    assert layout.parse_attempt("attempt_0-UPPER") is None
-    assert layout.parse_attempt("control") is None
+@pytest.mark.parametrize("name", ["attempt_", "attempt_0-UPPER", "control", "lease_1"])
+def test_other_names_are_passed_over(name: str) -> None:
+    assert layout.parse_attempt(name) is None
+    assert layout.parse_lease(name) is None

@@ -210,11 +210,9 @@ class Recovery:
         self.num_tensors = 0
         """Tensors that came out of the ring."""
 
-    def uncommitted(self) -> list[int]:
+    def uncommitted(self) -> set[int]:
         """Iterations of which something is stored."""
-        names = self._backend.list_names(layout.rank_path(self._attempt.path, self._rank))
-        found = (layout.parse_iteration(f"{name}/{layout.DOCUMENT}") for name in names)
-        return [iteration for iteration in found if iteration is not None]
+        return layout.iterations_named(self._backend.list_names(layout.rank_path(self._attempt.path, self._rank)))
 
     def settle(self, iteration: int, left: Left) -> None:
         """Commit an iteration, or say why it is lost; nothing where the rank has had its word on it."""

@@ -199,17 +199,12 @@ def complete_iterations(backend: Backend, attempt: Attempt) -> list[int]:
 
 def committed_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:
     """The iterations of which there is a commit, be it a late one of an iteration that was removed. One LIST."""
-    return _iterations_below(backend, layout.iterations_path(attempt.path))
+    return frozenset(layout.iterations_of(backend.list_keys(layout.iterations_path(attempt.path))))
 
 
 def dropped_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:
     """The iterations that were complete and have been removed; a late commit of one does not count. One LIST."""
-    return _iterations_below(backend, f"{attempt.path}/dropped")
-
-
-def _iterations_below(backend: Backend, path: str) -> frozenset[int]:
-    found = (layout.parse_iteration(key) for key in backend.list_keys(path))
-    return frozenset(iteration for iteration in found if iteration is not None)
+    return frozenset(layout.iterations_of(backend.list_keys(f"{attempt.path}/dropped")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from ranktape.storage.format.documents import (
     read_document,
     write_group,
 )
-from ranktape.storage.format.layout import CATALOGUE, Mark, TensorSite, site_path
+from ranktape.storage.format.layout import CATALOGUE, SITE_FIELDS, Mark, TensorSite, site_path
 from ranktape.storage.format.record_info import EXTREMES, RecordInfo
 from ranktape.storage.format.validation import Fields, check_documents, check_records
 
@@ -244,9 +244,6 @@ def _lost_message(backend: Backend, group: str, *, rank: int, iteration: int) ->
     return f"rank {rank} marked iteration {iteration} as committed, but {backend.url}/{group} has no document"
 
 
-_SITE_FIELDS = tuple(field.name for field in dataclasses.fields(TensorSite))
-
-
 def commit_columns(members: Mapping[str, Any]) -> dict[str, Any]:
     """Every stored column of a catalogue, from the documents of a commit's arrays; in the order of recording.
 
@@ -262,7 +259,7 @@ def commit_columns(members: Mapping[str, Any]) -> dict[str, Any]:
     fields["stack"] = [one.stack for one in described for _ in one.captures]
     fields["index"] = [index if one.stack else -1 for one in described for index in range(len(one.captures))]
     names = [one.site for one in described for _ in one.captures]
-    sites = map(_site_path, *(fields[name] for name in _SITE_FIELDS))
+    sites = map(_site_path, *(fields[name] for name in SITE_FIELDS))
     fields["site"] = [name or site for name, site in zip(names, sites, strict=True)]
     order = sorted(range(len(names)), key=lambda row: (fields["counter"][row], fields["site"][row]))
     if order != list(range(len(names))):
@@ -347,4 +344,4 @@ def _column(name: str, values: list[Any]) -> Column:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _site_path(*fields: Any) -> str:
-    return site_path(TensorSite(**dict(zip(_SITE_FIELDS, fields, strict=True))))
+    return site_path(TensorSite(**dict(zip(SITE_FIELDS, fields, strict=True))))

@@ -23,16 +23,16 @@ change nothing. An attempt without its document is such debris, and readers pass
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
-from ranktape.errors import RunFormatError
 from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
@@ -59,15 +59,6 @@ it is written."""
 ATTEMPT_GROUPS = ("commits", "iterations", "closed", "dropped")
 """The groups below an attempt, beside those of its ranks."""
 
-# Numbers are spelled as below, so that one thing has one key, and fit into 64 bits.
-_STEP = r"([0-9]{8}|[1-9][0-9]{8,17})"
-_RANK = r"([0-9]{5}|[1-9][0-9]{5,8})"
-_MARKER = re.compile(rf"iter_{_STEP}/rank_{_RANK}\.([a-z]+)/zarr\.json")
-_ITERATION = re.compile(rf"iter_{_STEP}/zarr\.json")
-_CLOSED = re.compile(rf"rank_{_RANK}/zarr\.json")
-_ATTEMPT = re.compile(r"attempt_([0-9]{3}|[1-9][0-9]{3,8})(-[0-9a-f]+)?")
-_LEASE = re.compile(r"lease_([0-9]{3}|[1-9][0-9]{3,8})")
-
 
 class Mark(enum.StrEnum):
     """What became of one iteration on one rank."""
@@ -80,16 +71,40 @@ class Mark(enum.StrEnum):
     """The rank began the iteration and did not end it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Marker:
-    """One rank's word on one iteration, read off a key."""
+class KeyKind(enum.Enum):
+    """What lies at a key of an attempt."""
 
-    iteration: int
-    """Training step."""
-    rank: int
-    """Global rank."""
-    mark: Mark
-    """What became of it."""
+    ATTEMPT = enum.auto()
+    """The attempt's document."""
+    GROUP = enum.auto()
+    """That of one of `ATTEMPT_GROUPS`."""
+    PLAN = enum.auto()
+    VERDICT = enum.auto()
+    RANK = enum.auto()
+    """The document of a rank."""
+    RANK_COMMIT = enum.auto()
+    MEMBER = enum.auto()
+    """A part of a rank's commit."""
+    OPENED = enum.auto()
+    MARKER = enum.auto()
+    ITERATION_COMMIT = enum.auto()
+    ITERATION_CATALOGUE = enum.auto()
+    CLOSED = enum.auto()
+    DROPPED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptKey:
+    """What a key of an attempt says."""
+
+    kind: KeyKind
+    """What lies there."""
+    iteration: int = -1
+    """Training step; -1 where it is of none."""
+    rank: int = -1
+    """Global rank; -1 where it is of none."""
+    mark: Mark | None = None
+    """What became of the iteration on the rank, where a marker lies there."""
 
 
 def lease_path(number: int) -> str:
@@ -175,15 +190,48 @@ def document_key(path: str) -> str:
     return f"{path}/{DOCUMENT}" if path else DOCUMENT
 
 
+# Numbers are spelled as below, so that one thing has one key, and fit into 64 bits.
+_ITERATION = r"iter_(?P<iteration>[0-9]{8}|[1-9][0-9]{8,17})"
+_RANK = r"rank_(?P<rank>[0-9]{5}|[1-9][0-9]{5,8})"
+_NUMBER = r"([0-9]{3}|[1-9][0-9]{3,8})"
+_KEYS = {
+    KeyKind.RANK_COMMIT: f"{_RANK}/{_ITERATION}/zarr[.]json",
+    KeyKind.MEMBER: f"{_RANK}/{_ITERATION}/.+",
+    KeyKind.MARKER: f"commits/{_ITERATION}/{_RANK}[.](?P<mark>{'|'.join(Mark)})/zarr[.]json",
+    KeyKind.OPENED: f"commits/{_ITERATION}/zarr[.]json",
+    KeyKind.ITERATION_COMMIT: f"iterations/{_ITERATION}/zarr[.]json",
+    KeyKind.ITERATION_CATALOGUE: f"iterations/{_ITERATION}/c[.]0",
+    KeyKind.CLOSED: f"closed/{_RANK}/zarr[.]json",
+    KeyKind.DROPPED: f"dropped/{_ITERATION}/zarr[.]json",
+    KeyKind.RANK: f"{_RANK}/zarr[.]json",
+    KeyKind.GROUP: f"({'|'.join(ATTEMPT_GROUPS)})/zarr[.]json",
+    KeyKind.PLAN: "plan/zarr[.]json",
+    KeyKind.VERDICT: "verdict/zarr[.]json",
+    KeyKind.ATTEMPT: "zarr[.]json",
+}
+_PATTERNS = {kind: re.compile(pattern, re.DOTALL) for kind, pattern in _KEYS.items()}
+_TOP = {name: re.compile(name + _NUMBER + end) for name, end in (("attempt_", "(-[0-9a-f]+)?"), ("lease_", ""))}
+
+
+def parse_key(key: str) -> AttemptKey | None:
+    """What a key below an attempt says; None for one that no writer of ours makes."""
+    for kind, pattern in _PATTERNS.items():
+        if (match := pattern.fullmatch(key)) is not None:
+            found = match.groupdict()
+            mark = Mark(found["mark"]) if "mark" in found else None
+            return AttemptKey(kind, int(found.get("iteration", -1)), int(found.get("rank", -1)), mark)
+    return None
+
+
 def parse_attempt(name: str) -> int | None:
     """The number in the name of an attempt's group; None for other names."""
-    match = _ATTEMPT.fullmatch(name)
+    match = _TOP["attempt_"].fullmatch(name)
     return int(match[1]) if match else None
 
 
 def parse_lease(name: str) -> int | None:
     """The number in the name of a lease's group; None for other names."""
-    match = _LEASE.fullmatch(name)
+    match = _TOP["lease_"].fullmatch(name)
     return int(match[1]) if match else None
 
 
@@ -192,29 +240,21 @@ def is_part_of_run(name: str) -> bool:
     return name in {DOCUMENT, ANALYSIS} or parse_attempt(name) is not None or parse_lease(name) is not None
 
 
-def parse_marker(key: str) -> Marker | None:
-    """The marker at a key below `commits_path`; None for other keys."""
-    match = _MARKER.fullmatch(key)
-    if match is None or match[3] not in set(Mark):
-        return None
-    return Marker(iteration=int(match[1]), rank=int(match[2]), mark=Mark(match[3]))
+def iterations_of(keys: Iterable[str]) -> set[int]:
+    """The iterations whose groups have a document at keys such as `iter_00000003/zarr.json`."""
+    found = (parse_key(f"iterations/{key}") for key in keys)
+    return {one.iteration for one in found if one is not None and one.kind is KeyKind.ITERATION_COMMIT}
 
 
-def parse_iteration(key: str) -> int | None:
-    """The iteration whose group's document is at a key such as `iter_00000003/zarr.json`; None for other keys."""
-    match = _ITERATION.fullmatch(key)
-    return int(match[1]) if match else None
+def iterations_named(names: Iterable[str]) -> set[int]:
+    """The iterations whose groups have these names."""
+    return iterations_of(f"{name}/{DOCUMENT}" for name in names)
 
 
-def parse_rank(name: str) -> int | None:
-    """The rank whose group has a name; None for other names."""
-    return parse_closed(f"{name}/{DOCUMENT}")
-
-
-def parse_closed(key: str) -> int | None:
-    """The rank whose closing is at a key below `closed`; None for other keys."""
-    match = _CLOSED.fullmatch(key)
-    return int(match[1]) if match else None
+def ranks_named(names: Iterable[str]) -> set[int]:
+    """The ranks whose groups have these names."""
+    found = (parse_key(f"{name}/{DOCUMENT}") for name in names)
+    return {one.rank for one in found if one is not None and one.kind is KeyKind.RANK}
 
 
 MAX_PATH_LENGTH = 400
@@ -262,23 +302,15 @@ class TensorSite:
     @classmethod
     def of(cls, info: RecordInfo) -> TensorSite:
         """The site of a record."""
-        return cls(
-            module=info.module,
-            layer_type=info.layer_type,
-            layer_idx=info.layer_idx,
-            operation=info.operation,
-            phase=info.phase,
-            component=info.component,
-            quant_type=info.quant_type,
-            tensor_name=info.tensor_name,
-            microbatch=info.microbatch,
-            call=info.call,
-            mode=info.mode,
-        )
+        return cls(**{name: getattr(info, name) for name in SITE_FIELDS})
+
+
+SITE_FIELDS = tuple(field.name for field in dataclasses.fields(TensorSite))
+"""The fields of a record that name it."""
 
 
 def site_path(site: TensorSite) -> str:
-    """The path of a site below its iteration's group; `parse_site_path` gives it back where it is not shortened.
+    """The path of a site below its iteration's group; no two sites have one.
 
     Segments are joined by slashes where a name is longer than file systems allow.
     """
@@ -293,41 +325,6 @@ def site_path(site: TensorSite) -> str:
     return _CONTINUED.join(name[start : start + _SEGMENT_LENGTH] for start in range(0, len(name), _SEGMENT_LENGTH))
 
 
-def parse_site_path(path: str) -> TensorSite:
-    """The site at a path that `site_path` wrote.
-
-    Raises:
-        RunFormatError: the path is not one of a site, or it was shortened.
-    """
-    name = path.replace(_CONTINUED, "")
-    if _SHORTENED in name:
-        raise RunFormatError(f"{path!r} is a name that was shortened: its record has the whole")
-    fields = [_decode(field) for field in name.split(",")]
-    try:
-        module, layer_type, layer, operation, phase, component, quant_type, tensor_name, microbatch, call, *rest = (
-            fields
-        )
-        if rest not in ([], [Mode.EVAL.value]) or (layer[0], microbatch[0], call[0]) != ("L", "m", "c"):
-            raise ValueError(path)
-        return TensorSite(
-            module=module,
-            layer_type=layer_type,
-            layer_idx=int(layer[1:]),
-            operation=operation,
-            phase=phase,
-            component=component,
-            quant_type=quant_type,
-            tensor_name=tensor_name,
-            microbatch=int(microbatch[1:]),
-            call=int(call[1:]),
-            mode=rest[0] if rest else Mode.TRAIN.value,
-        )
-    except (ValueError, IndexError) as error:
-        raise RunFormatError(
-            f"{path!r} is not the path of a captured tensor: it needs ten fields, and 'eval' or nothing"
-        ) from error
-
-
 @functools.lru_cache(maxsize=1 << 14)
 def _begin_name(module: str, layer_type: str, layer_idx: int, *words: str) -> str:
     """The fields that are the same in every iteration: encoding them takes longer than all else."""
@@ -339,7 +336,3 @@ def _begin_name(module: str, layer_type: str, layer_idx: int, *words: str) -> st
 def _encode(text: str) -> str:
     # Lone surrogates reach us in file names and module names; they too must come back.
     return quote(text, safe="", encoding="utf-8", errors="surrogatepass")
-
-
-def _decode(text: str) -> str:
-    return unquote(text, encoding="utf-8", errors="surrogatepass")

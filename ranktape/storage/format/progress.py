@@ -104,7 +104,7 @@ def read_progress(backend: Backend, attempt: Attempt, *, known: Progress | None 
     that some rank has not had its word on.
     """
     opened, marks = _read_marks(backend, attempt, known=known)
-    closed = (layout.parse_closed(key) for key in backend.list_keys(f"{attempt.path}/closed"))
+    closed = (layout.parse_key(f"closed/{key}") for key in backend.list_keys(f"{attempt.path}/closed"))
     # In this order: what is removed in between is in the second list.
     committed = committed_iterations(backend, attempt)
     dropped = dropped_iterations(backend, attempt)
@@ -113,7 +113,7 @@ def read_progress(backend: Backend, attempt: Attempt, *, known: Progress | None 
         opened=frozenset(opened),
         marks=marks,
         complete=committed - dropped,
-        closed=frozenset(rank for rank in closed if rank is not None),
+        closed=frozenset(one.rank for one in closed if one is not None),
         dropped=dropped,
     )
 
@@ -131,20 +131,14 @@ def _read_marks(
         marks = {iteration: words for iteration, words in known.marks.items() if len(words) == size}
         opened = set(marks)
         # A name is an iteration's group; what is below it is looked at where it is not settled.
-        names = [f"{name}/{layout.DOCUMENT}" for name in backend.list_names(top)]
-        unsettled = [name for name in names if layout.parse_iteration(name) not in {None, *marks}]
-        keys = [
-            f"{folder}/{key}"
-            for folder in (name.partition("/")[0] for name in unsettled)
-            for key in backend.list_keys(f"{top}/{folder}")
-        ]
-    for key in keys:
-        marker = layout.parse_marker(key)
-        iteration = layout.parse_iteration(key) if marker is None else marker.iteration
-        if iteration is not None:
-            opened.add(iteration)
-        if marker is not None:
-            marks.setdefault(marker.iteration, {})[marker.rank] = marker.mark
+        unsettled = sorted(layout.iterations_named(backend.list_names(top)) - set(marks))
+        folders = [layout.opened_path(attempt.path, iteration).removeprefix(f"{top}/") for iteration in unsettled]
+        keys = [f"{folder}/{key}" for folder in folders for key in backend.list_keys(f"{top}/{folder}")]
+    for found in (layout.parse_key(f"commits/{key}") for key in keys):
+        if found is not None and found.iteration >= 0:
+            opened.add(found.iteration)
+            if found.mark is not None:
+                marks.setdefault(found.iteration, {})[found.rank] = found.mark
     return opened, marks
 
 
@@ -329,8 +323,7 @@ def _read_of_ranks(backend: Backend, path_of: Callable[[str, int], str], name: s
     if not attempts:
         return {}
     path = attempts[-1].path
-    found = (layout.parse_rank(name) for name in backend.list_names(path_of(path, 0).rpartition("/")[0]))
-    ranks = sorted(rank for rank in found if rank is not None)
+    ranks = sorted(layout.ranks_named(backend.list_names(path_of(path, 0).rpartition("/")[0])))
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         words = list(pool.map(lambda rank: _told_text(backend, path_of(path, rank), name), ranks))
     return {rank: word for rank, word in zip(ranks, words, strict=True) if word}

@@ -7,7 +7,6 @@ that no verdict closes may be recorded just now: what is not there yet is a note
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ranktape.errors import DataError, RunFormatError, RunNotFoundError, Storage
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempt, read_run, run_attributes
 from ranktape.storage.format.documents import document_checksum, is_document_intact, read_document
-from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.layout import KeyKind, Mark
 from ranktape.storage.maintenance.check_commit import check_commit
 from ranktape.storage.maintenance.check_iteration import check_iteration
 from ranktape.storage.maintenance.check_view import AttemptView, Listing, decode_stamped, sort_keys
@@ -40,6 +39,8 @@ _MAX_NAMED = 100
 
 _REMEMBERED = ("num_records", "nbytes", "commit", "is_enough")
 """The attributes of markers and of the plan that are compared with something."""
+
+_COMMITS = {KeyKind.RANK_COMMIT, KeyKind.ITERATION_COMMIT}
 
 OnProgress = Callable[[int, int], object]
 """Called with the pieces of work that are done and all that are known."""
@@ -177,11 +178,12 @@ def _read_attempts(backend: Backend, names: list[str], found: Findings) -> list[
 def _check_without_document(backend: Backend, found: Findings, name: str, number: int) -> None:
     """Of an attempt that readers pass over: debris, unless something in it was committed."""
     objects = backend.list_objects(name)
-    commits = [info for info in objects if _is_commit(info.key)]
-    if commits:
+    keys = [layout.parse_key(info.key) for info in objects]
+    num_commits = sum(key is not None and key.kind in _COMMITS for key in keys)
+    if num_commits:
         found.error(
             FindingKind.MISSING,
-            f"the attempt's document is missing, and {len(commits)} commits are in it: nobody can read them",
+            f"the attempt's document is missing, and {num_commits} commits are in it: nobody can read them",
             attempt=number,
             key=layout.document_key(name),
         )
@@ -194,11 +196,6 @@ def _check_without_document(backend: Backend, found: Findings, name: str, number
         mend=Mend.REMOVE_OBJECTS,
         modified=max((info.modified for info in objects), default=0.0),
     )
-
-
-def _is_commit(key: str) -> bool:
-    """Whether an object of an attempt is a rank's commit or that of an iteration."""
-    return re.fullmatch(r"(rank_\d+|iterations)/iter_\d+/zarr\.json", key) is not None
 
 
 class _AttemptCheck:
@@ -350,7 +347,7 @@ class _AttemptCheck:
             if key == layout.document_key(layout.plan_path(view.attempt.path)):
                 self._is_enough = words.get("is_enough") is True
             if marker is not None:
-                view.marks[marker.iteration, marker.rank][marker.mark] = words
+                view.marks[marker.iteration, marker.rank][marker.mark or Mark.COMMITTED] = words
 
     def _check_presence(self, listing: Listing) -> None:
         """Documents that an attempt has from its beginning, and those that a closed one has at its end."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,12 +15,11 @@ from ranktape.storage.format import layout
 from ranktape.storage.format.catalogue import COLUMNS, RecordTable, concatenate
 from ranktape.storage.format.documents import (
     MAX_COMMIT_NBYTES,
-    chunk_key,
     decode_document,
     document_checksum,
     read_document,
 )
-from ranktape.storage.format.layout import DOCUMENT, Mark, Marker
+from ranktape.storage.format.layout import DOCUMENT, AttemptKey, KeyKind, Mark
 from ranktape.storage.maintenance.copy import MemoryBudget
 from ranktape.storage.query.columns import StringColumn, values_of
 
@@ -127,9 +125,6 @@ def decode_stamped(data: bytes, *, key: str, place: str) -> dict[str, Any]:
     return document
 
 
-_RANK = re.compile(r"rank_(\d+)")
-
-
 @dataclass(slots=True, kw_only=True)
 class Listing:
     """The objects of an attempt, sorted; what belongs to iterations is in its view."""
@@ -138,7 +133,7 @@ class Listing:
     """Those that are part of no commit, and not the verdict."""
     plain: set[str] = field(default_factory=set)
     """Those of them that say nothing but that there is a group."""
-    markers: dict[str, Marker] = field(default_factory=dict)
+    markers: dict[str, AttemptKey] = field(default_factory=dict)
     """Those of them that are a rank's word on an iteration."""
     ranks: set[int] = field(default_factory=set)
     """Ranks with a document."""
@@ -148,103 +143,38 @@ class Listing:
     """What no writer of ours makes."""
 
 
+_PLAIN = {KeyKind.GROUP, KeyKind.OPENED}
+_READ_LATER = {KeyKind.ATTEMPT, KeyKind.VERDICT, KeyKind.ITERATION_COMMIT, KeyKind.ITERATION_CATALOGUE}
+"""The iterations' own when the commits of their ranks have been read."""
+
+
 def sort_keys(view: AttemptView) -> Listing:
     """The objects of an attempt by what they are; fills in the iterations of the view."""
     listing = Listing()
-    for key in view.objects:
-        if not _place(view, listing, key):
-            listing.foreign.append(key)
-    return listing
-
-
-def _place(view: AttemptView, listing: Listing, key: str) -> bool:
-    """Put a key where it belongs; False for one that no writer of ours makes."""
-    path = view.attempt.path
-    group, _, rest = key.removeprefix(f"{path}/").partition("/")
-    match = _RANK.fullmatch(group)
-    if match is not None:
-        return _place_in_rank(view, listing, key, rank=int(match[1]))
-    if group == layout.DOCUMENT or (group == "verdict" and rest == layout.DOCUMENT):
-        return True
-    if rest == layout.DOCUMENT:
-        return _place_group(listing, key, group)
-    places = {
-        "commits": _place_in_commits,
-        "iterations": _place_in_iterations,
-        "closed": _place_in_closed,
-        "dropped": _place_in_dropped,
+    prefix = len(view.attempt.path) + 1
+    iterations = {
+        KeyKind.ITERATION_COMMIT: view.complete,
+        KeyKind.OPENED: view.opened,
+        KeyKind.DROPPED: view.dropped,
     }
-    return group in places and places[group](view, listing, key, rest)
-
-
-def _place_in_rank(view: AttemptView, listing: Listing, key: str, *, rank: int) -> bool:
-    path = layout.rank_path(view.attempt.path, rank)
-    if key == layout.document_key(path):
-        listing.ranks.add(rank)
-        listing.documents.append(key)
-        return True
-    name = key.removeprefix(f"{path}/").partition("/")[0]
-    iteration = layout.parse_iteration(f"{name}/{layout.DOCUMENT}")
-    if iteration is None or not key.startswith(layout.rank_iteration_path(view.attempt.path, rank, iteration) + "/"):
-        return False
-    view.groups.setdefault((iteration, rank), []).append(key)
-    return True
-
-
-def _place_group(listing: Listing, key: str, group: str) -> bool:
-    if group in layout.ATTEMPT_GROUPS:
-        listing.plain.add(key)
-    elif group != "plan":
-        return False
-    listing.documents.append(key)
-    return True
-
-
-def _place_in_commits(view: AttemptView, listing: Listing, key: str, rest: str) -> bool:
-    path = view.attempt.path
-    marker = layout.parse_marker(rest)
-    if marker is not None:
-        if key != layout.document_key(layout.marker_path(path, marker.iteration, marker.rank, marker.mark)):
-            return False
-        view.marks.setdefault((marker.iteration, marker.rank), {})[marker.mark] = None
-        listing.markers[key] = marker
-    else:
-        iteration = layout.parse_iteration(rest)
-        if iteration is None or key != layout.document_key(layout.opened_path(path, iteration)):
-            return False
-        view.opened.add(iteration)
-        listing.plain.add(key)
-    listing.documents.append(key)
-    return True
-
-
-def _place_in_iterations(view: AttemptView, _listing: Listing, key: str, rest: str) -> bool:
-    iteration = layout.parse_iteration(f"{rest.partition('/')[0]}/{layout.DOCUMENT}")
-    if iteration is None:
-        return False
-    path = layout.iteration_path(view.attempt.path, iteration)
-    if key == layout.document_key(path):
-        view.complete.add(iteration)
-    # The document is read when the commits of its ranks have been.
-    return key in {layout.document_key(path), f"{path}/{chunk_key(1)}"}
-
-
-def _place_in_closed(view: AttemptView, listing: Listing, key: str, rest: str) -> bool:
-    rank = layout.parse_closed(rest)
-    if rank is None or key != layout.document_key(layout.closed_path(view.attempt.path, rank)):
-        return False
-    listing.closed.add(rank)
-    listing.documents.append(key)
-    return True
-
-
-def _place_in_dropped(view: AttemptView, listing: Listing, key: str, rest: str) -> bool:
-    iteration = layout.parse_iteration(rest)
-    if iteration is None or key != layout.document_key(layout.dropped_path(view.attempt.path, iteration)):
-        return False
-    view.dropped.add(iteration)
-    listing.documents.append(key)
-    return True
+    ranks = {KeyKind.RANK: listing.ranks, KeyKind.CLOSED: listing.closed}
+    for key in view.objects:
+        found = layout.parse_key(key[prefix:])
+        if found is None:
+            listing.foreign.append(key)
+        elif found.kind in {KeyKind.RANK_COMMIT, KeyKind.MEMBER}:
+            view.groups.setdefault((found.iteration, found.rank), []).append(key)
+        else:
+            iterations.get(found.kind, set()).add(found.iteration)
+            ranks.get(found.kind, set()).add(found.rank)
+            if found.mark is not None:
+                view.marks.setdefault((found.iteration, found.rank), {})[found.mark] = None
+                listing.markers[key] = found
+            if found.kind in _PLAIN:
+                listing.plain.add(key)
+            if found.kind not in _READ_LATER:
+                listing.documents.append(key)
+    return listing
 
 
 _REPLICATE = "replicate"

@@ -21,6 +21,7 @@ from ranktape.errors import DataError, NoRecordsError, RunExistsError, UsageErro
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Launch, read_attempts, read_run, run_attributes
 from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.layout import AttemptKey, KeyKind
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.recording.start import begin_attempt, claim_run
 from ranktape.storage.recording.writer import RankWriter
@@ -36,9 +37,6 @@ _NUM_THREADS = 16
 
 BUDGET_NBYTES = 256 << 20
 """Bytes of objects held in memory at once; a larger one is copied alone."""
-
-_NUM_PARTS = 3
-"""Of the key of an iteration's document below an attempt: the group or rank, the iteration, the document."""
 
 _PIECE_NBYTES = 8 << 20
 """Bytes that are compared at a time."""
@@ -155,58 +153,55 @@ def _list_attempt(source: Backend, attempt: str) -> tuple[list[Item], list[str]]
     items = []
     left_out = []
     for info in source.list_objects(attempt):
-        item = _item(attempt, info)
-        if item is not None and (committed is None or _is_committed(info.key, item, committed)):
-            items.append(item)
-        else:
+        item = _item(attempt, info, committed=committed)
+        if item is None:
             left_out.append(f"{attempt}/{info.key}")
+        else:
+            items.append(item)
     return items, left_out
 
 
-def _item(attempt: str, info: ObjectInfo) -> Item | None:
-    """The object as one of an attempt; None for a key that would leave the folder where it is copied to."""
-    parts = info.key.split("/")
-    if any(part in {"", ".", ".."} or "\0" in part or "\\" in part for part in parts):
+_STAGES = {
+    KeyKind.ATTEMPT: Stage.ATTEMPTS,
+    KeyKind.MARKER: Stage.MARKERS,
+    KeyKind.OPENED: Stage.MARKERS,
+    KeyKind.ITERATION_COMMIT: Stage.ITERATION_COMMITS,
+    KeyKind.RANK_COMMIT: Stage.RANK_COMMITS,
+    KeyKind.RANK: Stage.VALUES,
+    KeyKind.MEMBER: Stage.VALUES,
+    KeyKind.ITERATION_CATALOGUE: Stage.VALUES,
+}
+"""By what lies at a key; what is not here closes an attempt."""
+
+
+def _item(attempt: str, info: ObjectInfo, *, committed: set[str] | None) -> Item | None:
+    """The object as one of an attempt; None where it is not to be copied.
+
+    Of an attempt that is not closed what was not committed when one looked first is not; and no key that would leave
+    the folder where it is copied to.
+    """
+    if any(part in {"", ".", ".."} or "\0" in part or "\\" in part for part in info.key.split("/")):
         return None
-    return Item(
-        key=f"{attempt}/{info.key}", nbytes=info.nbytes, stage=_stage(parts), iteration=_iteration(attempt, parts)
-    )
-
-
-def _stage(parts: list[str]) -> Stage:
-    group, is_document = parts[0], parts[-1] == layout.DOCUMENT
-    if group == layout.DOCUMENT:
-        return Stage.ATTEMPTS
-    if group == "commits":
-        return Stage.MARKERS
-    if group == "iterations":
-        return Stage.ITERATION_COMMITS if is_document else Stage.VALUES
-    if not group.startswith("rank_"):
-        return Stage.CLOSING
-    return Stage.RANK_COMMITS if is_document and len(parts) == _NUM_PARTS else Stage.VALUES
-
-
-def _iteration(attempt: str, parts: list[str]) -> tuple[str, int] | None:
-    if len(parts) < _NUM_PARTS:
+    found = layout.parse_key(info.key) or AttemptKey(KeyKind.MEMBER)
+    if committed is not None and not _is_committed(info.key, found, committed):
         return None
-    iteration = layout.parse_iteration(f"{parts[1]}/{layout.DOCUMENT}")
-    return None if iteration is None else (attempt, iteration)
+    iteration = (attempt, found.iteration) if found.iteration >= 0 else None
+    stage = _STAGES.get(found.kind, Stage.CLOSING)
+    return Item(key=f"{attempt}/{info.key}", nbytes=info.nbytes, stage=stage, iteration=iteration)
 
 
-def _is_committed(key: str, item: Item, committed: set[str]) -> bool:
-    """Of an attempt that is not closed: whether the object belongs to what was committed when one looked first."""
-    parts = key.split("/")
-    group = parts[0]
-    if group == "verdict":
-        return False
-    if group in {"iterations", "commits"} and parts[-1] == layout.DOCUMENT:
-        return key in committed
-    if item.iteration is None:
-        return True
-    name = parts[1]
-    if group == "iterations":
-        return f"iterations/{name}/{layout.DOCUMENT}" in committed
-    return group == "dropped" or f"commits/{name}/{group}.{layout.Mark.COMMITTED}/{layout.DOCUMENT}" in committed
+def _is_committed(key: str, found: AttemptKey, committed: set[str]) -> bool:
+    match found.kind:
+        case KeyKind.VERDICT:
+            return False
+        case KeyKind.MARKER | KeyKind.OPENED | KeyKind.ITERATION_COMMIT:
+            return key in committed
+        case KeyKind.ITERATION_CATALOGUE:
+            return layout.document_key(layout.iteration_path("", found.iteration))[1:] in committed
+        case KeyKind.MEMBER | KeyKind.RANK_COMMIT if found.iteration >= 0:
+            marker = layout.marker_path("", found.iteration, found.rank, layout.Mark.COMMITTED)
+            return layout.document_key(marker)[1:] in committed
+    return True
 
 
 def _check_target(source: Backend, target: Backend, *, document: bytes | None) -> None:

@@ -143,8 +143,7 @@ class _Push:
         """Those of which something lies here, ascending."""
         # Of files, as folders that are empty stay behind.
         keys = self._source.list_keys(layout.rank_path(self._attempt.path, self._spill.rank))
-        found = {layout.parse_iteration(f"{key.partition('/')[0]}/{layout.DOCUMENT}") for key in keys}
-        return sorted(iteration for iteration in found if iteration is not None)
+        return sorted(layout.iterations_named({key.partition("/")[0] for key in keys}))
 
     def iteration(self, iteration: int, *, keep: bool) -> None:
         """Push one iteration; a damaged one stays here, and is named in the report."""
@@ -185,7 +184,7 @@ class _Push:
         keys = [layout.document_key(path) for path in paths]
         if rank == self._attempt.launch.first_rank:
             # That an iteration was begun, where that was all that the store did not take.
-            keys += [key for key in self._keys(layout.commits_path(attempt)) if layout.parse_marker(key) is None]
+            keys += self._keys(layout.commits_path(attempt))
         for key in keys:
             if self._source.exists(key) and self._target.size(key) is None:
                 self._put(key)

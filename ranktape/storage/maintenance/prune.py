@@ -17,6 +17,7 @@ from ranktape.storage.format.attempt import (
     Launch,
     check_attempt,
     complete_iterations,
+    dropped_iterations,
     read_attempts,
     read_run,
     run_attributes,
@@ -176,10 +177,7 @@ def finish_drops(backend: Backend, *, attempt: Attempt) -> None:
     Raises:
         StorageError: the run was deleted or replaced, or the store cannot be written.
     """
-    for key in backend.list_keys(f"{attempt.path}/dropped"):
-        iteration = layout.parse_iteration(key)
-        if iteration is None:
-            continue
+    for iteration in sorted(dropped_iterations(backend, attempt)):
         words = read_attributes(backend, layout.dropped_path(attempt.path, iteration))
         if words is not None and not words.get("removed"):
             drop_iteration(backend, attempt=attempt, iteration=iteration)
