@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -16,6 +18,7 @@ import pytest
 
 from tests.browser import BrowserUnavailableError, start_browser
 from tests.ceph import CephServer, CephUnavailableError
+from tests.forking.forked import ForkedWriter
 from tests.s3 import MotoServer, S3Server
 
 if TYPE_CHECKING:
@@ -73,6 +76,15 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
     monkeypatch.setenv("RANKTAPE_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "counted"))
     # Plots are drawn without a display, in this process and in those that tests start.
     monkeypatch.setenv("MPLBACKEND", "Agg")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_writers() -> Iterator[None]:
+    """Captures of this process start their writers where the modules of a writer are imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        forked = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedWriter})
+        patch.setattr("ranktape.capture.staging.process.subprocess", forked)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.forking.forked import FOLDER, start_server
 
-FORKING = CHECKOUT / "tests" / "forking"
+CHECKOUT = Path(__file__).parents[2]
 
 PLAIN = CHECKOUT / "examples" / "train_plain.py"
 """A training script that knows nothing of us."""
@@ -47,25 +45,11 @@ Ended = subprocess.CompletedProcess[str]
 @functools.cache
 def _forking() -> dict[str, str]:
     """The variables by which `tests/forking/python` reaches its server, which is started for this process."""
-    folder = tempfile.TemporaryDirectory(prefix="ranktape-forking-")
-    path = f"{folder.name}/socket"
-    server = subprocess.Popen(
-        [sys.executable, FORKING / "server.py", path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**_own_environment(), "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n"
-
-    @atexit.register
-    def _end() -> None:
-        server.communicate()
-        folder.cleanup()
-
-    return {"FORKING_SERVER": path, "FORKING_INTERPRETER": sys.executable, "PYTHON_EXEC": str(FORKING / "python")}
+    return {
+        "FORKING_SERVER": start_server("torch.distributed.launcher.api", "torch.utils.data"),
+        "FORKING_INTERPRETER": sys.executable,
+        "PYTHON_EXEC": str(FOLDER / "python"),
+    }
 
 
 def _own_environment() -> dict[str, str]:
