@@ -1,7 +1,7 @@
 """Runs Python's command line in a fork of the server at FORKING_SERVER, as if it were this process.
 
-It imports next to nothing. Signals are passed on, and it ends as the fork ends. Options that only a new interpreter can
-take are left to one.
+A rank's writer is a fork of the one at FORKING_WRITERS. Signals are passed on, and this process ends as the fork ends.
+It imports next to nothing. Options that only a new interpreter can take are left to one.
 """
 
 import json
@@ -17,6 +17,11 @@ PASSED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.S
 def main(interpreter: str, words: list[str]) -> None:
     """Have it run; does not return."""
     rest = words[1:] if words[:1] == ["-u"] else words
+    server, descriptors = os.environ["FORKING_SERVER"], [0, 1, 2]
+    if words[:3] == ["-P", "-m", "ranktape.capture.writer"]:
+        server = os.environ["FORKING_WRITERS"]
+        rest = words = words[1:]
+        descriptors += map(int, words[2:])
     if not rest or (rest[0].startswith("-") and rest[0] not in {"-m", "-c"}):
         os.execv(interpreter, [interpreter, *words])  # noqa: S606  (that it is this process)
     # The pid is known only after the request: what comes meanwhile waits.
@@ -27,12 +32,12 @@ def main(interpreter: str, words: list[str]) -> None:
         "environment": dict(os.environ),
         "parent": os.getppid(),
         "outlives": False,
-        "descriptors": [0, 1, 2],
+        "descriptors": descriptors,
     }
     data = json.dumps(asked).encode()
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(os.environ["FORKING_SERVER"])
-    socket.send_fds(connection, [struct.pack("i", len(data))], [0, 1, 2])
+    connection.connect(server)
+    socket.send_fds(connection, [struct.pack("i", len(data))], descriptors)
     connection.sendall(data)
     (pid,) = struct.unpack("i", connection.recv(4))
     for number in PASSED:

@@ -18,6 +18,9 @@ from typing import IO, Any
 
 FOLDER = Path(__file__).parent
 
+WRITER = ("ranktape.capture.writer", "ranktape.analyze.numerics.histograms.moments:warm_up")
+"""What a writer has done when it is ready."""
+
 
 @functools.cache
 def start_server(*modules: str) -> str:
@@ -65,7 +68,7 @@ class ForkedWriter:
         self.returncode: int | None = None
         with Path(os.devnull).open("wb") as nowhere:
             self._connection, self.pid = request(
-                start_server("ranktape.capture.writer", "ranktape.analyze.numerics.histograms.moments:warm_up"),
+                start_server(*WRITER),
                 words=list(command[2:]),
                 environment=env,
                 parent=os.getpid(),

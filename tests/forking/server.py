@@ -100,6 +100,8 @@ def become(request: dict[str, Any]) -> None:
     multiprocessing.process.ORIGINAL_DIR = request["cwd"]  # type: ignore[attr-defined]
     parent: int = request["parent"]
     os.getppid = lambda: parent if is_running(parent) else 1
+    # Its ranks and their writers are forks, too.
+    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
     words: list[str] = request["words"]
     sys.orig_argv = [sys.executable, *words]
     is_unbuffered = words[0] == "-u"

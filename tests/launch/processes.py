@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.forking.forked import FOLDER, start_server
+from tests.forking.forked import FOLDER, WRITER, start_server
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -47,6 +47,7 @@ def _forking() -> dict[str, str]:
     """The variables by which `tests/forking/python` reaches its server, which is started for this process."""
     return {
         "FORKING_SERVER": start_server("torch.distributed.launcher.api", "torch.utils.data"),
+        "FORKING_WRITERS": start_server(*WRITER),
         "FORKING_INTERPRETER": sys.executable,
         "PYTHON_EXEC": str(FOLDER / "python"),
     }
