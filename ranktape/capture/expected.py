@@ -86,11 +86,7 @@ class Expected:
     """The sites of an iteration: expected, seen, refused; and those that are disabled for good."""
 
     def __init__(self, on_failure: OnFailure = _raise) -> None:
-        """Know of none.
-
-        Args:
-            on_failure: What the guards of sites and sources do.
-        """
+        """Know of none; `on_failure` is what the guards of sites and sources do."""
         self._on_failure = on_failure
         self._sources: dict[Source, _Watched] = {}
         self._functions: dict[Source, tuple[TensorRole, ...]] = {}

@@ -28,13 +28,7 @@ class Guard:
     __slots__ = ("_on_failure", "_role", "_source")
 
     def __init__(self, on_failure: OnFailure, source: Source | None = None, role: TensorRole | None = None) -> None:
-        """Prepare.
-
-        Args:
-            on_failure: What it raises itself leaves the context.
-            source: Whose tensors are recorded in the context, if they are of one source.
-            role: And which of them, if it is one.
-        """
+        """Prepare, for what records of one source, or one role of it; what `on_failure` raises leaves the context."""
         self._on_failure = on_failure
         self._source = source
         self._role = role
@@ -56,11 +50,7 @@ class Naming:
     """A context in which a part of ours works that all sites share: its failure is not the site's."""
 
     def __init__(self, part: str) -> None:
-        """Prepare.
-
-        Args:
-            part: What a person is told has failed.
-        """
+        """Prepare; the part is what a person is told has failed."""
         self._part = part
 
     def __enter__(self) -> None:

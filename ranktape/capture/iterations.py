@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from ranktape.capture.console import Console
     from ranktape.capture.hooks.model import ModelHooks
-    from ranktape.capture.passes.clock import Clock
-    from ranktape.capture.passes.forwards import Arguments
+    from ranktape.capture.passes.clock import Arguments, Clock
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.rendezvous import Rendezvous
     from ranktape.capture.settings.cadence import Schedule
@@ -294,7 +293,7 @@ class Iterations:
 
     def _tell(self, kind: SlotKind, header: dict[str, Any]) -> None:
         try:
-            self._process.put(kind, header, timeout_seconds=self.options.block_timeout_seconds)
+            self._process.ring.put(kind, header, timeout_seconds=self.options.block_timeout_seconds)
         except CaptureError as error:
             self._disable(str(error))
 

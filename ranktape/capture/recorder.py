@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,19 +57,10 @@ class Recorder:
         on_failure: Callable[[str], None],
         on_site_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Prepare.
-
-        Args:
-            ring: Where tensors go.
-            tracker: Knows microbatch and pass.
-            options: Of the capture.
-            selecting: Knows which tensors are taken, and what is kept of them.
-            on_failure: Called with the reason when nothing more can be recorded; the training goes on.
-            on_site_failure: Called with the reason when nothing more of one site can be; the others go on.
-        """
+        """Prepare; what fails is told with the reason: nothing more is recorded, of anything or of one site."""
         self._ring = ring
-        self._tracker = tracker
-        self._options = options
+        self.tracker = tracker
+        self.options = options
         self._selecting = selecting
         self._on_failure = on_failure
         self._on_site_failure = on_site_failure
@@ -138,7 +130,7 @@ class Recorder:
         except UnrecordableError as error:
             self.refuse(site.source, site.role, str(error), call=call)
             return
-        if self._tracker.num_unended > MAX_PASSES:
+        if self.tracker.num_unended > MAX_PASSES:
             raise CaptureError(f"{MAX_PASSES} forward passes went by in one iteration: {self.explain_endless()}")
         own = site.distinct(call)
         selected = []
@@ -174,6 +166,24 @@ class Recorder:
         known = [role for role in roles if role.operation not in left_out and self._selecting.may_take(source, role)]
         self.expected.attach(source, known)
 
+    def follows(self, source: Source, roles: Iterable[TensorRole] = ()) -> bool:
+        """Whether what runs now of a source is recorded; where it is not, that it ran is noted."""
+        if not self.tracker.is_active:
+            self.expected.called(source, is_recorded=False)
+            return False
+        if is_transformed():
+            for role in dict.fromkeys((*self.expected.known(source), *roles)):
+                self.refuse(source, role, TRANSFORMED)
+            return False
+        return True
+
+    def begin_call(self, source: Source, tensor: torch.Tensor) -> Call:
+        """The call of a source that begins now; the tensor says what it computes in."""
+        key = f"{source.layer_type} {source.module}"
+        call = self.tracker.begin_call(key, dtype=tensor.dtype, device_type=tensor.device.type)
+        self.called(source, call)
+        return call
+
     def called(self, source: Source, call: Call) -> None:
         """Say that a module or function runs, which has that call."""
         is_training = call.mode == Mode.TRAIN
@@ -199,9 +209,26 @@ class Recorder:
         With `part`, what that makes of the gradient is recorded: another shape, or one of several operands in it.
         """
         site = self.expected.site(source, role)
-        tensor.register_hook(_GradHook(self, self._tracker, site, call, part, placement, on_grad))
+        tensor.register_hook(Hook(partial(self._on_grad, site, call, part, placement, on_grad)))
         if call.mode is Mode.TRAIN and self.wants(source, role, call):
             site.hooked.add(call.key)
+
+    def _on_grad(  # noqa: PLR0917  (bound to each gradient, on the training thread)
+        self,
+        site: Site,
+        call: Call,
+        part: Callable[[torch.Tensor], torch.Tensor] | None,
+        placement: str | None,
+        on_grad: Callable[[Call], None] | None,
+        grad: torch.Tensor,
+    ) -> None:
+        self.tracker.note_backward()
+        with site.guard:
+            if on_grad is not None:
+                on_grad(call)
+            if self.tracker.is_adding_weights and call.index in site.taken.get((call.mode, call.microbatch), ()):
+                return  # it came with the gradients of the inputs
+            self.take(site, grad if part is None else part(grad), call=call, placement=placement)
 
     def wants(self, source: Source, role: TensorRole, call: Call) -> bool:
         """Whether a tensor of that source, role and call may be taken in this iteration, before it is seen."""
@@ -215,7 +242,7 @@ class Recorder:
     def find_unmatched(self, paths: Collection[str]) -> list[str]:
         """What the selection names and the iteration has not had; asked once, when it has ended."""
         seen, self._selecting.sightings = self._selecting.sightings, None
-        return [] if seen is None else list(find_unmatched(self._options, seen, paths=paths))
+        return [] if seen is None else list(find_unmatched(self.options, seen, paths=paths))
 
     def poll(self) -> None:
         """Publish what has arrived from a device; called once in each step."""
@@ -234,15 +261,10 @@ class Recorder:
         else:
             self.expected.excuse(source, role, call)
 
-    def pass_by(self, source: Source, roles: Iterable[TensorRole] = ()) -> None:
-        """Say of a call inside of a transform of `torch.func` that what it shows, at least these roles, is not seen."""
-        for role in dict.fromkeys((*self.expected.known(source), *roles)):
-            self.refuse(source, role, TRANSFORMED)
-
     def next_index(self, source: Source, role: TensorRole) -> int:
         """How many tensors of that source and role came before in the microbatch; for those without a call."""
         taken = self.expected.site(source, role).taken
-        return len(taken.get((self._tracker.mode, self._tracker.microbatch), ()))
+        return len(taken.get((self.tracker.mode, self.tracker.microbatch), ()))
 
     def _fail(self, error: Exception, source: Source | None = None, role: TensorRole | None = None) -> None:
         """Disable what failed, or end the training with it where that was asked for."""
@@ -251,9 +273,9 @@ class Recorder:
         name = "" if source is None else source_name(source) if role is None else site_name(source, role)
         if source is None or isinstance(error, RanktapeError):
             self._on_failure(text)
-        elif self.expected.disable(source, role, text) and not self._options.strict:
+        elif self.expected.disable(source, role, text) and not self.options.strict:
             self._on_site_failure(f"nothing more is recorded of {name}: {text}")
-        if self._options.strict:
+        if self.options.strict:
             where = f" at {name}" if name else ""
             raise StrictCaptureError(f"the capture failed{where}: {text} (it is strict)") from error
 
@@ -295,17 +317,25 @@ class Recorder:
             return form
         sample_dim = None
         if site.role.has_samples:
-            given, layouts = self._options.sample_dim, site.role.layouts
+            given, layouts = self.options.sample_dim, site.role.layouts
             shape = tuple(tensor.shape)
             sample_dim = find_sample_dim(shape, batch_size=call.batch_size, given=given, layouts=layouts)
         kept = keep_samples(part, decision=decision, sample_dim=sample_dim)
         if kept is None:
             return None
-        form = form_of(site, kept, call=call, quant_type=self._quant_type(call, tags))
+        form = form_of(
+            site,
+            kept[0],
+            keep=decision.keep,
+            sample_dim=sample_dim,
+            places=kept[1],
+            call=call,
+            quant_type=self._quant_type(call, tags),
+        )
         return self.expected.keep_form(site, key, form)
 
     def _quant_type(self, call: Call, tags: Tags) -> str:
-        return tags.quant_type or self._options.quant_type or call.quant_type
+        return tags.quant_type or self.options.quant_type or call.quant_type
 
     def _stage(self, whole: torch.Tensor, form: RecordForm, call: Call, tags: Tags) -> None:
         tensor = whole
@@ -314,7 +344,7 @@ class Recorder:
         header = self._header(form, call, tags)
         with self._naming_ring:
             slot = self._ring.reserve(
-                SlotKind.TENSOR, header, form.nbytes, timeout_seconds=self._options.block_timeout_seconds
+                SlotKind.TENSOR, header, form.nbytes, timeout_seconds=self.options.block_timeout_seconds
             )
         try:
             if form.nbytes and tensor.is_cuda:
@@ -343,42 +373,6 @@ class Recorder:
             f'"counter":{counter},"timestamp":{time.time()!r},"sample_ids":{ids},'
             f'"metadata":{tags.metadata}}}'
         ).encode()
-
-
-class _GradHook(Hook):
-    """Takes the gradient of one call when a backward pass brings it."""
-
-    __slots__ = ("_call_of", "_on_grad", "_part", "_placement", "_recorder", "_site", "_tracker")
-
-    def __init__(  # noqa: PLR0917  (made for each gradient, on the training thread)
-        self,
-        recorder: Recorder,
-        tracker: Tracker,
-        site: Site,
-        call: Call,
-        part: Callable[[torch.Tensor], torch.Tensor] | None,
-        placement: str | None,
-        on_grad: Callable[[Call], None] | None,
-    ) -> None:
-        self._recorder = recorder
-        self._tracker = tracker
-        self._site = site
-        self._call_of = call
-        self._part = part
-        self._placement = placement
-        self._on_grad = on_grad
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        """Take it."""
-        site, call, tracker = self._site, self._call_of, self._tracker
-        tracker.note_backward()
-        with site.guard:
-            if self._on_grad is not None:
-                self._on_grad(call)
-            if tracker.is_adding_weights and call.index in site.taken.get((call.mode, call.microbatch), ()):
-                return  # it came with the gradients of the inputs
-            seen = grad if self._part is None else self._part(grad)
-            self._recorder.take(site, seen, call=call, placement=self._placement)
 
 
 def _copy(tensor: torch.Tensor, payload: memoryview) -> None:

@@ -297,12 +297,7 @@ class Capture(Iterations):
             on_failure=self._disable,
             on_site_failure=self._console.warn_of_site,
         )
-        self._hooks = ModelHooks(
-            options=self.options,
-            recorder=self._recorder,
-            tracker=self._tracker,
-            is_given=self._model is not None,
-        )
+        self._hooks = ModelHooks(self._recorder, is_given=self._model is not None)
         if self._model is not None:
             self._hooks.add_root(self._model)
 
@@ -321,12 +316,7 @@ class Capture(Iterations):
         self._hooks.tell_of_roots(self._clock.watch)
         self._master = None
         if self.options.master:
-            self._master = MasterWeights(
-                recorder=self._recorder,
-                tracker=self._tracker,
-                placements=self._hooks.placements,
-                weights=self._hooks.weights,
-            )
+            self._master = MasterWeights(self._recorder, placements=self._hooks.placements, weights=self._hooks.weights)
 
     def _take_off(self) -> None:
         """Look at nothing of the training any more; what was seen is published."""
@@ -370,9 +360,8 @@ class Capture(Iterations):
         return judge_end(
             words,
             waited_seconds=waited_seconds,
-            ending=self._process.ending(),
+            process=self._process,
             backend=self._backend,
             console=self._console,
-            ring=self._process.ring.path,
             required=self.options.min_iterations,
         )

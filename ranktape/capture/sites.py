@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ranktape.capture.passes.passes import dtype_name
-from ranktape.capture.writing.kept_nbytes import kept_nbytes
+from ranktape.capture.writing.counting import kept_nbytes
 from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
@@ -69,43 +69,29 @@ def _of_length(layouts: Sequence[str], num_dims: int) -> str:
     return next((layout for layout in layouts if len(layout) == num_dims), "")
 
 
-@dataclass(slots=True, kw_only=True)
-class Kept:
-    """A part of a tensor as it is recorded."""
+def keep_samples(
+    part: PlainPart, *, decision: Decision, sample_dim: int | None
+) -> tuple[PlainPart, Sequence[int] | None] | None:
+    """The part with the samples that the decision names, and their places in the batch; None where it has none of them.
 
-    part: PlainPart
-    """With the samples that are kept."""
-    keep: str
-    """What the writer keeps of it: `values`, `histogram` or `statistics`."""
-    sample_dim: int | None
-    """The dimension of samples; None where it has none."""
-    places: Sequence[int] | None = None
-    """The places in the batch of the samples that are kept; None for all of them."""
-
-
-def keep_samples(part: PlainPart, *, decision: Decision, sample_dim: int | None) -> Kept | None:
-    """The part with the samples that the decision names; None where it has none of these.
-
-    A part without a dimension of samples is kept whole, and so is a shard of the samples: which of them it holds is
-    known to no other rank.
+    The places are None for all samples. A part without a dimension of samples is kept whole, and so is a shard of the
+    samples: which of them it holds is known to no other rank.
     """
-    whole = Kept(part=part, keep=decision.keep, sample_dim=sample_dim)
     if decision.samples is None or sample_dim is None:
-        return whole
+        return part, None
     count = part.tensor.shape[sample_dim]
     places = decision.places(count)
     if len(places) == count:
-        return whole
+        return part, None
     if not places:
         return None
     placement = part.placement
     if placement is not None:
         placement = _narrowed(placement, sample_dim, count, len(places))
         if placement is None:
-            return whole
+            return part, None
     tensor = narrow(part.tensor, places, sample_dim=sample_dim)
-    narrowed = dataclasses.replace(part, tensor=tensor, placement=placement)
-    return Kept(part=narrowed, keep=decision.keep, sample_dim=sample_dim, places=places)
+    return dataclasses.replace(part, tensor=tensor, placement=placement), places
 
 
 def ids_at(places: Sequence[int] | None, ids: Sequence[int | str] | None) -> Sequence[int | str] | None:
@@ -171,14 +157,7 @@ class Site:
     __slots__ = ("excused", "forms", "guard", "hooked", "is_disabled", "refused", "role", "seen", "source", "taken")
 
     def __init__(self, source: Source, role: TensorRole, *, guard: Guard, is_disabled: bool) -> None:
-        """Know nothing of an iteration yet.
-
-        Args:
-            source: What it comes from.
-            role: What it is there.
-            guard: Contains what goes wrong with it.
-            is_disabled: Nothing is recorded of it any more.
-        """
+        """Know nothing of an iteration yet; the guard contains what goes wrong with it."""
         self.source = source
         self.role = role
         self.guard = guard
@@ -229,38 +208,43 @@ class Site:
         return form
 
 
-def form_of(site: Site, kept: Kept, *, call: Call, quant_type: str) -> RecordForm:
-    """The form of a tensor of a site as it is recorded."""
-    source, role, part, sample_dim = site.source, site.role, kept.part, kept.sample_dim
-    tensor: torch.Tensor = part.tensor
+def form_of(
+    site: Site,
+    part: PlainPart,
+    *,
+    keep: str,
+    sample_dim: int | None,
+    places: Sequence[int] | None,
+    call: Call,
+    quant_type: str,
+) -> RecordForm:
+    """The form of a part of a tensor of a site, with the samples that are kept, as it is recorded."""
+    role, tensor = site.role, part.tensor
     dtype = dtype_name(tensor.dtype)
+    layout = layout_of(site.source.layer_type, sample_dim=sample_dim, num_dims=tensor.ndim, layouts=role.layouts)
     fixed = {
-        "module": source.module,
-        "layer_type": source.layer_type,
-        "layer_idx": source.layer_idx,
-        "layer_stack": source.layer_stack,
-        "component": source.component,
+        **site.source._asdict(),
         "operation": str(role.operation),
         "phase": role.phase,
         "tensor_name": role.tensor_name + part.suffix,
         "quant_type": quant_type,
         "dtype": dtype,
         "shape": list(tensor.shape),
-        "layout": layout_of(source.layer_type, sample_dim=sample_dim, num_dims=tensor.ndim, layouts=role.layouts),
+        "layout": layout,
         "compute_dtype": call.compute_dtype,
         "sample_dim": sample_dim,
         "batch_size": call.batch_size,
         "mode": str(call.mode),
-        "keep": kept.keep,
+        "keep": keep,
         "placement": None if part.placement is None else json.loads(part.placement),
     }
     return RecordForm(
         header=json.dumps(fixed)[:-1],
-        keep=kept.keep,
+        keep=keep,
         nbytes=tensor.nbytes,
-        kept_nbytes=kept_nbytes(kept.keep, nbytes=tensor.nbytes, dtype=dtype, compute_dtype=call.compute_dtype),
+        kept_nbytes=kept_nbytes(keep, nbytes=tensor.nbytes, dtype=dtype, compute_dtype=call.compute_dtype),
         sample_dim=sample_dim,
-        places=kept.places,
+        places=places,
     )
 
 

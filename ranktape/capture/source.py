@@ -61,13 +61,12 @@ NO_TAGS = Tags()
 
 def site_of(source: Source, role: TensorRole, *, call: Call, quant_type: str | None) -> TensorSite:
     """The place of a tensor in its iteration; what it was computed in is the call's where no other is given."""
+    fields = source._asdict()
+    del fields["layer_stack"]
     return TensorSite(
-        module=source.module,
-        layer_type=source.layer_type,
-        layer_idx=source.layer_idx,
+        **fields,
         operation=role.operation,
         phase=role.phase,
-        component=source.component,
         quant_type=quant_type or call.quant_type,
         tensor_name=role.tensor_name,
         microbatch=call.microbatch,

@@ -22,10 +22,12 @@ import torch
 from ranktape.capture.rendezvous import Rendezvous, collective_seconds
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import cadence_of
+from ranktape.capture.settings.table import SETTINGS
+from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring_file import boot_id, new_ring_path
-from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import LateError, RanktapeError, UsageError
 from ranktape.lazy_names import __version__
+from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.progress import read_verdict
 from ranktape.storage.format.status import RunVerdict
 from ranktape.storage.places.urls import open_backend
@@ -139,15 +141,9 @@ def start_writer(
     place: RankPlace,
     on_wait: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], Rendezvous]:
-    """The words of the writer, once it is ready, and where the ranks have met.
+    """The words of the writer, once it is ready, and where the ranks have met; `shown_url` is without credentials.
 
-    Args:
-        process: Not started yet.
-        url: Of the run.
-        shown_url: The same without credentials.
-        options: Of the capture.
-        place: This rank's.
-        on_wait: Called with a line for the person at the terminal where rank 0 is long in coming.
+    Where rank 0 is long in coming, `on_wait` is called with a line for the person at the terminal.
 
     Raises:
         CaptureError: the writer cannot start, or another rank's cannot.
@@ -192,35 +188,21 @@ def _meeting_seconds(options: CaptureOptions) -> float:
 def _writer_config(
     options: CaptureOptions, *, url: str, place: RankPlace, launch_id: str, path: Path | None
 ) -> WriterConfig:
+    needless = {one.name: one.default for one in SETTINGS if one.is_filter or one.is_free}
+    spill_dir = None if options.spill_dir is None else str(_absolute(options.spill_dir))
+    told = {**needless, "storage_options": dict(options.storage_options or {}), "spill_dir": spill_dir, "where": None}
     return WriterConfig(
         url=url,
-        storage_options=dict(options.storage_options or {}),
         rank=place.rank,
         trainer_pid=os.getpid(),
-        launch={
-            "launch_id": launch_id,
-            "restart": place.restart,
-            "world_size": place.world_size,
-            "first_rank": place.first_rank,
-        },
-        options=options.document(),
+        launch=Launch(
+            launch_id=launch_id, restart=place.restart, world_size=place.world_size, first_rank=place.first_rank
+        ),
+        options=dataclasses.replace(options, **told),
+        document=options.document(),
         environment=describe_environment(),
-        resume=options.resume,
-        overwrite=options.overwrite,
-        add=options.add,
-        is_manual=options.manual,
-        cadence=cadence_of(options).to_json(),
-        target=options.target_iterations,
-        min_iterations=options.min_iterations,
-        keep_last=options.keep_last,
-        policy=options.policy,
-        compression=options.compression,
-        store_timeout_seconds=options.store_timeout_seconds,
-        store_concurrency=options.store_concurrency,
-        ring_path=None if path is None else str(path),
-        spill_dir=None if options.spill_dir is None else str(_absolute(options.spill_dir)),
-        join_timeout_seconds=START_TIMEOUT_SECONDS / 2,
-        finish_timeout_seconds=options.finish_timeout_seconds,
+        cadence=cadence_of(options),
+        ring_path=path,
     )
 
 
@@ -231,7 +213,7 @@ def _about(config: WriterConfig, *, url: str, attempt: str) -> dict[str, Any]:
         "attempt": attempt,
         "rank": config.rank,
         "environment": config.environment,
-        "compression": config.compression,
+        "compression": config.options.compression,
         "host": socket.gethostname(),
         "boot_id": boot_id(),
         "started": time.time(),
@@ -247,60 +229,31 @@ def judge_end(
     words: Mapping[str, Any],
     *,
     waited_seconds: float,
-    ending: str,
+    process: WriterProcess,
     backend: Backend,
     console: Console,
     required: int,
-    ring: Path | None,
 ) -> RunVerdict:
-    """The writer's verdict on rank 0; elsewhere, and where there is none, what this rank knows.
-
-    Args:
-        words: The writer's last.
-        waited_seconds: How long it was waited for.
-        ending: How the process ended, should it have crashed.
-        backend: Where the run is.
-        console: Where trouble is told.
-        required: The guaranteed minimum.
-        ring: Where the ring lies; None for in memory.
-    """
+    """The writer's verdict on rank 0; elsewhere, and where there is none, what the store says and this rank knows."""
     console.pass_on(words)
     if "verdict" in words:
         return RunVerdict(**words["verdict"])
-    problem = find_problem(words, waited_seconds=waited_seconds, ending=ending)
-    if problem is not None:
-        console.warn_once(problem)
-    if ring is not None and words.get("state") not in {"late", "closed"}:
-        console.warn_once(f"what was staged and not stored is in {ring}: 'ranktape recover {ring.parent}' stores it")
-    stored = _stored_verdict(backend, console) if console.rank == 0 else None
-    return judge_from_outside(stored, problem=problem, rank=console.rank, required=required)
-
-
-def find_problem(words: Mapping[str, Any], *, waited_seconds: float, ending: str) -> str | None:
-    """What went wrong on this rank; None where everything was stored.
-
-    Args:
-        words: The writer's last.
-        waited_seconds: How long it was waited for.
-        ending: How the process ended, should it have crashed.
-    """
-    if words.get("state") == "late":
-        return f"not everything was stored within {waited_seconds:g} s; the writer goes on"
-    if words.get("state") not in {"closed", "failed"}:
-        return f"the writer process ended: {ending}"
+    state, ring = words.get("state"), process.ring.path
     problem = words.get("error") or words.get("problem")
-    return None if problem is None else str(problem)
-
-
-def judge_from_outside(stored: RunVerdict | None, *, problem: str | None, rank: int, required: int) -> RunVerdict:
-    """The verdict where the coordinator gave none: what the store says, and what this rank knows.
-
-    Only rank 0 has a coordinator; the others answer for what they stored themselves.
-    """
-    named = [] if problem is None else [f"rank {rank}: {problem}"]
-    if stored is not None:
-        return stored if stored.met else dataclasses.replace(stored, missing=[*stored.missing, *named])
-    return RunVerdict(met=rank != 0 and problem is None, required=required, complete=[], missing=named, final=False)
+    if state == "late":
+        problem = f"not everything was stored within {waited_seconds:g} s; the writer goes on"
+    elif state not in {"closed", "failed"}:
+        problem = f"the writer process ended: {process.ending()}"
+    if problem is not None:
+        console.warn_once(str(problem))
+    if ring is not None and state not in {"late", "closed"}:
+        console.warn_once(f"what was staged and not stored is in {ring}: 'ranktape recover {ring.parent}' stores it")
+    missing = [] if problem is None else [f"rank {console.rank}: {problem}"]
+    if console.rank == 0 and (stored := _stored_verdict(backend, console)) is not None:
+        return stored if stored.met else dataclasses.replace(stored, missing=[*stored.missing, *missing])
+    # Only rank 0 has a coordinator; the others answer for what they stored themselves.
+    is_met = console.rank != 0 and problem is None
+    return RunVerdict(met=is_met, required=required, complete=[], missing=missing, final=False)
 
 
 def _stored_verdict(backend: Backend, console: Console) -> RunVerdict | None:

@@ -20,7 +20,7 @@ from ranktape.capture.console import Console
 from ranktape.capture.roles.table import UNSAMPLED
 from ranktape.capture.session import Capture
 from ranktape.capture.settings.cadence import Schedule, ScheduleOfOne
-from ranktape.capture.settings.config import DEFAULT_SAVE_DIR, checked, legacy_values, merge, read_legacy_environment
+from ranktape.capture.settings.config import DEFAULT_SAVE_DIR, checked, legacy_environment, legacy_values, merge
 from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.source import Source, TensorRole
 from ranktape.errors import RanktapeError, UsageError
@@ -163,23 +163,8 @@ class TensorSaver:
     ) -> dict[str, str | None]:
         """Record the tensors of an attention that are given; their paths by name."""
         tensors = {"query": query, "key": key, "value": value, "attention_weights": attention_weights}
-        return {
-            name: self.save_tensor(
-                tensor,
-                "attention",
-                operation,
-                quant_type,
-                name,
-                layer_idx,
-                phase,
-                component,
-                rank,
-                metadata,
-                sample_idx,
-            )
-            for name, tensor in tensors.items()
-            if tensor is not None
-        }
+        about = (layer_idx, phase, component, rank, metadata, sample_idx)
+        return self._save_all(tensors, "attention", operation, quant_type, about)
 
     def save_linear_tensors(  # noqa: PLR0917  (the legacy tools' arguments, in their order)
         self,
@@ -195,11 +180,19 @@ class TensorSaver:
         sample_idx: int | None = None,
     ) -> dict[str, str | None]:
         """Record the tensors of a linear layer that are given; their paths by name."""
-        tensors = {"input": input_tensor, "weight": weight}
+        about = (layer_idx, phase, component, rank, metadata, sample_idx)
+        return self._save_all({"input": input_tensor, "weight": weight}, "linear", operation, quant_type, about)
+
+    def _save_all(
+        self,
+        tensors: Mapping[str, torch.Tensor | None],
+        layer_type: str,
+        operation: str,
+        quant_type: str,
+        about: tuple[Any, ...],
+    ) -> dict[str, str | None]:
         return {
-            name: self.save_tensor(
-                tensor, "linear", operation, quant_type, name, layer_idx, phase, component, rank, metadata, sample_idx
-            )
+            name: self.save_tensor(tensor, layer_type, operation, quant_type, name, *about)
             for name, tensor in tensors.items()
             if tensor is not None
         }
@@ -254,9 +247,9 @@ def get_tensor_saver() -> TensorSaver:
     """
     global _saver  # noqa: PLW0603  (one for each process, as programs expect)
     if _saver is None:
-        environment = read_legacy_environment()
-        _saver = TensorSaver(save_dir=environment.save_dir, enabled=environment.enabled)
-        _saver.set_iteration(environment.iteration)
+        is_enabled, save_dir, iteration = legacy_environment()
+        _saver = TensorSaver(save_dir=save_dir, enabled=is_enabled)
+        _saver.set_iteration(iteration)
     return _saver
 
 

@@ -10,40 +10,34 @@ killed, the trainer starts another one, which goes on with what is stored and wh
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import pickle
 import select
 import sys
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.numerics.histograms.moments import warm_up
-from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import Slot, SlotKind
 from ranktape.capture.writing.committing import Committer
-from ranktape.capture.writing.coordinator import MAX_ASK_SECONDS, CaptureGoal, Coordinator
-from ranktape.capture.writing.patience import Patience
+from ranktape.capture.writing.coordinator import MAX_ASK_SECONDS, Coordinator
 from ranktape.capture.writing.recover import Recovery, read_slots, site_of
-from ranktape.capture.writing.storing import COUNT_FROM_NBYTES, HOLD_SECONDS, Staged, Storer, StoringOptions
-from ranktape.capture.writing.writer_config import WriterConfig
+from ranktape.capture.writing.storing import Staged, Storer
 from ranktape.errors import RanktapeError, StorageError
-from ranktape.storage.format.attempt import IterationPlan, Launch, lost_message, read_attempt, read_plan
+from ranktape.storage.format.attempt import IterationPlan, lost_message, read_attempt, read_plan
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration
-from ranktape.storage.maintenance.outbox import SpillingBackend
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.recording.stack import STACK_BELOW_NBYTES
 from ranktape.storage.recording.start import begin_attempt, claim_run, join_attempt
-from ranktape.storage.recording.writer import RankWriter
 
 if TYPE_CHECKING:
+    from ranktape.capture.staging.process import WriterConfig
     from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.places.retry import RetryingBackend
+    from ranktape.storage.places.backend import Backend
     from ranktape.storage.recording.lease import Lease
 
 NICENESS = 19
@@ -96,32 +90,35 @@ class Writer:
             return 0
 
     def _start(self) -> None:
-        config = self._config
-        launch = Launch(**config.launch)
-        is_first = config.rank == launch.first_rank
-        self._backend = open_backend(config.url, storage_options=config.storage_options)
-        if is_first and not config.add:  # what adds changes nothing of what is there, and leaves it to others
+        config, options = self._config, self._config.options
+        backend = open_backend(config.url, storage_options=options.storage_options)
+        if config.is_first and not options.add:  # what adds changes nothing of what is there, and leaves it to others
             self._lease = self._held.enter_context(
-                claim_run(self._backend, launch=launch, resume=config.resume, overwrite=config.overwrite)
+                claim_run(backend, launch=config.launch, resume=options.resume, overwrite=options.overwrite)
             )
-        if is_first:
-            self._attempt = self._find_attempt(launch)
+        if not config.is_first:
             warm_up()
-        else:
+        self._attempt = attempt = self._find_attempt(backend)
+        if config.is_first:
             warm_up()
-            self._attempt = self._find_attempt(launch)
-        completed = self._attempt.completed
-        cadence = Cadence.from_json(config.cadence)
-        planned = cadence.following(count=config.target - len(completed), without=completed)
+        planned = config.cadence.following(
+            count=options.target_iterations - len(attempt.completed), without=attempt.completed
+        )
         self._plan = IterationPlan(iterations=planned, is_done=not planned)
         if config.attempt is not None:
-            self._plan = read_plan(self._backend, attempt=self._attempt) or self._plan
-        self._coordinator = self._start_coordinator(cadence) if is_first else None
-        self._start_storing()
+            self._plan = read_plan(backend, attempt=attempt) or self._plan
+        self._coordinator = self._start_coordinator(backend) if config.is_first else None
+        self._storer = Storer(config, backend=backend, attempt=attempt, ring=self._ring)
+        self._committer = Committer(
+            self._storer,
+            say=self._say,
+            on_word=self._coordinator.note_commit if self._coordinator is not None else lambda _: None,
+            num_committed=self._words["num_committed"],
+        )
         self._say(
             state="ready",
-            attempt=self._attempt.path,
-            completed=list(self._attempt.completed),
+            attempt=attempt.path,
+            completed=list(attempt.completed),
             iterations=list(self._plan.iterations),
             is_done=self._plan.is_done,
         )
@@ -129,98 +126,46 @@ class Writer:
             self._ring.announce()
             self._take_over()
 
-    def _find_attempt(self, launch: Launch) -> Attempt:
-        config = self._config
+    def _find_attempt(self, backend: Backend) -> Attempt:
+        config, options = self._config, self._config.options
         if config.attempt is not None:
-            attempt = read_attempt(self._backend, config.attempt)
+            attempt = read_attempt(backend, config.attempt)
             if attempt is None:
-                raise StorageError(lost_message(self._backend))
+                raise StorageError(lost_message(backend))
             return attempt
-        if config.rank != launch.first_rank:
-            return join_attempt(self._backend, launch=launch, timeout_seconds=config.join_timeout_seconds)
+        if not config.is_first:
+            return join_attempt(backend, launch=config.launch, timeout_seconds=config.join_timeout_seconds)
         return begin_attempt(
-            self._backend,
-            launch=launch,
-            options=config.options,
+            backend,
+            launch=config.launch,
+            options=config.document,
             environment=config.environment,
-            resume=config.resume,
-            overwrite=config.overwrite,
-            add=config.add,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            add=options.add,
         )
 
-    def _start_coordinator(self, cadence: Cadence) -> Coordinator:
-        config = self._config
-        goal = CaptureGoal(
-            planned=self._plan.iterations,
-            cadence=cadence,
-            target=config.target,
-            finish_timeout_seconds=config.finish_timeout_seconds,
-            keep_last=config.keep_last,
-        )
+    def _start_coordinator(self, backend: Backend) -> Coordinator:
         coordinator = Coordinator(
-            self._backend,
+            backend,
             attempt=self._attempt,
-            goal=goal,
+            options=self._config.options,
+            cadence=self._config.cadence,
+            planned=self._plan.iterations,
             step=lambda: self._ring.step,
             given_up=lambda: {int(rank): text for rank, text in (self._ring.hear() or {}).get("given_up", {}).items()},
             lost=lambda: None if self._lease is None else self._lease.lost,
-            is_successor=config.attempt is not None,
+            is_successor=self._config.attempt is not None,
         )
         coordinator.start()
         return coordinator
 
-    def _start_storing(self) -> None:
-        config, policy = self._config, Policy(self._config.policy)
-        patience = Patience()
-        seconds = config.store_timeout_seconds
-        # Counts are worth waiting for longer than values, which hold up the training; `Storer` tells them apart.
-        longest = max(seconds, HOLD_SECONDS) if policy is Policy.HISTOGRAM else seconds
-        self._store = self._backend.with_deadline(timeout_seconds=longest, give_up=patience)
-        spill = self._open_spill(self._store)
-        self._target: RetryingBackend | SpillingBackend = spill or self._store
-        rank_writer = RankWriter(
-            self._target,
-            attempt=self._attempt,
-            rank=config.rank,
-            environment=config.environment,
-            trouble=config.trouble,
-            compression=config.compression,
-            stack_below_nbytes=COUNT_FROM_NBYTES if policy is Policy.HISTOGRAM else STACK_BELOW_NBYTES,
-            store_concurrency=config.store_concurrency,
-        )
-        self._rank_writer = rank_writer
-        self._recovery = Recovery(self._backend, attempt=self._attempt, rank=config.rank, rank_writer=rank_writer)
-        self._storer = Storer(
-            rank_writer,
-            ring=self._ring,
-            patience=patience,
-            options=StoringOptions(
-                rank=config.rank,
-                attempt=self._attempt.number,
-                policy=policy,
-                store_timeout_seconds=seconds,
-                store_concurrency=config.store_concurrency,
-                ring_is_kept=config.ring_path is not None,
-                has_spill=spill is not None,
-            ),
-            failing_since=lambda: self._store.failing_since,
-        )
-        self._committer = Committer(
-            rank_writer,
-            storer=self._storer,
-            ring=self._ring,
-            backend=self._backend,
-            spill=spill,
-            attempt=self._attempt,
-            rank=config.rank,
-            ring_is_kept=config.ring_path is not None,
-            num_committed=self._words["num_committed"],
-            say=self._say,
-            on_word=self._coordinator.note_commit if self._coordinator is not None else lambda _: None,
-        )
-
     def _take_over(self) -> None:
         """Go on with what a writer that was killed left: tensors in the ring, and some in the store."""
+        storer = self._storer
+        self._recovery = Recovery(
+            storer.backend, attempt=self._attempt, rank=self._config.rank, rank_writer=storer.rank_writer
+        )
         for iteration, left in read_slots(self._ring, ends=self._config.unsettled).items():
             if left.is_over and not self._config.gives_up:
                 self._committer.recover(self._recovery, iteration, left)
@@ -255,13 +200,6 @@ class Writer:
     @property
     def _given_up(self) -> str:
         return f"the writer process ended again without storing an iteration ({self._config.deaths[-1]})"
-
-    def _open_spill(self, store: RetryingBackend) -> SpillingBackend | None:
-        if self._config.spill_dir is None:
-            return None
-        return SpillingBackend(
-            store, directory=Path(self._config.spill_dir), attempt=self._attempt, rank=self._config.rank
-        )
 
     def _serve(self) -> str:
         while True:
@@ -298,20 +236,21 @@ class Writer:
             self._ring.free(slot)
 
     def _begin(self, iteration: int) -> None:
-        config = self._config
+        options = self._config.options
         num_stored = self._committer.num_committed + len(self._attempt.completed)
-        may_degrade = config.policy == Policy.HISTOGRAM and num_stored >= config.min_iterations
+        may_degrade = options.policy == Policy.HISTOGRAM and num_stored >= options.min_iterations
         staged = self._storer.begin(iteration, may_degrade=may_degrade)
         self._iterations[iteration] = staged
-        if config.rank == self._attempt.launch.first_rank:
-            self._storer.run(staged, partial(open_iteration, self._target, attempt=self._attempt, iteration=iteration))
+        if self._config.is_first:
+            target = self._storer.spill or self._storer.patient
+            self._storer.run(staged, partial(open_iteration, target, attempt=self._attempt, iteration=iteration))
 
     def _speak_of_outages(self) -> None:
-        since = self._store.failing_since
+        since = self._storer.patient.failing_since
         is_out = since is not None and time.monotonic() - since > _OUTAGE_SECONDS
         if is_out != self._is_out:
             self._is_out = is_out
-            url = self._backend.url
+            url = self._storer.patient.url
             self._say(notice=f"{url} does not answer: trying on" if is_out else f"{url} answers again")
 
     def _poll_plan(self) -> None:
@@ -325,7 +264,7 @@ class Writer:
         self._next_ask = time.monotonic() + self._ask_seconds
         self._ask_seconds = min(MAX_ASK_SECONDS, 1.25 * self._ask_seconds)
         try:
-            news = read_plan(self._backend, attempt=self._attempt)
+            news = read_plan(self._storer.backend, attempt=self._attempt)
         except StorageError as error:
             self._say(notice=f"the plan of further iterations cannot be read: {error}")
             return
@@ -336,24 +275,24 @@ class Writer:
 
     def _end(self, reason: str) -> None:
         self._storer.trainer_is_gone = True
-        self._storer.give_up_at = time.monotonic() + self._config.finish_timeout_seconds
+        self._storer.give_up_at = time.monotonic() + self._config.options.finish_timeout_seconds
         for iteration in sorted(self._iterations):
             staged = self._iterations.pop(iteration)
-            if self._config.is_manual and staged.num_tensors:
+            if self._config.options.manual and staged.num_tensors:
                 self._committer.commit(staged, None)  # what was saved is saved, however the process ended
                 continue
             stored = self._storer.interrupt(staged)
             self._committer.mark(iteration, Mark.FAILED, f"cut off after {stored} tensors: {reason}")
         self._committer.close()
         with self._storer.closing():
-            self._rank_writer.close(reason=reason)
+            self._storer.rank_writer.close(reason=reason)
         if self._coordinator is not None:
             self._say(state="waiting")
             verdict = self._coordinator.finish()
             self._say(verdict=verdict.to_json())
         if self._config.ring_path is not None and not self._committer.owes:
             # Nothing is left in it that anybody could want.
-            Path(self._config.ring_path).unlink(missing_ok=True)
+            self._config.ring_path.unlink(missing_ok=True)
         self._say(state="closed")
 
     def _say(self, **changes: Any) -> None:
@@ -381,7 +320,7 @@ def _yield_to_the_training() -> None:
 def main(arguments: list[str]) -> int:
     """Run the writer on the ring and the pipe whose descriptors are given; the configuration is on stdin."""
     ring_descriptor, wake_read = (int(argument) for argument in arguments)
-    config = WriterConfig(**json.load(sys.stdin))
+    config: WriterConfig = pickle.load(sys.stdin.buffer)  # noqa: S301  (the trainer's own words)
     _yield_to_the_training()
     return Writer(config, ring=RingConsumer(ring_descriptor), wake_read=wake_read).run()
 

@@ -37,7 +37,7 @@ class LightTrainer:
         """One iteration: tensors by the names of their modules."""
         seconds = self.options.block_timeout_seconds
         self.process.ring.set_step(iteration)
-        self.process.put(SlotKind.BEGIN, {"iteration": iteration}, timeout_seconds=seconds)
+        self.process.ring.put(SlotKind.BEGIN, {"iteration": iteration}, timeout_seconds=seconds)
         for module, array in arrays.items():
             header = json.dumps(header_of(array, iteration=iteration, module=module, counter=self.num_staged)).encode()
             slot = self.process.ring.reserve(SlotKind.TENSOR, header, array.nbytes, timeout_seconds=seconds)
@@ -51,7 +51,7 @@ class LightTrainer:
                 "expected": sorted(arrays),
                 "silent_sites": {},
             }
-            self.process.put(SlotKind.END, end, timeout_seconds=seconds)
+            self.process.ring.put(SlotKind.END, end, timeout_seconds=seconds)
 
     def hear(self) -> dict[str, Any]:
         """What the writer said last."""

@@ -13,7 +13,7 @@ import pytest
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import cadence_of
-from ranktape.capture.writing.coordinator import CaptureGoal, Coordinator
+from ranktape.capture.writing.coordinator import Coordinator
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.format.attempt import IterationPlan, read_plan
 from ranktape.storage.format.layout import Mark
@@ -43,13 +43,14 @@ class Watched:
         self.coordinator = Coordinator(
             self.backend,
             attempt=self.attempt,
-            goal=CaptureGoal(
-                planned=planned,
-                cadence=cadence,
-                target=target,
+            options=CaptureOptions(
+                min_iterations=required,
+                max_iterations=target,
                 finish_timeout_seconds=timeout_seconds,
                 keep_last=keep_last,
             ),
+            cadence=cadence,
+            planned=planned,
             step=lambda: self.step,
         )
         self.coordinator.start()
@@ -118,10 +119,15 @@ def test_a_coordinator_that_follows_a_killed_one_finishes_what_that_saw(tmp_path
     watched.coordinator._stop.set()  # as if it were killed
     watched.coordinator._thread.join()
     watched.end(10)
-    goal = CaptureGoal(
-        planned=(10, 15), cadence=Cadence.regular(start=0, every=5), target=2, finish_timeout_seconds=0.5
+    follower = Coordinator(
+        watched.backend,
+        attempt=watched.attempt,
+        options=CaptureOptions(min_iterations=2, finish_timeout_seconds=0.5),
+        cadence=Cadence.regular(start=0, every=5),
+        planned=(10, 15),
+        step=lambda: 11,
+        is_successor=True,
     )
-    follower = Coordinator(watched.backend, attempt=watched.attempt, goal=goal, step=lambda: 11, is_successor=True)
     follower.start()
     eventually(lambda: open_run(watched.url).iterations == [10])
     watched.end(15)
@@ -137,8 +143,15 @@ def test_a_rank_that_does_not_come_is_looked_for_less_and_less_often(tmp_path: P
         looks.append(time.monotonic())
         return {}
 
-    goal = CaptureGoal(planned=(10,), cadence=Cadence.regular(start=10, every=1), target=1, finish_timeout_seconds=4)
-    waiting = Coordinator(backend, attempt=attempt, goal=goal, step=lambda: 10, given_up=given_up)
+    waiting = Coordinator(
+        backend,
+        attempt=attempt,
+        options=CaptureOptions(finish_timeout_seconds=4.0),
+        cadence=Cadence.regular(start=10, every=1),
+        planned=(10,),
+        step=lambda: 10,
+        given_up=given_up,
+    )
     waiting.start()
     waiting.finish()
     # Four in a second would be 17.

@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ranktape.capture import Capture
 from ranktape.capture.source import Source, TensorRole
-from ranktape.capture.tensors.mesh import Axes, describe_even
 from ranktape.capture.tensors.parts import UnrecordableError, take_apart
-from ranktape.capture.tensors.placement import scale_placement
+from ranktape.capture.tensors.placement import Axes, describe_even, scale_placement
 from ranktape.storage import open_run
 from ranktape.storage.format.record_info import Operation
 

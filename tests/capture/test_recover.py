@@ -110,7 +110,7 @@ def test_what_was_stored_and_freed_is_taken_over_if_it_is_whole(tmp_path: Path, 
         time.sleep(0.02)
     stop_writer(trainer)
     end = {"iteration": 0, "num_tensors": 10, "expected": [], "silent_sites": {}}
-    trainer.process.put(SlotKind.END, end, timeout_seconds=1)
+    trainer.process.ring.put(SlotKind.END, end, timeout_seconds=1)
     trainer.abandon()
     if is_damaged:
         damaged = next(folder.glob("large.1*/c.*"))

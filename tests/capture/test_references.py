@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
-from ranktape.capture.hooks.references import replace_names, restore_names, table_of
+from ranktape.capture.hooks.hook import replace_names, restore_names, table_of
 
 CODE = "from torch.nn.functional import scaled_dot_product_attention as attend\n"
 

@@ -76,7 +76,7 @@ def test_a_writer_killed_in_the_middle_of_an_iteration(tmp_path: Path) -> None:
     kill(trainer)
     trainer.process.keep_alive()
     end = {"iteration": 0, "num_tensors": len(arrays), "expected": sorted(arrays), "silent_sites": {}}
-    trainer.process.put(SlotKind.END, end, timeout_seconds=60)
+    trainer.process.ring.put(SlotKind.END, end, timeout_seconds=60)
     assert trainer.close()["state"] == "closed"
     check_whole(tmp_path / "run", {0: arrays})
 

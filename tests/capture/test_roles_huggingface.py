@@ -109,21 +109,6 @@ def test_gpt2_with_transposed_and_tied_weights(tmp_path: Path, attention: str) -
     assert positions.sample_dim is None
 
 
-@pytest.mark.support(framework="HF Llama", parallelism="one process", features=("checkpointing",))
-@pytest.mark.parametrize("is_reentrant", [False, True])
-def test_llama_under_checkpointing(tmp_path: Path, *, is_reentrant: bool) -> None:
-    def make(attention: str) -> Any:
-        model = llama(attention)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})
-        return model
-
-    trained = train_twice(task(make, "eager"), tmp_path / "run")
-    assert trained.is_equal
-    assert is_whole(trained)
-    assert verify_run(trained.run)["grad_weight"] == 2 * 15
-    assert len(trained.run.select(iteration=0)) == 15 * 6 + 2 * 8
-
-
 def mixtral(experts: str) -> Any:
     config = transformers.MixtralConfig(
         vocab_size=VOCABULARY,

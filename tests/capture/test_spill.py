@@ -157,7 +157,7 @@ def _write_one(bench: Bench) -> None:
     from tests.runs import describe
 
     array = tensors(0)["large.0"]
-    bench.rank_writer.write(array, info=describe(array))
+    bench.storer.rank_writer.write(array, info=describe(array))
 
 
 def test_names_in_a_spill_cannot_lead_elsewhere(tmp_path: Path, make_manifest: Callable[..., Path]) -> None:

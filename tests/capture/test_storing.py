@@ -19,23 +19,23 @@ import pytest
 
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.histograms.moments import statistics_of
+from ranktape.capture.settings.cadence import Cadence
+from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.table import Policy
+from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingConsumer, RingProducer
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.capture.writing import storing
 from ranktape.capture.writing.committing import Committer
-from ranktape.capture.writing.patience import Patience
-from ranktape.capture.writing.storing import Staged, Storer, StoringOptions
+from ranktape.capture.writing.storing import Staged, Storer
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
 from ranktape.storage import IterationState, Records, open_run
 from ranktape.storage.format.attempt import Attempt, Launch
 from ranktape.storage.format.dtypes import numpy_dtype
-from ranktape.storage.maintenance.outbox import SpillingBackend
 from ranktape.storage.places.backend import Buffer
 from ranktape.storage.places.local import LocalBackend
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.recording.start import begin_attempt
-from ranktape.storage.recording.writer import RankWriter
 from tests.capture.light import header_of, tensors
 
 
@@ -86,39 +86,27 @@ class Bench:
         )
         self.producer = RingProducer(budget_nbytes, keep_alive=lambda: None)
         self.ring = RingConsumer(os.dup(self.producer.file.descriptor))
-        patience = Patience()
-        longest = 900.0 if policy is Policy.HISTOGRAM else store_timeout_seconds
-        self.view = backend.with_deadline(timeout_seconds=longest, give_up=patience)
-        self.spill = spill_dir and SpillingBackend(self.view, directory=spill_dir, attempt=self.attempt, rank=0)
-        self.rank_writer = RankWriter(self.spill or self.view, attempt=self.attempt, rank=0, environment={})
         self.storer = Storer(
-            self.rank_writer,
-            ring=self.ring,
-            patience=patience,
-            options=StoringOptions(
+            WriterConfig(
+                url=str(self.url),
                 rank=0,
-                attempt=0,
-                policy=policy,
-                store_timeout_seconds=store_timeout_seconds,
-                store_concurrency=4,
-                ring_is_kept=False,
-                has_spill=spill_dir is not None,
+                trainer_pid=os.getpid(),
+                launch=self.attempt.launch,
+                options=CaptureOptions(
+                    policy=policy.value,
+                    store_timeout_seconds=store_timeout_seconds,
+                    spill_dir=None if spill_dir is None else str(spill_dir),
+                ),
+                document={},
+                environment={},
+                cadence=Cadence.regular(start=0, every=1),
             ),
-            failing_since=lambda: self.view.failing_since,
+            backend=backend,
+            attempt=self.attempt,
+            ring=self.ring,
         )
         self.words: dict[str, Any] = {}
-        self.committer = Committer(
-            self.rank_writer,
-            storer=self.storer,
-            ring=self.ring,
-            backend=backend,
-            spill=self.spill or None,
-            attempt=self.attempt,
-            rank=0,
-            ring_is_kept=False,
-            say=self._say,
-            on_word=lambda _: None,
-        )
+        self.committer = Committer(self.storer, say=self._say, on_word=lambda _: None)
         self._staged: dict[int, Staged] = {}
 
     def put(
@@ -151,7 +139,7 @@ class Bench:
         self.committer.close()
         self.storer.shutdown()
         if self.store.error is None:
-            self.rank_writer.close(reason="done")
+            self.storer.rank_writer.close(reason="done")
         assert self.producer.pending_nbytes == 0, "a slot was never freed"
 
     def wait_for(self, holds: Callable[[], bool]) -> None:

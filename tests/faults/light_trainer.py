@@ -6,10 +6,10 @@ a training would.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -18,10 +18,12 @@ from typing import Any
 
 from ranktape.capture import writer
 from ranktape.capture.settings.cadence import Cadence
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import SlotKind, boot_id, new_ring_path
-from ranktape.capture.writing.writer_config import WriterConfig
 from ranktape.errors import CaptureError
+from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.record_info import RecordInfo
 from tests.faults.truth import ITERATIONS, NUM_RANKS, tensors
 
@@ -77,28 +79,20 @@ class _Trainer:
         self._ring = RingProducer(RING_NBYTES, keep_alive=self._keep_alive, path=path)
         config = WriterConfig(
             url=url,
-            storage_options=storage_options,
             rank=rank,
             trainer_pid=os.getpid(),
-            launch={"launch_id": "launch", "restart": 0, "world_size": NUM_RANKS},
-            options={"min_iterations": len(ITERATIONS)},
+            launch=Launch(launch_id="launch", restart=0, world_size=NUM_RANKS),
+            options=CaptureOptions(
+                min_iterations=len(ITERATIONS),
+                storage_options=storage_options,
+                store_timeout_seconds=20.0,
+                finish_timeout_seconds=1.0,
+            ),
+            document={"min_iterations": len(ITERATIONS)},
             environment={},
-            resume=False,
-            overwrite=False,
-            add=False,
-            is_manual=False,
-            cadence=Cadence.regular(start=ITERATIONS.start, every=ITERATIONS.step).to_json(),
-            target=len(ITERATIONS),
-            min_iterations=len(ITERATIONS),
-            keep_last=None,
-            policy="block",
-            compression="none",
-            store_timeout_seconds=20.0,
-            store_concurrency=4,
-            ring_path=None if path is None else str(path),
-            spill_dir=None,
+            cadence=Cadence.regular(start=ITERATIONS.start, every=ITERATIONS.step),
+            ring_path=path,
             join_timeout_seconds=2.0,
-            finish_timeout_seconds=1.0,
         )
         self.writer_pid = fork(lambda: self._write(config))
 
@@ -123,7 +117,7 @@ class _Trainer:
         self._wait_for({"closed"})
 
     def _write(self, config: WriterConfig) -> None:
-        sys.stdin = io.StringIO(json.dumps(dataclasses.asdict(config)))
+        sys.stdin = io.TextIOWrapper(io.BytesIO(pickle.dumps(config)))
         writer.main([str(self._ring.file.descriptor), str(self._ring.wake_read)])
 
     def _wait_for(self, states: set[str]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.capture.writing.counting import reduce_to
-from ranktape.capture.writing.kept_nbytes import kept_nbytes
+from ranktape.capture.writing.counting import kept_nbytes, reduce_to
 from ranktape.errors import DataError, RanktapeError, UsageError
 from ranktape.storage.format.block_counts import (
     BLOCK_AXES,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.writing.writer_config import WriterConfig
+from ranktape.capture.staging.process import WriterConfig
 from ranktape.errors import AccessDeniedError, RanktapeError, StorageError, UsageError
 from ranktape.storage.places.failures import Redactor, StoreFailures, chain
 from ranktape.storage.places.urls import open_backend, parse_storage_options
@@ -178,9 +178,10 @@ def test_options_that_are_not_json_are_not_kept() -> None:
 def test_the_settings_of_a_capture_are_shown_without_secrets() -> None:
     options = {"key": KEY, "secret": SECRET}
     names = [item.name for item in dataclasses.fields(WriterConfig)]
-    values: dict[str, Any] = dict.fromkeys(names) | {"storage_options": options}
-    for thing in (CaptureOptions(storage_options=options), WriterConfig(**values)):
-        assert thing.storage_options == options
+    settings = CaptureOptions(storage_options=options)
+    values: dict[str, Any] = dict.fromkeys(names) | {"options": settings}
+    assert settings.storage_options == options
+    for thing in (settings, WriterConfig(**values)):
         assert not any(canary in repr(thing) for canary in CANARIES)
 
 

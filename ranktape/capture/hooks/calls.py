@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ranktape.capture.hooks.ports import Argument, Port, Ports
-from ranktape.capture.hooks.weights import CACHED, is_cached_by_autocast, is_lasting
+from ranktape.capture.hooks.weights import CACHED, Owners, is_cached_by_autocast, is_lasting
 from ranktape.capture.passes.circumstances import in_backward
-from ranktape.capture.passes.forwards import Arguments
+from ranktape.capture.passes.clock import Arguments
 from ranktape.capture.passes.passes import Call
 from ranktape.capture.source import NO_TAGS, Tags
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ranktape.capture.hooks.weights import Leaves, Weights
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.source import Source
@@ -89,18 +91,40 @@ class Running(threading.local):
         return None
 
 
+class Watch:
+    """What all hooks share that are on the training while one iteration is captured."""
+
+    def __init__(
+        self, recorder: Recorder, *, weights: Weights, place: Callable[[nn.Module, Ports], Placement | None]
+    ) -> None:
+        """Put nothing on yet; `place` gives for a module what says of its shards where they lie."""
+        self.recorder = recorder
+        self.tracker = recorder.tracker
+        self.weights = weights
+        self.place = place
+        self.running = Running()
+        self.owners = Owners()
+        """Whose parameter is a tensor?"""
+        self.handles: list[Any] = []
+        """All that is to be removed after it, in this order."""
+
+    def remove(self) -> None:
+        """Take everything off again."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
 @dataclass(slots=True, kw_only=True)
 class Taking:
     """Records what belongs to one source."""
 
-    recorder: Recorder
-    """Takes the tensors."""
+    watch: Watch
+    """The iteration's."""
     source: Source
     """What they come from."""
     ports: Ports
     """What they are."""
-    weights: Weights
-    """Those that were recorded."""
     is_aliased: bool = True
     """Whether operands may be replaced by views of themselves."""
     placement: Placement | None = None
@@ -108,7 +132,15 @@ class Taking:
     is_one_node: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None = None
     """Says of operands and named arguments whether autograd knows their call as one node; None where it never does."""
     leaves: Leaves | None = None
-    """Sees gradients on weights themselves, where the operands hold a weight."""
+    """The hooks on weights themselves."""
+    sees_operands: bool = False
+    """Whether weights among the operands may have such hooks, too."""
+    recorder: Recorder = field(init=False)
+    """Takes the tensors."""
+
+    def __post_init__(self) -> None:
+        """At hand: each tensor asks."""
+        self.recorder = self.watch.recorder
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Arguments:
         """Record the operands; the arguments to go on with."""
@@ -140,6 +172,19 @@ class Taking:
         is_added_up = not twice or (self.is_one_node is not None and self.is_one_node(values, kwargs))
         return () if is_added_up else twice
 
+    def sample(self, args: tuple[Any, ...], kwargs: dict[str, Any], *more: Any) -> torch.Tensor | None:
+        """The tensor that says what is computed in: the first operand of real numbers, else of any.
+
+        Where neither the operands nor what else is given hold a tensor, they are refused.
+        """
+        found = [argument.find(args, kwargs) for argument in self.ports.arguments]
+        tensors = [one for one in (*found, *more) if isinstance(one, torch.Tensor)]
+        if not tensors:
+            for argument, value in zip(self.ports.arguments, found, strict=True):
+                self.refuse(argument, value)
+            return None
+        return next((one for one in tensors if one.is_floating_point()), tensors[0])
+
     def refuse(self, argument: Argument, value: Any, call: Call | None = None) -> None:
         """Say of an argument that is no tensor why it is not recorded."""
         if value is None and argument.is_optional:
@@ -165,7 +210,7 @@ class Taking:
             return value
         if is_cached_by_autocast(value):
             for port in wanted:
-                if self.leaves is None or port.value.has_samples:
+                if self.leaves is None or port.value.has_samples or not self.sees_operands:
                     self.recorder.refuse(self.source, port.grad, CACHED, call=call)
                 else:
                     self.leaves.watch(self.source, port, value, take=functools.partial(self.record_grad_now, port))
@@ -174,6 +219,16 @@ class Taking:
         for port in wanted:
             self.grad(port, alias, call, part=None if port.part is None else port.take)
         return alias
+
+    def result(self, given: Any, gives: Any, call: Call, *, at: int | str | None, of: str, is_leaf: bool) -> None:
+        """Record the output in what a call gives; with `is_leaf`, its gradient tells which call a weight's is of."""
+        found = tensor_in(gives, at)
+        if found is None:
+            reason = f"{of} gave a {type(gives).__name__} without a tensor at {at!r}"
+            self.recorder.refuse(self.source, self.ports.output.value, reason, call=call)
+            return
+        on_grad = self.leaves.on_grad_output(self.source) if is_leaf and self.leaves is not None else None
+        self.output(found, call, given=given, on_grad=on_grad)
 
     def output(
         self, output: torch.Tensor, call: Call, *, given: Any, on_grad: Callable[[Call], None] | None = None
@@ -193,7 +248,9 @@ class Taking:
         if port.value.has_samples or (port.is_optional and not is_lasting(tensor)):
             self.recorder.record(self.source, port.value, tensor, call=call, placement=place, tags=tags)
         else:
-            self.weights.record(self.recorder, self.source, port.value, tensor, call=call, placement=place, tags=tags)
+            self.watch.weights.record(
+                self.recorder, self.source, port.value, tensor, call=call, placement=place, tags=tags
+            )
 
     def record_grad_now(self, port: Port, grad: torch.Tensor, call: Call) -> None:
         """Record a gradient that is there."""

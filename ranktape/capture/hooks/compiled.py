@@ -53,11 +53,7 @@ class EagerMode:
     """
 
     def __init__(self, originals: Callable[[], AbstractContextManager[None]]) -> None:
-        """Begin.
-
-        Args:
-            originals: For a moment has torch's functions in the places of those that stand for them.
-        """
+        """Begin; `originals` has, for a moment, torch's functions in the places of those that stand for them."""
         self._originals = originals
         self._stack = contextlib.ExitStack()
         self._stack.callback(IgnoredWarning().remove)

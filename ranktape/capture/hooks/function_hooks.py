@@ -1,7 +1,7 @@
 """Replacements that see functions with a role, while an iteration is captured.
 
 They are replaced while an iteration is captured, under every name by which loaded modules and the model know them
-(`references.py`), and put back after it: outside of captured iterations nothing costs anything. Of functions that call
+(`hook.py`), and put back after it: outside of captured iterations nothing costs anything. Of functions that call
 one another (a framework's, torch's) the outermost one is recorded. What a registry gives is wrapped.
 """
 
@@ -18,14 +18,12 @@ import torch
 from torch import nn
 from torch.overrides import has_torch_function
 
-from ranktape.capture.hooks.calls import Running, RunningRole, Taking, tensor_in
+from ranktape.capture.hooks.calls import RunningRole, Taking, Watch
 from ranktape.capture.hooks.compiled import forget_replacements
-from ranktape.capture.hooks.hook import as_itself
-from ranktape.capture.hooks.owners import Owner, Owners
-from ranktape.capture.hooks.ports import Ports, ports_of, resolved
-from ranktape.capture.hooks.references import (
+from ranktape.capture.hooks.hook import (
     Places,
     Table,
+    as_itself,
     put_back,
     replace_in_model,
     replace_names,
@@ -33,9 +31,9 @@ from ranktape.capture.hooks.references import (
     restore_names,
     table_of,
 )
-from ranktape.capture.hooks.weights import Leaves, is_cached_by_autocast
-from ranktape.capture.passes.circumstances import is_traced, is_transformed
-from ranktape.capture.passes.passes import Call
+from ranktape.capture.hooks.ports import Ports, ports_of, resolved
+from ranktape.capture.hooks.weights import Leaves, Owner, is_cached_by_autocast
+from ranktape.capture.passes.circumstances import is_traced
 from ranktape.capture.roles.known import ATTENTION, function_roles
 from ranktape.capture.roles.table import operand_of
 from ranktape.capture.source import Source
@@ -43,10 +41,7 @@ from ranktape.capture.source import Source
 if TYPE_CHECKING:
     from ranktape.capture.hooks.calls import Placement
     from ranktape.capture.hooks.multihead import MultiheadHooks
-    from ranktape.capture.hooks.weights import Weights
-    from ranktape.capture.passes.forwards import Arguments
-    from ranktape.capture.passes.tracker import Tracker
-    from ranktape.capture.recorder import Recorder
+    from ranktape.capture.passes.clock import Arguments
     from ranktape.capture.roles.table import FunctionRole
 
 
@@ -57,10 +52,11 @@ _SPARSE = 6
 class StandIn:
     """Stands for a function while an iteration is captured, and passes through at other times."""
 
-    def __init__(self, original: Callable[..., Any], role: FunctionRole, name: str) -> None:
+    def __init__(self, original: Callable[..., Any], role: FunctionRole, name: str = "") -> None:
+        """Know the function; its dotted name where it has one, as what a registry gives has not."""
         self.original = original
         self.role = role
-        self.name = name
+        self._name = name
         functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +64,8 @@ class StandIn:
         hooks = _Active.hooks
         if hooks is None or is_traced():
             return self.original(*args, **kwargs)
-        return hooks.call(self.role, functools.partial(self._compute, hooks), args, kwargs)
+        compute = functools.partial(self._compute, hooks) if self._name else self.original
+        return hooks.call(self.role, compute, args, kwargs)
 
     def _compute(self, hooks: FunctionHooks, *args: Any, **kwargs: Any) -> Any:
         """What the original gives; classes of tensors that have their own idea of it know it by itself and by name."""
@@ -77,9 +74,9 @@ class StandIn:
         with hooks.originals():
             return self.original(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """By name, so that a model which has it can be pickled, and unpickled where we are not installed."""
-        return pkgutil.resolve_name, (self.name,)
+        return (pkgutil.resolve_name, (self._name,)) if self._name else as_itself(self.original)
 
 
 class _Active:
@@ -93,38 +90,18 @@ class FunctionHooks:
     """The replacements of all functions with a role for one iteration."""
 
     def __init__(
-        self,
-        *,
-        owners: Owners,
-        recorder: Recorder,
-        tracker: Tracker,
-        running: Running,
-        weights: Weights,
-        is_wanted: Callable[[str, str], bool],
-        place: Callable[[nn.Module, Ports], Placement | None],
-        multihead: MultiheadHooks | None,
+        self, watch: Watch, *, is_wanted: Callable[[str, str], bool], multihead: MultiheadHooks | None
     ) -> None:
-        """Prepare.
-
-        Args:
-            owners: Whose parameter is a tensor?
-            recorder: Takes the tensors.
-            tracker: Knows the module that is running.
-            running: What has a role and is running.
-            weights: Those that were recorded.
-            is_wanted: Says for a kind of layer and a module's path whether it is recorded.
-            place: Gives for a module what says of its shards where they lie.
-            multihead: Takes the attention of `nn.MultiheadAttention` that calls no function.
-        """
-        self._owners = owners
-        self._recorder = recorder
-        self._tracker = tracker
-        self._running = running
+        """Prepare; `is_wanted` says for a kind of layer and a module's path whether it is recorded."""
+        self._watch = watch
+        self._owners = watch.owners
+        self._recorder = watch.recorder
+        self._tracker = watch.tracker
+        self._running = watch.running
         self._is_wanted = is_wanted
-        self._place = place
         self._multihead = multihead
-        self._weights = weights
-        self._leaves = Leaves(recorder=recorder, tracker=tracker)
+        self._leaves = Leaves(watch.recorder)
+        watch.handles.append(self._leaves)
         self._undo: list[Callable[[], None]] = []
         self._table: Table = {}
         self._ports: dict[FunctionRole, Ports] = {}
@@ -161,7 +138,6 @@ class FunctionHooks:
     def remove(self) -> None:
         """Put the originals back; what else has got hold of a replacement passes through it from now on."""
         _Active.hooks = None
-        self._leaves.remove()
         for undo in reversed(self._undo):
             undo()
         restore_names(self.places)
@@ -205,7 +181,7 @@ class FunctionHooks:
             return original(*args, **kwargs)
         source = self._source(role, owner)
         if source is not None:
-            self._owners.met.add((owner.module, owner.attribute))
+            self._owners.met.add((owner.frame.module, owner.attribute))
         names = () if self._multihead is None else self._multihead.names_of(owner)
         return self._recorded(role, original, source, args, kwargs, names=names)
 
@@ -230,23 +206,24 @@ class FunctionHooks:
         *,
         names: tuple[str, ...] = (),
     ) -> Any:
-        if source is not None and is_transformed():
-            self._recorder.pass_by(source, [port.value for port in self._ports[role].all])
+        if source is not None and not self._recorder.follows(source, (port.value for port in self._ports[role].all)):
             return original(*args, **kwargs)
         entry = RunningRole(role.layer_type, role)
         taking = None
         if source is not None:
             taking = Taking(
-                recorder=self._recorder,
+                watch=self._watch,
                 source=source,
                 ports=self._ports[role],
-                weights=self._weights,
                 placement=self._placement(role),
                 leaves=self._leaves,
+                sees_operands=True,
                 is_one_node=_is_fused if role is ATTENTION else None,
             )
             with self._recorder.guarded(source):
-                args, kwargs = self._take(entry, taking, args, kwargs)
+                if (sample := taking.sample(args, kwargs)) is not None:
+                    entry.call = self._recorder.begin_call(source, sample)
+                    args, kwargs = taking.arguments(args, kwargs, entry.call)
         self._running.entries.append(entry)
         try:
             output = original(*args, **kwargs)
@@ -254,7 +231,8 @@ class FunctionHooks:
             self._running.leave(role)
         if taking is not None and entry.call is not None:
             with self._recorder.guarded(taking.source):
-                self._take_output(role, entry.call, taking, output, given=(args, kwargs))
+                given = args, kwargs
+                taking.result(given, output, entry.call, at=role.output, of=role.name, is_leaf=True)
         if names and self._multihead is not None:
             self._multihead.record(names, given=args[0], output=output)
         return output
@@ -278,8 +256,8 @@ class FunctionHooks:
     def _source(self, role: FunctionRole, owner: Owner | None = None) -> Source | None:
         """What a call's tensors come from; None where it is not wanted."""
         frame = self._tracker.current()
-        of = owner or frame
-        path = "" if of is None else of.path
+        of = frame if owner is None else owner.frame
+        path = owner.path if owner is not None else "" if of is None else of.path
         if not self._is_wanted(role.layer_type, path):
             return None
         layer_idx, stack = (-1, "") if of is None else (of.layer_idx, of.layer_stack)
@@ -287,32 +265,7 @@ class FunctionHooks:
 
     def _placement(self, role: FunctionRole) -> Placement | None:
         frame = self._tracker.current()
-        return None if role.owner or frame is None else self._place(frame.module, ports_of(role))
-
-    def _take(
-        self, entry: RunningRole, taking: Taking, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        found = [argument.find(args, kwargs) for argument in taking.ports.arguments]
-        tensors = [one for one in found if isinstance(one, torch.Tensor)]
-        first = next((one for one in tensors if one.is_floating_point()), tensors[0] if tensors else None)
-        if first is None:
-            for argument, value in zip(taking.ports.arguments, found, strict=True):
-                taking.refuse(argument, value)
-            return args, kwargs
-        source = taking.source
-        key = f"{source.layer_type} {source.module}"
-        call = self._tracker.begin_call(key, dtype=first.dtype, device_type=first.device.type)
-        entry.call = call
-        self._recorder.called(source, call)
-        return taking.arguments(args, kwargs, call)
-
-    def _take_output(self, role: FunctionRole, call: Call, taking: Taking, output: Any, *, given: Any) -> None:
-        found = tensor_in(output, role.output)
-        if found is None:
-            reason = f"{role.name} gave a {type(output).__name__} without a tensor at {role.output!r}"
-            self._recorder.refuse(taking.source, taking.ports.output.value, reason, call=call)
-            return
-        taking.output(found, call, given=given, on_grad=self._leaves.on_grad_output(taking.source))
+        return None if role.owner or frame is None else self._watch.place(frame.module, ports_of(role))
 
 
 def _is_fused(operands: Sequence[Any], named: Mapping[str, Any]) -> bool:
@@ -331,31 +284,9 @@ def _giver(original: Callable[..., Any], role: FunctionRole) -> Callable[..., An
 
     @functools.wraps(original)
     def give(*args: Any, **kwargs: Any) -> Any:
-        function = original(*args, **kwargs)
-
-        return _Given(function, role)
+        return StandIn(original(*args, **kwargs), role)
 
     return give
-
-
-class _Given:
-    """Stands for a function that a registry gave while an iteration was captured."""
-
-    def __init__(self, function: Callable[..., Any], role: FunctionRole) -> None:
-        self._function = function
-        self._role = role
-        functools.update_wrapper(self, function, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function gives."""
-        hooks = _Active.hooks
-        if hooks is None or is_traced():
-            return self._function(*args, **kwargs)
-        return hooks.call(self._role, self._function, args, kwargs)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """As the function, of which a model may have got hold."""
-        return as_itself(self._function)
 
 
 @functools.lru_cache(maxsize=64)

@@ -20,21 +20,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ranktape.capture.hooks.calls import before_views, tensor_in
+from ranktape.capture.hooks.calls import Taking, Watch, tensor_in
 from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.ports import Port, Ports
 from ranktape.capture.hooks.stacks import Stack, StackLayer, embedding_path, module_path
-from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
+from ranktape.capture.passes.circumstances import in_backward, is_traced
 from ranktape.capture.roles.table import OUTPUT, forward_role, grad_role
 from ranktape.capture.settings.rules import Numbers, read_layers
 from ranktape.capture.source import Source
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
-    from ranktape.capture.passes.tracker import Tracker
-    from ranktape.capture.recorder import Recorder
     from ranktape.capture.settings.options import CaptureOptions
 
-_VALUE, _GRAD = forward_role(OUTPUT, {}), grad_role(OUTPUT, {})
+_VALUE = forward_role(OUTPUT, {})
+_PORTS = Ports(arguments=(), parameters=(), output=Port(name=OUTPUT, value=_VALUE, grad=grad_role(OUTPUT, {})))
 
 
 class _States:
@@ -72,12 +72,12 @@ def get_layer_hidden_states() -> list[torch.Tensor] | None:
 class LayerHooks:
     """The hooks on the layers of all stacks for one iteration."""
 
-    def __init__(self, *, options: CaptureOptions, recorder: Recorder, tracker: Tracker) -> None:
+    def __init__(self, watch: Watch) -> None:
+        options = watch.recorder.options
         self._wanted = read_layers(options.layers) if options.wants_layers else None
-        self._recorder = recorder
-        self._tracker = tracker
-        self._handles: list[Any] = []
+        self._watch = watch
         self._firsts: list[weakref.ref[nn.Module]] = []
+        watch.handles.append(self)
 
     def attach(self, root: nn.Module, stack: Stack, *, prefix: str) -> None:
         """Watch the chosen layers of a stack, and what enters it."""
@@ -87,18 +87,15 @@ class LayerHooks:
         if first.idx == 0:
             path = prefix + embedding_path(root, stack)
             source = Source(module=path, layer_type="embedding", layer_idx=-1, component="hidden")
-            self._recorder.attach(source, [_VALUE])
-        self._handles.append(first.module.register_forward_pre_hook(self._on_enter(source), with_kwargs=True))
+            self._watch.recorder.attach(source, [_VALUE])
+        self._watch.handles.append(first.module.register_forward_pre_hook(self._on_enter(source), with_kwargs=True))
         path = (prefix + module_path(stack.name)).rstrip(".")
         for layer in stack.layers:
             if self._wanted is None or self._wanted.holds(layer.idx):
                 self._attach_layer(layer, prefix, stack=path)
 
     def remove(self) -> None:
-        """Detach everything; copies that are held go with the next forward pass."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Have copies that are held go with the next forward pass."""
         for reference in self._firsts:
             module = reference()
             if module is not None and _holding:
@@ -107,58 +104,51 @@ class LayerHooks:
 
     def _attach_layer(self, layer: StackLayer, prefix: str, *, stack: str) -> None:
         source = Source(prefix + layer.path, "hidden", layer.idx, "hidden", stack)
-        self._recorder.attach(source, [_VALUE])
+        recorder = self._watch.recorder
+        recorder.attach(source, [_VALUE])
 
         def hook(_: nn.Module, *called: Any) -> None:
             if is_traced():
                 return
             output = called[-1]
-            with self._recorder.guarded(source):
+            with recorder.guarded(source):
                 tensor = tensor_in(output, None)
                 if tensor is None:
-                    self._recorder.refuse(source, _VALUE, f"the layer gave a {type(output).__name__} without a tensor")
+                    recorder.refuse(source, _VALUE, f"the layer gave a {type(output).__name__} without a tensor")
                 else:
                     self._take(source, tensor, given=called[:-1])
 
-        self._handles.append(layer.module.register_forward_hook(Hook(hook), with_kwargs=True))
+        self._watch.handles.append(layer.module.register_forward_hook(Hook(hook), with_kwargs=True))
 
     def _on_enter(self, source: Source | None) -> Hook:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if is_traced() or in_backward():
                 return
-            _thread.states.tensors = [] if self._tracker.is_active else None
+            _thread.states.tensors = [] if self._watch.tracker.is_active else None
             if source is None:
                 return
-            with self._recorder.guarded(source):
+            with self._watch.recorder.guarded(source):
                 tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
                 real = next((one for one in tensors if one.is_floating_point()), None)
                 if real is not None:
-                    self._take(source, real)
+                    self._take(source, real, given=real)
 
         return Hook(hook)
 
-    def _take(self, source: Source, tensor: torch.Tensor, *, given: Any = None) -> None:
-        """Record what a layer makes of what was given to it, or with nothing given what enters the first one."""
-        if not self._tracker.is_active:
-            self._recorder.expected.called(source, is_recorded=False)
+    def _take(self, source: Source, tensor: torch.Tensor, *, given: Any) -> None:
+        """Record what a layer makes of what was given to it; what enters the first one makes itself.
+
+        That is a tensor of the outer graph, even where a checkpoint recomputes the layer.
+        """
+        recorder = self._watch.recorder
+        if not recorder.follows(source):
             return
-        if is_transformed():
-            self._recorder.pass_by(source)
-            return
-        key = f"{source.layer_type} {source.module}"
-        call = self._tracker.begin_call(key, dtype=tensor.dtype, device_type=tensor.device.type)
-        self._recorder.called(source, call)
-        if not in_backward():
-            self._recorder.record(source, _VALUE, tensor, call=call)
-            states = _thread.states
-            if states.tensors is not None:
-                _holding.add(states)
-                states.tensors.append(tensor.detach().clone())
-        # What enters the first layer is a tensor of the outer graph, even where a checkpoint recomputes that layer.
-        if tensor.requires_grad and self._recorder.wants(source, _GRAD, call):
-            seen = tensor if given is None else before_views(tensor, given=given)
-            part = None if seen is tensor else _reshape(tensor.shape)
-            self._recorder.record_grad(source, _GRAD, seen, call=call, part=part)
+        call = recorder.begin_call(source, tensor)
+        Taking(watch=self._watch, source=source, ports=_PORTS).output(tensor, call, given=given)
+        states = _thread.states
+        if states.tensors is not None and not in_backward():
+            _holding.add(states)
+            states.tensors.append(tensor.detach().clone())
 
 
 def check_layers(options: CaptureOptions, root: nn.Module, stack: Stack) -> None:
@@ -187,10 +177,6 @@ def _num_layers(root: nn.Module) -> int | None:
     config = getattr(root, "config", None)
     found = (getattr(config, name, None) for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"))
     return next((number for number in found if isinstance(number, int) and number > 0), None)
-
-
-def _reshape(shape: torch.Size) -> Any:
-    return lambda grad: grad.reshape(shape)
 
 
 def _release_at_next(module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,34 +12,36 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ranktape.capture.hooks.calls import Placement, Running
+from ranktape.capture.hooks.calls import Placement, Watch
 from ranktape.capture.hooks.compiled import EagerMode, IgnoredWarning, is_left_compiled
 from ranktape.capture.hooks.coverage import Coverage, explain_silence, explain_unmatched, find_coverage
 from ranktape.capture.hooks.function_hooks import FunctionHooks
-from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.hook import Hook, Replacements
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
-from ranktape.capture.hooks.module_hooks import EnterHook, ModuleHooks, is_hidden, is_seen_inside
+from ranktape.capture.hooks.module_hooks import ModuleHooks, is_hidden, is_seen_inside
 from ranktape.capture.hooks.multihead import MultiheadHooks
-from ranktape.capture.hooks.owners import Owners
 from ranktape.capture.hooks.ports import Ports
 from ranktape.capture.hooks.stacks import Surveys
 from ranktape.capture.hooks.weights import Weights
-from ranktape.capture.passes.checkpointing import CheckpointHooks
 from ranktape.capture.passes.circumstances import in_backward, is_traced, keyword_arguments
-from ranktape.capture.passes.forwards import Arguments
+from ranktape.capture.passes.clock import Arguments
+from ranktape.capture.passes.frameworks import (
+    checkpoint_replacements,
+    is_rehearsing,
+    pipeline_replacements,
+    stage_prefix,
+)
 from ranktape.capture.passes.passes import Frame
-from ranktape.capture.passes.pipeline import PipelineHooks, stage_prefix
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.roles.table import OPTIONAL, FunctionRole, ModuleRole, forward_role
 from ranktape.capture.source import Source
+from ranktape.capture.tensors.megatron_placement import is_megatron, megatron_placement
 from ranktape.capture.tensors.placement import Placements
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
-    from ranktape.capture.passes.tracker import Tracker
     from ranktape.capture.recorder import Recorder
-    from ranktape.capture.settings.options import CaptureOptions
 
 
 class ModelHooks:
@@ -47,30 +50,21 @@ class ModelHooks:
     The models are those given, or those found: the outermost module that a training forward enters.
     """
 
-    def __init__(self, *, options: CaptureOptions, recorder: Recorder, tracker: Tracker, is_given: bool) -> None:
-        """Know no model yet.
-
-        Args:
-            options: Of the capture.
-            recorder: Takes the tensors.
-            tracker: Follows the passes.
-            is_given: The model will be added; no others are looked for.
-        """
-        self._options = options
+    def __init__(self, recorder: Recorder, *, is_given: bool) -> None:
+        """Know no model yet; where it `is_given` it will be added, and no others are looked for."""
+        self._options = options = recorder.options
         self._recorder = recorder
-        self._tracker = tracker
+        self._tracker = recorder.tracker
         self._is_given = is_given
         self._surveys = Surveys(layer_offset=options.layer_offset)
         self._roots: list[tuple[weakref.ref[nn.Module], str]] = []
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._attached: dict[nn.Module, Frame] = {}
         self.paths: set[str] = set()
-        self._handles: list[Any] = []
         self._modules: dict[nn.Module, ModuleHooks] = {}
         self._inside: dict[nn.Module, Source] = {}
-        self._running = Running()
-        self._owners = Owners()
         self._weights = Weights()
+        self._watch = Watch(recorder, weights=self._weights, place=self._place)
         self._functions: FunctionHooks | None = None
         self._multihead: MultiheadHooks | None = None
         self._layers: LayerHooks | None = None
@@ -79,10 +73,10 @@ class ModelHooks:
         self._has_stack = False
         self._coverage: dict[tuple[int, ...], Coverage] = {}
         self.placements = Placements()
-        self._checkpoints: CheckpointHooks | None = None
-        self._pipeline: PipelineHooks | None = None
+        self._frameworks = Replacements(())
+        self._is_rehearsing = False
         self._stage_prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._watch: Callable[..., None] | None = None
+        self._on_root: Callable[..., None] | None = None
         self.on_note: Callable[[str], None] = lambda _: None
         """Called with what a person should know of the names that are given."""
         self.on_mistake: Callable[[UsageError], None]
@@ -90,7 +84,7 @@ class ModelHooks:
 
     def tell_of_roots(self, watch: Callable[..., None]) -> None:
         """Have `watch` called with every model that is known or will be, and `is_running` where it runs already."""
-        self._watch = watch
+        self._on_root = watch
         for reference, _ in self._roots:
             module = reference()
             if module is not None:
@@ -111,8 +105,8 @@ class ModelHooks:
         self._roots.append((weakref.ref(root), prefix))
         self.paths |= {prefix + path for path in new}
         self._known.update(root.modules())
-        if self._watch is not None:
-            self._watch(root, is_running=is_running)
+        if self._on_root is not None:
+            self._on_root(root, is_running=is_running)
 
     def meet_stage(self, module: nn.Module, stage: int) -> None:
         """A stage of a pipeline is about to run: give it names that no other stage has."""
@@ -141,7 +135,7 @@ class ModelHooks:
 
     def await_model(self) -> None:
         """Attach with the first module that runs, unless the training is compiled by then: no iteration is watched."""
-        self._handles += [IgnoredWarning(), register_module_forward_pre_hook(self._meet_first)]
+        self._watch.handles += [IgnoredWarning(), register_module_forward_pre_hook(self._meet_first)]
 
     def _meet_first(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """A global pre-hook; what it returns replaces the arguments, though torch's type says that nothing does."""
@@ -160,33 +154,22 @@ class ModelHooks:
 
     def attach(self, *, keeps_weights: bool = False) -> None:
         """Put the hooks on all known models, and wait for others; weights of earlier iterations may be relied on."""
-        guard = self._recorder.guarded()
-        self._checkpoints = CheckpointHooks(tracker=self._tracker, guard=guard)
-        self._pipeline = PipelineHooks(tracker=self._tracker, guard=guard, on_stage=self.meet_stage)
-        self._handles += [self._checkpoints, self._pipeline]
-        self._tracker.before_pass = self._refresh
-        self._running, self._owners = Running(), Owners()
+        tracker, guard = self._tracker, self._recorder.guarded()
         self._weights.begin(keeps=keeps_weights)
-        if self._wants("attention"):
-            self._multihead = MultiheadHooks(recorder=self._recorder, tracker=self._tracker, running=self._running)
-            self._handles.append(self._multihead)
-        if self._options.wants_layers or self._wants("hidden"):
-            self._layers = LayerHooks(options=self._options, recorder=self._recorder, tracker=self._tracker)
-            self._handles.append(self._layers)
-        self._functions = FunctionHooks(
-            owners=self._owners,
-            recorder=self._recorder,
-            tracker=self._tracker,
-            running=self._running,
-            weights=self._weights,
-            is_wanted=self._is_wanted_kind,
-            place=self._place,
-            multihead=self._multihead,
+        self._watch = watch = Watch(self._recorder, weights=self._weights, place=self._place)
+        self._frameworks = Replacements(
+            [*checkpoint_replacements(tracker, guard), *pipeline_replacements(tracker, guard, self.meet_stage)]
         )
-        self._handles += [self._functions, EagerMode(self._functions.originals)]
+        watch.handles.append(self._frameworks)
+        self._is_rehearsing = self._frameworks.refresh() and is_rehearsing()
+        tracker.before_pass = self._refresh
+        self._multihead = MultiheadHooks(watch) if self._wants("attention") else None
+        self._layers = LayerHooks(watch) if self._options.wants_layers or self._wants("hidden") else None
+        self._functions = FunctionHooks(watch, is_wanted=self._is_wanted_kind, multihead=self._multihead)
+        watch.handles += [self._functions, EagerMode(self._functions.originals)]
         self._attach_known()
         if not self._is_given:
-            self._handles.append(register_module_forward_pre_hook(self._meet))
+            watch.handles.append(register_module_forward_pre_hook(self._meet))
 
     def enter_late(self, module: nn.Module, arguments: Arguments) -> Arguments | None:
         """Do what a model's own pre-hooks would, in the call in which they were attached; the arguments after that."""
@@ -196,15 +179,11 @@ class ModelHooks:
 
     def detach(self) -> None:
         """Take everything off again."""
-        for handle in self._handles:
-            handle.remove()
-        for hooks in self._modules.values():
-            hooks.remove()
-        self._handles.clear()
+        self._watch.remove()
+        self._watch = Watch(self._recorder, weights=self._weights, place=self._place)
         self._modules.clear()
         self._inside.clear()
         self._attached.clear()
-        self._owners = Owners()
         self._functions = self._multihead = self._layers = None
         self._tracker.before_pass = None
 
@@ -244,11 +223,11 @@ class ModelHooks:
 
     def _refresh(self) -> bool:
         """Meet frameworks and process groups that came since; whether a pipeline schedule is rehearsing."""
-        assert self._checkpoints is not None, "only called while hooks are attached"
-        assert self._pipeline is not None, "only called while hooks are attached"
         keep_process_groups()
-        self._checkpoints.refresh()
-        return self._pipeline.refresh()
+        if self._frameworks.refresh():
+            self._is_rehearsing = True
+        self._is_rehearsing = self._is_rehearsing and is_rehearsing()
+        return self._is_rehearsing
 
     def _attach_known(self) -> None:
         for reference, prefix in self._roots:
@@ -273,11 +252,11 @@ class ModelHooks:
         if not self._attached or not self._wants("linear") or self._options.selection_flags:
             return None
         # To walk through all parameters takes the training's time: once, and again where something else is seen.
-        key = (len(self._roots), len(self._attached), len(self._modules), len(self._owners.met))
+        key = (len(self._roots), len(self._attached), len(self._modules), len(self._watch.owners.met))
         if key not in self._coverage:
             self._coverage[key] = find_coverage(
                 self._attached.values(),
-                is_seen=lambda module, name: module in self._modules or (module, name) in self._owners.met,
+                is_seen=lambda module, name: module in self._modules or (module, name) in self._watch.owners.met,
                 is_left_out=self._is_left_out,
                 attending=[f for f in self._attached.values() if self._wants("attention") and self._is_wanted(f.path)],
                 sources=self._recorder.expected.ran(),
@@ -302,19 +281,20 @@ class ModelHooks:
         self._matched |= self._functions.matched
         stage = self._stage_prefixes.get(root, "")
         survey = self._surveys.of(root)
-        tracker, guard, leave = self._tracker, self._recorder.guarded(), Hook(self._on_leave)
-        for bare, module, layer_idx, stack in survey.places:
+        leave = Hook(self._on_leave)
+        for place in survey.places:
+            module = place.module
             if module in self._attached:
                 continue
-            path = self._path(module, prefix + bare)
-            layer_stack = self._path(module, prefix + stack) if layer_idx >= 0 else ""
-            frame = Frame(module=module, path=path, layer_idx=layer_idx, layer_stack=layer_stack)
+            layer_stack = self._path(module, prefix + place.layer_stack) if place.layer_idx >= 0 else ""
+            frame = place._replace(path=self._path(module, prefix + place.path), layer_stack=layer_stack)
             self._attached[module] = frame
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks; what it does inside is not Python either
-            self._owners.add(frame)
-            self._handles.append(module.register_forward_pre_hook(EnterHook(frame, tracker, guard), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(leave, always_call=True))
+            self._watch.owners.add(frame)
+            enter = Hook(functools.partial(self._on_enter, frame))
+            self._watch.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._watch.handles.append(module.register_forward_hook(leave, always_call=True))
             with self._recorder.guarded(_source(frame, "module", "unknown")):
                 self._attach_role(frame)
         if self._layers is not None and survey.stacks:
@@ -340,21 +320,14 @@ class ModelHooks:
         if is_seen_inside(module, role):
             self._inside[module] = source
             return
-        self._modules[module] = ModuleHooks(
-            module,
-            role=role,
-            source=source,
-            recorder=self._recorder,
-            tracker=self._tracker,
-            running=self._running,
-            weights=self._weights,
-            place=self._place,
-        )
+        self._modules[module] = ModuleHooks(module, role, source, self._watch)
 
     def _place(self, module: nn.Module, ports: Ports) -> Placement | None:
         """What says of a module's tensors where they lie in a whole; None in one process."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
+        if is_megatron(module):
+            return functools.partial(megatron_placement, module)
         layouts = {port.name: port.value.layouts for port in ports.all}
         attributes = {port.name: attribute for attribute, port in ports.parameters}
 
@@ -364,6 +337,19 @@ class ModelHooks:
             return self.placements.of(module, attributes.get(name, name), tensor, head_dim=head_dim)
 
         return placement
+
+    def _on_enter(
+        self,
+        frame: Frame,
+        module: nn.Module,  # noqa: ARG002  (torch's signature)
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        # Without keywords: torch's word for a hook that was taken off while its module is called.
+        if kwargs is None or is_traced():
+            return
+        with self._recorder.guarded():
+            self._tracker.enter(frame, args, kwargs)
 
     def _on_leave(self, module: nn.Module, _args: Any, output: Any) -> None:
         if is_traced():

@@ -15,23 +15,19 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ranktape.capture.hooks.calls import Awaited, Placement, Running, RunningRole, Taking, tensor_in
+from ranktape.capture.hooks.calls import Awaited, RunningRole, Taking, Watch
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.ports import Port, Ports, ports_of, resolved
-from ranktape.capture.hooks.weights import PLAIN, Leaves, Weights, is_cached_by_autocast
-from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
+from ranktape.capture.hooks.ports import Port, ports_of, resolved
+from ranktape.capture.hooks.weights import PLAIN, Leaves, is_cached_by_autocast
+from ranktape.capture.passes.circumstances import in_backward, is_traced
 from ranktape.capture.passes.passes import Call
 from ranktape.capture.roles.known import PRODUCTS
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole
 from ranktape.capture.tensors.placement import is_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from ranktape.capture.guard import Guard
-    from ranktape.capture.passes.passes import Frame
-    from ranktape.capture.passes.tracker import Tracker
-    from ranktape.capture.recorder import Recorder
     from ranktape.capture.roles.table import ModuleRole
 
 ACCUMULATED = Tags(metadata='{"accumulated": true}')
@@ -44,51 +40,28 @@ RETURNED = Tags(metadata='{"returned": true}')
 class ModuleHooks:
     """The hooks on one module for one iteration."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        role: ModuleRole,
-        source: Source,
-        recorder: Recorder,
-        tracker: Tracker,
-        running: Running,
-        weights: Weights,
-        place: Callable[[nn.Module, Ports], Placement | None],
-    ) -> None:
-        """Put them on.
-
-        Args:
-            module: What is watched.
-            role: What it is.
-            source: What its tensors come from.
-            recorder: Takes them.
-            tracker: Knows the pass.
-            running: What has a role and is running.
-            weights: Those that were recorded; one is recorded once in each version.
-            place: Gives for a module what says of its shards where they lie.
-        """
+    def __init__(self, module: nn.Module, role: ModuleRole, source: Source, watch: Watch) -> None:
+        """Put them on a module with that role; its tensors come from the source."""
         self.source = source
         """What its tensors come from."""
-        self._key = f"{source.layer_type} {source.module}"
         self._role = role
-        self._recorder = recorder
-        self._tracker = tracker
-        self._running = running
+        self._recorder = watch.recorder
+        self._running = watch.running
         self._ports = resolved(ports_of(role), type(module).forward, num_bound=1)
         own = None if role.placement is None else functools.partial(role.placement, module)
+        self._leaves = Leaves(watch.recorder)
+        watch.handles.append(self._leaves)
         self._taking = Taking(
-            recorder=recorder,
+            watch=watch,
+            leaves=self._leaves,
             source=source,
             ports=self._ports,
-            weights=weights,
             is_aliased=role.is_aliased,
-            placement=own or place(module, self._ports),
+            placement=own or watch.place(module, self._ports),
         )
-        self._leaves = Leaves(recorder=recorder, tracker=tracker)
         self._returned = frozenset({"bias"} if role.returned is not None and role.returned(module) else ())
-        recorder.attach(source, self._certain_roles(module))
-        self._handles = [
+        self._recorder.attach(source, self._certain_roles(module))
+        watch.handles += [
             # Appended last and first: innermost, so that wrappers' own hooks have done their part.
             module.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
             module.register_forward_hook(Hook(self._after), with_kwargs=True, prepend=True, always_call=True),
@@ -98,12 +71,6 @@ class ModuleHooks:
     def parameters(self) -> dict[str, str]:
         """For each parameter that is recorded the module's name of it, and the name in records."""
         return {attribute: port.name for attribute, port in self._ports.parameters}
-
-    def remove(self) -> None:
-        """Detach everything."""
-        for handle in self._handles:
-            handle.remove()
-        self._leaves.remove()
 
     def call_before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -125,20 +92,13 @@ class ModuleHooks:
     def _take(
         self, entry: RunningRole, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self._tracker.is_active:
-            self._recorder.expected.called(self.source, is_recorded=False)
+        if not self._recorder.follows(self.source):
             return args, kwargs
-        if is_transformed():
-            self._recorder.pass_by(self.source)
+        parameters = (_own(module, attribute) for attribute, _ in self._ports.parameters)
+        sample = self._taking.sample(args, kwargs, *parameters)
+        if sample is None:
             return args, kwargs
-        first = self._sample(module, args, kwargs)
-        if first is None:
-            for argument in self._ports.arguments:
-                self._taking.refuse(argument, argument.find(args, kwargs))
-            return args, kwargs
-        call = self._tracker.begin_call(self._key, dtype=first.dtype, device_type=first.device.type)
-        entry.call = call
-        self._recorder.called(self.source, call)
+        entry.call = call = self._recorder.begin_call(self.source, sample)
         seen_args, seen_kwargs = self._taking.arguments(args, kwargs, call)
         for attribute, port in self._ports.parameters:
             seen_kwargs = self._take_parameter(entry, module, attribute, port, seen_kwargs)
@@ -155,23 +115,6 @@ class ModuleHooks:
         yield from (port.grad for port in trained if port.name not in self._returned)
         if trained:
             yield self._ports.output.grad
-
-    def _sample(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The tensor that says what is computed in: the first operand of real numbers, or a parameter."""
-        first = None
-        for value in self._values(module, args, kwargs):
-            if isinstance(value, torch.Tensor):
-                if value.is_floating_point():
-                    return value
-                first = value if first is None else first
-        return first
-
-    def _values(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-        """The operands, then the parameters."""
-        for argument in self._ports.arguments:
-            yield argument.find(args, kwargs)
-        for attribute, _ in self._ports.parameters:
-            yield _own(module, attribute)
 
     def _take_parameter(
         self, entry: RunningRole, module: nn.Module, attribute: str, port: Port, kwargs: dict[str, Any]
@@ -229,13 +172,9 @@ class ModuleHooks:
             if entry.written is not None and not in_backward():
                 weight, port = entry.written
                 self._taking.record(port, weight, entry.call)
-            found = tensor_in(output, self._role.output)
-            if found is None:
-                reason = f"forward gave a {type(output).__name__} without a tensor at {self._role.output!r}"
-                self._recorder.refuse(self.source, self._ports.output.value, reason, call=entry.call)
-                return
-            on_grad = self._leaves.on_grad_output(self.source) if entry.is_leaf else None
-            self._taking.output(found, entry.call, given=called[:-1], on_grad=on_grad)
+            self._taking.result(
+                called[:-1], output, entry.call, at=self._role.output, of="forward", is_leaf=entry.is_leaf
+            )
 
     def _watch_leaf(self, entry: RunningRole, module: nn.Module, weight: torch.Tensor, port: Port) -> None:
         """See the gradient of a weight on the weight itself."""
@@ -249,25 +188,6 @@ class ModuleHooks:
                 self._taking.record_grad_now(port, grad, call)
 
         self._leaves.watch(self.source, port, weight, take=take)
-
-
-class EnterHook(Hook):
-    """Tells the tracker that a module begins."""
-
-    __slots__ = ("_frame", "_guard", "_tracker")
-
-    def __init__(self, frame: Frame, tracker: Tracker, guard: Guard) -> None:
-        self._frame = frame
-        self._tracker = tracker
-        self._guard = guard
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:  # noqa: ARG002  (torch's signature)
-        """It begins."""
-        # Without keywords: torch's word for a hook that was taken off while its module is called.
-        if kwargs is None or is_traced():
-            return
-        with self._guard:
-            self._tracker.enter(self._frame, args, kwargs)
 
 
 def is_seen_inside(module: nn.Module, role: ModuleRole) -> bool:

@@ -13,19 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ranktape.capture.hooks.calls import Running, RunningRole, Taking, before_views
+from ranktape.capture.hooks.calls import RunningRole, Taking, Watch, before_views
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.ports import ports_of
-from ranktape.capture.hooks.weights import Weights
-from ranktape.capture.passes.circumstances import in_backward, is_traced, is_transformed
+from ranktape.capture.passes.circumstances import in_backward, is_traced
 from ranktape.capture.roles.known import MULTIHEAD
 from ranktape.capture.source import Source
 
 if TYPE_CHECKING:
-    from ranktape.capture.hooks.owners import Owner
     from ranktape.capture.hooks.ports import Port
-    from ranktape.capture.passes.tracker import Tracker
-    from ranktape.capture.recorder import Recorder
+    from ranktape.capture.hooks.weights import Owner
 
 _NAMES = ("query", "key", "value")
 _SEPARATE = {"q_proj_weight": "query", "k_proj_weight": "key", "v_proj_weight": "value"}
@@ -36,25 +33,19 @@ _NEED_WEIGHTS = 4
 class MultiheadHooks:
     """The hooks on all modules of that kind for one iteration."""
 
-    def __init__(self, *, recorder: Recorder, tracker: Tracker, running: Running) -> None:
-        self._recorder = recorder
-        self._tracker = tracker
-        self._running = running
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._running = watch.running
+        self._recorder = watch.recorder
         self._takings: dict[nn.Module, Taking] = {}
-        self._handles: list[Any] = []
 
     def attach(self, module: nn.MultiheadAttention, source: Source) -> None:
         """Watch one module."""
-        self._takings[module] = Taking(
-            recorder=self._recorder, source=source, ports=ports_of(MULTIHEAD), weights=Weights()
-        )
-        self._handles.append(module.register_forward_pre_hook(Hook(self._before), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(Hook(self._after), prepend=True, always_call=True))
-
-    def remove(self) -> None:
-        """Detach everything."""
-        for handle in self._handles:
-            handle.remove()
+        self._takings[module] = Taking(watch=self._watch, source=source, ports=ports_of(MULTIHEAD))
+        self._watch.handles += [
+            module.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
+            module.register_forward_hook(Hook(self._after), prepend=True, always_call=True),
+        ]
 
     def names_of(self, owner: Owner) -> tuple[str, ...]:
         """What the product with that parameter is to the attention that is running: what it gives, or `output`."""
@@ -63,9 +54,9 @@ class MultiheadHooks:
         if entry is None or entry.layer_type != _KIND or entry.call is None:
             return ()
         module: Any = entry.owner
-        if owner.module is module.out_proj:
+        if owner.frame.module is module.out_proj:
             return ("output",)
-        if owner.module is not entry.owner:
+        if owner.frame.module is not entry.owner:
             return ()
         if owner.attribute in _SEPARATE:
             return (_SEPARATE[owner.attribute],)
@@ -117,17 +108,13 @@ class MultiheadHooks:
             return
         asked = args[_NEED_WEIGHTS] if len(args) > _NEED_WEIGHTS else kwargs.get("need_weights", True)
         query = args[0] if args else kwargs.get("query")
-        if not asked or not isinstance(query, torch.Tensor) or not self._tracker.is_active:
+        if not asked or not isinstance(query, torch.Tensor) or not self._watch.tracker.is_active:
             return
-        source = self._takings[module].source
-        if is_transformed():
-            self._recorder.pass_by(source, [port.value for port in self._takings[module].ports.all])
+        taking = self._takings[module]
+        if not self._recorder.follows(taking.source, (port.value for port in taking.ports.all)):
             return
-        with self._recorder.guarded(source):
-            entry = RunningRole(_KIND, module)
-            key = f"attention {source.module}"
-            entry.call = self._tracker.begin_call(key, dtype=query.dtype, device_type=query.device.type)
-            self._recorder.called(source, entry.call)
+        with self._recorder.guarded(taking.source):
+            entry = RunningRole(_KIND, module, call=self._recorder.begin_call(taking.source, query))
             self._running.entries.append(entry)
 
     def _after(self, module: nn.Module, _args: Any, _output: Any) -> None:

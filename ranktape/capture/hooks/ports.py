@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.passes.forwards import Arguments
+from ranktape.capture.passes.clock import Arguments
 from ranktape.capture.roles.table import (
     OPTIONAL,
     OUTPUT,

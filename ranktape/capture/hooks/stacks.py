@@ -12,12 +12,13 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ranktape.capture.guard import asked
+from ranktape.capture.passes.passes import Frame
 from ranktape.capture.roles.known import role_of
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -253,24 +254,11 @@ def _children(root: nn.Module, above: list[str]) -> Iterator[tuple[str, nn.Modul
         yield ".".join([*above, name]), child
 
 
-class ModulePlace(NamedTuple):
-    """Where a module is."""
-
-    path: str
-    """Its dotted path."""
-    module: nn.Module
-    """The module."""
-    layer_idx: int
-    """Its layer; -1 outside of the stacks."""
-    layer_stack: str
-    """Dotted path of the list that holds the layer: from names alone, the same on every rank that has the layer."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSurvey:
     """What there is in a model."""
 
-    places: list[ModulePlace]
+    places: list[Frame]
     """Every module, the model itself first."""
     containers: list[tuple[str, nn.Module, dict[str, int]]]
     """For each stack its name, the module that holds its layers, and their numbers by their keys in it."""
@@ -314,7 +302,7 @@ class Surveys:
                 stacks=[(stack.name, stack.keys) for stack in stacks],
             )
         pairs = zip(named, known.places, strict=True)
-        places = [ModulePlace(path, module, layer_idx, stack) for (_, module), (path, layer_idx, stack) in pairs]
+        places = [Frame(path, module, layer_idx, stack) for (_, module), (path, layer_idx, stack) in pairs]
         modules = dict(named)
         return ModelSurvey(places=places, containers=[(name, modules[name], keys) for name, keys in known.stacks])
 

@@ -1,4 +1,4 @@
-"""Records weights and biases once each as they are, and sees their gradients where an alias must not stand for them.
+"""Finds whose parameter a tensor is, records weights and biases once as they are, and sees their gradients.
 
 In one iteration a weight is recorded with its first call, and again when it was written to. Where nothing updates the
 weights, as in a generation of which each token is an iteration, one that is stored as it is is not stored again.
@@ -10,19 +10,22 @@ seen on the weight itself: what one graph adds up, under the last call of the ba
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.passes.passes import Frame
 from ranktape.capture.source import NO_TAGS, Tags
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
+
     from ranktape.capture.hooks.ports import Port
     from ranktape.capture.passes.passes import Call
-    from ranktape.capture.passes.tracker import Tracker
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.source import Source, TensorRole
 
@@ -95,9 +98,8 @@ def is_cached_by_autocast(tensor: torch.Tensor) -> bool:
 class Leaves:
     """The hooks on weights and biases for one iteration."""
 
-    def __init__(self, *, recorder: Recorder, tracker: Tracker) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._tracker = tracker
         self._calls: dict[tuple[Source, str], Call] = {}
         self._handles: dict[Source, dict[str, Any]] = {}
 
@@ -115,7 +117,7 @@ class Leaves:
                 call = self._calls.pop((source, port.name), None)
                 if call is not None:
                     take(grad, call)
-                elif self._tracker.is_active:
+                elif self._recorder.tracker.is_active:
                     self._recorder.refuse(source, port.grad, "no gradient of the output came before it")
 
         handles[port.name] = weight.register_hook(Hook(hook))
@@ -136,3 +138,89 @@ class Leaves:
             for handle in handles.values():
                 handle.remove()
         self._handles.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A parameter, or a part of one, and the module that has it."""
+
+    frame: Frame
+    """The module."""
+    attribute: str
+    """Its name of the parameter."""
+    first: int | None = None
+    """Of a part: its first row, or the only one; None for all of it."""
+    last: int | None = None
+    """Of a part with several rows: the row after it."""
+
+    @property
+    def path(self) -> str:
+        """What the product with it is called: the module, and which of its parameters if that is not `weight`."""
+        name = "" if self.attribute == "weight" else f".{self.attribute.removesuffix('_weight')}"
+        rows = "" if self.first is None else f"[{self.first}]" if self.last is None else f"[{self.first}:{self.last}]"
+        return f"{self.frame.path}{name}{rows}".lstrip(".")
+
+
+class Owners:
+    """The parameters of all modules that are known, for one iteration."""
+
+    def __init__(self) -> None:
+        # The tensors are held too: another one could get the identity of one that is gone.
+        self._owners: dict[int, tuple[torch.Tensor, Frame, str]] = {}
+        self._frames: dict[nn.Module, Frame] = {}
+        self.met: set[tuple[nn.Module, str]] = set()
+        """The modules and their names of the parameters with which a product was recorded."""
+
+    def add(self, frame: Frame) -> None:
+        """Know a module's own parameters; of one that several have, the first is the owner."""
+        self._frames[frame.module] = frame
+        for name, parameter in frame.module._parameters.items():  # noqa: SLF001  (runs no parametrization)
+            if parameter is not None:
+                self._owners.setdefault(id(parameter), (parameter, frame, name))
+
+    def find(self, weight: torch.Tensor, frame: Frame | None, *, is_grouped: bool = False) -> Owner | None:
+        """The owner of a weight or of some rows of one; None where it is no known parameter, or a transposed one.
+
+        With `is_grouped`, of a transposed one too, and of its copy in another dtype. The module that is running is
+        asked too: under FSDP2 it computes with other tensors than it has at rest.
+        """
+        found = self._lookup(_origin(weight) if is_grouped else weight, frame)
+        if found is not None:
+            return Owner(found[1], found[2])
+        base = weight._base  # noqa: SLF001  (torch has no public name for it)
+        found = None if base is None else self._lookup(base, frame)
+        if base is None or found is None or not base.is_contiguous() or not weight.is_contiguous() or not base.ndim:
+            return None
+        first, rest = divmod(int(weight.storage_offset() - base.storage_offset()), max(int(base.stride(0)), 1))
+        is_row = weight.shape == base.shape[1:]
+        if rest or not (is_row or weight.shape[1:] == base.shape[1:]):
+            return None
+        return Owner(found[1], found[2], first=first, last=None if is_row else first + weight.shape[0])
+
+    def _lookup(self, weight: torch.Tensor, frame: Frame | None) -> tuple[torch.Tensor, Frame, str] | None:
+        found = self._owners.get(id(weight))
+        if found is not None and found[0] is weight:
+            return found
+        if frame is None:
+            return None
+        for module in (frame.module, *frame.module.children()):
+            for name, parameter in module._parameters.items():  # noqa: SLF001  (runs no parametrization)
+                if parameter is weight:
+                    return weight, self._frames.get(module, frame), name
+        return None
+
+
+_SAME_VALUES = ("TransposeBackward0", "PermuteBackward0", "ToCopyBackward0")
+"""Nodes of autograd behind which a tensor has the same values, in another order or dtype."""
+
+
+def _origin(weight: torch.Tensor) -> torch.Tensor:
+    """The parameter that a tensor is, transposed or in another dtype; the tensor itself where autograd cannot tell."""
+    node = weight.grad_fn
+    while node is not None and node.name() in _SAME_VALUES:
+        node = node.next_functions[0][0]
+    own = getattr(node, "variable", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    base = weight._base  # noqa: SLF001  (torch has no public name for it)
+    return base if base is not None and base.numel() == weight.numel() else weight

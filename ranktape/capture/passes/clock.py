@@ -7,12 +7,16 @@ Two optimizers step once each in an iteration: the first one that stepped leads,
 twice while the leader does not has taken its place. A step inside of another one's (an optimizer that wraps another) is
 part of it; optimizers that step in the backward pass, one for each parameter, step together when it has ended; a step
 that a gradient scaler skips ends an iteration too.
+
+Where forwards end the iterations, each model that is known has two light hooks for the whole capture. Forwards that
+several threads run at once belong to one iteration.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,9 +24,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ranktape.capture.hooks.hook import Replacement
-from ranktape.capture.passes.circumstances import in_backward, in_nested_backward, in_nested_step, untraced
-from ranktape.capture.passes.forwards import Arguments, ForwardClock
+from ranktape.capture.hooks.hook import Hook, Replacement
+from ranktape.capture.passes.circumstances import (
+    calls_itself,
+    in_backward,
+    in_nested_backward,
+    in_nested_step,
+    is_traced,
+    untraced,
+)
 from ranktape.capture.passes.tracker import mode_of
 from ranktape.capture.settings.table import is_given
 from ranktape.storage.format.record_info import Mode
@@ -32,6 +42,93 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ranktape.capture.settings.options import CaptureOptions
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Those of a call: positional and by keyword."""
+
+
+class _Running:
+    """The models that a thread is running, outermost first."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+
+
+class _ForwardThread(threading.local):
+    """What a thread is running; `all_running` has that of each thread that lives."""
+
+    def __init__(self, all_running: weakref.WeakSet[_Running]) -> None:
+        self.running = _Running()
+        all_running.add(self.running)
+
+
+class ForwardClock:
+    """Calls back when an outermost forward of a known model begins."""
+
+    def __init__(
+        self,
+        on_forward: Callable[[nn.Module, Arguments], Arguments | None],
+        *,
+        on_late: Callable[[nn.Module, Arguments], Arguments | None],
+    ) -> None:
+        """Know no model yet.
+
+        Args:
+            on_forward: Called with the model and its arguments; the arguments to go on with, None for the same.
+            on_late: Called so where another thread has put hooks on the model since this call of it began.
+        """
+        self._on_forward = on_forward
+        self._on_late = on_late
+        self._owner = os.getpid()
+        self._all_running: weakref.WeakSet[_Running] = weakref.WeakSet()
+        self._thread = _ForwardThread(self._all_running)
+        self._lock = threading.RLock()
+        self._handles: list[Any] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a model is running on this thread."""
+        return bool(self._thread.running.models)
+
+    def watch(self, model: nn.Module, *, is_running: bool = False) -> None:
+        """Listen to a model, from its next call on; to the end of this one where it is running."""
+        self._handles.append(model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True))
+        self._handles.append(model.register_forward_hook(Hook(self._end), always_call=True))
+        if is_running:
+            self._thread.running.models.append(model)
+
+    def stop(self) -> None:
+        """Listen no more; torch would go wrong if a model were running."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Arguments | None:
+        # Without keywords: torch's word for a hook that was taken off while the model runs.
+        if kwargs is None or is_traced() or os.getpid() != self._owner or in_backward():
+            return None
+        own = self._thread.running
+        running = own.models
+        if running and running[0] is model and not calls_itself(model):
+            running.clear()  # an interrupt took the last pass away, and no hook was called
+        is_outermost = not running
+        hooks = list(model._forward_pre_hooks)  # noqa: SLF001  (torch has no public way)
+        with self._lock:
+            is_shared = any(other.models for other in self._all_running if other is not own)
+            running.append(model)
+            if not is_outermost:
+                return None
+            if not is_shared:
+                return self._on_forward(model, (args, kwargs))
+            # Those that another thread put on while this one waited for it are not called for this call.
+            is_late = hooks != list(model._forward_pre_hooks)  # noqa: SLF001  (as above)
+            return self._on_late(model, (args, kwargs)) if is_late else None
+
+    def _end(self, model: nn.Module, _args: Any, _output: Any) -> None:
+        running = [] if is_traced() else self._thread.running.models
+        if model in running:
+            del running[running.index(model) :]
 
 
 class _InBackward:
@@ -67,7 +164,7 @@ class OptimizerClock:
         self.has_ticked = False
         """Whether the step of an optimizer has ended an iteration."""
         self._handle = register_optimizer_step_post_hook(self._on_step)
-        self._scaler = Replacement.put("torch.amp.grad_scaler", "GradScaler.step", self._around_scaler)
+        self._scaler = Replacement("torch.amp.grad_scaler", "GradScaler.step", self._around_scaler)
 
     @property
     def has_stepped(self) -> bool:
@@ -77,8 +174,7 @@ class OptimizerClock:
     def stop(self) -> None:
         """Listen no more."""
         self._handle.remove()
-        if self._scaler is not None:
-            self._scaler.remove()
+        self._scaler.remove()
 
     def explain(self) -> str:
         """Why no iteration ends, and the way out."""

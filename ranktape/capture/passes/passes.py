@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import Mode
@@ -50,26 +50,23 @@ QUANT_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float6
 """The field's short words for dtypes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """A module that is running."""
+class Frame(NamedTuple):
+    """A module and where it is in its model."""
 
-    module: nn.Module
-    """The module."""
     path: str
     """Its dotted path."""
+    module: nn.Module
+    """The module."""
     layer_idx: int
     """Its layer; -1 outside of the stack."""
     layer_stack: str = ""
-    """Dotted path of the list that holds its layer; empty outside of any."""
+    """Dotted path of the list that holds its layer, the same on every rank that has the layer; empty outside of any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePass:
     """What a pipeline schedule says of a pass that it runs."""
 
-    stage: int
-    """Index of the stage."""
     microbatch: int
     """Index of the microbatch."""
     num_microbatches: int | None
@@ -101,15 +98,15 @@ class Microbatch:
         self.num_calls.clear()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ForwardPass:
     """One outermost forward."""
 
     iteration: int
     microbatch: Microbatch
-    batch_size: int | None
-    sample_ids: tuple[int | str, ...] | None
-    is_recorded: bool
+    batch_size: int | None = None
+    sample_ids: tuple[int | str, ...] | None = None
+    is_recorded: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

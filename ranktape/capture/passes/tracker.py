@@ -14,6 +14,7 @@ import dataclasses
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -56,11 +57,7 @@ class Tracker:
     """Follows the passes of one captured iteration."""
 
     def __init__(self, *, modes: Collection[str] = (Mode.TRAIN,)) -> None:
-        """Prepare.
-
-        Args:
-            modes: Of the passes that are recorded.
-        """
+        """Prepare, for passes in these modes."""
         self._modes = frozenset(modes)
         self.sample_ids: tuple[int | str, ...] | None = None
         """Identifiers of the samples of the passes to come."""
@@ -86,7 +83,7 @@ class Tracker:
         self._is_staged = False
         self._microbatches: dict[tuple[Mode, int], Microbatch] = {}
         self._latest: dict[Mode, ForwardPass] = {}
-        self._none_yet = self._last = self._new_pass(self._microbatch(Mode.TRAIN, 0))
+        self._none_yet = self._last = ForwardPass(iteration, self._microbatch(Mode.TRAIN, 0))
         self._calls: defaultdict[tuple[str, Mode, int], list[Call]] = defaultdict(list)
         self._num_recomputed: defaultdict[tuple[str, Mode, int], int] = defaultdict(int)
 
@@ -180,7 +177,7 @@ class Tracker:
         thread = self._thread
         running = thread.repeated or (self._unfollowed if in_backward() else thread.running or self._last)
         if thread.is_rehearsing:  # in a model that nobody follows yet, perhaps
-            running = self._new_pass(Microbatch(Mode.TRAIN, 0), is_recorded=False)
+            running = ForwardPass(self._iteration, Microbatch(Mode.TRAIN, 0), is_recorded=False)
         microbatch = running.microbatch
         return Moment(
             running=running,
@@ -189,48 +186,24 @@ class Tracker:
             frames=tuple(thread.frames),
         )
 
-    @contextlib.contextmanager
-    def repeating(self, moment: Moment) -> Iterator[None]:
+    def repeating(self, moment: Moment) -> AbstractContextManager[None]:
         """What runs in it on this thread repeats what came after that moment; nothing else is counted differently."""
-        thread = self._thread
-        before, frames = thread.repeated, thread.frames
         first = moment.running.microbatch
         microbatch = Microbatch(first.mode, first.index, dict(moment.num_calls), moment.num_failed)
-        thread.repeated = dataclasses.replace(moment.running, microbatch=microbatch)
-        thread.frames = list(moment.frames)
-        try:
-            yield
-        finally:
-            thread.repeated, thread.frames = before, frames
+        repeated = dataclasses.replace(moment.running, microbatch=microbatch)
+        return _meanwhile(self._thread, repeated=repeated, frames=list(moment.frames))
 
-    @contextlib.contextmanager
-    def staged(self, stage: StagePass) -> Iterator[None]:
+    def staged(self, stage: StagePass) -> AbstractContextManager[None]:
         """A pass that begins in it on this thread is that of a pipeline's stage and microbatch."""
-        thread = self._thread
-        before, thread.stage = thread.stage, stage
-        try:
-            yield
-        finally:
-            thread.stage = before
+        return _meanwhile(self._thread, stage=stage)
 
-    @contextlib.contextmanager
-    def adding_weights(self) -> Iterator[None]:
+    def adding_weights(self) -> AbstractContextManager[None]:
         """The backward pass that runs in it has run before, without the gradients of weights."""
-        before, self.is_adding_weights = self.is_adding_weights, True
-        try:
-            yield
-        finally:
-            self.is_adding_weights = before
+        return _meanwhile(self, is_adding_weights=True)
 
-    @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def rehearsing(self) -> AbstractContextManager[None]:
         """A pass that begins in it on this thread is on data that is none, and is not followed."""
-        thread = self._thread
-        before, thread.is_rehearsing = thread.is_rehearsing, True
-        try:
-            yield
-        finally:
-            thread.is_rehearsing = before
+        return _meanwhile(self._thread, is_rehearsing=True)
 
     @property
     def _present(self) -> ForwardPass:
@@ -251,7 +224,7 @@ class Tracker:
         mode = mode_of(module)
         if is_rehearsal or (mode is Mode.EVAL and mode not in self._modes):
             unseen = Microbatch(mode, self._microbatch_index(mode))
-            thread.running = self._new_pass(unseen, is_recorded=False)
+            thread.running = ForwardPass(self._iteration, unseen, is_recorded=False)
             if not is_rehearsal:
                 self._last = thread.running
             return
@@ -261,7 +234,8 @@ class Tracker:
         self._count_pass(mode)
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim)
         first = next(tensors, None)
-        thread.running = self._last = self._latest[mode] = self._new_pass(
+        thread.running = self._last = self._latest[mode] = ForwardPass(
+            self._iteration,
             microbatch,
             batch_size=None if first is None else int(first.shape[0]),
             sample_ids=ids_of(self.sample_ids, thread.stage),
@@ -296,22 +270,6 @@ class Tracker:
     def _microbatch(self, mode: Mode, index: int) -> Microbatch:
         return self._microbatches.setdefault((mode, index), Microbatch(mode, index))
 
-    def _new_pass(
-        self,
-        microbatch: Microbatch,
-        *,
-        batch_size: int | None = None,
-        sample_ids: tuple[int | str, ...] | None = None,
-        is_recorded: bool = True,
-    ) -> ForwardPass:
-        return ForwardPass(
-            iteration=self._iteration,
-            microbatch=microbatch,
-            batch_size=batch_size,
-            sample_ids=sample_ids,
-            is_recorded=is_recorded,
-        )
-
     def _call(self, running: ForwardPass, index: int, compute_dtype: str) -> Call:
         return Call(
             iteration=running.iteration,
@@ -338,6 +296,19 @@ class Tracker:
             self._num_recomputed[place] += 1
             return calls[-self._num_recomputed[place] % len(calls)]
         return self._call(running, 0, compute_dtype)
+
+
+@contextlib.contextmanager
+def _meanwhile(holder: Any, **values: Any) -> Iterator[None]:
+    """Attributes have other values in it."""
+    before = {name: getattr(holder, name) for name in values}
+    for name, value in values.items():
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(holder, name, value)
 
 
 def _compute_dtype(dtype: torch.dtype, device_type: str) -> str:

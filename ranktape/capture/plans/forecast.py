@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,7 @@ from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.capture.console import size_text
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.process import default_host_budget_nbytes
-from ranktape.capture.writing.counting import reduce_to
-from ranktape.capture.writing.kept_nbytes import kept_nbytes
+from ranktape.capture.writing.counting import kept_nbytes, reduce_to
 from ranktape.capture.writing.storing import COUNT_FROM_NBYTES
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
@@ -293,45 +292,44 @@ def find_refusals(
         return silent[:1]
     problems = [one for one in ranks if one.problem is not None]
     found = [f"the capture would disable itself on rank {one.rank}: {one.problem}" for one in problems]
-    found += _memory_refusals(ranks, options=options)
-    found += _space_refusals(ranks, num_stored=num_stored)
-    found += _time_refusals(ranks, options=options, num_iterations=num_iterations)
-    return found
+    limits = (_memory_refusals, _space_refusals, _time_refusals)
+    return [*found, *(text for limit in limits for text in limit(ranks, options, num_iterations, num_stored))]
 
 
-def _memory_refusals(ranks: Sequence[RankPlan], *, options: CaptureOptions) -> list[str]:
+def _memory_refusals(ranks: Sequence[RankPlan], options: CaptureOptions, *_counts: int) -> Iterator[str]:
+    """The first of what does not fit into memory."""
     one = max(ranks, key=lambda rank: rank.footprint.largest_nbytes - rank.budget_nbytes)
     if one.footprint.largest_nbytes > one.budget_nbytes:
-        text = (
+        yield (
             f"{one.footprint.largest} takes {one.footprint.largest_nbytes} bytes, and the host budget of rank "
             f"{one.rank} is {one.budget_nbytes}: give --host-budget-nbytes {_whole(one.footprint.largest_nbytes)}"
         )
-        return [text]
+        return
     one = max(ranks, key=lambda rank: rank.footprint.staged_nbytes - rank.budget_nbytes)
     if options.policy == Policy.SKIP and one.footprint.staged_nbytes > one.budget_nbytes:
-        text = (
+        yield (
             f"an iteration takes {one.footprint.staged_nbytes} bytes, and the host budget of rank {one.rank} is "
             f"{one.budget_nbytes}: with --policy skip each one beyond the minimum would be skipped; give "
             f"--host-budget-nbytes {_whole(one.footprint.staged_nbytes)}, or --policy block"
         )
-        return [text]
+        return
     one = max(ranks, key=lambda rank: rank.budget_nbytes * rank.num_local_ranks - rank.available_nbytes)
     if one.budget_nbytes * one.num_local_ranks > one.available_nbytes:
         fits = one.available_nbytes // one.num_local_ranks // _MIB * _MIB
-        text = (
+        yield (
             f"the host budgets of the {one.num_local_ranks} ranks on {one.host} take "
             f"{one.budget_nbytes * one.num_local_ranks} bytes, and {one.available_nbytes} are free there: give "
             f"--host-budget-nbytes {max(_MIB, fits)} or less"
         )
-        return [text]
-    return []
 
 
-def _space_refusals(ranks: Sequence[RankPlan], *, num_stored: int) -> list[str]:
+def _space_refusals(
+    ranks: Sequence[RankPlan], _options: CaptureOptions, _num_iterations: int, num_stored: int
+) -> Iterator[str]:
     known = [one.free_nbytes for one in ranks if one.free_nbytes is not None]
     iteration = sum(one.footprint.stored_nbytes for one in ranks)
     if not known or iteration * num_stored <= min(known):
-        return []
+        return
     count = min(known) // iteration
     way_out = (
         f"give --max-iterations {count} (and --min-iterations no more than that)"
@@ -339,14 +337,15 @@ def _space_refusals(ranks: Sequence[RankPlan], *, num_stored: int) -> list[str]:
         else "not one fits: select less by --module or --select, or keep less by --keep statistics"
     )
     packed = " before compression" if any(one.footprint.kept.get(Keep.HISTOGRAM) for one in ranks) else ""
-    text = (
+    yield (
         f"the run takes {size_text(iteration * num_stored)}{packed} for {num_stored} iterations, and "
         f"{size_text(min(known))} are free at its place: {way_out}"
     )
-    return [text]
 
 
-def _time_refusals(ranks: Sequence[RankPlan], *, options: CaptureOptions, num_iterations: int) -> list[str]:
+def _time_refusals(
+    ranks: Sequence[RankPlan], options: CaptureOptions, num_iterations: int, _num_stored: int
+) -> Iterator[str]:
     def seconds(one: RankPlan) -> float:
         staged = min(one.budget_nbytes, one.footprint.staged_nbytes * num_iterations)
         share = one.footprint.stored_nbytes / max(1, one.footprint.staged_nbytes)
@@ -354,13 +353,11 @@ def _time_refusals(ranks: Sequence[RankPlan], *, options: CaptureOptions, num_it
 
     slowest = max(ranks, key=seconds)
     longest = seconds(slowest)
-    if longest <= options.finish_timeout_seconds:
-        return []
-    text = (
-        f"when the training ends, storing what is left will take about {longest:.0f} s on rank {slowest.rank}: give "
-        f"--finish-timeout-seconds {math.ceil(longest * _MARGIN)}"
-    )
-    return [text]
+    if longest > options.finish_timeout_seconds:
+        yield (
+            f"when the training ends, storing what is left will take about {longest:.0f} s on rank {slowest.rank}: "
+            f"give --finish-timeout-seconds {math.ceil(longest * _MARGIN)}"
+        )
 
 
 def _slowdowns(

@@ -71,6 +71,13 @@ class PlanRing(RingProducer):
         super().__init__(min(budget_nbytes, WINDOW_NBYTES), keep_alive=lambda: None)
         self.headers: list[tuple[bytes, int]] = []
         """The header of each tensor of the running iteration, and the bytes of its slot."""
+        self.ends: list[dict[str, Any]] = []
+        """What the ends of iterations say."""
+
+    def put(self, kind: SlotKind, header: dict[str, Any], *, timeout_seconds: float) -> None:  # noqa: ARG002
+        """Keep what the end of an iteration says."""
+        if kind is SlotKind.END:
+            self.ends.append(header)
 
     def reserve(self, kind: SlotKind, header: bytes, payload_nbytes: int, *, timeout_seconds: float) -> Slot:
         """A slot to fill; memory of its own for one that does not fit."""
@@ -101,7 +108,6 @@ class _NoProcess(WriterProcess):
         self.ring: PlanRing = PlanRing(budget_nbytes)
         self._process = None
         self._stderr = unnamed_file("ranktape-plan")
-        self.ends: list[dict[str, Any]] = []
 
     def is_alive(self) -> bool:
         """Always."""
@@ -109,11 +115,6 @@ class _NoProcess(WriterProcess):
 
     def keep_alive(self) -> None:
         """Nothing is to be done for that."""
-
-    def put(self, kind: SlotKind, header: dict[str, Any], *, timeout_seconds: float) -> None:  # noqa: ARG002
-        """Keep what the end of an iteration says."""
-        if kind is SlotKind.END:
-            self.ends.append(header)
 
 
 class PlanningCapture(Capture):
@@ -172,7 +173,7 @@ class PlanningCapture(Capture):
         self._take_off()
         # The later one is warm; what it is about must not be smaller for it.
         footprint = max(self._footprints, key=lambda one: one.staged_nbytes, default=footprint_of([], self.options))
-        end = self._ends[-1] if self._ends else {}
+        end = self._ring.ends[-1] if self._ring.ends else {}
         steps = {number: seconds for number, seconds in enumerate(self._durations) if number not in CAPTURED_STEPS}
         # The quickest of each: what else the machine did is not the capture's.
         warm = [seconds for number, seconds in steps.items() if number > 1]
@@ -216,7 +217,7 @@ class PlanningCapture(Capture):
     def _new_process(self, budget_nbytes: int) -> WriterProcess:
         self._budget = budget_nbytes
         process = _NoProcess(budget_nbytes)
-        self._ring, self._ends = process.ring, process.ends
+        self._ring = process.ring
         return process
 
     def _start(self) -> tuple[dict[str, Any], Rendezvous]:

@@ -7,8 +7,8 @@ is one of `F.scaled_dot_product_attention`, or, when it is asked for the weights
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -19,69 +19,64 @@ from ranktape.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-_PYTORCH_MODULES = (
-    ModuleRole(
-        classes=(nn.Linear,),
+_QKV = ("query", "key", "value")
+_PARAMETERS = {"weight": "weight", "bias": "bias"}
+
+
+def _attention(
+    *functions: str,
+    operands: Mapping[str, Place] | None = None,
+    layout: str = "BHTD",
+    output_layout: str | None = None,
+    **more: Any,
+) -> FunctionRole:
+    """Functions that compute attention; of arguments called `query`, `key` and `value` in the first three places."""
+    return FunctionRole(
+        functions=functions,
+        layer_type="attention",
+        component="FA",
+        operands=operands or _places(*_QKV),
+        layouts={**dict.fromkeys(_QKV, layout), "output": output_layout or layout},
+        **more,
+    )
+
+
+def _attention_module(
+    name: str, keywords: tuple[str, str, str], layout: str | tuple[str, ...], output_layout: str | tuple[str, ...]
+) -> ModuleRole:
+    return ModuleRole(
+        classes=(name,),
+        layer_type="attention",
+        component="FA",
+        operands=_places(*keywords),
+        layouts={**dict.fromkeys(_QKV, layout), "output": output_layout},
+    )
+
+
+def _linear_module(*classes: type | str, keyword: str, **more: Any) -> ModuleRole:
+    return ModuleRole(
+        classes=classes,
         layer_type="linear",
         component="linear",
-        operands={"input": (0, "input")},
-        parameters={"weight": "weight", "bias": "bias"},
-    ),
-    ModuleRole(
-        classes=(nn.Embedding,),
+        operands={"input": (0, keyword)},
+        parameters=_PARAMETERS,
+        **more,
+    )
+
+
+def _embedding_module(kind: type | str, keyword: str, layout: str | tuple[str, ...]) -> ModuleRole:
+    return ModuleRole(
+        classes=(kind,),
         layer_type="embedding",
         component="embedding",
-        operands={"input": (0, "input")},
+        operands={"input": (0, keyword)},
         parameters={"weight": "weight"},
-        layouts={"input": ("BT",), "weight": "VH"},
-    ),
-)
+        layouts={"input": layout, "weight": "VH"},
+    )
 
-ATTENTION = FunctionRole(
-    functions=("torch.nn.functional.scaled_dot_product_attention",),
-    layer_type="attention",
-    component="FA",
-    operands={"query": (0, "query"), "key": (1, "key"), "value": (2, "value")},
-    layouts=dict.fromkeys(("query", "key", "value", "output"), "BHTD"),
-)
 
-FLEX_ATTENTION = FunctionRole(
-    functions=("torch.nn.attention.flex_attention.flex_attention",),
-    layer_type="attention",
-    component="FA",
-    operands={"query": (0, "query"), "key": (1, "key"), "value": (2, "value")},
-    layouts=dict.fromkeys(("query", "key", "value", "output"), "BHTD"),
-)
-
-LINEAR = FunctionRole(
-    functions=("torch.nn.functional.linear",),
-    layer_type="linear",
-    component="linear",
-    operands={
-        "input": (0, "input"),
-        "weight": (1, "weight"),
-        "bias": Operand(position=2, keyword="bias", is_optional=True),
-    },
-    owner="weight",
-)
-
-MULTIHEAD = FunctionRole(
-    functions=("torch.nn.functional.multi_head_attention_forward",),
-    layer_type="attention",
-    component="FA",
-    operands={"query": (0, "query"), "key": (1, "key"), "value": (2, "value")},
-    layouts=dict.fromkeys(("query", "key", "value", "output"), "TBHD"),
-)
-"""The attention inside of `nn.MultiheadAttention` that is asked for its weights; `multihead.py` sees it."""
-
-EMBEDDING = FunctionRole(
-    functions=("torch.nn.functional.embedding",),
-    layer_type="embedding",
-    component="embedding",
-    operands={"input": (0, "input"), "weight": (1, "weight")},
-    layouts={"input": ("BT",), "weight": "VH"},
-    owner="weight",
-)
+def _places(query: str, key: str, value: str, *, first: int = 0) -> dict[str, Place]:
+    return {"query": (first, query), "key": (first + 1, key), "value": (first + 2, value)}
 
 
 def grouped(*functions: str, names: tuple[str, str]) -> FunctionRole:
@@ -101,89 +96,77 @@ def grouped(*functions: str, names: tuple[str, str]) -> FunctionRole:
     )
 
 
-GROUPED = (
+ATTENTION = _attention("torch.nn.functional.scaled_dot_product_attention")
+
+MULTIHEAD = _attention("torch.nn.functional.multi_head_attention_forward", layout="TBHD")
+"""The attention inside of `nn.MultiheadAttention` that is asked for its weights; `multihead.py` sees it."""
+
+_PYTORCH_FUNCTIONS = (
+    ATTENTION,
+    _attention("torch.nn.attention.flex_attention.flex_attention"),
+    FunctionRole(
+        functions=("torch.nn.functional.linear",),
+        layer_type="linear",
+        component="linear",
+        operands={
+            "input": (0, "input"),
+            "weight": (1, "weight"),
+            "bias": Operand(position=2, keyword="bias", is_optional=True),
+        },
+        owner="weight",
+    ),
+    FunctionRole(
+        functions=("torch.nn.functional.embedding",),
+        layer_type="embedding",
+        component="embedding",
+        operands={"input": (0, "input"), "weight": (1, "weight")},
+        layouts={"input": ("BT",), "weight": "VH"},
+        owner="weight",
+    ),
     grouped("torch.nn.functional.grouped_mm", names=("mat_a", "mat_b")),
     grouped("torch._grouped_mm", names=("input", "mat2")),
 )
 
-_PYTORCH_FUNCTIONS = (ATTENTION, FLEX_ATTENTION, LINEAR, EMBEDDING, *GROUPED)
-
 PRODUCTS = frozenset(role.component for role in _PYTORCH_FUNCTIONS if role.owner)
 """What modules are whose forward is one of these functions on their own weight."""
 
-# Hugging Face. Its models ask a registry for the function that computes attention. What that gives is wrapped,
-# whichever it is: `sdpa`, `eager`, FlashAttention, FlexAttention, or one that was registered. Key and value are seen
-# before they are repeated for the heads of a group.
-
-_HUGGING_FACE_MODULES = (
-    ModuleRole(
-        classes=("transformers.pytorch_utils.Conv1D",),
-        layer_type="linear",
-        component="linear",
-        operands={"input": (0, "x")},
-        parameters={"weight": "weight", "bias": "bias"},
-        layouts={"weight": "IO"},
-    ),
-)
+# Hugging Face's models ask a registry for the function that computes attention. What that gives is wrapped, whichever
+# it is: `sdpa`, `eager`, FlashAttention, FlexAttention, or one that was registered. Key and value are seen before they
+# are repeated for the heads of a group. Its experts have an operator of their own where torch has no grouped product.
 
 _HUGGING_FACE_FUNCTIONS = (
-    FunctionRole(
-        functions=("transformers.modeling_utils.AttentionInterface.get_interface",),
-        layer_type="attention",
-        component="FA",
-        operands={"query": (1, "query"), "key": (2, "key"), "value": (3, "value")},
+    _attention(
+        "transformers.modeling_utils.AttentionInterface.get_interface",
+        operands=_places(*_QKV, first=1),
+        output_layout="BTHD",
         output=0,
-        layouts={"query": "BHTD", "key": "BHTD", "value": "BHTD", "output": "BTHD"},
         gives_function=True,
     ),
-    # Its experts; without torch's grouped product it has an operator of its own.
     grouped("transformers.integrations.moe._grouped_mm", names=("input", "weight")),
 )
 
 # FlashAttention, versions 2 and 3. Written from their documentation; tested with functions of the same names and
 # arguments, not with the package itself.
 
-_PACKAGES = ("flash_attn", "flash_attn_interface")
-_SEPARATE = {"query": (0, "q"), "key": (1, "k"), "value": (2, "v")}
-_PADDED, _RAGGED = "BTHD", "THD"
-
-
-def _flash_role(name: str, *, operands: Mapping[str, Place], layout: str) -> FunctionRole:
-    return FunctionRole(
-        functions=tuple(f"{package}.{name}" for package in _PACKAGES),
-        layer_type="attention",
-        component="FA",
-        operands=operands,
-        layouts=dict.fromkeys(("query", "key", "value", "output"), layout),
-    )
-
 
 def _packed(position: int, keyword: str, *names: str, dim: int) -> dict[str, Place]:
     return {name: Operand(position=position, keyword=keyword, part=(dim, place)) for place, name in enumerate(names)}
 
 
-_FLASH_FUNCTIONS = (
-    _flash_role("flash_attn_func", operands=_SEPARATE, layout=_PADDED),
-    _flash_role("flash_attn_varlen_func", operands=_SEPARATE, layout=_RAGGED),
-    _flash_role(
-        "flash_attn_qkvpacked_func", operands=_packed(0, "qkv", "query", "key", "value", dim=2), layout=_PADDED
-    ),
-    _flash_role(
-        "flash_attn_varlen_qkvpacked_func",
-        operands=_packed(0, "qkv", "query", "key", "value", dim=1),
-        layout=_RAGGED,
-    ),
-    _flash_role(
-        "flash_attn_kvpacked_func",
-        operands={"query": (0, "q"), **_packed(1, "kv", "key", "value", dim=2)},
-        layout=_PADDED,
-    ),
-    _flash_role(
-        "flash_attn_varlen_kvpacked_func",
-        operands={"query": (0, "q"), **_packed(1, "kv", "key", "value", dim=1)},
-        layout=_RAGGED,
-    ),
-)
+def _flash_roles(ragged: str, *, layout: str) -> Iterator[FunctionRole]:
+    """Of functions for padded batches, or for ragged ones, which lack the dimension of samples."""
+    dim = len(layout) - 2
+    forms: dict[str, dict[str, Place]] = {
+        "": _places("q", "k", "v"),
+        "qkvpacked_": _packed(0, "qkv", *_QKV, dim=dim),
+        "kvpacked_": {"query": (0, "q"), **_packed(1, "kv", "key", "value", dim=dim)},
+    }
+    for packed, operands in forms.items():
+        names = [f"{package}.flash_attn_{ragged}{packed}func" for package in ("flash_attn", "flash_attn_interface")]
+        yield _attention(*names, operands=operands, layout=layout)
+
+
+_FLASH_FUNCTIONS = (*_flash_roles("", layout="BTHD"), *_flash_roles("varlen_", layout="THD"))
 
 # Megatron-core. Activations have the tokens first. Linear layers return their bias beside the output. With
 # `gradient_accumulation_fusion` a layer adds the gradient of its weight up in `main_grad`, and autograd sees a dummy.
@@ -202,68 +185,42 @@ def returns_bias(module: nn.Module) -> bool:
     return any(getattr(module, flag, False) for flag in ("skip_bias_add", "return_bias"))
 
 
-_MEGATRON_MODULES = (
-    ModuleRole(
-        classes=(
-            "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
-            "megatron.core.tensor_parallel.layers.RowParallelLinear",
-        ),
-        layer_type="linear",
-        component="linear",
-        operands={"input": (0, "input_")},
-        parameters={"weight": "weight", "bias": "bias"},
+# TransformerEngine, and Megatron-core's wrappers around its layers. Written from their documentation: they need a GPU,
+# and were not run. The input of a layer that normalises first is what enters the norm, not the operand of its product;
+# what is quantised inside of a layer is seen before that.
+
+MODULE_ROLES: tuple[ModuleRole, ...] = (
+    _linear_module(nn.Linear, keyword="input"),
+    _embedding_module(nn.Embedding, "input", ("BT",)),
+    _linear_module("transformers.pytorch_utils.Conv1D", keyword="x", layouts={"weight": "IO"}),
+    _linear_module(
+        "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
+        "megatron.core.tensor_parallel.layers.RowParallelLinear",
+        keyword="input_",
         output=0,
         layouts={"input": "TBH", "output": "TBH", "weight": "OI"},
         accumulated=main_grad,
         returned=returns_bias,
     ),
-    ModuleRole(
-        classes=("megatron.core.transformer.dot_product_attention.DotProductAttention",),
-        layer_type="attention",
-        component="FA",
-        operands={"query": (0, "query"), "key": (1, "key"), "value": (2, "value")},
-        layouts={"query": "TBHD", "key": "TBHD", "value": "TBHD", "output": "TBH"},
+    _attention_module(
+        "megatron.core.transformer.dot_product_attention.DotProductAttention", _QKV, "TBHD", output_layout="TBH"
     ),
-    ModuleRole(
-        classes=("megatron.core.tensor_parallel.layers.VocabParallelEmbedding",),
-        layer_type="embedding",
-        component="embedding",
-        operands={"input": (0, "input_")},
-        parameters={"weight": "weight"},
-        layouts={"input": "BT", "weight": "VH"},
-    ),
-)
-
-# TransformerEngine, and Megatron-core's wrappers around its layers. Written from their documentation: they need a GPU,
-# and were not run. The input of a layer that normalises first is what enters the norm, not the operand of its product;
-# what is quantised inside of a layer is seen before that.
-
-_TRANSFORMER_ENGINE_MODULES = (
-    ModuleRole(
-        classes=("transformer_engine.pytorch.*.Linear", "transformer_engine.pytorch.*.LayerNormLinear"),
-        layer_type="linear",
-        component="linear",
-        operands={"input": (0, "inp")},
-        parameters={"weight": "weight", "bias": "bias"},
+    _embedding_module("megatron.core.tensor_parallel.layers.VocabParallelEmbedding", "input_", "BT"),
+    _linear_module(
+        "transformer_engine.pytorch.*.Linear",
+        "transformer_engine.pytorch.*.LayerNormLinear",
+        keyword="inp",
         output=0,
         layouts={"weight": "OI"},
         accumulated=main_grad,
         returned=returns_bias,
     ),
-    ModuleRole(
-        classes=("transformer_engine.pytorch.*.DotProductAttention",),
-        layer_type="attention",
-        component="FA",
-        operands={"query": (0, "query_layer"), "key": (1, "key_layer"), "value": (2, "value_layer")},
-        layouts={"query": ("TBHD", "THD"), "key": ("TBHD", "THD"), "value": ("TBHD", "THD"), "output": ("TBH", "TH")},
+    _attention_module(
+        "transformer_engine.pytorch.*.DotProductAttention",
+        ("query_layer", "key_layer", "value_layer"),
+        ("TBHD", "THD"),
+        output_layout=("TBH", "TH"),
     ),
-)
-
-MODULE_ROLES: tuple[ModuleRole, ...] = (
-    *_PYTORCH_MODULES,
-    *_HUGGING_FACE_MODULES,
-    *_MEGATRON_MODULES,
-    *_TRANSFORMER_ENGINE_MODULES,
 )
 """Our own roles of modules."""
 

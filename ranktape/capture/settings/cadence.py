@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.storage.query.columns import NumberRange
 from ranktape.storage.query.filters import Filter, can_hold
 from ranktape.storage.query.where import parse_where
 
@@ -60,20 +59,6 @@ class Beat:
             where = parse_where(text)
             found &= can_hold(where, known=_KNOWN, source=lambda _: iterations, num_rows=len(iterations))
         return found
-
-    def to_json(self) -> dict[str, Any]:
-        """A dictionary for JSON."""
-        alternatives = [[_written(one) for one in each.alternatives] for each in self.filters]
-        return {"every": self.every, "iteration": alternatives, "where": list(self.wheres)}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Beat:
-        """Rebuild what `to_json` wrote."""
-        filters = (
-            Filter(field="iteration", alternatives=tuple(_read(one) for one in alternatives))
-            for alternatives in document["iteration"]
-        )
-        return cls(every=document["every"], filters=tuple(filters), wheres=tuple(document["where"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,26 +119,6 @@ class Cadence:
             first += beat.every * size
             looked_at += size
             size = min(4 * size, _MAX_CHUNK)
-
-    def to_json(self) -> dict[str, Any]:
-        """A dictionary for JSON."""
-        return {"start": self.start, "first": self.first, "beats": [beat.to_json() for beat in self.beats]}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Cadence:
-        """Rebuild what `to_json` wrote."""
-        beats = tuple(Beat.from_json(beat) for beat in document["beats"])
-        return cls(start=document["start"], beats=beats, first=document["first"])
-
-
-def _written(alternative: Any) -> Any:
-    if isinstance(alternative, NumberRange):
-        return {"first": alternative.first, "last": alternative.last, "step": alternative.step}
-    return alternative
-
-
-def _read(written: Any) -> Any:
-    return NumberRange(**written) if isinstance(written, dict) else written
 
 
 _MAX_NAMED = 3

@@ -10,7 +10,6 @@ import argparse
 import difflib
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,8 @@ DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
 """Where the legacy tools saved when they were told nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LegacyEnvironment:
-    """The variables, read and checked."""
-
-    enabled: bool
-    """Whether to record."""
-    save_dir: str
-    """Where to."""
-    iteration: int
-    """The number of the first iteration."""
-
-
-def read_legacy_environment(environment: Mapping[str, str] = os.environ) -> LegacyEnvironment:
-    """What the variables ask for; nothing, where they are not set.
+def legacy_environment(environment: Mapping[str, str] = os.environ) -> tuple[bool, str, int]:
+    """Whether the legacy tools' variables ask for a capture, where to, and the number of its first iteration.
 
     Raises:
         UsageError: a variable has a value that it cannot have.
@@ -46,19 +33,14 @@ def read_legacy_environment(environment: Mapping[str, str] = os.environ) -> Lega
     iteration = environment.get("TENSOR_SAVER_ITERATION", "").strip() or "0"
     if not iteration.isdecimal():
         raise UsageError(f"TENSOR_SAVER_ITERATION={iteration!r} is not allowed: set it to a number from 0 on")
-    return LegacyEnvironment(
-        enabled=SWITCH_WORDS.get(enabled, False),
-        save_dir=environment.get("TENSOR_SAVE_DIR") or DEFAULT_SAVE_DIR,
-        iteration=int(iteration),
-    )
+    save_dir = environment.get("TENSOR_SAVE_DIR") or DEFAULT_SAVE_DIR
+    return SWITCH_WORDS.get(enabled, False), save_dir, int(iteration)
 
 
 def legacy_values(values: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
     """The settings of a capture in the legacy tools' place: it begins at once, and adds to what is there.
 
-    Args:
-        values: What was set otherwise, which counts for more.
-        iteration: The number of the first iteration.
+    What was set otherwise counts for more.
     """
     first = values.get("first_iteration", iteration)
     adds = not (values.get("resume") or values.get("overwrite"))
@@ -116,9 +98,8 @@ def merge(
         values["capture_config"] = os.path.abspath(path)  # noqa: PTH100  (Path.resolve follows links)
     url = given.get(_URL) or variables.get(PREFIX + "CAPTURE") or values.get(_URL)
     values.pop(_URL, None)
-    if url is None and (legacy := read_legacy_environment(variables)).enabled:
-        return legacy.save_dir, legacy_values(values, iteration=legacy.iteration)
-    return url, values
+    is_enabled, save_dir, iteration = legacy_environment(variables) if url is None else (False, "", 0)
+    return (save_dir, legacy_values(values, iteration=iteration)) if is_enabled else (url, values)
 
 
 def checked(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ranktape.capture.settings.rules import (
     CLOSED,
+    DEFAULT_LAYER_TYPES,
     FIELDS,
     LAYER_OUTPUTS,
     CaptureRule,
@@ -30,8 +31,6 @@ from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import Keep, Mode
 from ranktape.storage.places.urls import parse_storage_options
 from ranktape.storage.query.columns import StringColumn, glob
-
-DEFAULT_LAYER_TYPES = ("linear", "attention")
 
 
 class CaptureOptions(Settings):

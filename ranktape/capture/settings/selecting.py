@@ -60,13 +60,7 @@ class Sightings:
 
 
 def find_unmatched(options: CaptureOptions, seen: Sightings, *, paths: Collection[str]) -> Iterator[str]:
-    """A line for each alternative of a filter, and each rule, that nothing matched.
-
-    Args:
-        options: Of the capture.
-        seen: In the first iteration.
-        paths: The modules of the model.
-    """
+    """A line for each alternative of a filter, and each rule, that nothing matched in a model with these modules."""
     if not seen.sites:
         return  # there was nothing to match, as in a capture of evaluation before that comes
     general, rules = read_selection(options)
@@ -268,11 +262,7 @@ class Selecting:
 
     def _values(self, source: Source, role: TensorRole, *, suffix: str) -> dict[str, Any]:
         return {
-            "module": source.module,
-            "layer_type": source.layer_type,
-            "layer_idx": source.layer_idx,
-            "layer_stack": source.layer_stack,
-            "component": source.component,
+            **source._asdict(),
             "operation": str(role.operation),
             "phase": role.phase,
             "tensor_name": role.tensor_name + suffix,

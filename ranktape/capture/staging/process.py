@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
+import pickle
 import signal
 import site
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,9 @@ from ranktape.errors import CaptureError
 from ranktape.storage.format.memory import available_nbytes
 
 if TYPE_CHECKING:
-    from ranktape.capture.staging.ring_file import SlotKind
-    from ranktape.capture.writing.writer_config import WriterConfig
+    from ranktape.capture.settings.cadence import Cadence
+    from ranktape.capture.settings.options import CaptureOptions
+    from ranktape.storage.format.attempt import Launch
 
 
 MAX_DEFAULT_NBYTES = 512 << 20
@@ -70,6 +72,60 @@ _LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
 """Writers that outlived their capture: whoever lets go of a running child is warned of it."""
 
 
+_MAX_DEATHS = 8
+"""Ends of writers that the run names, the last ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterConfig:
+    """What the trainer tells its writer at the start."""
+
+    url: str
+    """Where the run is."""
+    rank: int
+    """Global rank."""
+    trainer_pid: int
+    """The process whose end is the end of the capture."""
+    launch: Launch
+    """Of the ranks together."""
+    options: CaptureOptions
+    """Of the capture, as far as the writer needs them; may hold secrets of the store."""
+    document: Mapping[str, Any]
+    """All of them without secrets, for the run's document."""
+    environment: dict[str, Any]
+    """Of the trainer: host, versions, revision."""
+    cadence: Cadence
+    """The iterations that may be captured."""
+    ring_path: Path | None = None
+    """Where the ring lies, to be removed at the end; None for one in memory."""
+    join_timeout_seconds: float = 60.0
+    """Longest wait for rank 0's run to appear."""
+    attempt: str | None = None
+    """The attempt to go on with; None for a new one. The rest is about the writers before this one, all killed."""
+    deaths: Sequence[str] = ()
+    """How they ended."""
+    gives_up: bool = False
+    """Whether what the last one left is given up: it may be what killed it."""
+    unsettled: Sequence[tuple[int, int, dict[str, Any]]] = ()
+    """The slots that ended an iteration that is not settled: end, kind and header of each."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its rank speaks for all."""
+        return self.rank == self.launch.first_rank
+
+    @property
+    def ring_is_kept(self) -> bool:
+        """Whether the ring outlives its processes: what is not stored stays in it then."""
+        return self.ring_path is not None
+
+    @property
+    def trouble(self) -> str:
+        """What the run says of the writers before this one; empty where there were none."""
+        times = "once" if len(self.deaths) == 1 else f"{len(self.deaths)} times"
+        return f"its writer was started again {times} ({'; '.join(self.deaths[-_MAX_DEATHS:])})" if self.deaths else ""
+
+
 class WriterProcess:
     """The writer of this rank, with the ring to it; started again where it was killed."""
 
@@ -103,8 +159,8 @@ class WriterProcess:
         command = [sys.executable, "-P", "-m", MODULE, *(str(descriptor) for descriptor in descriptors)]
         try:
             # A pipe would hold up the training until the process reads it.
-            with os.fdopen(unnamed_file("ranktape-writer-config"), "w+") as told:
-                json.dump(dataclasses.asdict(config), told)
+            with os.fdopen(unnamed_file("ranktape-writer-config"), "wb+") as told:
+                pickle.dump(config, told)
                 told.seek(0)
                 self._process = subprocess.Popen(
                     command,
@@ -192,14 +248,6 @@ class WriterProcess:
         text = os.pread(self._stderr, 1 << 16, max(0, size - (1 << 16)))
         lines = text.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {code}"
-
-    def put(self, kind: SlotKind, header: dict[str, Any], *, timeout_seconds: float) -> None:
-        """Tell the writer something, in order with the tensors.
-
-        Raises:
-            CaptureError: there was no room in time, or the writer is gone.
-        """
-        self.ring.put(kind, header, timeout_seconds=timeout_seconds)
 
     def finish(self, *, reason: str, timeout_seconds: float, on_progress: Callable[[int, str], None]) -> dict[str, Any]:
         """Say that the capture is over and wait until the writer has stored everything; its last words.

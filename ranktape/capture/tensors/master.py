@@ -20,12 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ranktape.capture.passes.circumstances import untraced
 from ranktape.capture.source import TensorRole
+from ranktape.capture.tensors.megatron_placement import is_megatron, megatron_placement
+from ranktape.capture.tensors.placement import is_dtensor
 from ranktape.storage.format.record_info import Operation
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ranktape.capture.passes.tracker import Tracker
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.source import Source
     from ranktape.capture.tensors.placement import Placements
@@ -56,24 +57,10 @@ _STATES = ("master_param", "master_weight", "master")
 class MasterWeights:
     """Records the optimizer's view of the captured weights, once in each captured iteration."""
 
-    def __init__(
-        self,
-        *,
-        recorder: Recorder,
-        tracker: Tracker,
-        placements: Placements,
-        weights: Callable[[], Weights],
-    ) -> None:
-        """Listen to every optimizer of the process from now on.
-
-        Args:
-            recorder: Takes the tensors.
-            tracker: Knows the iteration.
-            placements: Knows which weights are the same on several ranks.
-            weights: Gives those whose modules are captured now.
-        """
+    def __init__(self, recorder: Recorder, *, placements: Placements, weights: Callable[[], Weights]) -> None:
+        """Listen to every optimizer of the process from now on; `weights` gives those whose modules are captured."""
         self._recorder = recorder
-        self._tracker = tracker
+        self._tracker = recorder.tracker
         self._placements = placements
         self._weights = weights
         self._owner = os.getpid()
@@ -136,7 +123,12 @@ class MasterWeights:
     def _take(self, source: Source, role: TensorRole, place: _Place, tensor: torch.Tensor) -> None:
         free = self._tracker.free_call(index=0, dtype=tensor.dtype, device_type=tensor.device.type)
         call = dataclasses.replace(free, microbatch=0)
-        placement = self._placements.of_master(*place, role.tensor_name, tensor)
+        module, attribute = place
+        placement = None  # a DTensor knows its own
+        if is_megatron(module):
+            placement = megatron_placement(module, role.tensor_name, tensor)
+        elif not is_dtensor(tensor):  # a replica, where DDP keeps it equal
+            placement = self._placements.of_weight(module, attribute, tensor)
         self._recorder.record(source, role, tensor, call=call, placement=placement)
 
 

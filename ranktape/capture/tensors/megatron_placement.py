@@ -11,7 +11,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.tensors.mesh import REPLICATE, Axes, axes_of_group, describe_even
+from ranktape.capture.tensors.placement import REPLICATE, Axes, axes_of_group, describe_even
 
 if TYPE_CHECKING:
     import torch
@@ -39,13 +39,7 @@ def _kind(module: nn.Module) -> str | None:
 
 
 def megatron_placement(module: nn.Module, tensor_name: str, tensor: torch.Tensor) -> str | None:
-    """The placement of a tensor of a Megatron layer; None where the layer is not split, or it is not known.
-
-    Args:
-        module: A parallel linear layer, vocabulary embedding, or core attention.
-        tensor_name: What the tensor is to it: `weight`, `input`, `grad_output`, `query`, ...
-        tensor: Plain; this rank's.
-    """
+    """The placement of a tensor of a Megatron layer; None where the layer is not split, or it is not known."""
     kind = _kind(module)
     group: Any = getattr(module, "tp_group", None)
     if kind is None or group is None:

@@ -21,12 +21,35 @@ import torch
 from torch import nn
 
 from ranktape.capture.guard import asked
-from ranktape.capture.tensors.megatron_placement import is_megatron, megatron_placement
-from ranktape.capture.tensors.mesh import MAX_KINDS, REPLICATE, Axes, axes_of_group, describe, describe_even
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+REPLICATE = "replicate"
+"""The word of an axis along which every rank has the same."""
+
+MAX_KINDS = 4096
+"""Kinds of tensors whose placements are kept; ragged batches bring ever new shapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """A mesh of ranks, and this rank's place in it."""
+
+    names: tuple[str, ...]
+    """Of the axes, as the mesh calls them; `axis_0` and so on where it does not."""
+    shape: tuple[int, ...]
+    """Ranks along each."""
+    ranks: Any
+    """Global ranks, as nested tuples."""
+    coordinates: tuple[int, ...]
+    """This rank's."""
+
+    def __post_init__(self) -> None:
+        """Check that the parts fit together."""
+        assert len(self.names) == len(self.shape) == len(self.coordinates), self
+
 
 ATTENTION_NAMES = frozenset({"query", "key", "value", "output"})
 """Of the tensors whose heads a tensor parallel attention layer shares out."""
@@ -108,6 +131,41 @@ def scale_placement(text: str, whole: tuple[int, ...], part: tuple[int, ...]) ->
     return json.dumps(document)
 
 
+def describe(axes: Axes, words: tuple[str, ...], *, global_shape: tuple[int, ...], offset: tuple[int, ...]) -> str:
+    """The document of a placement, as JSON."""
+    document = {
+        "mesh": {"axes": axes.names, "shape": axes.shape, "ranks": axes.ranks},
+        "coordinates": axes.coordinates,
+        "placements": words,
+        "global_shape": global_shape,
+        "offset": [int(start) for start in offset],
+        "partial": any(word.startswith("partial") for word in words),
+    }
+    return json.dumps(document)
+
+
+@functools.lru_cache(maxsize=MAX_KINDS)
+def describe_even(axes: Axes, words: tuple[str, ...], shape: tuple[int, ...]) -> str:
+    """The placement of a plain tensor of that shape, of which all ranks along a sharded axis have as much."""
+    global_shape, offset = list(shape), [0] * len(shape)
+    for word, size, coordinate in zip(words, axes.shape, axes.coordinates, strict=True):
+        kind, _, rest = word.partition("(")
+        if kind in {"shard", "strided_shard"}:
+            dim, _, factor = rest.rstrip(")").partition(", ")
+            # Each of the factor's parts is split over the axis; a strided shard begins where its first piece does.
+            offset[int(dim)] = coordinate * shape[int(dim)] // int(factor or 1)
+            global_shape[int(dim)] = size * shape[int(dim)]
+    return describe(axes, words, global_shape=tuple(global_shape), offset=tuple(offset))
+
+
+def axes_of_group(name: str, group: Any) -> Axes:
+    """A process group as a mesh of one axis."""
+    import torch.distributed as dist
+
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Axes((name,), (len(ranks),), ranks, (ranks.index(dist.get_rank()),))
+
+
 class Placements:
     """What the modules of a training know of the placements of plain tensors."""
 
@@ -126,8 +184,6 @@ class Placements:
         A gradient of an activation lies where the activation lies; one of a weight is this rank's own increment, which
         other ranks' increments are added to, so it is no replica. `head_dim` is the dimension of heads of attention.
         """
-        if is_megatron(module):
-            return megatron_placement(module, name, tensor)
         if name in module._parameters:  # noqa: SLF001  (a parametrized weight is computed when it is read)
             return self.of_weight(module, name, tensor)
         if name.removeprefix("grad_") in ATTENTION_NAMES and type(tensor) is torch.Tensor:
@@ -147,12 +203,6 @@ class Placements:
             return describe_even(axes, (REPLICATE,) * len(axes.names), tuple(tensor.shape))
         own = shard_of(tensor)
         return None if own is None else _over(axes, own.text)
-
-    def of_master(self, module: nn.Module, name: str, tensor_name: str, tensor: torch.Tensor) -> str | None:
-        """The placement of what the optimizer holds of a parameter: its own, or a replica where DDP keeps it equal."""
-        if is_megatron(module):
-            return megatron_placement(module, tensor_name, tensor)
-        return None if is_dtensor(tensor) else self.of_weight(module, name, tensor)
 
 
 @functools.lru_cache(maxsize=MAX_KINDS)

@@ -25,14 +25,9 @@ from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.maintenance.outbox import SPILLED_KEY
 
 if TYPE_CHECKING:
-    from ranktape.capture.staging.ring import RingConsumer
     from ranktape.capture.staging.ring_file import Slot
     from ranktape.capture.writing.recover import Left, Recovery
     from ranktape.capture.writing.storing import Staged, Storer
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.maintenance.outbox import SpillingBackend
-    from ranktape.storage.places.backend import Backend
-    from ranktape.storage.recording.writer import RankWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,42 +51,21 @@ class Committer:
 
     def __init__(
         self,
-        rank_writer: RankWriter,
-        *,
         storer: Storer,
-        ring: RingConsumer,
-        backend: Backend,
-        spill: SpillingBackend | None,
-        attempt: Attempt,
-        rank: int,
-        ring_is_kept: bool,
+        *,
         say: Callable[..., None],
         on_word: Callable[[int], None],
         num_committed: int = 0,
     ) -> None:
-        """Begin.
-
-        Args:
-            rank_writer: Commits.
-            storer: Stores the tensors of iterations.
-            ring: Where the ends of iterations are.
-            backend: The store itself, for markers.
-            spill: What the rank's writer writes to, where that may be a directory.
-            attempt: The attempt.
-            rank: Global rank.
-            ring_is_kept: Whether the ring outlives its processes.
-            say: Tells the trainer something.
-            on_word: Called with each iteration on which the rank has had its word.
-            num_committed: Iterations that the rank had committed before, by writers that were killed.
-        """
-        self._rank_writer = rank_writer
+        """Begin; `on_word` is called with each iteration on which the rank has had its word."""
         self._storer = storer
-        self._ring = ring
-        self._backend = backend
-        self._spill = spill
-        self._attempt = attempt
-        self._rank = rank
-        self._ring_is_kept = ring_is_kept
+        self._rank_writer = storer.rank_writer
+        self._ring = storer.ring
+        self._backend = storer.backend
+        self._spill = storer.spill
+        self._attempt = storer.attempt
+        self._rank = storer.config.rank
+        self._ring_is_kept = storer.config.ring_is_kept
         self._say = say
         self._on_word = on_word
         # Commits flush the disk: while they do, the tensors of the next iteration are stored.
@@ -215,7 +189,7 @@ class Committer:
 
     def _write(self, word: _OwedMark) -> None:
         attempt, iteration = self._attempt.path, word.iteration
-        if self._rank == self._attempt.launch.first_rank:
+        if self._storer.config.is_first:
             open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
         check_attempt(self._backend, self._attempt)
         group = layout.rank_iteration_path(attempt, self._rank, iteration)

@@ -13,10 +13,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ranktape.capture.settings.cadence import Cadence
 from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage.format.attempt import (
     IterationPlan,
@@ -31,6 +29,8 @@ from ranktape.storage.format.progress import Progress, read_progress, write_verd
 from ranktape.storage.maintenance.prune import drop_iteration, finish_drops
 
 if TYPE_CHECKING:
+    from ranktape.capture.settings.cadence import Cadence
+    from ranktape.capture.settings.options import CaptureOptions
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.format.status import RunVerdict
     from ranktape.storage.places.backend import Backend
@@ -48,22 +48,6 @@ _POLL_SECONDS = 0.25
 _MAX_POLL_SECONDS = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CaptureGoal:
-    """What the coordinator works towards."""
-
-    planned: tuple[int, ...]
-    """Iterations that every rank captures without being asked."""
-    cadence: Cadence
-    """Iterations that may be captured."""
-    target: int
-    """Complete iterations at which capture stops, over all attempts."""
-    finish_timeout_seconds: float
-    """Longest wait for other ranks once this one has ended."""
-    keep_last: int | None = None
-    """How many complete iterations stay, over all attempts; None for all."""
-
-
 class Coordinator:
     """Watches one attempt from a thread of its own."""
 
@@ -72,7 +56,9 @@ class Coordinator:
         backend: Backend,
         *,
         attempt: Attempt,
-        goal: CaptureGoal,
+        options: CaptureOptions,
+        cadence: Cadence,
+        planned: tuple[int, ...],
         step: Callable[[], int],
         given_up: Callable[[], Mapping[int, str]] = dict,
         lost: Callable[[], str | None] = lambda: None,
@@ -82,8 +68,10 @@ class Coordinator:
 
         Args:
             backend: Where the run is.
-            attempt: The attempt to watch.
-            goal: What is wanted.
+            attempt: The one to watch.
+            options: Of the capture.
+            cadence: The iterations that may be captured.
+            planned: Those that every rank captures without being asked.
             step: Gives the iteration that the training is in.
             given_up: Gives the ranks that record nothing, each with the reason.
             lost: Gives the reason why nothing more is to be captured, where there is one.
@@ -91,17 +79,18 @@ class Coordinator:
         """
         self._backend = backend
         self._attempt = attempt
-        self._goal = goal
+        self._options = options
+        self._cadence = cadence
         self._step = step
         self._given_up = given_up
         self._lost = lost
-        self._plan = IterationPlan(iterations=goal.planned, is_done=False)
+        self._plan = IterationPlan(iterations=planned, is_done=False)
         self._notices = 0
         self._started = (time.monotonic(), step())
         self._last_word = self._started[0]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranktape-coordinator", daemon=True)
-        self._undecided = set(goal.planned)
+        self._undecided = set(planned)
         self._committed: set[int] = set()
         self._refused: set[int] = set()
         self._owes_plan = is_successor
@@ -119,19 +108,19 @@ class Coordinator:
         """Say that this rank has had its word on an iteration: others may have had theirs."""
         self._committed.add(iteration)
         self._last_word = time.monotonic()
-        if self._goal.keep_last is not None:
+        if self._options.keep_last is not None:
             # At once, and before the rank commits another one: no more are to be there than are kept.
             self._look()
 
     def finish(self) -> RunVerdict:
-        """Stop watching; wait for the other ranks, at most the goal's timeout; write and return the verdict.
+        """Stop watching; wait for the other ranks, at most `finish_timeout_seconds`; write and return the verdict.
 
         Raises:
             StorageError: the verdict cannot be written.
         """
         self._stop.set()
         self._thread.join()
-        deadline = time.monotonic() + self._goal.finish_timeout_seconds
+        deadline = time.monotonic() + self._options.finish_timeout_seconds
         size = self._attempt.launch.world_size
         pause, seen = _POLL_SECONDS, None
         while True:
@@ -143,7 +132,7 @@ class Coordinator:
                 self.problems |= {f"rank {rank}": text for rank, text in given_up.items() if text}
                 all_closed = len(progress.closed | given_up.keys()) == size
                 had = progress.complete | progress.dropped
-                is_enough = len(had | set(self._attempt.completed)) >= self._goal.target
+                is_enough = len(had | set(self._attempt.completed)) >= self._options.target_iterations
                 if all_closed or (progress.opened <= had and is_enough):
                     break
             if time.monotonic() > deadline:
@@ -200,7 +189,7 @@ class Coordinator:
 
     def _retain(self, complete: set[int], dropped: set[int]) -> None:
         """Remove the oldest complete iterations, as far as there are more than are to be kept."""
-        keep_last = self._goal.keep_last
+        keep_last = self._options.keep_last
         if keep_last is None:
             return
         if self._earlier is None:
@@ -238,12 +227,12 @@ class Coordinator:
         self._refused |= {one for one in self._undecided if progress.closed - progress.marks.get(one, {}).keys()}
         self._undecided -= self.complete | self._refused
         num_complete = len(self.complete | set(self._attempt.completed))
-        is_enough = num_complete >= self._goal.target
+        is_enough = num_complete >= self._options.target_iterations
         is_over = self._lost() or (progress.closed and not self._undecided)
         if is_enough or is_over:
             self._announce(IterationPlan(iterations=self._plan.iterations, is_done=True, is_enough=is_enough))
         elif not self._undecided:
-            further = self._further(self._goal.target - num_complete)
+            further = self._further(self._options.target_iterations - num_complete)
             if further:
                 self._announce(IterationPlan(iterations=(*self._plan.iterations, *further), is_done=False))
                 self._undecided |= set(further)
@@ -261,7 +250,7 @@ class Coordinator:
         notice = math.ceil(pace * seconds) + 1
         self._notices += 1
         after = max(max(self._plan.iterations, default=step), step + notice - 1)
-        return self._goal.cadence.following(after, count=count, without=self._attempt.completed)
+        return self._cadence.following(after, count=count, without=self._attempt.completed)
 
     def _announce(self, plan: IterationPlan) -> None:
         write_plan(self._backend, attempt=self._attempt, plan=plan)

@@ -1,8 +1,9 @@
-"""Makes what is kept of a tensor where there is no room for its values, or where they are not asked for.
+"""Makes the record of a staged tensor, and what is kept of it in the place of its values.
 
 How often each bit pattern of a 16-bit value occurs in it, and each magnitude in blocks of each kind: every question
 about single values, and about the scales of blocks, can be answered from that (`Keep.HISTOGRAM`). Wider values are
 rounded to what the operation computed in, as analysis would do. Or what its values add up to (`Keep.STATISTICS`).
+What that takes is known without the values, and without loading what counts them, so that the trainer can say it.
 """
 
 from __future__ import annotations
@@ -14,24 +15,50 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
-from ranktape.analyze.numerics.histograms.histogram import count_values
-from ranktape.analyze.numerics.histograms.moments import statistics_of
-from ranktape.capture.writing.kept_nbytes import counted_dtype
-from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, BlockCounts, pack_histogram
+from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, BlockCounts, pack_histogram, padded
 from ranktape.storage.format.dtypes import numpy_dtype
-from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.record_info import Keep, RecordInfo
+from ranktape.storage.format.statistics import STATISTICS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.storage.format.record_info import RecordInfo
+    from ranktape.capture.staging.ring_file import Slot
 
 BLOCK_SIZE = 32
 """Elements of a block, as in the OCP microscaling formats."""
 
 _MAX_ROUNDED = 1 << 20
 """Wide values that are rounded at once: a copy of a whole tensor could be larger than the budget."""
+
+
+STATISTICS_NBYTES = 8 * len(STATISTICS)
+
+_TYPICAL_CELLS = 28_000
+"""Kinds of elements in blocks along one axis, where values are normally distributed; heavier tails have up to ten times
+as many."""
+
+_CELL_WORDS = 2
+_WORD_NBYTES = 4
+_HALVES = frozenset({"bfloat16", "float16"})
+_WIDE = frozenset({"float32", "float64"})
+
+
+def staged_record(slot: Slot, *, rank: int, attempt: int) -> tuple[np.ndarray[Any, Any], RecordInfo]:
+    """The tensor in a slot, which lies there still, with its values kept, and what is known of it but the checksum."""
+    from ranktape.analyze.numerics.histograms.histogram import measure
+
+    header = {**slot.header, "keep": Keep.VALUES.value}
+    array = np.frombuffer(slot.payload, dtype=numpy_dtype(header["dtype"])).reshape(header["shape"])
+    info = RecordInfo(
+        **{**header, "shape": tuple(header["shape"])},
+        rank=rank,
+        attempt=attempt,
+        nbytes=array.nbytes,
+        overflow=measure(array, sample_dim=header["sample_dim"]),
+        checksum="",
+    )
+    return array, info
 
 
 def reduce_to(
@@ -43,21 +70,41 @@ def reduce_to(
     was computed in 32 bits.
     """
     if keep == Keep.STATISTICS:
+        from ranktape.analyze.numerics.histograms.moments import statistics_of
+
         kept = statistics_of(array).to_vector()
-    elif keep == Keep.HISTOGRAM and (dtype := counted_dtype(info.dtype, compute_dtype=info.compute_dtype)) is not None:
+    elif keep == Keep.HISTOGRAM and (dtype := counted_dtype(info.dtype, info.compute_dtype)) is not None:
         kept = pack_histogram(count_codes(array, dtype=dtype), list(count_block_kinds(array, dtype=dtype)))
     else:
         return None
     return kept, dataclasses.replace(info, keep=keep, nbytes=kept.nbytes)
 
 
-def is_countable(info: RecordInfo) -> bool:
-    """Whether a histogram can stand for the values of a tensor."""
-    return counted_dtype(info.dtype, compute_dtype=info.compute_dtype) is not None
+def counted_dtype(dtype: str, compute_dtype: str) -> str | None:
+    """The dtype whose patterns are counted for a tensor; None for one that only its values can stand for."""
+    if dtype in _HALVES:
+        return dtype
+    return compute_dtype if dtype in _WIDE and compute_dtype in _HALVES else None
+
+
+def kept_nbytes(keep: str, *, nbytes: int, dtype: str, compute_dtype: str) -> int:
+    """Bytes of what is kept of a tensor whose values take `nbytes`, before it is packed.
+
+    Of a histogram what it takes where the values are normally distributed: packed, as it always is, about a tenth
+    of that.
+    """
+    if keep == Keep.STATISTICS:
+        return STATISTICS_NBYTES
+    if keep == Keep.HISTOGRAM and counted_dtype(dtype, compute_dtype) is not None:
+        num_cells = min(nbytes // numpy_dtype(dtype).itemsize, _TYPICAL_CELLS)
+        return _WORD_NBYTES * padded(NUM_CODES + 1 + len(BLOCK_AXES) * _CELL_WORDS * num_cells)
+    return nbytes
 
 
 def count_codes(array: np.ndarray[Any, Any], *, dtype: str) -> NDArray[np.int64]:
     """How often each of the 65,536 patterns of the dtype occurs."""
+    from ranktape.analyze.numerics.histograms.histogram import count_values
+
     flat = array.reshape(-1)
     target = numpy_dtype(dtype)
     if flat.dtype == target:
@@ -75,6 +122,8 @@ def count_block_kinds(array: np.ndarray[Any, Any], *, dtype: str) -> Iterator[Bl
 
     An array of one dimension is one row of it, one without dimensions a single element.
     """
+    from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
+
     shape = array.shape or (1,)
     matrix = array.reshape(math.prod(shape[:-1]), shape[-1])
     for name, axis in zip(BLOCK_AXES, (1, 0), strict=True):

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import RING_SUFFIX, Counter, Slot, SlotKind, boot_id, lock_ring
-from ranktape.capture.writing.counting import reduce_to
-from ranktape.capture.writing.storing import staged_record
+from ranktape.capture.writing.counting import reduce_to, staged_record
 from ranktape.errors import CaptureError, DataError, RanktapeError, StorageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempt

@@ -18,24 +18,29 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.capture.settings.table import Policy
-from ranktape.capture.writing.counting import is_countable, reduce_to
-from ranktape.capture.writing.patience import HeldMemory, Patience
+from ranktape.capture.writing.counting import counted_dtype, reduce_to, staged_record
 from ranktape.errors import CaptureError, NoSpaceError, RanktapeError, UnreachableError
-from ranktape.storage.format.dtypes import numpy_dtype
-from ranktape.storage.format.record_info import Keep, RecordInfo
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.maintenance.outbox import SpillingBackend
+from ranktape.storage.recording.stack import STACK_BELOW_NBYTES
+from ranktape.storage.recording.writer import RankWriter
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from ranktape.capture.staging.process import WriterConfig
     from ranktape.capture.staging.ring import RingConsumer
     from ranktape.capture.staging.ring_file import Slot
-    from ranktape.storage.recording.writer import RankWriter
+    from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.format.record_info import RecordInfo
+    from ranktape.storage.places.retry import RetryingBackend
 
 COUNT_FROM_NBYTES = 1 << 20
 """Under the policy `histogram` tensors from this size on are not held: their counts take far less than they do."""
@@ -45,6 +50,9 @@ HELD_NBYTES = 96 << 20
 
 HOLD_SECONDS = 900.0
 """Longest time that they wait for it."""
+
+_gives_up: ContextVar[Callable[[], bool]] = ContextVar("ranktape_gives_up", default=lambda: False)
+"""Whether this thread is to try no more; one that works for another may be given its context."""
 
 _PAUSE_SECONDS = 0.05
 _TOO_MUCH = "the store does not answer, and what waits for it takes more than {nbytes} bytes of memory"
@@ -59,7 +67,7 @@ class Staged:
     """Training step."""
     may_degrade: bool
     """Whether counts may stand for values: the guaranteed minimum is stored."""
-    futures: list[Future[None]] = field(default_factory=list)
+    futures: list[Future[Any]] = field(default_factory=list)
     """One for each tensor on its way to the store."""
     num_tensors: int = 0
     """Tensors that came out of the ring."""
@@ -75,7 +83,7 @@ class Staged:
     """Whether that is because the store is full."""
 
     def has_failed(self) -> bool:
-        """Whether it will not be committed."""
+        """Whether there is such a reason."""
         return self.failure is not None
 
     def refuse(self, reason: str, *, lacks_space: bool = False) -> None:
@@ -85,72 +93,47 @@ class Staged:
             self.lacks_space = lacks_space
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoringOptions:
-    """What the threads that store must know."""
-
-    rank: int
-    """Global rank."""
-    attempt: int
-    """Number of the attempt."""
-    policy: Policy
-    """What happens when there is no room."""
-    store_timeout_seconds: float
-    """How long a write is tried again."""
-    store_concurrency: int
-    """Tensors in flight to the store."""
-    ring_is_kept: bool
-    """Whether the ring outlives its processes: what is not stored stays in it then."""
-    has_spill: bool
-    """Whether what the store does not take goes elsewhere whole, and need not be counted for that."""
-
-
-def staged_record(slot: Slot, *, rank: int, attempt: int) -> tuple[np.ndarray[Any, Any], RecordInfo]:
-    """The tensor in a slot, which lies there still, with its values kept, and what is known of it but the checksum."""
-    header = {**slot.header, "keep": Keep.VALUES.value}
-    array = np.frombuffer(slot.payload, dtype=numpy_dtype(header["dtype"])).reshape(header["shape"])
-    info = RecordInfo(
-        **{**header, "shape": tuple(header["shape"])},
-        rank=rank,
-        attempt=attempt,
-        nbytes=array.nbytes,
-        overflow=measure(array, sample_dim=header["sample_dim"]),
-        checksum="",
-    )
-    return array, info
-
-
 class Storer:
     """Writes tensors in threads of its own; `store` and `fail` never raise."""
 
-    def __init__(
-        self,
-        rank_writer: RankWriter,
-        *,
-        ring: RingConsumer,
-        patience: Patience,
-        options: StoringOptions,
-        failing_since: Callable[[], float | None],
-    ) -> None:
-        """Start the threads.
+    def __init__(self, config: WriterConfig, *, backend: RetryingBackend, attempt: Attempt, ring: RingConsumer) -> None:
+        """Open the rank's share of an attempt, and start the threads.
 
-        Args:
-            rank_writer: Writes.
-            ring: Where the tensors are.
-            patience: Asked by the backend under the writer whether to try again.
-            options: What is to be done.
-            failing_since: Says since when the store has not answered, by `time.monotonic`; None while it does.
+        Raises:
+            StorageError: the store cannot be written.
         """
-        self._rank_writer = rank_writer
-        self._ring = ring
-        self._patience = patience
-        self._options = options
-        self._failing_since = failing_since
+        self.config = config
+        self.backend = backend
+        """The store, asked without patience: for markers and plans."""
+        self.attempt, self.ring = attempt, ring
+        options = config.options
+        self._is_histogram = options.policy == Policy.HISTOGRAM
+        # What is worth waiting for depends on what a thread is storing: the store asks it after each failure. Counts
+        # are worth more than values, which hold up the training.
+        longest = max(options.store_timeout_seconds, HOLD_SECONDS if self._is_histogram else 0.0)
+        self.patient = backend.with_deadline(timeout_seconds=longest, give_up=_is_given_up)
+        """The same with patience."""
+        self.spill: SpillingBackend | None = None
+        """The same with a directory for what it does not take; None without one."""
+        if options.spill_dir is not None:
+            directory = Path(options.spill_dir)
+            self.spill = SpillingBackend(self.patient, directory=directory, attempt=attempt, rank=config.rank)
+        self.rank_writer = RankWriter(
+            self.spill or self.patient,
+            attempt=attempt,
+            rank=config.rank,
+            environment=config.environment,
+            trouble=config.trouble,
+            compression=options.compression,
+            stack_below_nbytes=COUNT_FROM_NBYTES if self._is_histogram else STACK_BELOW_NBYTES,
+            store_concurrency=options.store_concurrency,
+        )
         self._pool = ThreadPoolExecutor(options.store_concurrency, thread_name_prefix="ranktape-store")
         # Not behind the tensors that wait in the pool: they may be waiting for the room that this makes.
         self._flushes = ThreadPoolExecutor(1, thread_name_prefix="ranktape-flush")
         self._flush: Future[None] | None = None
-        self._budget = HeldMemory(HELD_NBYTES)
+        self._room_nbytes = HELD_NBYTES
+        self._room_lock = threading.Lock()
         self._lock = threading.Lock()
         self._open: dict[int, Staged] = {}
         self.trainer_is_gone = False
@@ -172,11 +155,11 @@ class Storer:
 
     def run(self, staged: Staged, work: Callable[[], None]) -> None:
         """Do something else for the iteration in one of the threads."""
-        staged.futures.append(self._pool.submit(self._begin, staged, work))
+        staged.futures.append(self._pool.submit(self._run, staged, work))
 
     def relieve(self) -> None:
         """Write the small tensors that are held, where they are in the way of the training."""
-        is_full = self._ring.used_nbytes > self._ring.file.capacity // 2
+        is_full = self.ring.used_nbytes > self.ring.file.capacity // 2
         if is_full or self._is_waited_for:
             self._start_flush()
 
@@ -187,13 +170,13 @@ class Storer:
             try:
                 self._store(slot, staged)
             except BaseException:
-                self._ring.free(slot)
+                self.ring.free(slot)
                 raise
             with self._lock:
                 staged.num_stored += 1
 
         if not self._run(staged, work):
-            self._ring.free(slot)
+            self.ring.free(slot)
 
     def fail(self, staged: Staged, reason: str) -> None:
         """The iteration will not be committed; its threads stop trying, and what is held of it is given back."""
@@ -201,7 +184,7 @@ class Storer:
             staged.refuse(reason)
             is_idle = not staged.num_active
         if is_idle:
-            self._rank_writer.abandon(staged.iteration)
+            self.rank_writer.abandon(staged.iteration)
 
     def interrupt(self, staged: Staged) -> int:
         """The iteration will have no end: wait for its tensors, and forget it; how many were stored or held."""
@@ -209,7 +192,7 @@ class Storer:
             future.result()
         with self._lock:
             self._open.pop(staged.iteration, None)
-        self._rank_writer.abandon(staged.iteration)
+        self.rank_writer.abandon(staged.iteration)
         return staged.num_stored
 
     def finish(self, staged: Staged, commit: Callable[[], None]) -> str | None:
@@ -230,14 +213,14 @@ class Storer:
         self._run(staged, work)
         with self._lock:
             self._open.pop(staged.iteration, None)
-        self._rank_writer.abandon(staged.iteration)
+        self.rank_writer.abandon(staged.iteration)
         return None if is_committed else staged.failure
 
     @contextmanager
     def closing(self) -> Iterator[None]:
         """While this thread writes what belongs to no iteration."""
         none = Staged(iteration=-1, may_degrade=False)
-        with self._patience.while_storing(self._gives_up(none, seconds=self._options.store_timeout_seconds)):
+        with _asking(self._gives_up(none, seconds=self.config.options.store_timeout_seconds)):
             yield
 
     def shutdown(self) -> None:
@@ -247,10 +230,7 @@ class Storer:
 
     @property
     def _is_waited_for(self) -> bool:
-        return self._ring.is_waited_for and not self.trainer_is_gone
-
-    def _begin(self, staged: Staged, work: Callable[[], None]) -> None:
-        self._run(staged, work)
+        return self.ring.is_waited_for and not self.trainer_is_gone
 
     def _run(self, staged: Staged, work: Callable[[], None]) -> bool:
         """Whether the work was begun: nothing is done for an iteration that has failed."""
@@ -272,49 +252,47 @@ class Storer:
             staged.num_active -= 1
             is_over = staged.has_failed() and not staged.num_active
         if is_over:
-            self._rank_writer.abandon(staged.iteration)
+            self.rank_writer.abandon(staged.iteration)
         return True
 
     def _store(self, slot: Slot, staged: Staged) -> None:
-        array, info = staged_record(slot, rank=self._options.rank, attempt=self._options.attempt)
+        array, info = staged_record(slot, rank=self.config.rank, attempt=self.attempt.number)
         reduced = reduce_to(slot.header.get("keep", ""), array, info=info)
         if reduced is not None:
-            if not self._options.ring_is_kept:
-                self._ring.free(slot)
+            if not self.config.ring_is_kept:
+                self.ring.free(slot)
             self._write_reduced(*reduced, staged, slot)
             return
-        if self._rank_writer.holds(array):
+        if self.rank_writer.holds(array):
             self._hold(array, info=info, slot=slot, staged=staged)
             return
-        may_count = self._may_count(info, staged)
+        is_countable = counted_dtype(info.dtype, info.compute_dtype) is not None
+        may_count = self._is_histogram and staged.may_degrade and is_countable
         if not (may_count and self._is_waited_for):
-            gives_up = self._gives_up(staged, seconds=self._options.store_timeout_seconds)
+            gives_up = self._gives_up(staged, seconds=self.config.options.store_timeout_seconds)
             try:
-                with self._patience.while_storing(lambda: gives_up() or (may_count and self._is_waited_for)):
-                    self._rank_writer.write(array, info=info)
+                with _asking(lambda: gives_up() or (may_count and self._is_waited_for)):
+                    self.rank_writer.write(array, info=info)
             except UnreachableError:
                 # With a place to spill into, the error is that place's: there is nothing left to hope for.
-                if not may_count or self._options.has_spill or staged.has_failed():
+                if not may_count or self.spill is not None or staged.has_failed():
                     raise
             else:
-                self._ring.free(slot)
+                self.ring.free(slot)
                 return
         self._count(array, info=info, staged=staged)
-        self._ring.free(slot)
+        self.ring.free(slot)
 
     def _hold(self, array: np.ndarray[Any, Any], *, info: RecordInfo, slot: Slot, staged: Staged) -> None:
-        release: Callable[[], None] = partial(self._ring.free, slot)
+        release: Callable[[], None] = partial(self.ring.free, slot)
         # What is held in the ring keeps the room behind it, too; counting would not help the training then.
-        is_to_move = self._options.policy is Policy.HISTOGRAM and not self._options.ring_is_kept
-        if is_to_move and self._budget.take(array.nbytes):
-            release = partial(self._budget.give_back, array.nbytes)
+        is_to_move = self._is_histogram and not self.config.ring_is_kept
+        if is_to_move and self._take_room(array.nbytes):
+            release = partial(self._give_room_back, array.nbytes)
             array = array.copy()
-            self._ring.free(slot)
+            self.ring.free(slot)
         with self._patiently(staged):
-            self._rank_writer.write(array, info=info, on_release=release)
-
-    def _may_count(self, info: RecordInfo, staged: Staged) -> bool:
-        return self._options.policy is Policy.HISTOGRAM and staged.may_degrade and is_countable(info)
+            self.rank_writer.write(array, info=info, on_release=release)
 
     def _count(self, array: np.ndarray[Any, Any], *, info: RecordInfo, staged: Staged) -> None:
         reduced = reduce_to(Keep.HISTOGRAM.value, array, info=info)
@@ -327,12 +305,23 @@ class Storer:
         """Write what stands for a tensor; its slot is free then, at the latest."""
         self._make_room(kept.nbytes, staged)
         with self._patiently(staged):
-            self._rank_writer.write(kept, info=info, on_release=partial(self._let_go, kept.nbytes, slot))
+            self.rank_writer.write(kept, info=info, on_release=partial(self._let_go, kept.nbytes, slot))
+
+    def _take_room(self, nbytes: int) -> bool:
+        """Take so much memory for what is held; whether it was there."""
+        with self._room_lock:
+            is_there = nbytes <= self._room_nbytes
+            self._room_nbytes -= nbytes if is_there else 0
+            return is_there
+
+    def _give_room_back(self, nbytes: int) -> None:
+        with self._room_lock:
+            self._room_nbytes += nbytes
 
     def _let_go(self, nbytes: int, slot: Slot | None) -> None:
-        self._budget.give_back(nbytes)
+        self._give_room_back(nbytes)
         if slot is not None:
-            self._ring.free(slot)
+            self.ring.free(slot)
 
     def _make_room(self, nbytes: int, staged: Staged) -> None:
         """Take so much of the budget for what is held, at the cost of the oldest iteration if it must be.
@@ -340,8 +329,8 @@ class Storer:
         Raises:
             CaptureError: this is the iteration, or the time is over.
         """
-        while not self._budget.take(nbytes):
-            if self._failing_since() is not None and self._options.policy is Policy.HISTOGRAM:
+        while not self._take_room(nbytes):
+            if self.patient.failing_since is not None and self._is_histogram:
                 self._fail_oldest()
             else:
                 self._start_flush()
@@ -354,21 +343,19 @@ class Storer:
             if any(staged.has_failed() and staged.num_active for staged in self._open.values()):
                 return  # what that one held comes back in a moment
             oldest = next((staged for staged in self._open.values() if not staged.has_failed()), None)
-            if oldest is not None:
-                oldest.refuse(_TOO_MUCH.format(nbytes=HELD_NBYTES))
         if oldest is not None:
             self.fail(oldest, _TOO_MUCH.format(nbytes=HELD_NBYTES))
 
     @contextmanager
     def _patiently(self, staged: Staged) -> Iterator[None]:
         """While this thread writes what was held of an iteration."""
-        with self._patience.while_storing(self._gives_up(staged, seconds=self._held_seconds(staged))):
+        with _asking(self._gives_up(staged, seconds=self._held_seconds(staged))):
             yield
 
     def _start_flush(self) -> None:
         with self._lock:
             is_running = self._flush is not None and not self._flush.done()
-            if not is_running and self._rank_writer.held_nbytes:
+            if not is_running and self.rank_writer.held_nbytes:
                 self._flush = self._flushes.submit(self._flush_stacks)
 
     def _flush_stacks(self) -> None:
@@ -378,17 +365,17 @@ class Storer:
         # that none is failed for the room that another one is about to give back.
         for staged in waiting:
             with self._patiently(staged):
-                self._run(staged, partial(self._rank_writer.flush_stacks, staged.iteration))
+                self._run(staged, partial(self.rank_writer.flush_stacks, staged.iteration))
 
     def _held_seconds(self, staged: Staged) -> float:
-        return HOLD_SECONDS if staged.may_degrade else self._options.store_timeout_seconds
+        return HOLD_SECONDS if staged.may_degrade else self.config.options.store_timeout_seconds
 
     def _gives_up(self, staged: Staged, *, seconds: float) -> Callable[[], bool]:
         """Whether the iteration has failed, or the store has not answered for so long, or the time is over."""
         began = time.monotonic()
 
         def gives_up() -> bool:
-            since = self._failing_since()
+            since = self.patient.failing_since
             is_late = since is not None and time.monotonic() - max(since, began) > seconds
             return is_late or staged.has_failed() or self._is_over()
 
@@ -396,3 +383,17 @@ class Storer:
 
     def _is_over(self) -> bool:
         return self.give_up_at is not None and time.monotonic() > self.give_up_at
+
+
+def _is_given_up() -> bool:
+    return _gives_up.get()()
+
+
+@contextmanager
+def _asking(gives_up: Callable[[], bool]) -> Iterator[None]:
+    """In this thread, have the store ask whether to give up."""
+    token = _gives_up.set(gives_up)
+    try:
+        yield
+    finally:
+        _gives_up.reset(token)
