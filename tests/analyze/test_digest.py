@@ -16,7 +16,7 @@ from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.numerics.digests.digest import SAMPLE_FIGURES, Digest
+from ranktape.analyze.numerics.digests.digest import SAMPLE_METRICS, Digest
 from ranktape.analyze.numerics.histograms.histogram import KINDS, own_limits, scan
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.capture.writing.counting import reduce_to
@@ -82,7 +82,7 @@ def check_digest(digest: Digest, array: Array, *, sample_dim: int | None) -> Non
     np.testing.assert_array_equal(digest.counts, counts, strict=True)
     assert (digest.samples is None) == (sample_dim is None)
     if digest.samples is not None and sample_dim is not None:
-        assert list(digest.samples) == list(SAMPLE_FIGURES)
+        assert list(digest.samples) == list(SAMPLE_METRICS)
         for place, sample in enumerate(np.moveaxis(array, sample_dim, 0)):
             check_sample({name: float(column[place]) for name, column in digest.samples.items()}, sample)
 

@@ -20,7 +20,6 @@ from ranktape.analyze.numerics.histograms.histogram import (
     KINDS,
     Histogram,
     Limits,
-    count_patterns,
     count_values,
     measure,
     own_limits,
@@ -178,17 +177,6 @@ def test_extremes_of_wide_integers_are_rounded() -> None:
     assert (found.minimum, found.maximum, found.absmax) == (-(2.0**63), 2.0**63, 2.0**63)
 
 
-@given(data=st.data(), bits=st.sampled_from([8, 16]))
-def test_count_patterns_equals_a_loop(data: st.DataObject, bits: int) -> None:
-    array = data.draw(arrays(name=f"uint{bits}"))
-    expected = np.zeros(1 << bits, dtype=np.int64)
-    for pattern in array.ravel():
-        expected[pattern] += 1
-    found = count_patterns(array)
-    assert found.dtype == np.int64
-    assert np.array_equal(found, expected)
-
-
 @pytest.mark.parametrize("name", [name for name, row in DTYPES.items() if row.itemsize <= 2])
 @settings(max_examples=30)
 @given(data=st.data())
@@ -233,8 +221,6 @@ def test_what_is_not_ours_is_refused() -> None:
         measure(np.zeros((2, 3)), sample_dim=2)
     with pytest.raises(UsageError, match="cannot be stored"):
         measure(np.array(["a"]), sample_dim=None)
-    with pytest.raises(UsageError, match="patterns of int32 cannot be counted"):
-        count_patterns(np.zeros(3, dtype=np.int32))
     with pytest.raises(UsageError, match="too many patterns"):
         count_values(np.zeros(3, dtype=np.float32))
     with pytest.raises(UsageError, match=r"big-endian .* convert the array with .astype\('<f2'\)"):
@@ -260,8 +246,8 @@ def test_kernels_work_where_no_cache_can_be_written() -> None:
         "import numba.core.caching as caching\n"
         "caching.CacheImpl._locator_classes = []\n"
         "import numpy as np\n"
-        "from ranktape.analyze.numerics.histograms.histogram import count_patterns\n"
-        "print(count_patterns(np.ones(3, dtype=np.uint8))[1])\n"
+        "from ranktape.analyze.numerics.histograms.histogram import count_values\n"
+        "print(count_values(np.ones(3, dtype=np.uint8)).counts[1])\n"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert done.stdout == "3\n", done.stderr

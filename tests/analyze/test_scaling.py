@@ -20,9 +20,7 @@ from ranktape.analyze.numerics.sweeps.scaling import (
     CHUNK,
     SUMS,
     Sums,
-    largest_alignment,
     scale_of,
-    smallest_alignment,
     sums_of_pairs,
     sums_of_values,
 )
@@ -234,13 +232,13 @@ def test_scales_far_from_the_tensor_saturate_or_flush_all(exponent: float) -> No
 @given(magnitude=MAGNITUDES)
 def test_alignments_are_the_tightest_that_hold(target: Format, magnitude: float) -> None:
     exact = Fraction(magnitude)
-    largest = largest_alignment(magnitude, target=target)
+    largest = target.largest_alignment(magnitude)
     assert (
         Fraction(target.maximum) * Fraction(2) ** (largest - 1)
         < exact
         <= Fraction(target.maximum) * Fraction(2) ** largest
     )
-    smallest = smallest_alignment(magnitude, target=target)
+    smallest = target.smallest_alignment(magnitude)
     normal = Fraction(target.min_normal)
     assert normal * Fraction(2) ** smallest <= exact < normal * Fraction(2) ** (smallest + 1)
 
@@ -249,7 +247,7 @@ def test_alignments_are_the_tightest_that_hold(target: Format, magnitude: float)
     ("largest", "expected"), [(448.0, 0), (448.00001, 1), (5.3, -6), (224.0, -1), (1.0, -8), (2.0**-133, -141)]
 )
 def test_the_largest_value_just_fits(largest: float, expected: int) -> None:
-    assert largest_alignment(largest, target=FORMATS["fp8_e4m3"]) == expected
+    assert FORMATS["fp8_e4m3"].largest_alignment(largest) == expected
 
 
 @pytest.mark.parametrize("exponent", [-1074, -1022, -3, 0, 1, 1023])

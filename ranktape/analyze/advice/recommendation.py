@@ -38,7 +38,7 @@ from ranktape.analyze.advice.verdict import (
 )
 from ranktape.analyze.numerics.quantization.encoded import LossSeverity
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
-from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level, best, is_as_good
+from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level, is_as_good
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.analyze.table import json_value
 
@@ -176,7 +176,7 @@ def best_by(sweep: ScaleSweep, name: str) -> Level | None:
         return None
     is_beyond = any(map(is_square_beyond, sweep.levels))
     metric = METRICS["rmse" if name == "mse" and is_beyond else name]
-    return sweep.settled(best(sweep.levels, figure=metric.goodness))
+    return sweep.settled(max(sweep.levels, key=metric.goodness))
 
 
 def _as_good(levels: Sequence[Level], chosen: Level) -> list[Level]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ranktape.analyze.numerics.sweeps.legacy import UNSET_EXPONENTS
-from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level, best, is_as_good
+from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level, is_as_good
 from ranktape.analyze.numerics.sweeps.options import MAX_SCALE_EXPONENT, SweepMode
 from ranktape.errors import UsageError
 
@@ -107,7 +107,7 @@ def common_scale(sweeps: Sequence[ScaleSweep]) -> CommonScale | None:
     return CommonScale(
         exponent=levels[0][index].exponent,
         score=means[index],
-        shares=tuple(Share(level=tried[index], own=best(tried, figure=METRICS["sqnr"].goodness)) for tried in levels),
+        shares=tuple(Share(level=tried[index], own=max(tried, key=METRICS["sqnr"].goodness)) for tried in levels),
     )
 
 
@@ -145,7 +145,7 @@ def best_format(
         raise UsageError("--target-sqnr nan is not allowed: give a number of dB")
     choices = []
     for found in sweeps.values():
-        best_levels = [best(sweep.levels, figure=METRICS["sqnr"].goodness) for sweep in found if sweep.levels]
+        best_levels = [max(sweep.levels, key=METRICS["sqnr"].goodness) for sweep in found if sweep.levels]
         if best_levels:
             scheme, worst = found[0].scheme, min(level.sqnr for level in best_levels)
             choices.append(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.values import View, read_histogram, viewed_dtype
-from ranktape.analyze.numerics.digests.digest import SAMPLE_FIGURES, Digest
+from ranktape.analyze.numerics.digests.digest import SAMPLE_METRICS, Digest
 from ranktape.analyze.numerics.digests.kernels import (
     MAX_COUNT,
     NUM_TABLES,
@@ -52,7 +52,7 @@ _FORMS = {
 """Of the arrays in a payload: type and length."""
 
 _NUM_AXES = 2
-"""Of the figures of samples: which figure, which sample."""
+"""Of the metrics of samples: which metric, which sample."""
 
 _HALF_NBYTES = 2
 
@@ -82,11 +82,11 @@ class DigestMeasure:
             return _of_statistics(record)
         if record.keep == Keep.HISTOGRAM:
             return _of_counts(read_histogram(record, view=self.view))
-        figures, parts = _figures_of(record), _parts(record, dtype)
+        metrics, parts = _metrics_of(record), _parts(record, dtype)
         is_narrow = dtype.itemsize <= _HALF_NBYTES
-        payload = _Patterns(dtype).payload(parts, figures=figures) if is_narrow else _wide(parts, dtype, figures)
-        has_samples = record.sample_dim is not None or len(figures) > 0
-        return payload | {"samples": np.ascontiguousarray(figures.T)} if has_samples else payload
+        payload = _Patterns(dtype).payload(parts, metrics=metrics) if is_narrow else _wide(parts, dtype, metrics)
+        has_samples = record.sample_dim is not None or len(metrics) > 0
+        return payload | {"samples": np.ascontiguousarray(metrics.T)} if has_samples else payload
 
     def accepts(self, payload: Payload) -> bool:
         """Whether a payload has the form of those made here; anybody may have put one into a cache."""
@@ -107,7 +107,7 @@ class DigestMeasure:
             and counts.dtype in (np.uint32, np.int64)
             and (not codes.size or int(counts.min()) > 0)
             and (codes.dtype.kind == "u" or bool((codes[1:] > codes[:-1]).all() and not np.isnan(codes[:1]).any()))
-            and (samples is None or (samples.ndim == _NUM_AXES and len(samples) == len(SAMPLE_FIGURES)))
+            and (samples is None or (samples.ndim == _NUM_AXES and len(samples) == len(SAMPLE_METRICS)))
         )
 
 
@@ -129,7 +129,7 @@ def digest_of(payload: Payload, *, dtype: str) -> Digest:
         counts=payload["counts"].astype(np.int64),
         is_exact=bool(is_exact),
         has_values=bool(has_values),
-        samples=None if samples is None else dict(zip(SAMPLE_FIGURES, samples, strict=True)),
+        samples=None if samples is None else dict(zip(SAMPLE_METRICS, samples, strict=True)),
     )
 
 
@@ -281,15 +281,15 @@ class _Patterns:
         self._values = pattern_values(dtype)
         self._table = _Table.of(dtype)
 
-    def payload(self, parts: Iterable[NDArray[Any]], *, figures: NDArray[np.float64]) -> Payload:
-        """Count the parts, and fill in the figures of their samples, if there are rows for them."""
+    def payload(self, parts: Iterable[NDArray[Any]], *, metrics: NDArray[np.float64]) -> Payload:
+        """Count the parts, and fill in the metrics of their samples, if there are rows for them."""
         dtype = self._dtype
         try:
             num_met, num_samples = 0, 0
             tables, totals, met = _counters.of(self._values.size)
             for part in parts:
                 patterns = frozen(part.view(f"u{dtype.itemsize}"), shape=(part.shape[0], part[0].size))
-                rows = figures[num_samples : num_samples + len(patterns)]
+                rows = metrics[num_samples : num_samples + len(patterns)]
                 num_met = count_samples(patterns, tables, totals, met, num_met, self._values, self._table.natures, rows)
                 num_samples += len(patterns)
             patterns_met = met[:num_met].copy()
@@ -305,7 +305,7 @@ def load_kernels() -> None:
     """Have compiled code and tables of the common types loaded, so that processes forked from this one have them."""
     for name in ("bfloat16", "float16"):
         dtype = numpy_dtype(name)
-        _Patterns(dtype).payload([np.ones((1, 1), dtype)], figures=np.zeros((1, len(SAMPLE_FIGURES))))
+        _Patterns(dtype).payload([np.ones((1, 1), dtype)], metrics=np.zeros((1, len(SAMPLE_METRICS))))
 
 
 def _parts(record: Record, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
@@ -320,18 +320,18 @@ def _parts(record: Record, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
         yield viewed[np.newaxis] if record.sample_dim is None else viewed
 
 
-def _figures_of(record: Record) -> NDArray[np.float64]:
-    """A row of figures for each sample, as of one without an element; no row where there are no samples."""
-    empty = [0.0 if name in _COUNTED or name == "norm" else math.nan for name in SAMPLE_FIGURES]
+def _metrics_of(record: Record) -> NDArray[np.float64]:
+    """A row of metrics for each sample, as of one without an element; no row where there are no samples."""
+    empty = [0.0 if name in _COUNTED or name == "norm" else math.nan for name in SAMPLE_METRICS]
     return np.tile(np.array(empty), (record.info.num_samples, 1))
 
 
 _COUNTED = {"num_elements", "num_finite", *KINDS}
-_STATISTICAL = {"num_elements", *STATISTICS, "mean", "std", "norm"} & set(SAMPLE_FIGURES)
+_STATISTICAL = {"num_elements", *STATISTICS, "mean", "std", "norm"} & set(SAMPLE_METRICS)
 
 
-def _wide(parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], figures: NDArray[np.float64]) -> Payload:
-    """The digest of values of a type of more than 16 bits; the figures of samples are filled in."""
+def _wide(parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], metrics: NDArray[np.float64]) -> Payload:
+    """The digest of values of a type of more than 16 bits; the metrics of samples are filled in."""
     limits = own_limits(dtype)
     statistics: list[Statistics] = []
     tallies: list[Tallies] = []
@@ -343,8 +343,8 @@ def _wide(parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], figures: NDArray[
             summarizer.add(sample)
     together = merge_tallies(tallies)
     summary = summarizer.summary()
-    for row, known, counted in zip(figures, statistics, tallies, strict=False):
-        found = [getattr(known if name in _STATISTICAL else counted, name) for name in SAMPLE_FIGURES]
+    for row, known, counted in zip(metrics, statistics, tallies, strict=False):
+        found = [getattr(known if name in _STATISTICAL else counted, name) for name in SAMPLE_METRICS]
         row[:] = [math.nan if value is None else value for value in found]
     return _payload(
         merge_statistics(statistics),

@@ -16,7 +16,6 @@ from ranktape.analyze.numerics.formats import Coding
 from ranktape.analyze.numerics.histograms.histogram import Limits
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES, Scaling, parse_scheme
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
-from ranktape.analyze.numerics.sweeps.scaling import largest_alignment
 from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import dtype_row
@@ -58,7 +57,7 @@ class Target:
         """
         assert self.scaling is not Scaling.BLOCK, "each block has limits of its own"
         is_scaled = self.scaling is Scaling.TENSOR and bool(largest)
-        exponent = largest_alignment(largest, target=self.element) if is_scaled and largest else 0
+        exponent = self.element.largest_alignment(largest) if is_scaled and largest else 0
         ends = self.element.overflow_start, self.element.min_normal, self.element.flush_limit
         # A limit that float64 does not hold lies beyond every value.
         start, normal, flushed = (_scaled(end, exponent) for end in ends)

@@ -1,7 +1,7 @@
 """How far two arrays of one shape are apart, element by element.
 
 Everything is computed in float64 (complex128 for complex elements), in blocks of 4,096 elements in the order of the
-array, and added up once at the end: the same arrays give the same figures to the last bit, however they were read.
+array, and added up once at the end: the same arrays give the same metrics to the last bit, however they were read.
 Where squares would be beyond float64, or vanish, elements are divided by a power of two first.
 """
 
@@ -48,7 +48,7 @@ class Differences:
     """What sets b apart from a, element by element; a is the reference.
 
     Sums and extremes are over the positions where both are finite. Two NaN are equal, as are two infinities of one
-    sign. A figure is None where nothing is compared, or where it is not defined.
+    sign. A metric is None where nothing is compared, or where it is not defined.
     """
 
     num_elements: int
@@ -162,7 +162,7 @@ class _DifferenceTotals:
         self._exponents.append(np.full(len(sums_BM), exponent))
 
     def differences(self, shape: tuple[int, ...], *, first_dim: int | None) -> Differences:
-        """The figures of everything that was added."""
+        """The metrics of everything that was added."""
         exponents = np.concatenate(self._exponents)
         top = int(exponents.max(initial=_LOWEST))
         own_BM = np.concatenate(self._sums)  # noqa: N806 - the letters of a shape
@@ -294,5 +294,5 @@ def _correlation(total: dict[str, float], moments: tuple[float, float, float], l
 
 
 def _known(value: float) -> float | None:
-    """A figure; None where sums of the largest float64 left nothing of it."""
+    """A metric; None where sums of the largest float64 left nothing of it."""
     return None if math.isnan(value) else value

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ranktape.storage.format.statistics import Statistics
 
-SAMPLE_FIGURES = (
+SAMPLE_METRICS = (
     "num_elements",
     "num_finite",
     "upper",
@@ -33,7 +33,7 @@ SAMPLE_FIGURES = (
     "absmax",
     "norm",
 )
-"""What is known of each sample: counts against the limits of the dtype, and figures of its finite values."""
+"""What is known of each sample: counts against the limits of the dtype, and metrics of its finite values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +55,7 @@ class Digest:
     has_values: bool = True
     """Whether `values` are known: where statistics alone were kept they are not."""
     samples: dict[str, NDArray[Any]] | None = None
-    """For each of `SAMPLE_FIGURES` one number for each sample, NaN where there is none; None without samples."""
+    """For each of `SAMPLE_METRICS` one number for each sample, NaN where there is none; None without samples."""
 
     def count(self, limits: Limits) -> Tallies:
         """Counts against other limits: exact where `is_exact`, or where these have at most eight significant bits."""

@@ -4,7 +4,7 @@ Elements of at most 16 bits are counted by their pattern; what occurred is liste
 record costs no look at all of them. Wider ones are sorted and thinned.
 """
 
-# Shapes: S = samples, I = elements of a sample, P = patterns, T = tables of counters, F = figures of a sample,
+# Shapes: S = samples, I = elements of a sample, P = patterns, T = tables of counters, F = metrics of a sample,
 # D = distinct patterns.
 # ruff: noqa: N803, N806 - the letters of a shape end the name of the array
 
@@ -110,14 +110,14 @@ def _collect(tables_TP: NDArray[np.uint32], found_D: NDArray[np.uint16], counts_
 
 
 @compiled
-def _fill_figures(
+def _fill_metrics(
     found_D: NDArray[np.uint16],
     counts_D: NDArray[np.int64],
     values_P: NDArray[np.float64],
     natures_P: NDArray[np.uint8],
-    figures_F: NDArray[np.float64],
+    metrics_F: NDArray[np.float64],
 ) -> None:
-    """The figures of one sample, in the order of `digest.SAMPLE_FIGURES`; NaN where there is none."""
+    """The metrics of one sample, in the order of `digest.SAMPLE_METRICS`; NaN where there is none."""
     upper = lower = underflow = nan = zero = finite = np.int64(0)
     total, squares, moment = 0.0, 0.0, 0.0
     smallest, largest = np.inf, -np.inf
@@ -139,15 +139,15 @@ def _fill_figures(
             if natures_P[found_D[place]] < _UPPER:
                 difference = values_P[found_D[place]] - mean
                 moment += difference * difference * counts_D[place]
-    figures_F[0] = finite + upper + lower + nan
-    figures_F[1], figures_F[2], figures_F[3], figures_F[4] = finite, upper, lower, underflow
-    figures_F[5], figures_F[6], figures_F[7] = nan, upper + lower, zero
-    figures_F[8] = mean
-    figures_F[9] = math.sqrt(moment / finite) if finite else np.nan
-    figures_F[10] = smallest if finite else np.nan
-    figures_F[11] = largest if finite else np.nan
-    figures_F[12] = max(abs(smallest), abs(largest)) if finite else np.nan
-    figures_F[13] = math.sqrt(squares)
+    metrics_F[0] = finite + upper + lower + nan
+    metrics_F[1], metrics_F[2], metrics_F[3], metrics_F[4] = finite, upper, lower, underflow
+    metrics_F[5], metrics_F[6], metrics_F[7] = nan, upper + lower, zero
+    metrics_F[8] = mean
+    metrics_F[9] = math.sqrt(moment / finite) if finite else np.nan
+    metrics_F[10] = smallest if finite else np.nan
+    metrics_F[11] = largest if finite else np.nan
+    metrics_F[12] = max(abs(smallest), abs(largest)) if finite else np.nan
+    metrics_F[13] = math.sqrt(squares)
 
 
 @compiled
@@ -159,11 +159,11 @@ def count_samples(  # noqa: PLR0917  # compiled code is not called by keywords
     num_met: int,
     values_P: NDArray[np.float64],
     natures_P: NDArray[np.uint8],
-    figures_SF: NDArray[np.float64],
+    metrics_SF: NDArray[np.float64],
 ) -> int:
-    """Add the patterns of each sample to the totals, list those that are met first, and fill in the figures.
+    """Add the patterns of each sample to the totals, list those that are met first, and fill in the metrics.
 
-    No figures are made where there are no rows for them. The tables are zero before and after.
+    No metrics are made where there are no rows for them. The tables are zero before and after.
     """
     found_D = np.empty(tables_TP.shape[1] + 1, dtype=np.uint16)
     counts_D = np.empty(tables_TP.shape[1] + 1, dtype=np.int64)
@@ -182,8 +182,8 @@ def count_samples(  # noqa: PLR0917  # compiled code is not called by keywords
             met_D[num_met] = pattern
             num_met += totals_P[pattern] == 0
             totals_P[pattern] += counts_D[place]
-        if figures_SF.shape[0]:
-            _fill_figures(found_D[:num], counts_D[:num], values_P, natures_P, figures_SF[sample])
+        if metrics_SF.shape[0]:
+            _fill_metrics(found_D[:num], counts_D[:num], values_P, natures_P, metrics_SF[sample])
     return num_met
 
 

@@ -121,16 +121,8 @@ def occupancy(digest: Digest) -> Occupancy:
 
 
 def aligned_exponent(occupied: Occupancy, row: Format) -> int | None:
-    """The smallest exponent of a scale with which no finite value is beyond the format's largest; None without any.
-
-    Block formats choose theirs so, but for one thing: those of OCP MX 1.0 compare exponents alone, and may let the
-    largest value be saturated.
-    """
-    if not occupied.largest:
-        return None
-    mantissa, exponent = math.frexp(occupied.largest)
-    limit_mantissa, limit_exponent = math.frexp(row.maximum)
-    return exponent - limit_exponent + (mantissa > limit_mantissa)
+    """The smallest exponent of a scale with which no finite value is beyond the format's largest; None without any."""
+    return row.largest_alignment(occupied.largest) if occupied.largest else None
 
 
 def held_by(occupied: Occupancy, row: Format, scale_exponent: int = 0) -> HeldRange:

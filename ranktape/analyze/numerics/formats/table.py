@@ -182,6 +182,20 @@ class Format:
             return self.maximum + float(np.ldexp(1.0, self.unit_exponent(self.emax)))
         return float(np.nextafter(self.maximum, np.inf))
 
+    def largest_alignment(self, largest: float) -> int:
+        """The smallest exponent of a scale with which `largest`, finite and above 0, does not exceed `maximum`.
+
+        Block formats choose theirs so, but for one thing: those of OCP MX 1.0 compare exponents alone, and may let the
+        largest value be saturated. (So does the text that the older tool came with.)
+        """
+        mantissa, exponent = math.frexp(largest)
+        limit_mantissa, limit_exponent = math.frexp(self.maximum)
+        return exponent - limit_exponent + (mantissa > limit_mantissa)
+
+    def smallest_alignment(self, smallest: float) -> int:
+        """The largest exponent of a scale with which `smallest`, finite and above 0, is not below `min_normal`."""
+        return math.frexp(smallest)[1] - math.frexp(self.min_normal)[1]
+
     @property
     def flush_limit(self) -> float:
         """`flush_limit_of` the format's own rounding."""

@@ -113,21 +113,6 @@ class Histogram:
         return pattern_values(self.dtype)[patterns], self.counts[patterns]
 
 
-def count_patterns(patterns: AnyArray) -> NDArray[np.int64]:
-    """How often each pattern occurs: 256 counts for uint8, 65,536 for uint16.
-
-    Every shape and layout; empty input counts nothing.
-
-    Raises:
-        UsageError: the patterns are neither uint8 nor uint16.
-    """
-    if patterns.dtype not in (np.uint8, np.uint16):
-        raise UsageError(f"patterns of {patterns.dtype} cannot be counted: view the array as uint8 or uint16")
-    counts = np.zeros(1 << 8 * patterns.itemsize, dtype=np.int64)
-    count(frozen(patterns, shape=(1, 1, patterns.size)), counts.reshape(1, -1))
-    return counts
-
-
 def count_values(array: AnyArray, *, threads: int | None = 1) -> Histogram:
     """The histogram of an array of a type of at most 16 bits, of any shape and layout, without a copy of the whole.
 
@@ -236,10 +221,10 @@ def scan_histogram(histogram: Histogram, *, limits: Limits) -> Tallies:
 
 
 def warm_up() -> None:
-    """Compile, or load from the cache, every kernel that `measure` and `count_patterns` need."""
+    """Compile, or load from the cache, every kernel that `measure` and `count_values` need."""
     for dtype in (np.float16, np.float32, np.float64, np.uint8):
         measure(np.zeros(1, dtype=dtype), sample_dim=0)
-    count_patterns(np.zeros(1, dtype=np.uint16))
+    count_values(np.zeros(1, dtype=np.uint16))
 
 
 def _samples_apart(shape: tuple[int, ...], *, sample_dim: int | None) -> tuple[int, int, int]:

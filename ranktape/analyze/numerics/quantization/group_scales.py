@@ -1,7 +1,6 @@
 """Gives the scales of groups of elements, NVFP4's two levels among them."""
 
 # Shapes: G = blocks that share a scale.
-# Shapes: O = everything before the axis of blocks, B = blocks, E = elements of a block, I = everything after.
 # ruff: noqa: N803 - the letters of a shape end the name of the array
 
 from __future__ import annotations
@@ -15,7 +14,13 @@ from ranktape.analyze.numerics.formats import FORMATS, codes_of
 from ranktape.analyze.numerics.formats.kernels import constants_of, round_even
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.analyze.numerics.quantization.blocks import Box
-from ranktape.analyze.numerics.quantization.schemes import QuantizePlan, ScaleRecipe, Scaling, scale_exponents
+from ranktape.analyze.numerics.quantization.schemes import (
+    QuantizePlan,
+    ScaleRecipe,
+    Scaling,
+    exact_target,
+    scale_exponents,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -229,7 +234,7 @@ def _powers_of_two(largest: NDArray[np.float64], *, plan: QuantizePlan) -> tuple
 
 def _exact_scales(largest: NDArray[np.float64], *, plan: QuantizePlan) -> NDArray[np.float64]:
     """The largest magnitude over the target, in float32; 1 for groups of nothing but zeros."""
-    exact = _float32s(largest / plan.target)
+    exact = _float32s(largest / exact_target(plan.scheme.element))
     shifted = np.clip(_float32s(np.ldexp(exact, plan.scale_offset)), MIN_FLOAT32, MAX_FLOAT32)
     return np.where(largest == 0, 1.0, shifted)
 

@@ -207,6 +207,11 @@ Source: `quant_hif8` of github.com/Charles2530/fake_quant_ops.
 """
 
 
+def exact_target(element: Format) -> float:
+    """What the largest magnitude of a tensor or channel becomes by the exact rule."""
+    return HIF8_TARGET if element.name == "hif8" else element.maximum
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizePlan:
     """Every choice that a quantisation depends on, none left open."""
@@ -227,11 +232,6 @@ class QuantizePlan:
     """Of stochastic rounding; without meaning for the others."""
     scale_bits: int
     """Width of the exponent of a scale that is a power of two."""
-
-    @property
-    def target(self) -> float:
-        """What the largest magnitude of a tensor or channel becomes by the exact rule."""
-        return HIF8_TARGET if self.scheme.element.name == "hif8" else self.scheme.element.maximum
 
     def group_length(self, shape: tuple[int, ...]) -> int:
         """How long the runs along the axis are that share a scale, in a tensor of that shape."""
@@ -287,9 +287,7 @@ def _scheme(name: str, *, scaling: str | None, block_size: int | None) -> Scheme
     size = MX_BLOCK_SIZE if block_size is None else _integer(block_size, name="block_size")
     if size < 1:
         raise UsageError(f"block_size is {size}: a block has at least one element")
-    if named.scaling is Scaling.BLOCK:
-        return dataclasses.replace(named, block_size=size)
-    return _in_blocks(named.element, block_size=size)
+    return in_blocks(named, block_size=size)
 
 
 def _scaling(scaling: str | None, *, named: Scheme) -> Scaling:
@@ -305,17 +303,10 @@ def _scaling(scaling: str | None, *, named: Scheme) -> Scaling:
     return wanted
 
 
-def _in_blocks(element: Format, *, block_size: int) -> Scheme:
-    named = SCHEMES.get(f"mx{element.name}")
-    if named is not None:
-        return dataclasses.replace(named, block_size=block_size)
-    return Scheme(
-        name=f"mx{element.name}",
-        element=element,
-        scaling=Scaling.BLOCK,
-        block_size=block_size,
-        scale=FORMATS["e8m0"],
-    )
+def in_blocks(scheme: Scheme, *, block_size: int | None = None) -> Scheme:
+    """The scheme with blocks: of a format without, that of its elements, of 32 of them unless given."""
+    blocks = scheme if scheme.scaling is Scaling.BLOCK else SCHEMES.get(f"mx{scheme.name}") or _mx(scheme.name)
+    return blocks if block_size is None else dataclasses.replace(blocks, block_size=block_size)
 
 
 def _axis(axis: int, *, num_dims: int) -> int:

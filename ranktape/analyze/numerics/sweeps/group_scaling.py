@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from ranktape.analyze.numerics.formats.kernels import constants_of
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
 from ranktape.analyze.numerics.quantization.blocks import RUN, Box, boxes, grouped_shape
 from ranktape.analyze.numerics.quantization.group_scales import level_of
-from ranktape.analyze.numerics.quantization.schemes import HIF8_TARGET, Scaling, Scheme, unbounded_exponents
+from ranktape.analyze.numerics.quantization.schemes import Scaling, Scheme, exact_target, unbounded_exponents
 from ranktape.analyze.numerics.sweeps.population import Population, population_of_parts
 from ranktape.analyze.numerics.sweeps.scaling import (
     MAX_SHIFTED_EXPONENT,
@@ -131,21 +130,13 @@ def sums_of_groups(
     rows: list[NDArray[Any]] = []
 
     def parts() -> Iterator[PartialSums]:
-        for found in in_batches(work.part, work.boxes(), threads=threads):
-            rows.append(found.kinds)
-            yield found.part
+        for part, kinds in in_batches(work.part, work.boxes(), threads=threads):
+            rows.append(kinds)
+            yield part
 
     sums = total_of(parts(), num_levels=work.offsets_L.size, shift=work.how.shift, largest=0.0)
     found = population_of_parts(rows)
     return dataclasses.replace(sums, largest=math.ldexp(found.largest, -work.how.shift)), found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """What one box holds."""
-
-    part: PartialSums
-    kinds: NDArray[np.float64]
 
 
 class _GroupSweep:
@@ -173,33 +164,39 @@ class _GroupSweep:
             largest = self._look(keep=self._is_channel or is_cut, threads=threads)
         rounding = options.rounding or scheme.element.rounding
         self._constants = constants_of(scheme.element, rounding)
-        offsets = options.offsets()
-        self.offsets_L: NDArray[np.float64] = offsets.astype(np.float64)
+        offsets, recipe = options.offsets(), scheme.recipe
+        kind, self.offsets_L = POWERS, offsets.astype(np.float64)
         if self._is_channel:
-            self.offsets_L = np.ldexp(1.0, offsets)
-        elif scheme.has_tensor_scale:
-            self.offsets_L = self._tensor_levels(largest_finite, offsets)
-        self.how = self._scales(shift=shift_of(largest) if largest else 0)
+            kind, self.offsets_L = FLOATS, np.ldexp(1.0, offsets)
+        elif recipe is not None:
+            levels = [level_of(largest_finite, recipe=recipe, offset=offset) for offset in offsets.tolist()]
+            kind, self.offsets_L = CODES, np.array(levels)
+        shift = shift_of(largest) if largest else 0
+        end = (1 << (options.bits - 1)) - 1
+        self.how = Scales(kind, end, shift, shift_factors(shift), MAX_SHIFTED_EXPONENT, int(recipe or 0))
 
     def boxes(self) -> Iterator[Box]:
         """What the array is cut into."""
         return boxes(self._array.shape, axis=self._axis, block_size=self._block_size, box_size=BOX)
 
-    def part(self, box: Box) -> _Found:
-        """The sums of one box, and what it holds."""
+    def part(self, box: Box) -> tuple[PartialSums, NDArray[np.float64]]:
+        """The sums of one box, and how much it holds of each kind."""
         values_GE = self._rows(box)
         if self._is_channel:
             known_G = self._channel_scales(box)
             kinds = _left_out(values_GE, ~(values_GE < np.inf))
         else:
-            largest_G = values_GE.max(axis=1) if self._largest is None else self._largest_of(box)
+            largest_G = values_GE.max(axis=1) if self._largest is None else self._largest[box.groups].reshape(-1)
             is_spoiled_G = ~(largest_G < np.inf)
-            known_G = self._known(np.where(is_spoiled_G, 0.0, largest_G))
+            known_G = np.where(is_spoiled_G, 0.0, largest_G)
+            if self.how.kind == POWERS:
+                rule, element = self._options.rule, self._scheme.element
+                known_G = unbounded_exponents(known_G, rule=rule, element=element).astype(np.float64)
             kinds = _left_out(values_GE, is_spoiled_G)
         part = new_part(self.offsets_L.size)._replace(num_finite=values_GE.size - int(kinds[1] + kinds[2] + kinds[4]))
         sums = part.sums_LK, part.counts_LC, part.own_K
         add_up(values_GE, NO_WEIGHTS, known_G, self.offsets_L, self.how, self._constants, *sums)
-        return _Found(part=part, kinds=kinds)
+        return part, kinds
 
     def _rows(self, box: Box) -> NDArray[np.float64]:
         """The magnitudes of a box, one row for each group."""
@@ -211,7 +208,7 @@ class _GroupSweep:
         return np.ascontiguousarray(ordered).reshape(num_groups, -1)
 
     def _look(self, *, keep: bool, threads: int | None) -> float:
-        """The largest magnitude that is in any figure; with `keep`, that of each group is remembered too."""
+        """The largest magnitude that is in any metric; with `keep`, that of each group is remembered too."""
         shape = grouped_shape(self._array.shape, axis=self._axis, block_size=self._block_size)
         largest = np.zeros(shape[self._axis] if self._is_channel else shape) if keep else np.zeros(0)
 
@@ -233,34 +230,12 @@ class _GroupSweep:
         self._largest = largest
         return float(largest[largest < np.inf].max(initial=0.0))
 
-    def _largest_of(self, box: Box) -> NDArray[np.float64]:
-        assert self._largest is not None, "it was kept"
-        return self._largest[box.groups].reshape(-1)
-
-    def _known(self, largest_G: NDArray[np.float64]) -> NDArray[np.float64]:
-        if self._scheme.has_tensor_scale:
-            return largest_G
-        rule = self._options.rule
-        return unbounded_exponents(largest_G, rule=rule, element=self._scheme.element).astype(np.float64)
-
     def _channel_scales(self, box: Box) -> NDArray[np.float64]:
         assert self._largest is not None, "it was kept"
-        element = self._scheme.element
-        target = HIF8_TARGET if element.name == "hif8" else element.maximum
+        target = exact_target(self._scheme.element)
         largest = self._largest[box.place[self._axis]]
         with np.errstate(over="ignore", under="ignore"):
             return np.where(largest == 0, 1.0, (largest / target).astype(np.float32))
-
-    def _tensor_levels(self, largest: float, offsets: NDArray[np.int64]) -> NDArray[np.float64]:
-        recipe = self._scheme.recipe
-        assert recipe is not None, "scales of scales have a recipe"
-        return np.array([level_of(largest, recipe=recipe, offset=offset) for offset in offsets.tolist()])
-
-    def _scales(self, *, shift: int) -> Scales:
-        kind = FLOATS if self._is_channel else CODES if self._scheme.has_tensor_scale else POWERS
-        end = (1 << (self._options.bits - 1)) - 1
-        recipe = int(self._scheme.recipe or 0)
-        return Scales(kind, end, shift, shift_factors(shift), MAX_SHIFTED_EXPONENT, recipe)
 
 
 def _left_out(values_GE: NDArray[np.float64], is_left_out: NDArray[np.bool_]) -> NDArray[np.float64]:

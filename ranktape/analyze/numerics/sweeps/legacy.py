@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.numerics.formats import FORMATS, Rounding
-from ranktape.analyze.numerics.histograms.histogram import Histogram, count_patterns, count_values
+from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.pieces import pieces
 from ranktape.analyze.numerics.sweeps.metrics import Level, levels_of
 from ranktape.analyze.numerics.sweeps.options import NUM_LEVELS
@@ -66,7 +66,7 @@ _BFLOAT16 = dtype_row("bfloat16").numpy_dtype
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegacyLevel(Level):
-    """A level with the tool's own figures beside those that all modes have."""
+    """A level with the tool's own metrics beside those that all modes have."""
 
     original_overflow_count: int
     """Elements above the format's largest value after division by the scale, infinities included."""
@@ -108,7 +108,7 @@ def legacy_histogram(numbers: NDArray[Any] | Histogram) -> Histogram:
         for piece in pieces(np.atleast_1d(numbers), axis=0, block_size=1):
             flat = np.ravel(piece)
             for start in range(0, flat.size, CHUNK):
-                merged += count_patterns(_patterns(flat[start : start + CHUNK]))
+                merged += count_values(_patterns(flat[start : start + CHUNK])).counts
         return Histogram(dtype=_BFLOAT16, counts=merged)
     if numbers.dtype == _BFLOAT16:
         return numbers
@@ -276,8 +276,8 @@ def _sums(
 
 def _original_scores(levels: Sequence[Level]) -> list[float]:
     def placed(name: str, *, unit: float = 1.0) -> NDArray[np.float64]:
-        figures = unit * np.array([getattr(level, name) for level in levels])
-        return np.asarray((figures - figures.min()) / (figures.max() - figures.min() + SWAMP))
+        metrics = unit * np.array([getattr(level, name) for level in levels])
+        return np.asarray((metrics - metrics.min()) / (metrics.max() - metrics.min() + SWAMP))
 
     cosines = np.array([level.cosine for level in levels])
     with np.errstate(invalid="ignore"):  # an infinite PSNR less another one

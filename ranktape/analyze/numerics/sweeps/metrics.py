@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from ranktape.analyze.numerics.sweeps.scaling import scale_of
 
 if TYPE_CHECKING:
     from ranktape.analyze.numerics.sweeps.scaling import Sums
-
-Row = TypeVar("Row")
 
 DECIBELS_PER_BIT = 20 * math.log10(2)
 """How much PSNR one more bit of precision gains."""
@@ -59,12 +57,12 @@ class Level:
     flushed_ratio: float
     """`flushed_count`, not rounded, over the finite values."""
     score: float
-    """Weighted sum of the figures, from 0 to 1: see `scores`."""
+    """Weighted sum of the metrics, from 0 to 1: see `scores`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelMetric:
-    """One of the figures of a level that levels are compared by."""
+    """One of the metrics of a level that levels are compared by."""
 
     name: str
     """The field of `Level`."""
@@ -76,7 +74,7 @@ class LevelMetric:
     """Whether less is better."""
 
     def of(self, level: Level) -> float:
-        """The figure of that level."""
+        """The metric of that level."""
         return float(getattr(level, self.name))
 
     def goodness(self, level: Level) -> float:
@@ -101,7 +99,7 @@ METRICS: dict[str, LevelMetric] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Figures:
+class _Metrics:
     """What a score is made of; independent of the unit that the values are in."""
 
     squared: float
@@ -116,14 +114,14 @@ class _Figures:
 
 def levels_of(sums: Sums, *, exponents: Sequence[float]) -> tuple[Level, ...]:
     """One level for each exponent, in their order."""
-    figures = [_figures(sums, index=index) for index in range(len(exponents))]
+    metrics = [_metrics(sums, index=index) for index in range(len(exponents))]
     return tuple(
-        _level(sums, index=index, exponent=exponent, figure=figure, score=score)
-        for index, (exponent, figure, score) in enumerate(zip(exponents, figures, scores(figures), strict=True))
+        _level(sums, index=index, exponent=exponent, metric=metric, score=score)
+        for index, (exponent, metric, score) in enumerate(zip(exponents, metrics, scores(metrics), strict=True))
     )
 
 
-def scores(figures: Sequence[_Figures]) -> list[float]:
+def scores(metrics: Sequence[_Metrics]) -> list[float]:
     """The composite score of each level: 30 % MSE, 30 % cosine, 20 % PSNR, 10 % MAE, 10 % relative error.
 
     The weights are those of the legacy tool. MSE, PSNR, MAE and relative error are placed
@@ -132,20 +130,15 @@ def scores(figures: Sequence[_Figures]) -> list[float]:
     A level without any error counts as one bit better in PSNR than the best of the others, and one with an infinite
     error as the worst. Never NaN.
     """
-    finite = [figure.psnr for figure in figures if math.isfinite(figure.psnr)]
+    finite = [metric.psnr for metric in metrics if math.isfinite(metric.psnr)]
     lossless = max(finite, default=0.0) + DECIBELS_PER_BIT
-    squared = _placed([-figure.squared for figure in figures])
-    psnr = _placed([min(figure.psnr, lossless) for figure in figures])
-    absolute = _placed([-figure.absolute for figure in figures])
+    squared = _placed([-metric.squared for metric in metrics])
+    psnr = _placed([min(metric.psnr, lossless) for metric in metrics])
+    absolute = _placed([-metric.absolute for metric in metrics])
     return [
-        0.3 * squared[index] + 0.3 * figure.cosine + 0.2 * psnr[index] + (0.1 + 0.1) * absolute[index]
-        for index, figure in enumerate(figures)
+        0.3 * squared[index] + 0.3 * metric.cosine + 0.2 * psnr[index] + (0.1 + 0.1) * absolute[index]
+        for index, metric in enumerate(metrics)
     ]
-
-
-def best(levels: Sequence[Row], *, figure: Callable[[Row], float]) -> Row:
-    """The level, or what else there is one of for each level, with the largest `figure`; the first of them on a tie."""
-    return max(levels, key=figure)
 
 
 def _placed(values: Sequence[float]) -> list[float]:
@@ -176,12 +169,12 @@ def _cosine(product: float, lengths: float) -> float:
     return min(1.0, product / lengths)
 
 
-def _figures(sums: Sums, *, index: int) -> _Figures:
+def _metrics(sums: Sums, *, index: int) -> _Metrics:
     squared_error = _error(float(sums.squared_error_L[index]))
     squared_result = float(sums.squared_result_L[index])
     lengths = math.sqrt(sums.squared) * math.sqrt(squared_result)
     rmse = math.sqrt(squared_error / sums.num_finite)
-    return _Figures(
+    return _Metrics(
         squared=_error(squared_error / sums.squared),
         cosine=_cosine(float(sums.product_L[index]), lengths),
         psnr=-20 * _logarithm(rmse / sums.largest),
@@ -189,7 +182,7 @@ def _figures(sums: Sums, *, index: int) -> _Figures:
     )
 
 
-def _level(sums: Sums, *, index: int, exponent: float, figure: _Figures, score: float) -> Level:
+def _level(sums: Sums, *, index: int, exponent: float, metric: _Metrics, score: float) -> Level:
     count = sums.num_finite
     mean_square = _error(float(sums.squared_error_L[index])) / count
     overflow, underflow = int(sums.overflow_L[index]), int(sums.underflow_L[index])
@@ -201,10 +194,10 @@ def _level(sums: Sums, *, index: int, exponent: float, figure: _Figures, score: 
         rmse=_unshifted(math.sqrt(mean_square), sums.shift),
         mae=_unshifted(_error(float(sums.absolute_error_L[index])) / count, sums.shift),
         max_abs_error=_unshifted(_error(float(sums.largest_error_L[index])), sums.shift),
-        relative_error=figure.absolute,
-        cosine=figure.cosine,
-        psnr=figure.psnr,
-        sqnr=-10 * _logarithm(figure.squared),
+        relative_error=metric.absolute,
+        cosine=metric.cosine,
+        psnr=metric.psnr,
+        sqnr=-10 * _logarithm(metric.squared),
         overflow_count=overflow,
         overflow_ratio=overflow / count,
         underflow_count=underflow,

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats import FORMATS, Coding, Rounding
+from ranktape.analyze.numerics.formats import Coding, Rounding
 from ranktape.analyze.numerics.formats.rounding import parse_rounding
 from ranktape.analyze.numerics.quantization.schemes import (
     MAX_SCALE_BITS,
     MIN_SCALE_BITS,
-    MX_BLOCK_SIZE,
     SCHEMES,
     ScaleRule,
     Scaling,
     Scheme,
+    in_blocks,
     parse_scheme,
 )
-from ranktape.analyze.numerics.sweeps.scaling import largest_alignment, smallest_alignment
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class SweepOptions:
     """How the scale of a block follows from its largest magnitude; `floor` if None. NVFP4 and the other modes have no
     such rule."""
     rounding: Rounding | None = None
-    """How values are rounded; the format's own way if None. Of `stochastic` the figures are those to be expected."""
+    """How values are rounded; the format's own way if None. Of `stochastic` the metrics are those to be expected."""
     block_size: int | None = None
     """Elements that share a scale in `mx` mode; those of the scheme if None."""
     axis: int = -1
@@ -147,7 +146,7 @@ class SweepOptions:
         value is at the lower end of that. Where one exponent aligns both ends, and no end was given, those from 10
         above it to 10 below.
         """
-        first, last = largest_alignment(largest, target=target), smallest_alignment(smallest, target=target)
+        first, last = target.largest_alignment(largest), target.smallest_alignment(smallest)
         if target.taper:
             last = max(last, math.frexp(largest)[1] - 1 + target.taper[0])
         if first == last and self.max_scale_exp is None and self.min_scale_exp is None and self.num_levels != 1:
@@ -199,7 +198,11 @@ def resolve(name: str, *, options: SweepOptions) -> tuple[Scheme, SweepMode]:
             f"--rounding hybrid is not allowed with --sweep-mode {mode}: give --sweep-mode tensor, or away"
         )
     if mode is SweepMode.MX:
-        return _in_blocks(named, block_size=options.block_size), mode
+        if named.element.coding is Coding.TAPERED:
+            raise UsageError(
+                f"format {named.name!r} is not one of blocks: give one of {', '.join(SCHEMES)}, or --sweep-mode tensor"
+            )
+        return in_blocks(named, block_size=options.block_size), mode
     if named.scaling is Scaling.BLOCK:
         raise UsageError(
             f"format {named.name!r} has blocks: give --sweep-mode mx, or a format without, such as fp4_e2m1"
@@ -232,18 +235,3 @@ def resolve_all(names: Sequence[str], *, options: SweepOptions) -> list[tuple[Sc
                 f"leave it out, or give a format with such scales of blocks, as {example}"
             )
     return found
-
-
-def _in_blocks(scheme: Scheme, *, block_size: int | None) -> Scheme:
-    element = scheme.element
-    if scheme.scaling is Scaling.BLOCK:
-        blocks = scheme
-    elif element.coding is Coding.TAPERED:
-        known = ", ".join(SCHEMES)
-        raise UsageError(f"format {element.name!r} is not one of blocks: give one of {known}, or --sweep-mode tensor")
-    else:
-        name = f"mx{element.name}"
-        blocks = SCHEMES.get(name) or dataclasses.replace(
-            scheme, name=name, scaling=Scaling.BLOCK, block_size=MX_BLOCK_SIZE, scale=FORMATS["e8m0"]
-        )
-    return blocks if block_size is None else dataclasses.replace(blocks, block_size=block_size)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Population:
-    """How many numbers of each kind there are, and the ends of those that figures are made of."""
+    """How many numbers of each kind there are, and the ends of those that metrics are made of."""
 
     num_elements: int
     """Elements of any kind."""

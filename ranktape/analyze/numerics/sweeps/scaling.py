@@ -114,24 +114,6 @@ def scale_of(exponent: float) -> float:
         return math.inf
 
 
-def largest_alignment(largest: float, *, target: Format) -> int:
-    """The smallest integer exponent with which `largest` does not exceed the format's largest value.
-
-    `largest` is finite and above 0. (The text that the legacy tool came with rounds to the other
-    side, which overflows by up to a factor of 2 at the very level that is to avoid it.)
-    """
-    exponent = math.frexp(largest)[1] - math.frexp(target.maximum)[1]
-    return exponent if math.frexp(largest)[0] <= math.frexp(target.maximum)[0] else exponent + 1
-
-
-def smallest_alignment(smallest: float, *, target: Format) -> int:
-    """The largest integer exponent with which `smallest` is not below the format's smallest normal value.
-
-    `smallest` is finite and above 0.
-    """
-    return math.frexp(smallest)[1] - math.frexp(target.min_normal)[1]
-
-
 class PartialSums(NamedTuple):
     """The sums of a part of a tensor."""
 

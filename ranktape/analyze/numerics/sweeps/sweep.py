@@ -21,7 +21,7 @@ from ranktape.analyze.numerics.histograms.histogram import Histogram, count_valu
 from ranktape.analyze.numerics.inputs import numbers_of
 from ranktape.analyze.numerics.sweeps.group_scaling import sums_of_blocks, sums_of_groups
 from ranktape.analyze.numerics.sweeps.legacy import check_legacy, legacy_histogram, legacy_levels, legacy_note
-from ranktape.analyze.numerics.sweeps.metrics import Level, best, levels_of, settled
+from ranktape.analyze.numerics.sweeps.metrics import Level, levels_of, settled
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
 from ranktape.analyze.numerics.sweeps.population import (
     Population,
@@ -77,9 +77,9 @@ class ScaleSweep(Population):
         """How values were rounded."""
         return self.options.rounding or self.target.rounding
 
-    def best(self, figure: Callable[[Level], float]) -> Level | None:
-        """The level with the largest figure, the first of them on a tie; None without levels."""
-        return best(self.levels, figure=figure) if self.levels else None
+    def best(self, metric: Callable[[Level], float]) -> Level | None:
+        """The level with the largest metric, the first of them on a tie; None without levels."""
+        return max(self.levels, key=metric, default=None)
 
     @property
     def recommended(self) -> Level | None:
@@ -106,9 +106,9 @@ def sweep_array(
 ) -> ScaleSweep:
     """Round an array to a format at many scales, each exactly, and judge what is lost.
 
-    NaN and infinities are counted and left out of the figures; of blocks that hold one, all elements. Empty arrays,
+    NaN and infinities are counted and left out of the metrics; of blocks that hold one, all elements. Empty arrays,
     and arrays of nothing but zeros, NaN and infinities, have no levels. Complex elements are judged part by part.
-    An array of numpy, a tensor of torch or nested lists, of any shape and layout. The figures do not depend on
+    An array of numpy, a tensor of torch or nested lists, of any shape and layout. The metrics do not depend on
     `threads`.
 
     Raises:

@@ -16,7 +16,7 @@ import numpy as np
 from ranktape.analyze.engine.sweep_measure import sweep_one
 from ranktape.analyze.metrics.target import is_sweepable, sweepable
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
-from ranktape.analyze.numerics.sweeps.scaling import largest_alignment, sums_of_pairs
+from ranktape.analyze.numerics.sweeps.scaling import sums_of_pairs
 from ranktape.analyze.questions.swept import SweepRequest, jobs_of, parse_request
 from ranktape.analyze.views.report.columns import PageMetric, packed, sqnr_of
 from ranktape.errors import UsageError
@@ -148,7 +148,7 @@ class Details:
         self._log2_energy[index] = math.log2(float((counts * scaled**2).sum())) + 2 * math.frexp(largest)[1]
         for number, (scheme, mode) in enumerate(self.targets):
             if mode is SweepMode.TENSOR:
-                steps = np.array(OFFSETS, dtype=np.float64) + largest_alignment(largest, target=scheme.element)
+                steps = np.array(OFFSETS, dtype=np.float64) + scheme.element.largest_alignment(largest)
                 sums = sums_of_pairs(values, counts=counts, exponents=steps, target=scheme.element)
                 with np.errstate(divide="ignore"):
                     self._take(number, index, -10 * np.log10(sums.squared_error_L / sums.squared))
