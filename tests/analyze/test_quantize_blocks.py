@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.analyze.numerics.quantization.blocks import BOX_SIZE, RUN, Box, boxes, grouped_shape
+from ranktape.analyze.numerics.pieces import RUN, Box, boxes, grouped_shape
+from ranktape.analyze.numerics.quantization.array_ops import BOX_SIZE
 
 
 @st.composite
@@ -42,8 +43,8 @@ def test_boxes_hold_every_element_once_with_its_block(cut: tuple[tuple[int, ...]
 
 
 def test_a_tensor_without_elements_has_no_boxes() -> None:
-    assert list(boxes((3, 0, 4), axis=0, block_size=2)) == []
-    assert grouped_shape((3, 0, 4), axis=0, block_size=2) == (2, 0, 4)
+    assert list(boxes((3, 0, 4), axis=0, block_size=2, box_size=1)) == []
+    assert grouped_shape((3, 0, 4), axis=0, block_size=2, box_size=1) == (2, 0, 4)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,6 @@ def test_a_tensor_without_elements_has_no_boxes() -> None:
 def test_boxes_of_large_tensors_are_large_and_reach_far_along_memory(
     shape: tuple[int, ...], axis: int, block_size: int
 ) -> None:
-    found: list[Box] = list(boxes(shape, axis=axis, block_size=block_size))
+    found: list[Box] = list(boxes(shape, axis=axis, block_size=block_size, box_size=BOX_SIZE))
     assert math.prod(shape) / len(found) > BOX_SIZE / 2
     assert found[0].shape[-1] >= min(RUN, shape[-1])

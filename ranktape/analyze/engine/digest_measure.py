@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.values import View, read_histogram, viewed_dtype
-from ranktape.analyze.numerics.digests.digest import SAMPLE_METRICS, Digest
+from ranktape.analyze.numerics.digests.digest import SAMPLE_METRICS, Digest, Summarizer
 from ranktape.analyze.numerics.digests.kernels import (
     MAX_COUNT,
     NUM_TABLES,
     Nature,
     count_samples,
 )
-from ranktape.analyze.numerics.digests.quantile_summary import Summarizer
 from ranktape.analyze.numerics.histograms.histogram import KINDS, Histogram, Tallies, own_limits, pattern_values, scan
 from ranktape.analyze.numerics.histograms.moments import statistics_of, statistics_of_pairs
 from ranktape.analyze.numerics.pieces import frozen

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of, merge_tallies
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, viewed_dtype
-from ranktape.analyze.numerics.digests.digest import Digest
-from ranktape.analyze.numerics.digests.quantile_summary import Summary, merge_summaries
+from ranktape.analyze.numerics.digests.digest import Digest, Summary, merge_summaries
 from ranktape.storage.format.statistics import merge_statistics
 
 if TYPE_CHECKING:

@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ranktape.analyze.console import say
-from ranktape.analyze.engine.batch import Batch, Calls, call_all, measure_batch, shares
 from ranktape.analyze.engine.cache import Cache
 from ranktape.analyze.engine.cache_object import DamagedObjectError
 from ranktape.analyze.engine.executors import in_order, workers_of
-from ranktape.analyze.engine.plan import RecordSpan, WorkPlan
+from ranktape.analyze.engine.plan import Batch, Calls, RecordSpan, WorkPlan, call_all, measure_batch, shares
 from ranktape.analyze.engine.progress import BytesLeft, bytes_left
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    from ranktape.analyze.engine.batch import Measured
     from ranktape.analyze.engine.cache_object import Measure, Payload
     from ranktape.analyze.engine.executors import Workers
+    from ranktape.analyze.engine.plan import Measured
     from ranktape.storage import Record, Records
 
 Task = TypeVar("Task")

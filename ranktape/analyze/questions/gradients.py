@@ -18,7 +18,7 @@ from ranktape.analyze.identity import group_columns, group_row, with_stacks
 from ranktape.analyze.metrics.gather import group_records
 from ranktape.analyze.metrics.metric import Metric, parse_metric
 from ranktape.analyze.metrics.target import SCALINGS, parse_targets
-from ranktape.analyze.numerics.digests.quantile_summary import push
+from ranktape.analyze.numerics.digests.digest import push
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError

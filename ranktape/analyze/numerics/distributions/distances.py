@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.numerics.digests.digest import Finite, finite
-from ranktape.analyze.numerics.digests.quantile_summary import MAX_RANK_ERROR
+from ranktape.analyze.numerics.digests.digest import MAX_RANK_ERROR, Finite, finite
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

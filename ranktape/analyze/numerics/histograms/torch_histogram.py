@@ -16,7 +16,7 @@ import numpy as np
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, BlockKind, histogram_of
 from ranktape.analyze.numerics.histograms.block_tables import CUTS, Counted, rows_of
 from ranktape.analyze.numerics.histograms.histogram import Histogram
-from ranktape.analyze.numerics.quantization.blocks import boxes, grouped_shape
+from ranktape.analyze.numerics.pieces import boxes, grouped_shape
 from ranktape.errors import UsageError
 from ranktape.storage.format.block_counts import NUM_MAGNITUDES
 from ranktape.storage.format.dtypes import numpy_dtype

@@ -13,7 +13,7 @@ import numpy as np
 from ranktape.analyze.numerics.formats import FORMATS, codes_of
 from ranktape.analyze.numerics.formats.kernels import constants_of, round_even
 from ranktape.analyze.numerics.kernels import compiled
-from ranktape.analyze.numerics.quantization.blocks import Box
+from ranktape.analyze.numerics.pieces import Box
 from ranktape.analyze.numerics.quantization.schemes import (
     QuantizePlan,
     ScaleRecipe,

@@ -15,7 +15,7 @@ import numpy as np
 
 from ranktape.analyze.numerics.formats.kernels import constants_of
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
-from ranktape.analyze.numerics.quantization.blocks import RUN, Box, boxes, grouped_shape
+from ranktape.analyze.numerics.pieces import RUN, Box, boxes, grouped_shape
 from ranktape.analyze.numerics.quantization.group_scales import level_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling, Scheme, exact_target, unbounded_exponents
 from ranktape.analyze.numerics.sweeps.population import Population, population_of_parts
