@@ -44,7 +44,7 @@ def test_boxes_hold_every_element_once_with_its_block(cut: tuple[tuple[int, ...]
 
 def test_a_tensor_without_elements_has_no_boxes() -> None:
     assert list(boxes((3, 0, 4), axis=0, block_size=2, box_size=1)) == []
-    assert grouped_shape((3, 0, 4), axis=0, block_size=2, box_size=1) == (2, 0, 4)
+    assert grouped_shape((3, 0, 4), axis=0, block_size=2) == (2, 0, 4)
 
 
 @pytest.mark.parametrize(

@@ -226,10 +226,16 @@ def draw(
     places: NDArray[np.int64],
     rounded: NDArray[np.float64],
 ) -> None:
-    """From the values below to those above, by the uniform numbers of the elements with these indices in C order."""
+    """Write a neighbour of each magnitude, by the uniform numbers of the elements with these indices in C order."""
     for index in range(magnitudes.size):
-        passed, step = passed_of(magnitudes[index], rounded[index], constants)
-        rounded[index] += step if uniform_at(state, places[index]) < passed else 0.0
+        clipped = min(magnitudes[index], constants.maximum)
+        steps = _steps(clipped, constants)
+        nearest = (clipped + steps) - steps
+        step = steps * 2.0**-52
+        below = nearest - (step if nearest > clipped else 0.0)
+        # Both sides are exact: the uniform number has 53 bits, and the step is a power of two.
+        is_up = uniform_at(state, places[index]) * step < clipped - below
+        rounded[index] = below + (step if is_up else 0.0)
 
 
 @compiled

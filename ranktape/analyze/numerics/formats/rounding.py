@@ -120,8 +120,9 @@ def _rounded(
     flat = np.ascontiguousarray(magnitude).reshape(-1)
     constants = constants_of(target, rounding, beyond=BEYOND)
     rounded = np.empty(flat.size)
-    round_block(flat, constants, rounded)
-    if rounding is Rounding.STOCHASTIC:
+    if rounding is not Rounding.STOCHASTIC:
+        round_block(flat, constants, rounded)
+    else:
         draw(flat, constants, state_of(seed or 0), np.arange(flat.size), rounded)
     return rounded.reshape(magnitude.shape)
 

@@ -86,8 +86,9 @@ def round_magnitudes(
     rounded = np.empty(magnitudes.shape)
     constants = constants_of(element, rounding, beyond=BEYOND)
     flat = magnitudes.reshape(-1)
-    round_block(flat, constants, rounded.reshape(-1))
-    if places is not None:
+    if places is None:
+        round_block(flat, constants, rounded.reshape(-1))
+    else:
         draw(flat, constants, state_of(seed), places.reshape(-1), rounded.reshape(-1))
     return rounded
 

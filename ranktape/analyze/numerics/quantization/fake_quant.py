@@ -87,7 +87,7 @@ def _quantize_together(patterns: NDArray[np.int32], *, plan: QuantizePlan) -> No
     element, scale = plan.scheme.element, 1.0
     if plan.scheme.scaling is Scaling.TENSOR:
         scale = float(group_scales(np.array([largest_finite(patterns)]), plan=plan, largest_of_all=0.0).values[0])
-    round_all(patterns, scale, element.has_negative_zero, constants_of(element, plan.rounding))
+    round_all(patterns, scale, -0.0 if element.has_negative_zero else 0.0, constants_of(element, plan.rounding))
 
 
 def _quantize_blocks(patterns: NDArray[np.int32], *, plan: QuantizePlan) -> None:

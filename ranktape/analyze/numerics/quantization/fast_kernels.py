@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats.kernels import AWAY, ONE_FIELD, RoundingConstants, round_away, round_even
+from ranktape.analyze.numerics.formats.kernels import ONE_FIELD, RoundingConstants, round_block
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.analyze.numerics.quantization.group_scales import TensorScale, block_scale, factors_of
 from ranktape.analyze.numerics.quantization.schemes import QuantizePlan, ScaleRecipe, ScaleRule, cut_of
@@ -30,6 +30,9 @@ INFINITY = np.int32(0x7F800000)
 FRACTION_BITS = 23
 """Bits of a float32 below its exponent field."""
 
+BLOCK = 1024
+"""Numbers of which everything fits into the first-level cache."""
+
 ONE_FIELD32 = 127
 """The exponent field of the float32 1.0."""
 
@@ -40,13 +43,13 @@ class BlockScheme(NamedTuple):
     """What the kernels know of a scheme with blocks; a named tuple, because numba takes it apart by name."""
 
     lowest_field: np.int32
-    """Exponent field of the smallest normal element."""
+    """Exponent field, in its place, of the smallest normal element."""
     anchor_step: np.int32
-    """From the exponent field of a number to that of the power of two that leaves no bits below the element's last."""
+    """From the exponent field, in its place, of a number to that of the power of two to be added: see `_round`."""
     limit: np.int32
     """The bits of the largest element."""
-    kept_sign: np.int32
-    """All ones where the sign of a zero is kept, else 0."""
+    zero: np.float32
+    """Added to results: -0.0 where the sign of a zero is kept, else 0.0."""
     has_tensor_scale: bool
     """Whether scales are those of NVFP4, which follow from `tensor`; powers of two otherwise."""
     tensor: TensorScale
@@ -64,10 +67,10 @@ def block_scheme(plan: QuantizePlan, *, tensor: TensorScale | None) -> BlockSche
     element = plan.scheme.element
     cut = cut_of(plan.scale_rule or ScaleRule.FLOOR, element=element)
     return BlockScheme(
-        lowest_field=np.int32(element.emin + ONE_FIELD32),
-        anchor_step=np.int32(FRACTION_BITS - element.mantissa_bits),
+        lowest_field=np.int32((element.emin + ONE_FIELD32) << FRACTION_BITS),
+        anchor_step=np.int32((FRACTION_BITS - element.mantissa_bits) << FRACTION_BITS),
         limit=np.float32(element.maximum).view(np.int32),
-        kept_sign=np.int32(-1 if element.has_negative_zero else 0),
+        zero=np.float32(-0.0 if element.has_negative_zero else 0.0),
         has_tensor_scale=tensor is not None,
         tensor=tensor or TensorScale(recipe=0, scale=np.float64(1.0), to_code=np.float64(1.0)),
         emax=element.emax,
@@ -77,15 +80,21 @@ def block_scheme(plan: QuantizePlan, *, tensor: TensorScale | None) -> BlockSche
 
 
 @compiled
-def round_all(patterns: NDArray[np.int32], scale: float, has_negative_zero: bool, element: RoundingConstants) -> None:  # noqa: FBT001 - numba knows no keywords
-    """Quantise float32 numbers, seen as integers, with one scale for all of them: in float64."""
-    for index in range(patterns.size):
-        value = np.float64(np.int32(patterns[index]).view(np.float32))
-        magnitude = abs(value) / scale
-        rounded = round_away(magnitude, element) if element.kind == AWAY else round_even(magnitude, element)
-        signed = np.copysign(rounded * scale, value)
-        kept = signed if has_negative_zero else signed + 0.0
-        patterns[index] = np.float32(value if value != value else kept).view(np.int32)  # noqa: PLR0124 - NaN stays
+def round_all(patterns: NDArray[np.int32], scale: float, zero: float, element: RoundingConstants) -> None:
+    """Quantise float32 numbers, seen as integers, with one scale for all of them: in float64.
+
+    `zero` is added to results: -0.0 keeps the sign of a zero, 0.0 does not.
+    """
+    scaled, rounded = np.empty(BLOCK), np.empty(BLOCK)
+    for start in range(0, patterns.size, BLOCK):
+        block = patterns[start : start + BLOCK]
+        for index in range(block.size):
+            scaled[index] = abs(np.float64(np.int32(block[index]).view(np.float32))) / scale
+        round_block(scaled[: block.size], element, rounded[: block.size])
+        for index in range(block.size):
+            value = np.float64(np.int32(block[index]).view(np.float32))
+            result = np.copysign(rounded[index] * scale, value) + zero
+            block[index] = np.float32(value if value != value else result).view(np.int32)  # noqa: PLR0124 - NaN stays
 
 
 @compiled
@@ -127,14 +136,12 @@ def _round(bits: np.int32, before: np.float32, after: np.float32, scheme: BlockS
     is_divided = scheme.has_tensor_scale and scheme.tensor.recipe == _MODELOPT
     scaled = np.float32(np.divide(value, before) if is_divided else value * before).view(np.int32)
     magnitude = np.int32(scaled & MAGNITUDE)
-    field = max(scheme.lowest_field, np.int32(magnitude >> FRACTION_BITS))
+    field = max(scheme.lowest_field, np.int32(magnitude & INFINITY))
     # Added to the magnitude, it leaves no bits below the last one of the element.
-    anchor = np.int32(np.int32(field + scheme.anchor_step) << FRACTION_BITS).view(np.float32)
+    anchor = np.int32(field + scheme.anchor_step).view(np.float32)
     rounded = np.float32(np.float32(magnitude.view(np.float32) + anchor) - anchor).view(np.int32)
-    bounded = min(scheme.limit, rounded)
-    sign = np.int32(scaled & ~MAGNITUDE)
-    signed = np.int32(bounded | (sign if bounded != 0 else np.int32(sign & scheme.kept_sign)))
-    return np.float32(signed.view(np.float32) * after).view(np.int32)
+    signed = np.int32(min(scheme.limit, rounded) | np.int32(scaled & ~MAGNITUDE))
+    return np.float32(np.float32(signed.view(np.float32) + scheme.zero) * after).view(np.int32)
 
 
 @compiled

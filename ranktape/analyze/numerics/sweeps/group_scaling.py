@@ -21,17 +21,15 @@ from ranktape.analyze.numerics.quantization.schemes import Scaling, Scheme, exac
 from ranktape.analyze.numerics.sweeps.population import Population, population_of_parts
 from ranktape.analyze.numerics.sweeps.scaling import (
     MAX_SHIFTED_EXPONENT,
-    NO_WEIGHTS,
     PartialSums,
     Sums,
-    add_with_one_scale,
     in_batches,
     new_part,
     shift_factors,
     shift_of,
     total_of,
 )
-from ranktape.analyze.numerics.sweeps.scaling_kernels import CODES, FLOATS, POWERS, Scales, add_up
+from ranktape.analyze.numerics.sweeps.scaling_kernels import CODES, FLOATS, POWERS, Scales, sum_grouped, sum_scaled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,7 +66,7 @@ def sums_of_blocks(
     def part(exponent: int, values: NDArray[np.float64], counts: NDArray[np.int64]) -> PartialSums:
         scales_L = np.ldexp(1.0, np.clip(exponent + offsets, -end, end))
         found = new_part(offsets.size)._replace(num_finite=int(counts.sum()))
-        add_with_one_scale(found, values, counts, scales_L=scales_L, constants=constants)
+        sum_scaled(values, counts, scales_L, constants, found.sums_LK, found.counts_LC, found.own_K)
         return found
 
     def parts() -> Iterator[PartialSums]:
@@ -195,7 +193,7 @@ class _GroupSweep:
             kinds = _left_out(values_GE, is_spoiled_G)
         part = new_part(self.offsets_L.size)._replace(num_finite=values_GE.size - int(kinds[1] + kinds[2] + kinds[4]))
         sums = part.sums_LK, part.counts_LC, part.own_K
-        add_up(values_GE, NO_WEIGHTS, known_G, self.offsets_L, self.how, self._constants, *sums)
+        sum_grouped(values_GE, known_G, self.offsets_L, self.how, self._constants, *sums)
         return part, kinds
 
     def _rows(self, box: Box) -> NDArray[np.float64]:

@@ -6,7 +6,7 @@ arithmetic is float64. Sums are added up in an order that is part of the code, n
 """
 
 # Shapes: N = values, L = levels (one scale each), K = kinds of sums, C = kinds of counts.
-# ruff: noqa: N803, N806, N815 - the letters of a shape end the name of the array
+# ruff: noqa: N806, N815 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats.kernels import RoundingConstants, constants_of
+from ranktape.analyze.numerics.formats.kernels import constants_of
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
 from ranktape.analyze.numerics.pieces import each, frozen
 from ranktape.analyze.numerics.sweeps.scaling_kernels import (
     NUM_COUNTS,
     NUM_SUMS,
-    ONE_SCALE,
     RAISED,
-    add_up,
     magnitudes_of,
+    sum_scaled,
 )
 
 if TYPE_CHECKING:
@@ -132,19 +131,6 @@ def new_part(num_levels: int) -> PartialSums:
     return PartialSums(
         np.zeros((num_levels, NUM_SUMS)), np.zeros((num_levels, NUM_COUNTS), dtype=np.int64), np.zeros(2), num_finite=0
     )
-
-
-def add_with_one_scale(
-    part: PartialSums,
-    magnitudes: NDArray[np.float64],
-    weights: NDArray[np.int64],
-    *,
-    scales_L: NDArray[np.float64],
-    constants: RoundingConstants,
-) -> None:
-    """Add the sums of magnitudes that share the scale of each level; a weight for each, or none."""
-    sums = part.sums_LK, part.counts_LC, part.own_K
-    add_up(magnitudes.reshape(1, -1), weights, np.ones(1), scales_L, ONE_SCALE, constants, *sums)
 
 
 def total_of(parts: Iterable[PartialSums], *, num_levels: int, shift: int, largest: float) -> Sums:
@@ -276,7 +262,8 @@ class _ValueSweep:
         found = new_part(self._scales_L.size)._replace(
             num_finite=int(weights.sum()) if weights.size else int(num_finite)
         )
-        add_with_one_scale(found, magnitudes, weights, scales_L=self._scales_L, constants=self._constants)
+        sums = found.sums_LK, found.counts_LC, found.own_K
+        sum_scaled(magnitudes, weights, self._scales_L, self._constants, *sums)
         return found
 
     def total(self, parts: Iterable[PartialSums]) -> Sums:

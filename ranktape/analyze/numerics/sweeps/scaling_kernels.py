@@ -54,9 +54,8 @@ NUM_COUNTS = 3
 """Overflow, underflow, flushed."""
 
 
-POWERS, FLOATS, CODES, NUMBERS = range(4)
-"""Scales are powers of two; or float32 numbers to divide by; or e4m3 numbers times the scale of the tensor, as NVFP4's
-are; or the same number for all, at each level another one."""
+POWERS, FLOATS, CODES = range(3)
+"""Scales are powers of two; or numbers to divide by; or e4m3 numbers times the scale of the tensor, as NVFP4's are."""
 
 _MODELOPT = int(ScaleRecipe.MODELOPT)
 
@@ -65,7 +64,7 @@ class Scales(NamedTuple):
     """What the kernel knows of how scales follow from what is known of a group."""
 
     kind: int
-    """`POWERS`, `FLOATS`, `CODES` or `NUMBERS`."""
+    """`POWERS`, `FLOATS` or `CODES`."""
     end: int
     """Largest magnitude of the exponent of a power of two."""
     shift: int
@@ -76,10 +75,6 @@ class Scales(NamedTuple):
     """Largest magnitude of the exponent of a shifted scale."""
     recipe: int
     """Of NVFP4, the `ScaleRecipe`."""
-
-
-ONE_SCALE = Scales(NUMBERS, 0, 0, (1.0, 1.0), 0, 0)
-"""Of values that share the scale of each level, and are shifted already."""
 
 
 @compiled
@@ -259,9 +254,48 @@ def _fold(  # noqa: PLR0917 - as above
 
 
 @compiled
-def add_up(  # noqa: PLR0917 - as above
-    values_GE: NDArray[np.float64],
+def sum_scaled(  # noqa: PLR0917 - as above
+    values_N: NDArray[np.float64],
     weights_N: NDArray[np.int64],
+    scales_L: NDArray[np.float64],
+    constants: RoundingConstants,
+    sums_LK: NDArray[np.float64],
+    counts_LC: NDArray[np.int64],
+    own_K: NDArray[np.float64],
+) -> None:
+    """Add the sums of magnitudes that share the scale of each level; without weights, each counts once."""
+    sums_LKA = np.zeros((scales_L.size, NUM_SUMS, LANES))
+    own_KA = np.zeros((2, LANES))
+    block, block_factors = np.zeros(BLOCK), np.ones(BLOCK)
+    block_weights = np.zeros(BLOCK if weights_N.size else 0, dtype=np.int64)
+    scratch = np.zeros((6, BLOCK))
+    zeros = np.int64(0)
+    for start in range(0, values_N.size, BLOCK):
+        size = min(BLOCK, values_N.size - start)
+        used = -(-size // STEP) * STEP
+        block[:size] = values_N[start : start + size]
+        block[size:used] = 0.0
+        if weights_N.size:
+            block_weights[:size] = weights_N[start : start + size]
+            block_weights[size:used] = 0
+            block_factors[:used] = block_weights[:used]
+        values, weights, factors = block[:used], block_weights[:used], block_factors[:used]
+        scaled, scales = scratch[4, :used], scratch[5, :used]
+        zeros += _add_own(values, factors, own_KA)
+        for level in range(scales_L.size):
+            scale = scales_L[level]
+            for index in range(used):
+                scaled[index] = np.divide(values[index], scale)
+                scales[index] = scale
+            _finish_block(
+                values, weights, factors, scaled, scales, constants, scratch, sums_LKA[level], counts_LC[level]
+            )
+    _fold(sums_LKA, own_KA, zeros, sums_LK, counts_LC, own_K)
+
+
+@compiled
+def sum_grouped(  # noqa: PLR0917 - as above
+    values_GE: NDArray[np.float64],
     known_G: NDArray[np.float64],
     offsets_L: NDArray[np.float64],
     how: Scales,
@@ -270,20 +304,20 @@ def add_up(  # noqa: PLR0917 - as above
     counts_LC: NDArray[np.int64],
     own_K: NDArray[np.float64],
 ) -> None:
-    """Add the sums of magnitudes in groups that share a scale; without weights, each value counts once.
+    """Add the sums of magnitudes in groups that have a scale each.
 
-    `known_G` is of each group the exponent of its scale (`POWERS`), its scale (`FLOATS`), its largest magnitude
-    (`CODES`) or nothing (`NUMBERS`); `offsets_L` is of each level what is added to the exponent, what scales are
-    multiplied by, what the scale of the tensor follows from, or the scale.
+    `known_G` is of each group the exponent of its scale (`POWERS`), its scale (`FLOATS`) or its largest magnitude
+    (`CODES`); `offsets_L` is of each level what is added to the exponent, what scales are multiplied by, or what the
+    scale of the tensor follows from.
     """
     num_groups, size_of_group = values_GE.shape
     flat = values_GE.reshape(values_GE.size)
     sums_LKA = np.zeros((offsets_L.size, NUM_SUMS, LANES))
     own_KA = np.zeros((2, LANES))
-    block, shifted, scratch, block_factors = np.zeros(BLOCK), np.zeros(BLOCK), np.zeros((6, BLOCK)), np.ones(BLOCK)
-    block_weights = np.zeros(BLOCK if weights_N.size else 0, dtype=np.int64)
+    block, shifted, scratch = np.zeros(BLOCK), np.zeros(BLOCK), np.zeros((6, BLOCK))
+    no_weights, ones = np.zeros(0, dtype=np.int64), np.ones(BLOCK)
     # Of each group of a block: what values are multiplied or divided by, and what results are multiplied by.
-    factors_of_groups = np.zeros((2, BLOCK))
+    factors = np.zeros((2, BLOCK))
     zeros = np.int64(0)
     # A block holds several groups, or one of several parts of a group.
     groups, parts = max(1, BLOCK // size_of_group), (size_of_group + BLOCK - 1) // BLOCK
@@ -296,23 +330,15 @@ def add_up(  # noqa: PLR0917 - as above
         start = group * size_of_group + place
         block[:size] = flat[start : start + size]
         block[size:used] = 0.0
-        if weights_N.size:
-            block_weights[:size] = weights_N[start : start + size]
-            block_weights[size:used] = 0
-            block_factors[:used] = block_weights[:used]
-        if how.kind == NUMBERS:
-            shifted[:used] = block[:used]
-        else:
-            magnitudes_of(block[:used], how.shift_factors, shifted)
-        values, weights, factors = shifted[:used], block_weights[:used], block_factors[:used]
-        scaled, scales = scratch[4, :used], scratch[5, :used]
+        magnitudes_of(block[:used], how.shift_factors, shifted)
+        values, scaled, scales = shifted[:used], scratch[4, :used], scratch[5, :used]
         scaled[size:], scales[size:] = 0.0, 0.0
-        zeros += _add_own(values, factors, own_KA)
+        zeros += _add_own(values, ones[:used], own_KA)
         for level in range(offsets_L.size):
-            _factors_of(known, offsets_L[level], how, factors_of_groups)
-            _scale_block(block[:size], width, how, factors_of_groups, scaled[:size], scales[:size])
+            _factors_of(known, offsets_L[level], how, factors)
+            _scale_block(block[:size], width, how, factors, scaled[:size], scales[:size])
             _finish_block(
-                values, weights, factors, scaled, scales, constants, scratch, sums_LKA[level], counts_LC[level]
+                values, no_weights, ones[:used], scaled, scales, constants, scratch, sums_LKA[level], counts_LC[level]
             )
     _fold(sums_LKA, own_KA, zeros, sums_LK, counts_LC, own_K)
 
@@ -326,10 +352,6 @@ def _factors_of(known: NDArray[np.float64], offset: float, how: Scales, factors:
             before[group] = np.int64((1023 - exponent) << 52).view(np.float64)
             moved = np.int64(min(max(exponent - np.int64(how.shift), np.int64(-how.limit)), np.int64(how.limit)))
             after[group] = np.int64((1023 + moved) << 52).view(np.float64)
-        return
-    if how.kind == NUMBERS:
-        before[:] = offset
-        after[:] = offset
         return
     low, high = how.shift_factors
     if how.kind == FLOATS:
@@ -363,7 +385,7 @@ def _scale_block(  # noqa: PLR0917 - as above
             for index in range(shape[1]):
                 y[row, index] = x[row, index] * before
                 s[row, index] = after
-        elif how.kind != CODES:
+        elif how.kind == FLOATS:
             for index in range(shape[1]):
                 y[row, index] = np.divide(x[row, index], before)
                 s[row, index] = after
