@@ -82,10 +82,16 @@ def group_records(records: Records, *, by: Sequence[str]) -> Groups:
 
 
 def group_digests(
-    records: Records, groups: Groups, *, view: View, engine: Engine | None
+    records: Records,
+    groups: Groups,
+    *,
+    view: View,
+    engine: Engine | None,
+    on_digest: Callable[[int, Digest], object] = lambda *_: None,
 ) -> Iterator[tuple[int, Digest]]:
     """The place of each group and the digest of its records together, as soon as the last of them was read.
 
+    `on_digest` is called with the group of each record and its digest, for what of single records is asked.
     In memory are the digests of the groups that have begun, and have not ended.
 
     Raises:
@@ -96,6 +102,7 @@ def group_digests(
     seen: Counter[int] = Counter()
     begun: dict[int, list[Digest]] = {}
     for number, digest in zip(groups.numbers, digests(records, view=view, engine=engine), strict=True):
+        on_digest(number, digest)
         parts = begun.setdefault(number, [])
         seen[number] += 1
         push(parts, digest, number=seen[number], merge=merge_digests)

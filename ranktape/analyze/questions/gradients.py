@@ -7,18 +7,16 @@ tensor, the smallest with which its largest value does not exceed the largest of
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ranktape.analyze.engine.digests import digests, merge_digests
+import numpy as np
+
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_columns, group_row, with_stacks
-from ranktape.analyze.metrics.gather import group_records
+from ranktape.analyze.metrics.gather import group_digests, group_records
 from ranktape.analyze.metrics.metric import Metric, parse_metric
 from ranktape.analyze.metrics.target import SCALINGS, parse_targets
-from ranktape.analyze.numerics.digests.digest import push
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError
@@ -66,107 +64,70 @@ def gradients(
         UsageError: a format is not known, or has no limits of its own.
     """
     targets = parse_targets(format, SCALINGS[:2])
-    names = [str(name) for name in records.column("tensor_name").tolist()]
-    is_gradient = [name.startswith("grad") for name in names]
-    if not any(is_gradient):
+    names = records.column("tensor_name")
+    is_gradient = np.array([str(name).startswith("grad") for name in names.tolist()], dtype=bool)
+    if not is_gradient.any():
         raise NoRecordsError("no record holds a gradient: their names begin with 'grad', as in grad_output")
-    by_type, by_module = (
-        with_stacks(by, records) or default for default in (("layer_type",), ("layer_type", "layer_idx", "module"))
-    )
-    ranges = _GroupDigests.of(records, by=(*by_type, *([] if "tensor_name" in by_type else ["tensor_name"])))
-    passes, weights = _GroupDigests.of(records, by=by_type), _GroupDigests.of(records, by=by_module)
-    flushed: dict[tuple[int, str], list[_Flushed | None]] = defaultdict(list)
-    found = digests(records, view=view or View.COMPUTE, engine=engine)
-    for position, (name, digest) in enumerate(zip(names, found, strict=True)):
-        if is_gradient[position]:
-            ranges.add(position, "", digest)
-            flushed[ranges.key(position, "")].append(_flushed(digest, targets))
-        passes.add(position, name, digest)
-        if name in _WEIGHTS:
-            weights.add(position, name, digest)
+    fields = with_stacks(by, records) or _FIELDS[show]
+    seen = view or View.COMPUTE
     if show == "ranges":
-        return _ranges_table(ranges, flushed, targets)
-    return _weights_table(weights) if show == "weights" else _passes_table(passes)
+        chosen = records.take(np.flatnonzero(is_gradient).tolist())
+        return _ranges_table(chosen, fields, targets, view=seen, engine=engine)
+    if show == "weights":
+        chosen = records.take(np.flatnonzero(np.isin(names.astype(str), _WEIGHTS)).tolist())
+        return _weights_table(_Named(chosen, fields, view=seen, engine=engine))
+    return _passes_table(_Named(records, fields, view=seen, engine=engine))
 
 
 _WEIGHTS = ("weight", f"{_PREFIX}weight")
 
-
-class _GroupDigests:
-    """Digests of groups, for each name of a tensor, as far as they were seen."""
-
-    def __init__(self, keys: Sequence[dict[str, Any]], numbers: Sequence[int]) -> None:
-        self._numbers = numbers
-        self._parts: dict[tuple[int, str], list[Digest]] = defaultdict(list)
-        self._counts: dict[tuple[int, str], int] = defaultdict(int)
-        self.keys = keys
-        """The fields of each group."""
-
-    @classmethod
-    def of(cls, records: Records, *, by: Sequence[str]) -> _GroupDigests:
-        """Nothing yet, of the groups of those fields."""
-        groups = group_records(records, by=by)
-        return cls(groups.keys, groups.numbers)
-
-    def key(self, position: int, name: str) -> tuple[int, str]:
-        """The group of a record, and the name that it is counted under."""
-        return self._numbers[position], name
-
-    def add(self, position: int, name: str, digest: Digest) -> None:
-        """Take one more record; only a few digests of each group are in memory."""
-        key = self.key(position, name)
-        self._counts[key] += 1
-        parts = self._parts[key]
-        push(parts, digest, number=self._counts[key], merge=merge_digests)
-
-    def digest(self, group: int, name: str) -> Digest | None:
-        """That of all records of a group under a name; None where there are none."""
-        parts = self._parts.get((group, name))
-        return None if parts is None else merge_digests(parts) if len(parts) > 1 else parts[0]
-
-    def groups(self, name: str) -> Iterator[tuple[int, dict[str, Any], int]]:
-        """The groups that have records under a name, with their fields and how many there are."""
-        for number, key in enumerate(self.keys):
-            if (number, name) in self._counts:
-                yield number, key, self._counts[number, name]
-
-    def names(self, group: int) -> list[str]:
-        """The names that a group has records under, in alphabetical order."""
-        return sorted(name for number, name in self._counts if number == group)
-
-    def count(self, group: int, name: str) -> int:
-        """How many records a group has under a name."""
-        return self._counts.get((group, name), 0)
+_FIELDS = {
+    "ranges": ("layer_type",),
+    "weights": ("layer_type", "layer_idx", "module"),
+    "passes": ("layer_type",),
+}
+"""What groups are made by, unless something else is asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Flushed:
-    """What formats make zero of one record, in elements."""
+class _Named:
+    """For each group the digests of its tensors by their names, and of how many records each is."""
 
-    elements: int
-    """All of them."""
-    counts: tuple[int, ...]
-    """For each target those that are zero in it, and were not before."""
+    def __init__(self, records: Records, fields: Sequence[str], *, view: View, engine: Engine | None) -> None:
+        self.fields = tuple(fields)
+        """What groups are made by."""
+        self.groups: dict[tuple[Any, ...], dict[str, tuple[int, Digest]]] = {}
+        """By the values of those."""
+        groups = group_records(records, by=tuple(dict.fromkeys((*fields, "tensor_name"))))
+        for key in groups.keys:
+            self.groups.setdefault(tuple(key[field] for field in fields), {})
+        for number, digest in group_digests(records, groups, view=view, engine=engine):
+            key = groups.keys[number]
+            of_group = self.groups[tuple(key[field] for field in fields)]
+            of_group[str(key["tensor_name"])] = groups.sizes[number], digest
 
-
-def _flushed(digest: Digest, targets: Sequence[Target]) -> _Flushed | None:
-    if not digest.has_values:
-        return None
-    limits = (target.limits(largest=digest.tallies.largest_finite) for target in targets)
-    return _Flushed(elements=digest.tallies.num_elements, counts=tuple(digest.count(one).flushed for one in limits))
+    def row(self, key: Sequence[Any], *, num_records: int) -> tuple[Any, ...]:
+        """The cells that say which group it is, and of how many records."""
+        return group_row(dict(zip(self.fields, key, strict=True)), num_records=num_records)
 
 
 def _ranges_table(
-    totals: _GroupDigests, flushed: dict[tuple[int, str], list[_Flushed | None]], targets: Sequence[Target]
+    records: Records, fields: Sequence[str], targets: Sequence[Target], *, view: View, engine: Engine | None
 ) -> Table:
     shown = [parse_metric(name) for name in (*SHOWN_METRICS[:2], "norm", "smallest_nonzero", *SHOWN_METRICS[2:])]
-    rows = []
-    for number, key, count in totals.groups(""):
-        digest = totals.digest(number, "")
-        assert digest is not None
-        parts = flushed[number, ""]
+    by = tuple(dict.fromkeys((*fields, "tensor_name")))
+    groups = group_records(records, by=by)
+    flushed: list[list[tuple[int, ...] | None]] = [[] for _ in groups.keys]
+    rows: list[tuple[Any, ...]] = [()] * len(groups.keys)
+    for number, digest in group_digests(
+        records,
+        groups,
+        view=view,
+        engine=engine,
+        on_digest=lambda number, digest: flushed[number].append(_flushed(digest, targets)),
+    ):
         cells = (one.of(digest) for one in shown)
-        rows.append((*group_row(key, num_records=count), *cells, *_flushed_cells(parts, len(targets))))
+        head = group_row(groups.keys[number], num_records=groups.sizes[number])
+        rows[number] = (*head, *cells, *_flushed_cells(flushed[number], len(targets)))
     columns = [
         Column(
             name=f"flushed.{target.name}{'' if target.scaling is Scaling.NONE else '.scaled'}",
@@ -175,10 +136,9 @@ def _ranges_table(
         )
         for target in targets
     ]
-    fields = list(totals.keys[0]) if totals.keys else []
     return Table(
         title="range of gradients: subnormal and zero in their own type, and what formats would make zero",
-        columns=(*group_columns(fields), *(one.column() for one in shown), *columns),
+        columns=(*group_columns(by), *(one.column() for one in shown), *columns),
         rows=tuple(rows),
         notes=(
             "scaled: with the smallest power of two for each tensor that keeps its largest value within the format",
@@ -186,39 +146,40 @@ def _ranges_table(
     )
 
 
-def _flushed_cells(parts: Sequence[_Flushed | None], num_targets: int) -> tuple[float | None, ...]:
+def _flushed(digest: Digest, targets: Sequence[Target]) -> tuple[int, ...] | None:
+    """The elements of one record, and for each target those that are zero in it, and were not before."""
+    if not digest.has_values:
+        return None
+    limits = (target.limits(largest=digest.tallies.largest_finite) for target in targets)
+    return digest.tallies.num_elements, *(digest.count(one).flushed for one in limits)
+
+
+def _flushed_cells(parts: Sequence[tuple[int, ...] | None], num_targets: int) -> list[float | None]:
     """The parts that targets flush; None where values of a record are not known."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
-        return (None,) * num_targets
-    elements = max(1, sum(part.elements for part in known))
-    return tuple(sum(part.counts[place] for part in known) / elements for place in range(num_targets))
+        return [None] * num_targets
+    elements, *counts = map(sum, zip(*known, strict=True))
+    return [count / max(1, elements) for count in counts]
 
 
-def _weights_table(totals: _GroupDigests) -> Table:
+def _weights_table(named: _Named) -> Table:
     rows = []
-    for number, key, count in totals.groups(f"{_PREFIX}weight"):
-        gradient, weight = totals.digest(number, f"{_PREFIX}weight"), totals.digest(number, "weight")
-        assert gradient is not None
+    for key, tensors in named.groups.items():
+        if _WEIGHTS[1] not in tensors:
+            continue
+        count, gradient = tensors[_WEIGHTS[1]]
+        num_weights, weight = tensors.get(_WEIGHTS[0], (0, None))
         # Of several records the norm grows with their number: the RMS does not.
         sizes = [None if one is None else one.statistics.rms for one in (gradient, weight)]
         norms = [None if one is None else one.statistics.norm for one in (gradient, weight)]
         ratio = sizes[0] / sizes[1] if sizes[0] is not None and sizes[1] else None
-        rows.append(
-            (
-                *group_row(key, num_records=count),
-                totals.count(number, "weight"),
-                *norms,
-                *sizes,
-                ratio,
-                math.log2(ratio) if ratio else None,
-            )
-        )
-    fields = list(totals.keys[0]) if totals.keys else []
+        factor = math.log2(ratio) if ratio else None
+        rows.append((*named.row(key, num_records=count), num_weights, *norms, *sizes, ratio, factor))
     return Table(
         title="gradients of weights beside the weights",
         columns=(
-            *group_columns(fields),
+            *group_columns(named.fields),
             Column(name="weights", kind=Kind.INTEGER, head="weights", is_detail=True),
             Column(name="norm.gradient", kind=Kind.FLOAT, head="norm of gradient"),
             Column(name="norm.weight", kind=Kind.FLOAT, head="norm of weight"),
@@ -232,24 +193,22 @@ def _weights_table(totals: _GroupDigests) -> Table:
     )
 
 
-def _passes_table(totals: _GroupDigests) -> Table:
+def _passes_table(named: _Named) -> Table:
     shown = [parse_metric(name) for name in SHOWN_METRICS]
     rows = []
-    for number, key in enumerate(totals.keys):
-        names = totals.names(number)
-        for name in sorted({name.removeprefix(_PREFIX) for name in names}):
-            pair = [totals.digest(number, prefix + name) for prefix in ("", _PREFIX)]
-            if pair[1] is None:
+    for key, tensors in named.groups.items():
+        for name in sorted({name.removeprefix(_PREFIX) for name in tensors}):
+            pair = [tensors.get(prefix + name, (0, None)) for prefix in ("", _PREFIX)]
+            if pair[1][1] is None:
                 continue
-            cells = [cell for one in shown for cell in _beside(one, pair)]
-            counts = (totals.count(number, name), totals.count(number, _PREFIX + name))
-            rows.append((*group_row(key, num_records=sum(counts))[:-1], name, *counts, *cells))
-    fields = list(totals.keys[0]) if totals.keys else []
+            counts = [count for count, _ in pair]
+            cells = [cell for one in shown for cell in _beside(one, [digest for _, digest in pair])]
+            rows.append((*named.row(key, num_records=0)[:-1], name, *counts, *cells))
     columns = [column for one in shown for column in _pair_columns(one)]
     return Table(
         title="the forward pass beside the gradients of the same tensors",
         columns=(
-            *group_columns(fields)[:-1],
+            *group_columns(named.fields)[:-1],
             Column(name="tensor", kind=Kind.TEXT, is_key=True),
             Column(name="records.forward", kind=Kind.INTEGER, head="forward records", is_detail=True),
             Column(name="records.backward", kind=Kind.INTEGER, head="backward records", is_detail=True),
