@@ -32,6 +32,7 @@ from ranktape.analyze.advice.verdict import (
     position_of,
     range_after,
     range_before,
+    range_of,
     stability_of,
     stretches,
     verdict_of,
@@ -143,7 +144,7 @@ def recommend(sweep: ScaleSweep) -> Recommendation:
         mode=sweep.mode.value,
         note=sweep.note,
         recommended=recommended,
-        as_good=_range_of(as_good) if as_good else None,
+        as_good=range_of(as_good) if as_good else None,
         keeps_nothing=keeps_nothing(sweep.levels),
         best={name: verdict_of(level) for name in METRICS if (level := best_by(sweep, name)) is not None},
         original_choice=_original_choice(verdicts),
@@ -185,11 +186,6 @@ def _as_good(levels: Sequence[Level], chosen: Level) -> list[Level]:
     before = list(itertools.takewhile(lambda level: is_as_good(level, chosen), reversed(levels[:index])))
     after = list(itertools.takewhile(lambda level: is_as_good(level, chosen), levels[index + 1 :]))
     return [*reversed(before), chosen, *after]
-
-
-def _range_of(levels: Sequence[Level]) -> Range:
-    exponents = [level.exponent for level in levels]
-    return Range(minimum=min(exponents), maximum=max(exponents))
 
 
 def _original_choice(verdicts: Sequence[Verdict]) -> Verdict | None:

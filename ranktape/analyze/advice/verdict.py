@@ -138,25 +138,17 @@ def keeps_nothing(levels: Sequence[Level]) -> bool:
 
 def verdict_of(level: Level) -> Verdict:
     """What a level puts beyond the limits, by its own counts or, of a legacy sweep, the original's."""
-    if isinstance(level, LegacyLevel):
-        return Verdict(
-            level=level,
-            overflow_count=level.original_overflow_count,
-            overflow_ratio=level.original_overflow_ratio,
-            underflow_count=level.original_underflow_count,
-            underflow_ratio=level.original_underflow_ratio,
-            flushed_count=level.original_flush_count,
-            flushed_ratio=level.original_flush_ratio,
-        )
-    return Verdict(
-        level=level,
-        overflow_count=level.overflow_count,
-        overflow_ratio=level.overflow_ratio,
-        underflow_count=level.underflow_count,
-        underflow_ratio=level.underflow_ratio,
-        flushed_count=level.flushed_count,
-        flushed_ratio=level.flushed_ratio,
-    )
+    is_legacy = isinstance(level, LegacyLevel)
+    names = {
+        "overflow": "original_overflow" if is_legacy else "overflow",
+        "underflow": "original_underflow" if is_legacy else "underflow",
+        "flushed": "original_flush" if is_legacy else "flushed",
+    }
+    counts = {f"{kind}_{what}": getattr(level, f"{name}_{what}") for kind, name in names.items() for what in _COUNTED}
+    return Verdict(level=level, **counts)
+
+
+_COUNTED = ("count", "ratio")
 
 
 def extremes(
@@ -173,7 +165,6 @@ def stretches(verdicts: Sequence[Verdict], *, severity: LossSeverity, but: Seque
 
     The levels of `but` belong to no run, and part those on their two sides.
     """
-    found = []
     spared = {id(level) for level in but}
     keys = [
         (verdict.overflow is severity, verdict.underflow is severity)
@@ -181,30 +172,27 @@ def stretches(verdicts: Sequence[Verdict], *, severity: LossSeverity, but: Seque
         else None
         for verdict in verdicts
     ]
+    found = []
     for key, run in itertools.groupby(zip(keys, verdicts, strict=True), key=lambda pair: pair[0]):
-        exponents = [verdict.level.exponent for _, verdict in run]
+        levels = [verdict.level for _, verdict in run]
         if key is not None:
-            overflows, underflows = key
             found.append(
-                Stretch(
-                    exponents=Range(minimum=min(exponents), maximum=max(exponents)),
-                    num_levels=len(exponents),
-                    overflows=overflows,
-                    underflows=underflows,
-                )
+                Stretch(exponents=range_of(levels), num_levels=len(levels), overflows=key[0], underflows=key[1])
             )
     return tuple(found)
 
 
+def range_of(levels: Sequence[Level]) -> Range:
+    """From the lowest to the highest exponent of at least one level."""
+    exponents = [level.exponent for level in levels]
+    return Range(minimum=min(exponents), maximum=max(exponents))
+
+
 def clean_range(verdicts: Sequence[Verdict]) -> Range | None:
     """From the lowest to the highest exponent of the longest run of clean levels; None where there is none."""
-    runs = [
-        [verdict.level.exponent for verdict in run]
-        for is_clean, run in itertools.groupby(verdicts, key=lambda verdict: verdict.is_clean)
-        if is_clean
-    ]
+    runs = [list(run) for is_clean, run in itertools.groupby(verdicts, key=lambda one: one.is_clean) if is_clean]
     longest = max(runs, key=len, default=None)
-    return None if longest is None else Range(minimum=min(longest), maximum=max(longest))
+    return None if longest is None else range_of([verdict.level for verdict in longest])
 
 
 def position_of(levels: Sequence[Level], recommended: Level) -> Position:
@@ -349,37 +337,27 @@ def is_square_beyond(level: Level) -> bool:
 def stability_of(levels: Sequence[Level]) -> Stability:
     """How far the metrics move over at least one level; metrics may be infinite, and are never NaN."""
     return Stability(
-        mse=_spread([level.mse for level in levels], _variation_of_mse),
-        cosine=_spread([level.cosine for level in levels], _variation_of_cosine),
-        psnr=_spread([level.psnr for level in levels], _variation_of_psnr),
+        **{name: _spread([getattr(level, name) for level in levels], name) for name in ("mse", "cosine", "psnr")},
         is_mse_beyond=any(is_square_beyond(level) for level in levels),
     )
 
 
-def _spread(metrics: Sequence[float], variation: Callable[[float, float], Variation]) -> Spread:
+def _spread(metrics: Sequence[float], name: str) -> Spread:
     lowest, highest = min(metrics), max(metrics)
     finite = np.array([metric for metric in metrics if math.isfinite(metric)])
     # Divided by the largest first: squares of metrics near the ends of float64 are beyond it.
     largest = float(np.abs(finite).max(initial=0.0))
     deviation = largest * float(np.std(finite / largest)) if largest > 0 else 0.0
-    steady = lowest == highest
+    if lowest == highest:
+        return Spread(lowest=lowest, highest=highest, deviation=0.0, variation=Variation.STABLE)
     return Spread(
-        lowest=lowest,
-        highest=highest,
-        deviation=0.0 if steady else deviation,
-        variation=Variation.STABLE if steady else variation(lowest, highest),
+        lowest=lowest, highest=highest, deviation=deviation, variation=_variation(name, lowest, highest - lowest)
     )
 
 
-def _variation_of_mse(lowest: float, highest: float) -> Variation:
-    return Variation.STABLE if highest - lowest < 0.1 * lowest else Variation.VARIES
-
-
-def _variation_of_cosine(lowest: float, highest: float) -> Variation:
-    return Variation.STABLE if highest - lowest < 0.01 else Variation.VARIES  # noqa: PLR2004 - the legacy tool's limit
-
-
-def _variation_of_psnr(lowest: float, highest: float) -> Variation:
-    if highest - lowest > 20:  # noqa: PLR2004 - dB, the legacy tool's limit
-        return Variation.VARIES
-    return Variation.MODERATE if highest - lowest > 10 else Variation.STABLE  # noqa: PLR2004 - as above
+def _variation(name: str, lowest: float, width: float) -> Variation:
+    """What it means that a metric moves so far, by the legacy tool's limits."""
+    if name == "psnr":
+        varies, stable = 20, 10
+        return Variation.VARIES if width > varies else Variation.MODERATE if width > stable else Variation.STABLE
+    return Variation.STABLE if width < (0.1 * lowest if name == "mse" else 0.01) else Variation.VARIES

@@ -57,7 +57,7 @@ class LookOptions:
     """Which formats may hold the values."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LookAnswer:
     """What a look makes of a digest."""
 
@@ -69,13 +69,13 @@ class LookAnswer:
     """Of one digest; none where there is nothing to show."""
 
 
-def _column(name: str, kind: Kind, head: str = "", *, is_detail: bool = False) -> Column:
-    return Column(name=name, kind=kind, head=head, is_detail=is_detail)
-
-
-_COUNT = (_column("count", Kind.INTEGER), _column("ratio", Kind.RATIO, "of all in bins"))
-_EDGES = (_column("lower", Kind.FLOAT, "from"), _column("upper", Kind.FLOAT, "to"))
-_RELATIVE = _column("relative_density", Kind.FLOAT, "of the largest")
+def _columns(*texts: str) -> tuple[Column, ...]:
+    """One column for each text, `name kind head`; after a dot it is a detail."""
+    found = []
+    for text in texts:
+        name, kind, *head = text.removeprefix(".").split(" ", 2)
+        found.append(Column(name=name, kind=Kind(kind), head=" ".join(head), is_detail=text.startswith(".")))
+    return tuple(found)
 
 
 def _linear(digest: Digest, options: LookOptions) -> Rows:
@@ -92,30 +92,14 @@ def _normalised(digest: Digest, options: LookOptions) -> Rows:
     # In halves: the difference of two numbers may be beyond all of them.
     places = (bins.edges / 2 - numbers.minimum / 2) / (numbers.maximum / 2 - numbers.minimum / 2)
     density = bins.ratio() / np.diff(places)
-    return _zipped(
-        places[:-1],
-        places[1:],
-        bins.edges[:-1],
-        bins.edges[1:],
-        bins.counts,
-        bins.ratio(),
-        bins.density(),
-        density,
-        bins.relative_density(),
-    )
+    edges = (places[:-1], places[1:], bins.edges[:-1], bins.edges[1:])
+    return _zipped(*edges, bins.counts, bins.ratio(), bins.density(), density, bins.relative_density())
 
 
 def _log2(digest: Digest, options: LookOptions) -> Rows:
     bins: Bins = log2_bins(digest, options.per_octave)
-    return _zipped(
-        bins.edges[:-1],
-        bins.edges[1:],
-        bins.counts,
-        bins.num_negative,
-        bins.ratio(),
-        bins.density(),
-        bins.relative_density(),
-    )
+    counts = (bins.counts, bins.num_negative, bins.ratio())
+    return _zipped(bins.edges[:-1], bins.edges[1:], *counts, bins.density(), bins.relative_density())
 
 
 def _exponents(digest: Digest, options: LookOptions) -> Rows:
@@ -180,16 +164,8 @@ def _normal(digest: Digest, options: LookOptions) -> Rows:
     fit = fit_normal(digest, num_points=options.points)
     known = None if "complex" in digest.dtype else digest.statistics
     skewness, kurtosis = (None, None) if known is None else (known.skewness, known.kurtosis)
-    yield (
-        fit.num_values,
-        fit.mean,
-        fit.std,
-        skewness,
-        kurtosis,
-        fit.ks_distance,
-        fit.ks_p_value,
-        fit.qq_correlation,
-    )
+    moments = (fit.num_values, fit.mean, fit.std, skewness, kurtosis)
+    yield (*moments, fit.ks_distance, fit.ks_p_value, fit.qq_correlation)
 
 
 def _qq(digest: Digest, options: LookOptions) -> Rows:
@@ -201,93 +177,83 @@ def _zipped(*columns: NDArray[Any]) -> Rows:
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
+_EDGES = ("lower float from", "upper float to")
+_COUNT = ("count integer", "ratio ratio of all in bins")
+_RELATIVE = "relative_density float of the largest"
+
 ANSWERS: Mapping[Look, LookAnswer] = {
-    Look.LINEAR: LookAnswer(
-        title="histogram",
-        columns=(*_EDGES, *_COUNT, _column("density", Kind.FLOAT), _RELATIVE),
-        rows=_linear,
-    ),
+    Look.LINEAR: LookAnswer("histogram", _columns(*_EDGES, *_COUNT, "density float", _RELATIVE), _linear),
     Look.NORMALISED: LookAnswer(
-        title="histogram, normalised to [0, 1],",
-        columns=(
-            _column("normalised.lower", Kind.FLOAT, "from"),
-            _column("normalised.upper", Kind.FLOAT, "to"),
-            _column("lower", Kind.FLOAT, "value from"),
-            _column("upper", Kind.FLOAT, "value to"),
+        "histogram, normalised to [0, 1],",
+        _columns(
+            "normalised.lower float from",
+            "normalised.upper float to",
+            "lower float value from",
+            "upper float value to",
             *_COUNT,
-            _column("density", Kind.FLOAT, "raw density"),
-            _column("normalised.density", Kind.FLOAT, "density"),
+            "density float raw density",
+            "normalised.density float density",
             _RELATIVE,
         ),
-        rows=_normalised,
+        _normalised,
     ),
     Look.LOG2: LookAnswer(
-        title="histogram in octaves",
-        columns=(
-            *_EDGES,
-            _COUNT[0],
-            _column("negative", Kind.INTEGER, "of them negative"),
-            _COUNT[1],
+        "histogram in octaves",
+        (
+            *_columns(*_EDGES, _COUNT[0], "negative integer of them negative", _COUNT[1]),
             Column(name="density", kind=Kind.FLOAT, unit="per octave"),
-            _RELATIVE,
+            *_columns(_RELATIVE),
         ),
-        rows=_log2,
+        _log2,
     ),
     Look.EXPONENTS: LookAnswer(
-        title="powers of two",
-        columns=(
-            _column("exponent", Kind.INTEGER),
+        "powers of two",
+        _columns(
+            "exponent integer",
             *_EDGES,
             _COUNT[0],
-            _column("ratio", Kind.RATIO, "of all"),
-            _column("normal_in", Kind.LIST, "aligned: all bits in"),
-            _column("subnormal_in", Kind.LIST, "fewer bits in"),
-            _column("unscaled.normal_in", Kind.LIST, "without a scale: all bits in", is_detail=True),
+            "ratio ratio of all",
+            "normal_in list aligned: all bits in",
+            "subnormal_in list fewer bits in",
+            ".unscaled.normal_in list without a scale: all bits in",
         ),
-        rows=_exponents,
+        _exponents,
     ),
     Look.FORMATS: LookAnswer(
-        title="what formats hold",
-        columns=(
-            _column("format", Kind.TEXT),
-            _column("scale", Kind.TEXT),
-            _column("scale_exponent", Kind.INTEGER, "scale 2^"),
-            _column("highest_exponent", Kind.INTEGER, "holds up to 2^"),
-            _column("lowest_normal_exponent", Kind.INTEGER, "with all bits from 2^"),
-            _column("lowest_exponent", Kind.INTEGER, "from 2^"),
+        "what formats hold",
+        _columns(
+            "format text",
+            "scale text",
+            "scale_exponent integer scale 2^",
+            "highest_exponent integer holds up to 2^",
+            "lowest_normal_exponent integer with all bits from 2^",
+            "lowest_exponent integer from 2^",
             *(
-                column
+                text
                 for fate, head in _FATES.items()
-                for column in (
-                    _column(f"{fate}.count", Kind.INTEGER, f"{head} count", is_detail=True),
-                    _column(f"{fate}.ratio", Kind.RATIO, head),
-                )
+                for text in (f".{fate}.count integer {head} count", f"{fate}.ratio ratio {head}")
             ),
         ),
-        rows=_formats,
+        _formats,
     ),
     Look.NORMAL: LookAnswer(
-        title="normal fit",
-        columns=(
-            _column("finite", Kind.INTEGER),
-            _column("mean", Kind.FLOAT),
-            _column("std", Kind.FLOAT),
-            _column("skewness", Kind.FLOAT),
-            _column("kurtosis", Kind.FLOAT),
-            _column("ks_distance", Kind.FLOAT, "KS distance"),
-            _column("ks_p_value", Kind.FLOAT, "its p value"),
-            _column("qq_correlation", Kind.COSINE, "QQ correlation"),
+        "normal fit",
+        _columns(
+            "finite integer",
+            "mean float",
+            "std float",
+            "skewness float",
+            "kurtosis float",
+            "ks_distance float KS distance",
+            "ks_p_value float its p value",
+            "qq_correlation cosine QQ correlation",
         ),
-        rows=_normal,
+        _normal,
     ),
     Look.QQ: LookAnswer(
-        title="quantiles beside those of the normal fit",
-        columns=(
-            _column("probability", Kind.FLOAT),
-            _column("theoretical", Kind.FLOAT, "of the fit"),
-            _column("observed", Kind.FLOAT, "of the values"),
-        ),
-        rows=_qq,
+        "quantiles beside those of the normal fit",
+        _columns("probability float", "theoretical float of the fit", "observed float of the values"),
+        _qq,
     ),
 }
 """What each look shows."""
