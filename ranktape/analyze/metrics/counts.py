@@ -12,10 +12,10 @@ import numpy as np
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sweep_measure import Job, sweep_records
-from ranktape.analyze.engine.values import View, pick, read_numbers, viewed_dtype
+from ranktape.analyze.engine.values import View, pick, read_numbers, read_values, viewed_dtype
 from ranktape.analyze.metrics.target import Target, tells_apart
 from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
-from ranktape.analyze.numerics.histograms.histogram import Histogram, Tallies, scan, scan_histogram
+from ranktape.analyze.numerics.histograms.histogram import Histogram, Limits, Tallies, scan, scan_histogram
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
 from ranktape.errors import RanktapeError
@@ -47,46 +47,50 @@ Counts = Mapping[str, "NDArray[np.float64]"]
 Row = dict[str, float]
 """The same of one record."""
 
-ENDS = ("minimum", "maximum", "largest_finite", "smallest_nonzero")
-"""The extremes in a payload."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsMeasure:
-    """Counts the values of a record against the limits of a format; `row_of_payload` reads the payload."""
+    """Counts the values of a record against the limits of a format."""
 
     target: Target
-    """The format, and the scale."""
+    """The format, and the scale, which is that of the whole tensor."""
     view: View
     """Which numbers are judged."""
+    per_sample: bool = False
+    """Whether each sample is counted for itself: a row of `SCANNED` for each, in place of one of `NAMES`."""
 
     @property
     def name(self) -> str:
         """What the cache knows it by."""
-        return f"limits_v{VERSION}_{self.target.name}_{self.target.scaling}_{self.view}"
+        start = "sample_limits" if self.per_sample else "limits"
+        return f"{start}_v{VERSION}_{self.target.name}_{self.target.scaling}_{self.view}"
 
     def __call__(self, record: Record) -> Payload:
         """The counts of one record, as an array."""
-        numbers = read_numbers(record, view=self.view)
-
-        def tallies(**ends: Any) -> Tallies:
-            limits = self.target.limits(**ends)
-            return (
-                scan_histogram(numbers, limits=limits)
-                if isinstance(numbers, Histogram)
-                else scan(numbers, limits=limits)
-            )
-
-        found = tallies()
+        numbers = read_values(record, view=self.view) if self.per_sample else read_numbers(record, view=self.view)
+        limits = self.target.limits()
         if self.target.scaling is Scaling.TENSOR:
-            found = tallies(largest=found.largest_finite)
-        row = row_of(found)
-        return {"row": np.array([row[name] for name in NAMES], dtype=np.float64)}
+            limits = self.target.limits(largest=_scanned(numbers, limits).largest_finite)
+        if not self.per_sample:
+            row = row_of(_scanned(numbers, limits))
+            return {"row": np.array([row[name] for name in NAMES], dtype=np.float64)}
+        assert not isinstance(numbers, Histogram), "values were read"
+        dim = record.sample_dim
+        found = scan(numbers if dim is not None else numbers[np.newaxis], limits=limits, sample_dim=dim or 0).per_sample
+        assert found is not None
+        return {"counts": np.array([found[kind] for kind in SCANNED], dtype=np.int64).T}
 
     def accepts(self, payload: Payload) -> bool:
         """Whether a payload is one that is made here; what lies in a cache may have been put there by anybody."""
+        if self.per_sample:
+            table = payload.get("counts")
+            return table is not None and table.shape[1:] == (len(SCANNED),) and table.dtype == np.int64
         row = payload.get("row")
         return row is not None and row.shape == (len(NAMES),) and row.dtype == np.float64
+
+
+def _scanned(numbers: NDArray[Any] | Histogram, limits: Limits) -> Tallies:
+    return scan_histogram(numbers, limits=limits) if isinstance(numbers, Histogram) else scan(numbers, limits=limits)
 
 
 def count_records(

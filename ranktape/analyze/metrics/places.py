@@ -13,12 +13,13 @@ import numpy as np
 from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sweep_measure import sweep_samples
-from ranktape.analyze.engine.values import View, pick, read_values, viewed_dtype
+from ranktape.analyze.engine.values import View, pick, viewed_dtype
 from ranktape.analyze.identity import SAMPLE, SampleName, sample_names
 from ranktape.analyze.metrics.counts import (
     EXTREMES,
     NAMES,
     Counts,
+    LimitsMeasure,
     Row,
     block_job,
     block_row,
@@ -28,7 +29,6 @@ from ranktape.analyze.metrics.counts import (
 )
 from ranktape.analyze.metrics.target import Target, sweepable
 from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
-from ranktape.analyze.numerics.histograms.histogram import scan
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.format.record_info import TALLY_KINDS, Keep
@@ -37,8 +37,7 @@ from ranktape.storage.query.columns import equal_rows
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.cache_object import Payload
-    from ranktape.storage import Record, Records
+    from ranktape.storage import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,14 +121,13 @@ def find_places(
             records.column(field)  # refuses what is no field before anything is read
     chosen, notes = _countable(records, targets)
     if per_sample or SAMPLE in by:
-        found = count_samples(chosen, targets, view=view, engine=engine)
-        num_without = len(chosen) - np.unique(found.owners).size
+        owners, samples, counts = count_samples(chosen, targets, view=view, engine=engine)
+        num_without = len(chosen) - np.unique(owners).size
         if num_without:
             notes.append(f"{num_without} of {len(chosen)} records have no samples, and are left out")
-        owners, samples, counts = found.owners, found.names, found.counts
     else:
-        counts = count_records(chosen, targets, view=view, engine=engine, on_record=on_record)
         owners, samples = np.arange(len(chosen)), None
+        counts = count_records(chosen, targets, view=view, engine=engine, on_record=on_record)
     pairs = zip(chosen.column("dtype").tolist(), chosen.column("compute_dtype").tolist(), strict=True)
     dtypes = [viewed_dtype(dtype=one, compute_dtype=two, view=view) for one, two in pairs]
     return Places(
@@ -154,58 +152,12 @@ def _countable(records: Records, targets: Sequence[Target]) -> tuple[Records, li
     return chosen, [f"{left_out} records of integers or bool left out: no blocks are made of them"] if left_out else []
 
 
-VERSION = 1
-"""Of the payload; one more whenever what is in it changes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampleCounts:
-    """The counts of all samples of a selection, one record after the other."""
-
-    owners: NDArray[np.int64]
-    """Of each sample where in the selection its record is."""
-    names: list[SampleName]
-    """What each is called."""
-    counts: list[Counts]
-    """For each target the counts of all samples."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleMeasure:
-    """Counts the samples of a record against the limits of a format."""
-
-    target: Target
-    """The format, and the scale, which is that of the whole tensor."""
-    view: View
-    """Which numbers are judged."""
-
-    @property
-    def name(self) -> str:
-        """What the cache knows it by."""
-        return f"sample_limits_v{VERSION}_{self.target.name}_{self.target.scaling}_{self.view}"
-
-    def __call__(self, record: Record) -> Payload:
-        """The counts of one record, a row for each sample."""
-        values = read_values(record, view=self.view)
-        limits = self.target.limits()
-        if self.target.scaling is Scaling.TENSOR:
-            limits = self.target.limits(largest=scan(values, limits=limits).largest_finite)
-        dim = record.sample_dim
-        found = scan(values if dim is not None else values[np.newaxis], limits=limits, sample_dim=dim or 0).per_sample
-        assert found is not None
-        return {"counts": np.array([found[kind] for kind in SCANNED], dtype=np.int64).T}
-
-    def accepts(self, payload: Payload) -> bool:
-        """Whether a payload is one that is made here; what lies in a cache may have been put there by anybody."""
-        table = payload.get("counts")
-        return table is not None and table.shape[1:] == (len(SCANNED),) and table.dtype == np.int64
-
-
 def count_samples(
     records: Records, targets: Sequence[Target], *, view: View, engine: Engine | None = None
-) -> SampleCounts:
+) -> tuple[NDArray[np.int64], list[SampleName], list[Counts]]:
     """What `count_records` says of records, for each sample of those whose samples can be told apart.
 
+    Where in the selection the record of each sample is, what it is called, and for each target the counts of all.
     Of extremes nothing is said. Against the limits of the dtype the catalogue answers, where it can.
 
     Raises:
@@ -230,11 +182,10 @@ def count_samples(
         rows = [list(_own_rows(with_samples, counts, view=view, engine=used))]
     owners = np.repeat(np.arange(len(records)), sizes)
     assert all(len(found) == owners.size for found in rows)
-    return SampleCounts(
-        owners=owners,
-        names=[name for found in names for name in found],
-        counts=[{name: np.array([row[name] for row in found], dtype=np.float64) for name in NAMES} for found in rows],
-    )
+    counted: list[Counts] = [
+        {name: np.array([row[name] for row in found], dtype=np.float64) for name in NAMES} for found in rows
+    ]
+    return owners, [name for found in names for name in found], counted
 
 
 def refuse_histograms(records: Records) -> None:
@@ -292,7 +243,7 @@ def _rows(records: Records, counts: Sequence[int], target: Target, *, view: View
     sizes = _sample_sizes(records, counts)
     if target.scaling is not Scaling.BLOCK:
         for payload, (_, num_elements) in zip(
-            engine.measure(records, SampleMeasure(target=target, view=view)), sizes, strict=True
+            engine.measure(records, LimitsMeasure(target=target, view=view, per_sample=True)), sizes, strict=True
         ):
             for row in payload["counts"].tolist():
                 yield _row(dict(zip(SCANNED, map(float, row), strict=True)), num_elements=num_elements)
