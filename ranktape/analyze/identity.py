@@ -74,7 +74,7 @@ def identity_fields(records: Records) -> tuple[str, ...]:
 
 def identity_columns(records: Records) -> tuple[Column, ...]:
     """The columns of a table with one row for each of the records."""
-    fields = tuple(_key_column(field, is_detail=field in _DETAILS) for field in IDENTITY)
+    fields = tuple(key_column(field, is_detail=field in _DETAILS) for field in IDENTITY)
     return (*fields, FILE_COLUMN) if are_files(records) else fields
 
 
@@ -86,7 +86,7 @@ def identity_rows(records: Records) -> list[tuple[Any, ...]]:
 def group_columns(by: Sequence[str]) -> tuple[Column, ...]:
     """The columns of a table with one row for each group, and how many records are in it."""
     fields = dict.fromkeys(by)  # as the keys of groups have them
-    return (*(_key_column(field, is_detail=False) for field in fields), Column(name="records", kind=Kind.INTEGER))
+    return (*(key_column(field, is_detail=False) for field in fields), Column(name="records", kind=Kind.INTEGER))
 
 
 def group_row(key: dict[str, Any], *, num_records: int) -> tuple[Any, ...]:
@@ -94,7 +94,8 @@ def group_row(key: dict[str, Any], *, num_records: int) -> tuple[Any, ...]:
     return (*(_value(value, field) for field, value in key.items()), num_records)
 
 
-def _key_column(field: str, *, is_detail: bool) -> Column:
+def key_column(field: str, *, is_detail: bool) -> Column:
+    """The column of a field that says which thing a row is about."""
     kind = Kind.INTEGER if field in NUMBER_FIELDS else Kind.LIST if field == "shape" else Kind.TEXT
     return Column(name=field, kind=kind, is_key=True, is_detail=is_detail)
 

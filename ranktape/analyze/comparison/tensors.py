@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -131,14 +131,9 @@ def compare_tensors(a: ComparedTensor, b: ComparedTensor, *, view: View = View.S
         DataError: bytes or parts are missing, or damaged.
         StorageError: the store cannot be read.
     """
-    if not is_comparable(a, b):
+    if not (a.has_values and b.has_values and a.shape == b.shape):
         return None
     return compare_parts(_parts(a, b, view=view), shape=a.shape, first_dim=a.sample_dim)
-
-
-def is_comparable(a: ComparedTensor, b: ComparedTensor) -> bool:
-    """Whether the tensors can be compared element by element."""
-    return a.has_values and b.has_values and a.shape == b.shape
 
 
 def _parts(a: ComparedTensor, b: ComparedTensor, *, view: View) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
@@ -197,20 +192,10 @@ class PairTasks(Sequence[tuple[ComparedPairOfTensors, ...]]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    @overload
-    def __getitem__(self, index: int) -> tuple[ComparedPairOfTensors, ...]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[tuple[ComparedPairOfTensors, ...]]: ...
-
-    def __getitem__(
-        self, index: int | slice
-    ) -> tuple[ComparedPairOfTensors, ...] | list[tuple[ComparedPairOfTensors, ...]]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"batch {index} of {len(self)}")
-        number = index % len(self)
+        number = range(len(self))[index]
         ends = [*self._starts[1:], len(self._matching.pairs)]
         places = range(self._starts[number], ends[number])
         pairs = [self._matching.pairs[place] for place in places]

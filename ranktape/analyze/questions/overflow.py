@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from ranktape.analyze.metrics.places import find_places
 from ranktape.analyze.metrics.target import Target, limit_cells, limit_columns, parse_targets
 from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MODERATE_RATIO, LossSeverity, severity_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
-from ranktape.analyze.table import Column, Kind, Table
+from ranktape.analyze.table import Column, Kind, Table, json_value
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -107,14 +106,14 @@ def overflow(
     if first:
         return overflow_begins(places, by=fields)
     if fields:
-        columns, rows = group_columns(fields), _group_rows(places, fields)
+        columns = group_columns(fields)
     else:
         sample = () if places.samples is None else (SAMPLE_COLUMN,)
-        columns, rows = (*identity_columns(places.records), *sample), _record_rows(places)
+        columns = (*identity_columns(places.records), *sample)
     table = Table(
         title=_title(targets, view=chosen),
         columns=(*columns, *_count_columns(targets)),
-        rows=tuple(rows),
+        rows=tuple(_rows(places, fields)),
         notes=places.notes,
         worst_first=worst_first,
     )
@@ -164,27 +163,22 @@ def _count_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
     )
 
 
-def _record_rows(places: Places) -> list[tuple[Any, ...]]:
+def _rows(places: Places, by: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """A row for each record, sample or group, and each target."""
+    if by:
+        for key, members in places.groups(by):
+            start = group_row(key, num_records=np.unique(places.owners[members]).size)
+            for target, counts in places.counted:
+                limits = limit_cells(places.limits_of(members.tolist(), target), target=target)
+                yield (*start, *limits, *_count_cells(places.together(counts, members), places.targets))
+        return
     identities = identity_rows(places.records)
-    rows = []
     for place, owner in enumerate(places.owners.tolist()):
         sample = () if places.samples is None else (str(places.samples[place]),)
         for target, counts in places.counted:
             numbers = {name: column[place] for name, column in counts.items()}
             limits = limit_cells(places.limits_of([place], target), target=target)
-            rows.append((*identities[owner], *sample, *limits, *_count_cells(numbers, places.targets)))
-    return rows
-
-
-def _group_rows(places: Places, by: Sequence[str]) -> list[tuple[Any, ...]]:
-    rows = []
-    for key, members in places.groups(by):
-        start = group_row(key, num_records=np.unique(places.owners[members]).size)
-        for target, counts in places.counted:
-            limits = limit_cells(places.limits_of(members.tolist(), target), target=target)
-            numbers = places.together(counts, members)
-            rows.append((*start, *limits, *_count_cells(numbers, places.targets)))
-    return rows
+            yield (*identities[owner], *sample, *limits, *_count_cells(numbers, places.targets))
 
 
 def _count_cells(numbers: Mapping[str, float], targets: Sequence[Target]) -> tuple[Any, ...]:
@@ -239,25 +233,14 @@ _ORDER = ("iteration", "attempt", "counter", "rank")
 """By which records come one after the other: ranks count for themselves what they record."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
-    """Something that begins."""
-
-    name: str
-    """The word for it."""
-    kind: str
-    """What is counted of it."""
-    above: float
-    """The part of all elements that has to be exceeded."""
-
-
-EVENTS = (
-    Beginning(name="nan", kind="nan", above=0.0),
-    Beginning(name="overflow", kind="total", above=0.0),
-    Beginning(name="underflow", kind="underflow", above=MODERATE_RATIO),
-    Beginning(name="flushed", kind="flushed", above=MODERATE_RATIO),
-)
-"""What is looked for; of underflow as much as the legacy tool warns of."""
+EVENTS = {
+    "nan": ("nan", 0.0),
+    "overflow": ("total", 0.0),
+    "underflow": ("underflow", MODERATE_RATIO),
+    "flushed": ("flushed", MODERATE_RATIO),
+}
+"""What may begin: what is counted of it, and the part of all elements that has to be exceeded; of underflow as much as
+the legacy tool warns of."""
 
 
 def overflow_begins(places: Places, *, by: Sequence[str]) -> Table:
@@ -276,10 +259,13 @@ def overflow_begins(places: Places, *, by: Sequence[str]) -> Table:
         start = group_row(key, num_records=np.unique(places.owners[members]).size) if by else ()
         for target, counts in places.counted:
             limits = limit_cells(places.limits_of(members.tolist(), target), target=target)
-            for event in _events(target):
-                ratios = counts[event.kind] / np.maximum(counts["elements"], 1)
-                found = ordered[ratios[ordered] > event.above]
-                rows.append((*start, event.name, *limits, *_cells(places, fields, ratios, found)))
+            for name, (kind, above) in EVENTS.items():
+                # Nothing is flushed that is stored already.
+                if target is None and name == "flushed":
+                    continue
+                ratios = counts[kind] / np.maximum(counts["elements"], 1)
+                found = ordered[ratios[ordered] > above]
+                rows.append((*start, name, *limits, *_cells(places, fields, ratios, found)))
     return Table(
         title="where it begins: the first iteration, in it the first record in execution order, the lowest rank",
         columns=(
@@ -291,11 +277,6 @@ def overflow_begins(places: Places, *, by: Sequence[str]) -> Table:
         rows=tuple(rows),
         notes=(*places.notes, f"underflow and flushed begin above {MODERATE_RATIO:.1%} of a record's elements"),
     )
-
-
-def _events(target: Target | None) -> tuple[Beginning, ...]:
-    """Nothing is flushed that is stored already."""
-    return EVENTS if target is not None else tuple(event for event in EVENTS if event.kind != "flushed")
 
 
 def _place_columns(places: Places) -> tuple[Column, ...]:
@@ -335,13 +316,9 @@ def _cells(
     ranks = np.unique(fields["rank"][found[alike]]).tolist()
     return (
         np.unique(places.owners[found]).size,
-        *(_plain(fields[name][first]) for name in names),
+        *(json_value(fields[name][first]) for name in names),
         *(() if places.samples is None else (str(places.samples[first]),)),
         float(ratios[first]),
         len(ranks),
         ranks,
     )
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value

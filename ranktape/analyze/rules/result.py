@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS
+from ranktape.analyze.identity import IDENTITY, key_column
 from ranktape.analyze.rules.rule import GateRule, Missing
 from ranktape.analyze.table import Column, Form, Kind, Table, write_table, write_text
 
@@ -93,8 +93,8 @@ class GateResult:
         """One row for each rule: whether it holds, and of how many records."""
         return Table(
             title=self.message if self.passed else "",
-            columns=_RULE_COLUMNS,
-            rows=tuple(_rule_row(outcome) for outcome in self.outcomes),
+            columns=tuple(column for column, _ in _RULE_COLUMNS),
+            rows=tuple(tuple(of(outcome) for _, of in _RULE_COLUMNS) for outcome in self.outcomes),
             notes=tuple(f"{outcome.rule.name}: {note}" for outcome in self.outcomes for note in outcome.notes),
         )
 
@@ -112,7 +112,7 @@ class GateResult:
                 Column(name="value", kind=Kind.FLOAT),
                 Column(name="limit", kind=Kind.TEXT),
                 Column(name="records", kind=Kind.INTEGER, is_detail=True),
-                *(_field_column(field, is_detail=has_records and field in _DETAILS) for field in fields),
+                *(key_column(field, is_detail=has_records and field in _DETAILS) for field in fields),
             ),
             rows=tuple(
                 (
@@ -161,38 +161,21 @@ class GateResult:
         write_text("\n".join(table.to_text(wide=output.wide) for table in tables), output=output.output)
 
 
-_RULE_COLUMNS = (
-    Column(name="outcome", kind=Kind.TEXT),
-    Column(name="rule", kind=Kind.TEXT),
-    Column(name="checked", kind=Kind.INTEGER),
-    Column(name="failed", kind=Kind.INTEGER),
-    Column(name="missing", kind=Kind.INTEGER),
-    Column(name="records", kind=Kind.INTEGER),
-    Column(name="severity", kind=Kind.TEXT),
-    Column(name="check", kind=Kind.TEXT, is_detail=True),
-    Column(name="where", kind=Kind.TEXT, is_detail=True),
-    Column(name="by", kind=Kind.LIST),
-    Column(name="format", kind=Kind.TEXT),
-    Column(name="scaling", kind=Kind.TEXT),
+_RULE_COLUMNS: tuple[tuple[Column, Callable[[RuleOutcome], Any]], ...] = (
+    (Column(name="outcome", kind=Kind.TEXT), lambda one: "passed" if one.holds else "failed"),
+    (Column(name="rule", kind=Kind.TEXT), lambda one: one.rule.name),
+    (Column(name="checked", kind=Kind.INTEGER), lambda one: one.num_checked),
+    (Column(name="failed", kind=Kind.INTEGER), lambda one: one.num_failed),
+    (Column(name="missing", kind=Kind.INTEGER), lambda one: one.num_missing),
+    (Column(name="records", kind=Kind.INTEGER), lambda one: one.num_records),
+    (Column(name="severity", kind=Kind.TEXT), lambda one: one.rule.severity.value),
+    (Column(name="check", kind=Kind.TEXT, is_detail=True), lambda one: one.rule.check),
+    (Column(name="where", kind=Kind.TEXT, is_detail=True), lambda one: one.rule.where),
+    (Column(name="by", kind=Kind.LIST), lambda one: list(one.rule.by) if one.rule.by else None),
+    (Column(name="format", kind=Kind.TEXT), lambda one: one.rule.format),
+    (Column(name="scaling", kind=Kind.TEXT), lambda one: one.rule.scaling),
 )
-
-
-def _rule_row(outcome: RuleOutcome) -> tuple[Any, ...]:
-    rule = outcome.rule
-    return (
-        "passed" if outcome.holds else "failed",
-        rule.name,
-        outcome.num_checked,
-        outcome.num_failed,
-        outcome.num_missing,
-        outcome.num_records,
-        rule.severity.value,
-        rule.check,
-        rule.where,
-        list(rule.by) if rule.by else None,
-        rule.format,
-        rule.scaling,
-    )
+"""What is said of each rule."""
 
 
 def _fields(failed: Sequence[RuleOutcome]) -> tuple[str, ...]:
@@ -200,8 +183,3 @@ def _fields(failed: Sequence[RuleOutcome]) -> tuple[str, ...]:
     used = dict.fromkeys(field for outcome in failed for one in outcome.offenders for field in one.identity)
     known = tuple(field for field in IDENTITY if field in used)
     return (*known, *(field for field in used if field not in known))
-
-
-def _field_column(field: str, *, is_detail: bool) -> Column:
-    kind = Kind.INTEGER if field in NUMBER_FIELDS else Kind.LIST if field == "shape" else Kind.TEXT
-    return Column(name=field, kind=kind, is_key=True, is_detail=is_detail)
