@@ -14,8 +14,7 @@ from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.distributions.occupancy import NARROW_FORMATS
 from ranktape.analyze.numerics.formats import FORMATS, round_to
-from ranktape.analyze.questions.distribution import distribution
-from ranktape.analyze.questions.looks import Look
+from ranktape.analyze.questions.distribution import Look, distribution
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
 from ranktape.storage import Records

@@ -17,8 +17,7 @@ from click.testing import CliRunner
 
 from ranktape.analyze import overflow, sweep
 from ranktape.analyze.cli import cli
-from ranktape.analyze.rules.condition import judge
-from ranktape.analyze.rules.gate import gate
+from ranktape.analyze.rules.gate import gate, judge
 from ranktape.analyze.rules.rule import (
     DEFAULT_RULES,
     GateRule,

@@ -7,23 +7,39 @@ none of those that were asked about before.
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_columns, group_row, with_stacks, words
 from ranktape.analyze.metrics.gather import group_digests, group_records
-from ranktape.analyze.numerics.distributions.occupancy import NARROW_FORMATS
+from ranktape.analyze.numerics.digests.digest import finite
+from ranktape.analyze.numerics.distributions.bins import Bins, linear_bins, log2_bins
+from ranktape.analyze.numerics.distributions.normal_fit import fit_normal
+from ranktape.analyze.numerics.distributions.occupancy import (
+    NARROW_FORMATS,
+    HeldRange,
+    Occupancy,
+    aligned_exponent,
+    held_by,
+    occupancy,
+)
 from ranktape.analyze.numerics.formats import Coding, parse_format
-from ranktape.analyze.questions.looks import ANSWERS, Look, LookOptions
 from ranktape.analyze.questions.stats import how_seen
-from ranktape.analyze.table import Column, Table
+from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.numerics.digests.digest import Digest
     from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Records
 
@@ -32,6 +48,26 @@ MAX_BINS = 1 << 16
 
 MAX_PER_OCTAVE = 256
 """Bins that an octave may have: twice as many as bfloat16 has values there."""
+
+
+class Look(enum.StrEnum):
+    """What is shown of a distribution: the choices of `--kind`."""
+
+    LINEAR = "linear"
+    """Bins of equal width."""
+    NORMALISED = "normalised"
+    """Bins of equal width of (x - minimum) / (maximum - minimum), which is from 0 to 1."""
+    LOG2 = "log2"
+    """Magnitudes in octaves, or in equal parts of octaves."""
+    EXPONENTS = "exponents"
+    """How many values each power of two has, and which formats hold them."""
+    FORMATS = "formats"
+    """What each format does to the values, without a scale and with the largest value aligned."""
+    NORMAL = "normal"
+    """The normal distribution of the same mean and standard deviation, and how far it is."""
+    QQ = "qq"
+    """Quantiles beside those of that normal distribution."""
+
 
 _OWNERS = {
     "bins": (Look.LINEAR, Look.NORMALISED),
@@ -76,7 +112,9 @@ def distribution(
         UnknownFieldError: `by` names no field of a record.
         UsageError: there is no such kind or format, or a number is out of its range.
     """
-    look = _checked_kind(kind)
+    if kind not in list(Look):
+        raise UsageError(f"kind {str(kind)!r} is not known: use one of {', '.join(Look)}")
+    look = Look(kind)
     options = _options(look, bins=bins, per_octave=per_octave, points=points, formats=words(format))
     answer, seen = ANSWERS[look], view or View.COMPUTE
     known = records.select(keep=[Keep.VALUES.value, Keep.HISTOGRAM.value])
@@ -84,6 +122,7 @@ def distribution(
         raise NoRecordsError("of no record values were kept, nor how often each occurs: statistics say nothing of bins")
     fields = with_stacks(by, known)
     groups = group_records(known, by=fields)
+    *keys, count = group_columns(fields)
     tables: list[list[tuple[Any, ...]]] = [[] for _ in groups.keys]
     counts, is_exact, is_complex = Counter[str](), True, False
     for number, digest in group_digests(known, groups, view=seen, engine=engine):
@@ -93,7 +132,7 @@ def distribution(
         is_exact, is_complex = is_exact and digest.is_exact, is_complex or "complex" in digest.dtype
     return Table(
         title=f"{answer.title} of the values, {how_seen(seen)}",
-        columns=(*_head_columns(fields), *answer.columns),
+        columns=(*keys, replace(count, is_key=True), *answer.columns),
         rows=tuple(row for rows in tables for row in rows),
         notes=tuple(_notes(counts, num_without=len(records) - len(known), is_exact=is_exact, is_complex=is_complex)),
         is_whole=True,
@@ -116,12 +155,6 @@ def _options(
     )
 
 
-def _checked_kind(kind: Look | str) -> Look:
-    if kind not in list(Look):
-        raise UsageError(f"kind {str(kind)!r} is not known: use one of {', '.join(Look)}")
-    return Look(kind)
-
-
 def _checked(name: str, number: int, *, most: int) -> int:
     if not 1 <= number <= most:
         raise UsageError(f"{name}={number} is not allowed: give a number from 1 to {most}")
@@ -136,11 +169,6 @@ def _holder(name: str) -> Format:
     return row
 
 
-def _head_columns(by: Sequence[str]) -> tuple[Column, ...]:
-    *keys, count = group_columns(by)
-    return (*keys, Column(name=count.name, kind=count.kind, is_key=True))
-
-
 def _notes(counts: Mapping[str, int], *, num_without: int, is_exact: bool, is_complex: bool) -> Iterator[str]:
     yield f"{counts['nan']} NaN and {counts['inf']} Inf are in no bin; {counts['zero']} values are zero"
     if num_without:
@@ -149,3 +177,222 @@ def _notes(counts: Mapping[str, int], *, num_without: int, is_exact: bool, is_co
         yield "many values of more than 16 bits: below any number is 2^-10 of them more, or less, at most"
     if is_complex:
         yield "of complex values the larger part of each is counted"
+
+
+Rows = Iterator[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookOptions:
+    """What can be said about a look."""
+
+    bins: int
+    """Bins of equal width, at most."""
+    per_octave: int
+    """Bins in each octave."""
+    points: int
+    """Quantiles."""
+    formats: tuple[Format, ...]
+    """Which formats may hold the values."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookAnswer:
+    """What a look makes of a digest."""
+
+    title: str
+    """What it shows."""
+    columns: tuple[Column, ...]
+    """Of its table."""
+    rows: Callable[[Digest, LookOptions], Rows]
+    """Of one digest; none where there is nothing to show."""
+
+
+def _columns(*texts: str) -> tuple[Column, ...]:
+    """One column for each text, `name kind head`; after a dot it is a detail."""
+    found = []
+    for text in texts:
+        name, kind, *head = text.removeprefix(".").split(" ", 2)
+        found.append(Column(name=name, kind=Kind(kind), head=" ".join(head), is_detail=text.startswith(".")))
+    return tuple(found)
+
+
+def _linear(digest: Digest, options: LookOptions) -> Rows:
+    bins = linear_bins(digest, options.bins)
+    return _zipped(bins.edges[:-1], bins.edges[1:], bins.counts, bins.ratio(), bins.density(), bins.relative_density())
+
+
+def _normalised(digest: Digest, options: LookOptions) -> Rows:
+    numbers = finite(digest)
+    # NaN, where there is no value, is equal to nothing.
+    if not numbers.minimum < numbers.maximum:
+        return iter(())
+    bins = linear_bins(digest, options.bins)
+    # In halves: the difference of two numbers may be beyond all of them.
+    places = (bins.edges / 2 - numbers.minimum / 2) / (numbers.maximum / 2 - numbers.minimum / 2)
+    density = bins.ratio() / np.diff(places)
+    edges = (places[:-1], places[1:], bins.edges[:-1], bins.edges[1:])
+    return _zipped(*edges, bins.counts, bins.ratio(), bins.density(), density, bins.relative_density())
+
+
+def _log2(digest: Digest, options: LookOptions) -> Rows:
+    bins: Bins = log2_bins(digest, options.per_octave)
+    counts = (bins.counts, bins.num_negative, bins.ratio())
+    return _zipped(bins.edges[:-1], bins.edges[1:], *counts, bins.density(), bins.relative_density())
+
+
+def _exponents(digest: Digest, options: LookOptions) -> Rows:
+    occupied = occupancy(digest)
+    aligned = [_aligned(occupied, row) for row in options.formats]
+    unscaled = [held_by(occupied, row) for row in options.formats]
+    total = max(1, occupied.num_elements)
+    for exponent, count in zip(occupied.exponents.tolist(), occupied.counts.tolist(), strict=True):
+        if not count:
+            continue
+        lower, upper = np.ldexp(1.0, exponent), np.ldexp(1.0, exponent + 1) if exponent < _TOP else np.inf
+        held = (_with_all_bits(exponent, aligned), _with_fewer(exponent, aligned), _with_all_bits(exponent, unscaled))
+        yield (exponent, float(lower), float(upper), count, count / total, *held)
+
+
+_TOP = 1023
+"""The exponent of the largest float64."""
+
+
+def _aligned(occupied: Occupancy, row: Format) -> HeldRange:
+    return held_by(occupied, row, aligned_exponent(occupied, row) or 0)
+
+
+def _with_all_bits(exponent: int, held: list[HeldRange]) -> list[str]:
+    return [one.format for one in held if one.lowest_normal_exponent <= exponent <= one.highest_exponent]
+
+
+def _with_fewer(exponent: int, held: list[HeldRange]) -> list[str]:
+    return [one.format for one in held if one.lowest_exponent <= exponent < one.lowest_normal_exponent]
+
+
+def _formats(digest: Digest, options: LookOptions) -> Rows:
+    occupied = occupancy(digest)
+    for row in options.formats:
+        yield (row.name, "none", *_held_cells(held_by(occupied, row)))
+        exponent = aligned_exponent(occupied, row)
+        if exponent is not None:
+            yield (row.name, "aligned", *_held_cells(held_by(occupied, row, exponent)))
+
+
+def _held_cells(held: HeldRange) -> tuple[Any, ...]:
+    total = max(1, held.num_elements)
+    counts = [getattr(held, kind) for kind in _FATES]
+    cells = [cell for count in counts for cell in (count, count / total)]
+    ends = (held.scale_exponent, held.highest_exponent, held.lowest_normal_exponent, held.lowest_exponent)
+    return (*ends, *cells)
+
+
+_FATES = {
+    "above": "above",
+    "normal": "with all bits",
+    "subnormal": "with fewer",
+    "flushed": "flushed",
+    "zero": "zero",
+    "nan": "NaN",
+    "inf": "Inf",
+}
+"""What becomes of a value, and what text writes above it."""
+
+
+def _normal(digest: Digest, options: LookOptions) -> Rows:
+    fit = fit_normal(digest, num_points=options.points)
+    known = None if "complex" in digest.dtype else digest.statistics
+    skewness, kurtosis = (None, None) if known is None else (known.skewness, known.kurtosis)
+    moments = (fit.num_values, fit.mean, fit.std, skewness, kurtosis)
+    yield (*moments, fit.ks_distance, fit.ks_p_value, fit.qq_correlation)
+
+
+def _qq(digest: Digest, options: LookOptions) -> Rows:
+    fit = fit_normal(digest, num_points=options.points)
+    return _zipped(fit.probabilities, fit.theoretical, fit.observed)
+
+
+def _zipped(*columns: NDArray[Any]) -> Rows:
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+_EDGES = ("lower float from", "upper float to")
+_COUNT = ("count integer", "ratio ratio of all in bins")
+_RELATIVE = "relative_density float of the largest"
+
+ANSWERS: Mapping[Look, LookAnswer] = {
+    Look.LINEAR: LookAnswer("histogram", _columns(*_EDGES, *_COUNT, "density float", _RELATIVE), _linear),
+    Look.NORMALISED: LookAnswer(
+        "histogram, normalised to [0, 1],",
+        _columns(
+            "normalised.lower float from",
+            "normalised.upper float to",
+            "lower float value from",
+            "upper float value to",
+            *_COUNT,
+            "density float raw density",
+            "normalised.density float density",
+            _RELATIVE,
+        ),
+        _normalised,
+    ),
+    Look.LOG2: LookAnswer(
+        "histogram in octaves",
+        (
+            *_columns(*_EDGES, _COUNT[0], "negative integer of them negative", _COUNT[1]),
+            Column(name="density", kind=Kind.FLOAT, unit="per octave"),
+            *_columns(_RELATIVE),
+        ),
+        _log2,
+    ),
+    Look.EXPONENTS: LookAnswer(
+        "powers of two",
+        _columns(
+            "exponent integer",
+            *_EDGES,
+            _COUNT[0],
+            "ratio ratio of all",
+            "normal_in list aligned: all bits in",
+            "subnormal_in list fewer bits in",
+            ".unscaled.normal_in list without a scale: all bits in",
+        ),
+        _exponents,
+    ),
+    Look.FORMATS: LookAnswer(
+        "what formats hold",
+        _columns(
+            "format text",
+            "scale text",
+            "scale_exponent integer scale 2^",
+            "highest_exponent integer holds up to 2^",
+            "lowest_normal_exponent integer with all bits from 2^",
+            "lowest_exponent integer from 2^",
+            *(
+                text
+                for fate, head in _FATES.items()
+                for text in (f".{fate}.count integer {head} count", f"{fate}.ratio ratio {head}")
+            ),
+        ),
+        _formats,
+    ),
+    Look.NORMAL: LookAnswer(
+        "normal fit",
+        _columns(
+            "finite integer",
+            "mean float",
+            "std float",
+            "skewness float",
+            "kurtosis float",
+            "ks_distance float KS distance",
+            "ks_p_value float its p value",
+            "qq_correlation cosine QQ correlation",
+        ),
+        _normal,
+    ),
+    Look.QQ: LookAnswer(
+        "quantiles beside those of the normal fit",
+        _columns("probability float", "theoretical float of the fit", "observed float of the values"),
+        _qq,
+    ),
+}
+"""What each look shows."""
