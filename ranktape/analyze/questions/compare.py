@@ -87,15 +87,10 @@ def compare(
         is_same_tensor=pairing.is_same_tensor,
     )
     matching = _match(records, other, pairing, allow_unmatched=allow_unmatched)
-    table = PairTable(matching, judge, by=by)
+    rows = _PairRows(matching, judge, by=by)
     pairs = _compared(matching, noise, judge, view=view, with_distances=distances, engine=engine or Engine())
     pairs.sort(key=lambda one: one.order if in_order else (-one.badness, one.order))
-    return Table(
-        title=_title(pairs, table, judge),
-        columns=table.columns(),
-        rows=tuple(table.rows(pairs)),
-        notes=tuple(_notes(matching, pairs, judge)),
-    )
+    return rows.table(pairs)
 
 
 def compare_map(
@@ -188,31 +183,6 @@ def _twins(matching: Matching, noise: Records) -> list[tuple[int, ...] | None]:
     return twins
 
 
-def _title(pairs: Sequence[ComparedPair], table: PairTable, judge: Judge) -> str:
-    num_differing = sum(pair.differs for pair in pairs)
-    counted = f"{len(pairs)} pairs compared, {num_differing} differ"
-    if not judge.is_same_tensor:
-        return counted
-    diverging = [pair for pair in pairs if pair.diverges]
-    if not diverging:
-        return f"no divergence: {counted}" + (", none by more than is tolerated" if num_differing else "")
-    first = min(diverging, key=lambda pair: pair.order)
-    return f"first divergence: {table.place(first)} ({counted}, {len(diverging)} diverge)"
-
-
-def _notes(matching: Matching, pairs: Sequence[ComparedPair], judge: Judge) -> Iterator[str]:
-    yield from map(printable, matching.unmatched())
-    alone = sum(pair.differences is None for pair in pairs)
-    if alone:
-        yield f"{alone} pairs are compared by their distributions alone: shapes differ, or values were not kept"
-    copies = sum(pair.a.has_differing_copies or pair.b.has_differing_copies for pair in pairs)
-    if copies:
-        yield f"in {copies} pairs ranks that should hold the same recorded other bits: see 'ranktape analyze outliers'"
-    unknown = sum(pair.diverges is None for pair in pairs) if judge.is_same_tensor else 0
-    if unknown:
-        yield f"of {unknown} pairs it is not known whether they diverge: no noise floor, no {judge.metric}"
-
-
 SUMMARISED = ("relative_norm", "sqnr", "max_abs", "max_rel", "cosine", "jensen_shannon")
 """The metrics of which groups have the worst and the median."""
 
@@ -221,8 +191,8 @@ _AGAINST = tuple(field for field in IDENTITY if field not in {"rank", "compute_d
 _ANSWERS = {True: "yes", False: "no", None: None}
 
 
-class PairTable:
-    """Makes the rows of pairs and of groups."""
+class _PairRows:
+    """Makes the table of compared pairs: one row for each pair, or for each group of them."""
 
     def __init__(self, matching: Matching, judge: Judge, *, by: Sequence[str]) -> None:
         """Take the sides; with `by` rows are of groups.
@@ -230,7 +200,7 @@ class PairTable:
         Raises:
             UnknownFieldError: `by` names no field.
         """
-        self._judge = judge
+        self._matching, self._judge = matching, judge
         self._by = with_stacks(by, matching.a)
         self._keys = list(zip(*(matching.a.column(field).tolist() for field in self._by), strict=True))
         self._sides = (matching.a, matching.b)
@@ -238,12 +208,41 @@ class PairTable:
         self._identities = [identity_rows(records) for records in self._sides]
         self._ranks = [records.column("rank").tolist() for records in self._sides]
 
-    def columns(self) -> tuple[Column, ...]:
-        """The columns."""
-        return self._group_columns() if self._by else self._pair_columns()
+    def table(self, pairs: Sequence[ComparedPair]) -> Table:
+        """The table, in the order of the pairs."""
+        return Table(
+            title=self._title(pairs),
+            columns=self._group_columns() if self._by else self._pair_columns(),
+            rows=tuple(self._rows(pairs)),
+            notes=tuple(self._notes(pairs)),
+        )
 
-    def rows(self, pairs: Sequence[ComparedPair]) -> Iterator[tuple[Any, ...]]:
-        """One row for each pair or group of them, in their order."""
+    def _title(self, pairs: Sequence[ComparedPair]) -> str:
+        num_differing = sum(pair.differs for pair in pairs)
+        counted = f"{len(pairs)} pairs compared, {num_differing} differ"
+        if not self._judge.is_same_tensor:
+            return counted
+        diverging = [pair for pair in pairs if pair.diverges]
+        if not diverging:
+            return f"no divergence: {counted}" + (", none by more than is tolerated" if num_differing else "")
+        first = min(diverging, key=lambda pair: pair.order)
+        return f"first divergence: {self._place(first)} ({counted}, {len(diverging)} diverge)"
+
+    def _notes(self, pairs: Sequence[ComparedPair]) -> Iterator[str]:
+        yield from map(printable, self._matching.unmatched())
+        alone = sum(pair.differences is None for pair in pairs)
+        if alone:
+            yield f"{alone} pairs are compared by their distributions alone: shapes differ, or values were not kept"
+        copies = sum(pair.a.has_differing_copies or pair.b.has_differing_copies for pair in pairs)
+        if copies:
+            others = "ranks that should hold the same recorded other bits: see 'ranktape analyze outliers'"
+            yield f"in {copies} pairs {others}"
+        unknown = sum(pair.diverges is None for pair in pairs) if self._judge.is_same_tensor else 0
+        if unknown:
+            why = f"no noise floor, no {self._judge.metric}"
+            yield f"of {unknown} pairs it is not known whether they diverge: {why}"
+
+    def _rows(self, pairs: Sequence[ComparedPair]) -> Iterator[tuple[Any, ...]]:
         if not self._by:
             yield from map(self._pair_row, pairs)
             return
@@ -301,7 +300,7 @@ class PairTable:
         counts = (Column(name=name, kind=Kind.INTEGER) for name in ("pairs", "differing", "diverging"))
         return (*group_columns(self._by)[:-1], *counts, *summaries)
 
-    def place(self, pair: ComparedPair) -> str:
+    def _place(self, pair: ComparedPair) -> str:
         """Where a pair is, and how large its difference is, in one line."""
         mine = self._identity(0, pair)
         is_mixed = len(set(self._sides[0].column("quant_type").tolist())) > 1
