@@ -12,7 +12,6 @@ from ranktape.analyze.numerics.formats import FORMATS, Format, Rounding, round_t
 from ranktape.analyze.numerics.formats.kernels import (
     check_values,
     mix,
-    state_of,
 )
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
@@ -201,20 +200,6 @@ def test_uniform_numbers_are_those_of_their_definition(seed: int) -> None:
         (splitmix64((state + (index + 1) * golden) % (1 << 64)) >> 11) * 2.0**-53 for index in range(start, start + 300)
     ]
     assert uniforms(seed, start=start, size=300).tolist() == expected
-
-
-def test_uniform_numbers_are_those_of_torch() -> None:
-    """The definition in int64 operations that any device has."""
-    import torch
-
-    def mixed(state: torch.Tensor) -> torch.Tensor:
-        state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * (0xBF58476D1CE4E5B9 - (1 << 64))
-        state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * (0x94D049BB133111EB - (1 << 64))
-        return state ^ ((state >> 31) & 0x1FFFFFFFF)
-
-    counters = (torch.arange(10_000) + 1) * (0x9E3779B97F4A7C15 - (1 << 64)) + state_of(SEED)
-    found = ((mixed(counters) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
-    assert np.array_equal(found.numpy(), uniforms(SEED, start=0, size=10_000))
 
 
 def test_uniform_numbers_are_even_and_unrelated() -> None:

@@ -186,7 +186,7 @@ class Format:
         """The smallest exponent of a scale with which `largest`, finite and above 0, does not exceed `maximum`.
 
         Block formats choose theirs so, but for one thing: those of OCP MX 1.0 compare exponents alone, and may let the
-        largest value be saturated. (So does the text that the older tool came with.)
+        largest value be saturated.
         """
         mantissa, exponent = math.frexp(largest)
         limit_mantissa, limit_exponent = math.frexp(self.maximum)
