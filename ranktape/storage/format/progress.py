@@ -113,7 +113,7 @@ def read_progress(backend: Backend, attempt: Attempt, *, known: Progress | None 
         opened=frozenset(opened),
         marks=marks,
         complete=committed - dropped,
-        closed=frozenset(one.rank for one in closed if one is not None),
+        closed=frozenset(one.rank for one in closed if one is not None and one.rank >= 0),
         dropped=dropped,
     )
 
