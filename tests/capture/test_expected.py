@@ -75,8 +75,8 @@ def test_a_module_that_was_not_called_is_one_line(tmp_path: Path) -> None:
     for iteration, num_missing in ((0, 5), (1, 10)):
         # The marker of the rank says what its commit does, from which it can be restored.
         marker, commit = (read(backend, attempt.path, 0, iteration) for read in (read_commit, read_whole_commit))
-        assert marker.counts() == commit.counts()
-        assert marker.counts()["num_missing"] == num_missing
+        assert marker.counts == commit.counts
+        assert marker.counts["num_missing"] == num_missing
 
 
 class Tangle(nn.Module):

@@ -18,7 +18,7 @@ from ranktape.storage.format.catalogue import (
 )
 from ranktape.storage.format.record_info import FIELDS, RecordInfo
 from ranktape.storage.query.columns import StringColumn
-from ranktape.storage.records.rows import Row, read_rows
+from ranktape.storage.records.rows import read_rows
 from tests.strategies import record_infos
 
 
@@ -34,7 +34,7 @@ def test_every_record_comes_back(infos: list[RecordInfo]) -> None:
     assert catalogue.num_rows == len(infos)
     rows = list(read_rows(catalogue, np.arange(len(infos)), place="test"))
     for row, info in enumerate(infos):
-        assert rows[row] == Row(info=info, site=f"s{row}", stack="x", index=row)
+        assert rows[row] == CatalogueEntry(info=info, site=f"s{row}", stack="x", index=row)
         assert catalogue.group_of(row) == f"a/rank_{info.rank:05d}/iter_{info.iteration:08d}"
 
 

@@ -122,11 +122,7 @@ class ColumnArchive:
 
 
 def _checked_members(members: Sequence[zipfile.ZipInfo], *, nbytes: int) -> dict[str, zipfile.ZipInfo]:
-    """The members of an archive of `nbytes` bytes by their names, if they are as we write them.
-
-    Raises:
-        ValueError: one is packed otherwise, or is there twice, or they unpack to more than they can.
-    """
+    """The members of an archive of `nbytes` bytes by their names, if they are as we write them."""
     for member in members:
         if member.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED} or member.flag_bits & _REFUSED_FLAGS:
             raise ValueError(f"{member.filename!r:.60} is encrypted, or packed in another way")
@@ -154,11 +150,7 @@ def _parse_header(header: bytes) -> tuple[int, np.dtype[Any]]:
 
 
 def _parse_table(data: bytes, *, max_texts: int) -> list[str]:
-    """The texts in a JSON list; what has more of them than rows, or holds anything else, is not read to its end.
-
-    Raises:
-        ValueError: it is not such a list.
-    """
+    """The texts in a JSON list; what has more of them than rows, or holds anything else, is not read to its end."""
     text = data.decode()
     table: list[str] = []
     position = 1

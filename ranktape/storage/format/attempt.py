@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -70,12 +71,7 @@ class Attempt:
     def to_json(self) -> dict[str, Any]:
         """A dictionary for the attempt's document."""
         return {
-            "launch": {
-                "launch_id": self.launch.launch_id,
-                "restart": self.launch.restart,
-                "world_size": self.launch.world_size,
-                "first_rank": self.launch.first_rank,
-            },
+            "launch": dataclasses.asdict(self.launch),
             "min_iterations": self.min_iterations,
             "completed": list(self.completed),
             "adds": self.adds,
@@ -97,7 +93,6 @@ def read_attempt(backend: Backend, path: str) -> Attempt | None:
     Raises:
         DataError: the document is not what was written.
         RunFormatError: it says what no attempt does.
-        StorageError: the store cannot be read.
     """
     number = layout.parse_attempt(path)
     if number is None:
@@ -164,7 +159,6 @@ def read_run(backend: Backend) -> bytes | None:
 
     Raises:
         RunFormatError: it is larger than it can be.
-        StorageError: the store cannot be read.
     """
     return read_document(backend, "")
 
@@ -236,7 +230,6 @@ def read_plan(backend: Backend, *, attempt: Attempt) -> IterationPlan | None:
     Raises:
         DataError: its document is not what was written.
         RunFormatError: it says what no plan does.
-        StorageError: the store cannot be read.
     """
     fields = read_fields(backend, layout.plan_path(attempt.path))
     if fields is None:

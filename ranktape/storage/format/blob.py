@@ -35,11 +35,7 @@ def blob_key(path: str) -> str:
 
 
 def write_blob(backend: Backend, path: str, data: bytes, *, attributes: Mapping[str, Any]) -> bytes:
-    """Write bytes, and after them their document, which is returned as it was written.
-
-    Raises:
-        StorageError: the store cannot be written.
-    """
+    """Write bytes, and after them their document, which is returned as it was written."""
     key = document_key(path)
     encoded = encode_document(blob_document(data, attributes=attributes), key=key)
     backend.put(blob_key(path), blob_parts(data))
@@ -78,7 +74,6 @@ def open_blob(backend: Backend, path: str) -> IO[bytes]:
 
     Raises:
         DataError: they are missing, or (where they are read as a whole) not what was written.
-        StorageError: the store cannot be read.
     """
     key = blob_key(path)
     place = f"{backend.url}/{key}"

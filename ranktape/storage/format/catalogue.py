@@ -156,7 +156,6 @@ class Catalogue:
 
         Raises:
             RunFormatError: it is not a catalogue.
-            StorageError: the store cannot be read.
         """
         self._place = place
         self._attempt = attempt
@@ -186,7 +185,6 @@ class Catalogue:
 
         Raises:
             RunFormatError: it is missing or damaged.
-            StorageError: the store cannot be read.
         """
         if name not in self._columns:
             self._columns[name] = self.load(name)

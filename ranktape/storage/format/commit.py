@@ -62,16 +62,8 @@ class RankCommit:
     """The tensors that were expected and not recorded, each with the reason."""
     checksum: str | None
     """Of the commit's document; None where it has none."""
-    num_expected: int | None = None
-    """Tensors that were expected; None where the commit does not say."""
-    num_missing: int | None = None
-    """Those of them that were not recorded."""
-
-    def counts(self) -> dict[str, int]:
-        """What it says of expected tensors; empty where it says nothing."""
-        if self.num_expected is None or self.num_missing is None:
-            return {}
-        return {"num_expected": self.num_expected, "num_missing": self.num_missing}
+    counts: dict[str, int]
+    """`num_expected` tensors, and `num_missing` of them that were not recorded; empty where it says nothing."""
 
 
 def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
@@ -117,8 +109,14 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     backend.flush()
 
 
+def _counts(fields: Fields) -> dict[str, int]:
+    counts = {name: fields.count(name) for name in ("num_expected", "num_missing")}
+    known = {name: count for name, count in counts.items() if count is not None}
+    return known if len(known) == len(counts) else {}
+
+
 def _total_counts(commits: list[RankCommit]) -> dict[str, int]:
-    counts = [commit.counts() for commit in commits]
+    counts = [commit.counts for commit in commits]
     return {name: sum(one[name] for one in counts) for name in counts[0]} if all(counts) else {}
 
 
@@ -133,7 +131,6 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
     Raises:
         DataError: there is no commit, or it does not hold as many records as it says.
         RunFormatError: its marker or its catalogue says what none does.
-        StorageError: the store cannot be read.
     """
     group = layout.rank_iteration_path(attempt, rank, iteration)
     path = layout.marker_path(attempt, iteration, rank, Mark.COMMITTED)
@@ -158,8 +155,7 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
         nbytes=fields.integer("nbytes"),
         silent_sites=fields.texts("silent_sites"),
         checksum=fields.text("commit"),
-        num_expected=fields.count("num_expected"),
-        num_missing=fields.count("num_missing"),
+        counts=_counts(fields),
     )
 
 
@@ -185,7 +181,6 @@ def read_whole_commit(backend: Backend, attempt: str, rank: int, iteration: int)
 
     Raises:
         DataError: there is no commit, or it does not hold as many records as it says.
-        StorageError: the store cannot be read.
     """
     group = layout.rank_iteration_path(attempt, rank, iteration)
     key = layout.document_key(group)
@@ -219,8 +214,7 @@ def parse_commit(document: Mapping[str, Any], *, place: str, attempt: str) -> Ra
         nbytes=sum(columns["nbytes"].tolist()),
         silent_sites=fields.texts("silent_sites", default={}),
         checksum=fields.text(CHECKSUM_KEY, default="") or None,
-        num_expected=fields.count("num_expected"),
-        num_missing=fields.count("num_missing"),
+        counts=_counts(fields),
     )
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import numpy as np
@@ -48,24 +48,6 @@ _AT_ONCE_NBYTES = 4 << 20
 """Slices are fetched together up to this size: what is looked at next still is in the processor's cache."""
 
 _ASK = "see 'ranktape check'"
-
-
-class Objects(Protocol):
-    """What reading needs of a backend."""
-
-    url: str
-
-    def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
-        """The bytes of an object."""
-        ...
-
-    def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
-        """Some of them."""
-        ...
-
-    def size(self, key: str) -> int | None:
-        """How many there are."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +149,6 @@ def open_stored(backend: Backend, path: str) -> StoredArray:
     Raises:
         DataError: the document is missing, or not what was written.
         RunFormatError: it is not one of our arrays.
-        StorageError: the store cannot be read.
     """
     key = document_key(path)
     place = f"{backend.url}/{key}"
@@ -178,7 +159,7 @@ def open_stored(backend: Backend, path: str) -> StoredArray:
 
 
 def read_stored(
-    backend: Objects, stored: StoredArray, *, index: int | None = None, axis: int = 0
+    backend: Backend, stored: StoredArray, *, index: int | None = None, axis: int = 0
 ) -> np.ndarray[Any, Any]:
     """The values of an array; with `index` those at one place along an axis, without that axis.
 
@@ -186,7 +167,6 @@ def read_stored(
 
     Raises:
         DataError: bytes are missing, or not what was written.
-        StorageError: the store cannot be read.
     """
     if index is not None and axis == stored.cut_axis:
         return _read_one(backend, stored, index)
@@ -194,14 +174,13 @@ def read_stored(
     return values if index is None else np.ascontiguousarray(np.take(values, index, axis=axis))
 
 
-def read_slices(backend: Objects, stored: StoredArray) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+def read_slices(backend: Backend, stored: StoredArray) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
     """The values of an array that is cut, slice after slice, each without the axis; and the CRC-32C of its values.
 
     No more than one of them is in memory, or a few of small ones. They cannot be written to.
 
     Raises:
         DataError: bytes are missing, or not what was written.
-        StorageError: the store cannot be read.
     """
     assert stored.cut_axis is not None
     place = f"{backend.url}/{stored.key}"
@@ -225,7 +204,7 @@ def read_slices(backend: Objects, stored: StoredArray) -> Iterator[tuple[np.ndar
 
 
 def read_runs(
-    backend: Objects, stored: StoredArray, *, num_elements: int
+    backend: Backend, stored: StoredArray, *, num_elements: int
 ) -> Generator[np.ndarray[Any, Any], None, int]:
     """The values of an array in one chunk that is not packed, in runs of so many elements in C order.
 
@@ -233,7 +212,6 @@ def read_runs(
 
     Raises:
         DataError: bytes are missing, or, behind the last run, they are not what was written.
-        StorageError: the store cannot be read.
     """
     place = f"{backend.url}/{stored.key}"
     size, exact = backend.size(stored.key), stored.object_nbytes()
@@ -253,7 +231,7 @@ def read_runs(
     return int(crc)
 
 
-def _read_whole(backend: Objects, stored: StoredArray) -> np.ndarray[Any, Any]:
+def _read_whole(backend: Backend, stored: StoredArray) -> np.ndarray[Any, Any]:
     if not math.prod(stored.shape):
         return np.empty(stored.shape, dtype=stored.row.numpy_dtype)
     place = f"{backend.url}/{stored.key}"
@@ -276,7 +254,7 @@ def _read_whole(backend: Objects, stored: StoredArray) -> np.ndarray[Any, Any]:
     return np.stack(slices, axis=stored.cut_axis)
 
 
-def fetch_object(backend: Objects, key: str, nbytes: int) -> bytes | None:
+def fetch_object(backend: Backend, key: str, nbytes: int) -> bytes | None:
     """An object of that size; a large one in pieces, each of which has a request's time."""
     if nbytes <= _PIECE_NBYTES:
         return backend.get(key, max_nbytes=nbytes)
@@ -287,7 +265,7 @@ def fetch_object(backend: Objects, key: str, nbytes: int) -> bytes | None:
         return b"".join(piece or b"" for piece in pieces)
 
 
-def _read_one(backend: Objects, stored: StoredArray, index: int) -> np.ndarray[Any, Any]:
+def _read_one(backend: Backend, stored: StoredArray, index: int) -> np.ndarray[Any, Any]:
     place = f"{backend.url}/{stored.key}"
     start, nbytes = _read_index(backend, stored)[index].tolist()
     data = backend.get_range(stored.key, start, nbytes)
@@ -296,7 +274,7 @@ def _read_one(backend: Objects, stored: StoredArray, index: int) -> np.ndarray[A
     return chunk.reshape(_without(stored.shape, stored.cut_axis))
 
 
-def _read_index(backend: Objects, stored: StoredArray) -> np.ndarray[Any, Any]:
+def _read_index(backend: Backend, stored: StoredArray) -> np.ndarray[Any, Any]:
     """The offset and the size of each chunk, none of them larger than it can be."""
     place = f"{backend.url}/{stored.key}"
     if _index_nbytes(stored) > MAX_DOCUMENT_NBYTES:
@@ -315,7 +293,7 @@ def _read_index(backend: Objects, stored: StoredArray) -> np.ndarray[Any, Any]:
 
 
 def _ranges(
-    backend: Objects, stored: StoredArray, entries: np.ndarray[Any, Any]
+    backend: Backend, stored: StoredArray, entries: np.ndarray[Any, Any]
 ) -> Iterator[tuple[np.ndarray[Any, Any], memoryview]]:
     """The chunks of a shard in groups that are fetched with one request: their places, and the bytes from the first."""
     ends = entries.sum(axis=1)
@@ -367,11 +345,7 @@ def _values(content: memoryview, stored: StoredArray, *, is_copied: bool = True)
 
 
 def _check_extents(shape: Sequence[Any], *, itemsize: int) -> None:
-    """That a shape is one.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """That a shape is one."""
     if len(shape) > MAX_DIMENSIONS or not all(type(extent) is int and 0 <= extent < 1 << 63 for extent in shape):
         raise ValueError(f"{len(shape)} dimensions")
     if math.prod(max(1, extent) for extent in shape) * itemsize >= 1 << 63:
@@ -389,11 +363,7 @@ def _without(shape: Sequence[int], axis: int) -> tuple[int, ...]:
 
 
 def _cut_axis(shape: Sequence[int], inner: Sequence[int]) -> int:
-    """The one axis along which a shard is cut, into slices of one.
-
-    Raises:
-        ValueError: it is cut in another way.
-    """
+    """The one axis along which a shard is cut, into slices of one."""
     cut = [axis for axis, (extent, chunk) in enumerate(zip(shape, inner, strict=True)) if extent != chunk]
     if len(cut) != 1 or inner[cut[0]] != 1:
         raise ValueError(f"chunks of {list(inner)} in {list(shape)}")

@@ -244,11 +244,7 @@ MAX_COMMIT_NBYTES = 128 << 20
 
 
 def write_group(backend: Backend, path: str, attributes: Mapping[str, Any]) -> bytes:
-    """Write the document of the group at a path, and return it as it was written.
-
-    Raises:
-        StorageError: the store cannot be written.
-    """
+    """Write the document of the group at a path, and return it as it was written."""
     key = document_key(path)
     document = encode_document(group_document(attributes), key=key)
     backend.put(key, [document])
@@ -260,7 +256,6 @@ def read_document(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT
 
     Raises:
         RunFormatError: it is larger than it can be.
-        StorageError: the store cannot be read.
     """
     try:
         return backend.get(document_key(path), max_nbytes=max_nbytes)
@@ -274,7 +269,6 @@ def read_attributes(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUME
     Raises:
         DataError: it is not what was written there.
         RunFormatError: it is not a document of Zarr, or larger than it can be.
-        StorageError: the store cannot be read.
     """
     data = read_document(backend, path, max_nbytes=max_nbytes)
     if data is None:
@@ -289,7 +283,6 @@ def read_fields(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT_N
     Raises:
         DataError: it is not what was written there.
         RunFormatError: it is not a document of Zarr, or larger than it can be.
-        StorageError: the store cannot be read.
     """
     attributes = read_attributes(backend, path, max_nbytes=max_nbytes)
     if attributes is None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError
 from ranktape.storage.format import layout
@@ -41,28 +41,17 @@ _MAX_REASONS = 1000
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Summary:
-    """What the document of an iteration commit says of it."""
-
-    num_records: int = 0
-    nbytes: int = 0
-    silent_sites: dict[int, dict[str, str]] = field(default_factory=dict)
-    num_expected: int | None = None
-    num_missing: int | None = None
-
-
-_NO_SUMMARY = _Summary()
-
-
-def _summary(fields: Fields) -> _Summary:
-    return _Summary(
-        num_records=fields.integer("num_records", default=0),
-        nbytes=fields.integer("nbytes", default=0),
-        silent_sites=fields.texts_by_rank("silent_sites", default={}),
-        num_expected=fields.count("num_expected"),
-        num_missing=fields.count("num_missing"),
-    )
+def _summary(fields: Fields) -> dict[str, Any]:
+    """What the document of an iteration commit says of it: fields of `IterationStatus`."""
+    num_expected, num_missing = fields.count("num_expected"), fields.count("num_missing")
+    return {
+        "num_records": fields.integer("num_records", default=0),
+        "nbytes": fields.integer("nbytes", default=0),
+        "silent_sites": fields.texts_by_rank("silent_sites", default={}),
+        "num_expected": num_expected,
+        "num_missing": num_missing,
+        "num_recorded": None if num_expected is None or num_missing is None else num_expected - num_missing,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +160,7 @@ def read_verdict(backend: Backend) -> tuple[RunVerdict, list[IterationStatus]] |
         return None
     last = attempts[-1]
     # Read first: a rank's last words come before it.
-    problems, damage = _told(
+    problems, damage = _read_or_damage(
         backend, layout.verdict_path(last.path), lambda fields: fields.texts("problems", default={}), default=None
     )
     final = problems is not None or bool(damage)
@@ -202,7 +191,6 @@ def write_verdict(backend: Backend, *, attempt: Attempt, problems: Mapping[str, 
 
     Raises:
         RunNotFoundError: the run was deleted or replaced.
-        StorageError: the store cannot be read or written.
     """
     if not is_attempt_there(backend, attempt):
         raise RunNotFoundError(lost_message(backend))
@@ -268,11 +256,11 @@ def _status(
         state = IterationState.PARTIAL
     else:
         state = IterationState.OPEN
-    summary, damage = (
-        _told(backend, layout.iteration_path(attempt.path, iteration), _summary, default=_NO_SUMMARY)
-        if is_complete
-        else (_NO_SUMMARY, "")
-    )
+    summary: dict[str, Any] = {}
+    damage = ""
+    if is_complete:
+        path = layout.iteration_path(attempt.path, iteration)
+        summary, damage = _read_or_damage(backend, path, _summary, default=summary)
     return IterationStatus(
         iteration=iteration,
         attempt=attempt.number,
@@ -280,18 +268,9 @@ def _status(
         expected_ranks=expected,
         committed_ranks=committed,
         missing=missing,
-        silent_sites=summary.silent_sites,
-        num_records=summary.num_records,
-        nbytes=summary.nbytes,
         problem=damage,
-        num_expected=summary.num_expected,
-        num_recorded=_difference(summary.num_expected, summary.num_missing),
-        num_missing=summary.num_missing,
+        **summary,
     )
-
-
-def _difference(total: int | None, part: int | None) -> int | None:
-    return None if total is None or part is None else total - part
 
 
 def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, final: bool) -> str:
@@ -299,7 +278,9 @@ def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, 
     mark = progress.marks.get(iteration, {}).get(rank)
     if mark is not None:
         marker = layout.marker_path(path, iteration, rank, mark)
-        reason, damage = _told(backend, marker, lambda fields: fields.text("reason", default=mark.value), default="")
+        reason, damage = _read_or_damage(
+            backend, marker, lambda fields: fields.text("reason", default=mark.value), default=""
+        )
         return f"{mark}, and {damage}" if damage else reason
     if rank in progress.closed:
         return f"ended before it ({_last_words(backend, path, rank) or 'no reason was left'})"
@@ -325,8 +306,8 @@ def _read_of_ranks(backend: Backend, path_of: Callable[[str, int], str], name: s
     path = attempts[-1].path
     ranks = sorted(layout.ranks_named(backend.list_names(path_of(path, 0).rpartition("/")[0])))
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        words = list(pool.map(lambda rank: _told_text(backend, path_of(path, rank), name), ranks))
-    return {rank: word for rank, word in zip(ranks, words, strict=True) if word}
+        texts = list(pool.map(lambda rank: _read_text(backend, path_of(path, rank), name), ranks))
+    return {rank: text for rank, text in zip(ranks, texts, strict=True) if text}
 
 
 def _closing_notes(backend: Backend, progress: Progress) -> dict[int, str]:
@@ -335,15 +316,15 @@ def _closing_notes(backend: Backend, progress: Progress) -> dict[int, str]:
 
 
 def _last_words(backend: Backend, attempt: str, rank: int) -> str:
-    return _told_text(backend, layout.closed_path(attempt, rank), "reason")
+    return _read_text(backend, layout.closed_path(attempt, rank), "reason")
 
 
-def _told_text(backend: Backend, path: str, name: str) -> str:
-    text, damage = _told(backend, path, lambda fields: fields.text(name, default=""), default="")
+def _read_text(backend: Backend, path: str, name: str) -> str:
+    text, damage = _read_or_damage(backend, path, lambda fields: fields.text(name, default=""), default="")
     return damage or text
 
 
-def _told(backend: Backend, path: str, take: Callable[[Fields], _T], *, default: _T) -> tuple[_T, str]:
+def _read_or_damage(backend: Backend, path: str, take: Callable[[Fields], _T], *, default: _T) -> tuple[_T, str]:
     """What the document at a path says, and what is wrong with it: the rest of a run is told of without it."""
     try:
         fields = read_fields(backend, path, max_nbytes=MAX_COMMIT_NBYTES)

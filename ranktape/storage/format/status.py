@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 DISABLED = "capture disabled itself"
@@ -42,11 +43,11 @@ class IterationStatus:
     """The ranks that have committed it."""
     missing: dict[int, str]
     """For each rank that has not committed it, the first 1,000 of them: why, as far as is known."""
-    silent_sites: dict[int, dict[str, str]]
+    silent_sites: dict[int, dict[str, str]] = field(default_factory=dict)
     """For each rank that committed: the tensors that were expected and not recorded, each with the reason."""
-    num_records: int
+    num_records: int = 0
     """Records in the iteration commit; 0 before it."""
-    nbytes: int
+    nbytes: int = 0
     """Bytes of what was kept of them, before compression."""
     problem: str = ""
     """What is wrong with the document of its commit; empty where nothing is."""
@@ -99,14 +100,7 @@ class RunVerdict:
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary for JSON and for Zarr attributes."""
-        return {
-            "met": self.met,
-            "required": self.required,
-            "complete": self.complete,
-            "missing": self.missing,
-            "final": self.final,
-            "num_dropped": self.num_dropped,
-        }
+        return dataclasses.asdict(self)
 
 
 _MAX_NAMED = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,17 +108,9 @@ class CheckFinding:
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary for JSON."""
-        return {
-            "kind": self.kind.value,
-            "severity": self.severity.value,
-            "message": self.message,
-            "attempt": self.attempt,
-            "iteration": self.iteration,
-            "rank": self.rank,
-            "record": self.record,
-            "key": self.key,
-            "mend": None if self.mend is None else self.mend.value,
-        }
+        document = dataclasses.asdict(self)
+        del document["modified"]
+        return document
 
 
 @dataclass(slots=True, kw_only=True)

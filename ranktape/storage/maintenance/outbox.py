@@ -212,11 +212,7 @@ class _Push:
         mark_committed(self._target, self._attempt.path, self._spill.rank, iteration, commit=commit)
 
     def _compare(self, group: str, document: dict[str, Any]) -> None:
-        """Read everything that a commit names from the store.
-
-        Raises:
-            DataError: something is missing, or not what was captured.
-        """
+        """Read everything that a commit names from the store."""
         members = document.get("consolidated_metadata", {}).get("metadata", {})
         arrays = [(f"{group}/{name}", member) for name, member in members.items() if member["node_type"] == "array"]
 
@@ -280,11 +276,7 @@ class SpillingBackend(ForwardingBackend):
     """
 
     def __init__(self, backend: RetryingBackend, *, directory: Path, attempt: Attempt, rank: int) -> None:
-        """Prepare; the directory is made when it is needed.
-
-        Raises:
-            StorageError: the store cannot be read.
-        """
+        """Prepare; the directory is made when it is needed."""
         self.url = backend.url
         self.is_shared = backend.is_shared
         self.place = f"{socket.gethostname()}:{directory.absolute()}"

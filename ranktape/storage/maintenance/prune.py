@@ -108,7 +108,6 @@ def expect_run(backend: RetryingBackend) -> None:
     Raises:
         RunFormatError: something else is there.
         RunNotFoundError: nothing is.
-        StorageError: the store cannot be read.
     """
     if not any(layout.parse_attempt(name) is not None for name in backend.list_names("")):
         run_attributes(read_run(backend), place=backend.url)

@@ -139,7 +139,6 @@ def summarize(backend: Backend, *, path: str = "") -> RunSummary:
     Raises:
         RunNotFoundError: there is no run.
         RunFormatError: what is there is not a run, or is damaged.
-        StorageError: the store cannot be read.
     """
     attributes = run_attributes(read_run(backend), place=backend.url)
     created = _seconds(attributes.get("created"))

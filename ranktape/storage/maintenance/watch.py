@@ -72,21 +72,13 @@ class Snapshot:
         return len(self.complete) >= self.required
 
 
-@dataclass(frozen=True, slots=True)
-class _RankWord:
-    """What a rank's marker says of what it committed."""
-
-    num_records: int = 0
-    nbytes: int = 0
-
-
 @dataclass(slots=True)
 class _SeenAttempt:
     """What is known of one attempt."""
 
     progress: Progress
-    words: dict[tuple[int, int], _RankWord] = field(default_factory=dict)
-    """By iteration and rank."""
+    amounts: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """By iteration and rank: the records and the bytes that the rank's marker says of what it committed."""
 
 
 class Watcher:
@@ -102,7 +94,6 @@ class Watcher:
         Raises:
             RunNotFoundError: there is no run.
             RunFormatError: what is there is not a run, or is damaged.
-            StorageError: the store cannot be read.
         """
         backend = self._backend
         if not self._seen:
@@ -133,21 +124,19 @@ class Watcher:
             (iteration, rank)
             for iteration in progress.marks
             for rank in progress.committed_ranks(iteration)
-            if (iteration, rank) not in seen.words
+            if (iteration, rank) not in seen.amounts
         ]
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            words = pool.map(lambda place: self._word(attempt, *place), new)
-            seen.words.update(zip(new, words, strict=True))
+            amounts = pool.map(lambda place: self._amounts(attempt, *place), new)
+            seen.amounts.update(zip(new, amounts, strict=True))
 
-    def _word(self, attempt: Attempt, iteration: int, rank: int) -> _RankWord:
+    def _amounts(self, attempt: Attempt, iteration: int, rank: int) -> tuple[int, int]:
         path = layout.marker_path(attempt.path, iteration, rank, Mark.COMMITTED)
         fields = read_fields(self._backend, path, max_nbytes=MAX_COMMIT_NBYTES)
         if fields is None:
             # It was there a moment ago: a retention that keeps the last iterations has taken it away.
-            return _RankWord()
-        return _RankWord(
-            num_records=fields.integer("num_records", default=0), nbytes=fields.integer("nbytes", default=0)
-        )
+            return 0, 0
+        return fields.integer("num_records", default=0), fields.integer("nbytes", default=0)
 
     def _snapshot(self, attempts: list[Attempt], *, is_closed: bool) -> Snapshot:
         last = attempts[-1]
@@ -165,12 +154,12 @@ class Watcher:
             complete=tuple(sorted({iteration for seen in everything for iteration in seen.progress.complete})),
             required=last.min_iterations,
             num_records=sum(
-                word.num_records
+                num_records
                 for seen in everything
-                for (iteration, _), word in seen.words.items()
+                for (iteration, _), (num_records, _) in seen.amounts.items()
                 if iteration in seen.progress.complete
             ),
-            nbytes=sum(word.nbytes for seen in everything for word in seen.words.values()),
+            nbytes=sum(nbytes for seen in everything for _, nbytes in seen.amounts.values()),
             is_closed=is_closed,
         )
 
@@ -178,13 +167,13 @@ class Watcher:
 def _rank_watch(seen: _SeenAttempt, rank: int) -> RankWatch:
     progress = seen.progress
     committed = sorted(iteration for iteration, marks in progress.marks.items() if marks.get(rank) is Mark.COMMITTED)
-    words = [seen.words[iteration, rank] for iteration in committed]
+    amounts = [seen.amounts[iteration, rank] for iteration in committed]
     marks = [marks[rank] for marks in progress.marks.values() if rank in marks]
     return RankWatch(
         rank=rank,
         iterations=tuple(committed),
-        num_records=sum(word.num_records for word in words),
-        nbytes=sum(word.nbytes for word in words),
+        num_records=sum(num_records for num_records, _ in amounts),
+        nbytes=sum(nbytes for _, nbytes in amounts),
         num_lost=sum(mark is not Mark.COMMITTED for mark in marks),
         is_closed=rank in progress.closed,
     )

@@ -68,8 +68,9 @@ class Debris:
 class Backend(Protocol):
     """A place that holds a run, addressed by keys relative to the run's root.
 
-    Every verb raises a `StorageError`, with the place and the way out in its text, when the place cannot be
-    reached, read or written: `UnreachableError` where trying again may help, otherwise one that names why.
+    Every verb, and so every function that is given a backend, raises a `StorageError`, with the place and the way out
+    in its text, when the place cannot be reached, read or written: `UnreachableError` where trying again may help,
+    otherwise one that names why.
     Safe for several threads, and in a forked child.
     """
 

@@ -21,7 +21,7 @@ import itertools
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,24 +115,17 @@ class LocalBackend(Backend):
 
     def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
         """The bytes of a file; None where there is none."""
-        with self._translated("read", key):
-            try:
-                with self._opened(key) as (descriptor, size):
-                    if max_nbytes is not None and size > max_nbytes:
-                        raise too_large(str(self._root / key), max_nbytes)
-                    return read_all(descriptor, 0, size)
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+
+        def whole(size: int) -> tuple[int, int]:
+            if max_nbytes is not None and size > max_nbytes:
+                raise too_large(str(self._root / key), max_nbytes)
+            return 0, size
+
+        return self._read(key, whole)
 
     def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
         """Some bytes of a file, clipped to what it has; None where there is none."""
-        with self._translated("read", key):
-            try:
-                with self._opened(key) as (descriptor, size):
-                    begin, stop = range_within(size, start, nbytes)
-                    return read_all(descriptor, begin, stop)
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+        return self._read(key, lambda size: range_within(size, start, nbytes))
 
     def size(self, key: str) -> int | None:
         """The bytes that a file has; None where there is none."""
@@ -248,14 +241,17 @@ class LocalBackend(Backend):
             if stat.S_ISLNK(mode):
                 raise not_plain(folder, mode)
 
-    @contextlib.contextmanager
-    def _opened(self, key: str) -> Iterator[tuple[int, int]]:
-        """A descriptor of a plain file, and its size."""
-        descriptor = open_plain(str(self._place(key)))
-        try:
-            yield descriptor, os.fstat(descriptor).st_size
-        finally:
-            os.close(descriptor)
+    def _read(self, key: str, choose: Callable[[int], tuple[int, int]]) -> bytes | None:
+        """The part of a plain file that is chosen by its size."""
+        with self._translated("read", key):
+            try:
+                descriptor = open_plain(str(self._place(key)))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            try:
+                return read_all(descriptor, *choose(os.fstat(descriptor).st_size))
+            finally:
+                os.close(descriptor)
 
     def _files(self, prefix: str) -> Iterator[str]:
         """The paths of all plain files below a directory, relative to it, partial ones too.

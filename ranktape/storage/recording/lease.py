@@ -42,7 +42,6 @@ class Lease:
         Raises:
             DataError: the lease of another launch is damaged.
             RunExistsError: another launch records into the run, or gets the lease at the same time.
-            StorageError: the store cannot be read or written.
         """
         self._backend = backend
         self._launch_id = launch.launch_id

@@ -55,7 +55,6 @@ def claim_run(backend: RetryingBackend, *, launch: Launch, resume: bool, overwri
     Raises:
         RunExistsError: another launch's run, or something that is not a run, is at the URL; or another launch records
             into the run at this moment.
-        StorageError: the store cannot be read or written.
     """
     check_place(backend, resume=resume, overwrite=overwrite, launch_id=launch.launch_id)
     return Lease(backend, launch=launch)
@@ -80,7 +79,6 @@ def begin_attempt(
 
     Raises:
         RunExistsError: another launch's run, or something that is not a run, is at the URL.
-        StorageError: the store cannot be read or written.
         UsageError: the URL is so long that the store takes no keys below it.
     """
     _make_or_continue_run(
@@ -124,7 +122,6 @@ def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: s
 
     Raises:
         RunExistsError: another launch's run, or something that is not a run, is at the URL.
-        StorageError: the store cannot be read.
         UsageError: the URL is so long that the store takes no keys below it.
     """
     _check_length(backend)
@@ -195,7 +192,6 @@ def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) ->
 
     Raises:
         CaptureError: it did not appear in time; rank 0 failed, or this rank sees another store.
-        StorageError: the store cannot be read.
     """
     deadline = time.monotonic() + timeout_seconds
     pause = _FIRST_PAUSE_SECONDS
@@ -224,11 +220,7 @@ def _foreign_names(backend: Backend) -> list[str]:
 
 
 def delete_parts(backend: Backend) -> None:
-    """Delete what the layout names at the top of a run and nothing else. Whoever does it holds the lease.
-
-    Raises:
-        StorageError: the store cannot be written.
-    """
+    """Delete what the layout names at the top of a run and nothing else. Whoever does it holds the lease."""
     attempts = [name for name in backend.list_names("") if layout.parse_attempt(name) is not None]
     # The documents first: writers that are still at work see by them that the run is gone, and stop.
     for name in attempts:

@@ -79,9 +79,6 @@ class RankWriter:
             compression: How values are packed.
             stack_below_nbytes: Tensors smaller than this are kept, and written together.
             store_concurrency: How many stacks are sent at the same time.
-
-        Raises:
-            StorageError: the store cannot be written.
         """
         self._backend = backend
         self._attempt = attempt
@@ -262,11 +259,7 @@ class RankWriter:
         self._put_group(layout.closed_path(self._attempt.path, self._rank), {"reason": reason, "closed": time.time()})
 
     def _begun(self, iteration: int) -> Pending:
-        """What there is of an iteration; with the lock held.
-
-        Raises:
-            CaptureError: it was committed or given up, and what comes now would replace it.
-        """
+        """What there is of an iteration; with the lock held."""
         if iteration in self._settled:
             raise CaptureError(
                 f"iteration {iteration} was committed or given up by rank {self._rank} already: record a later one"

@@ -143,13 +143,7 @@ class GlobalView(Generic[AnyRecord]):
             )
 
     def _summands(self, box: Sequence[Part[AnyRecord]]) -> list[Part[AnyRecord]]:
-        """Of each summand of a part one copy, in the order of the mesh; one where it is no sum.
-
-        Raises:
-            DataError: summands differ in shape or dtype.
-            IncompleteTensorError: one is missing.
-            UsageError: of one the values were not kept.
-        """
+        """Of each summand of a part one copy, in the order of the mesh; one where it is no sum."""
         copies: dict[tuple[int | None, ...], Part[AnyRecord]] = {}
         for record, placement in box:
             assert placement is not None
@@ -169,12 +163,7 @@ class GlobalView(Generic[AnyRecord]):
         return chosen
 
     def _check_cover(self, spans: Sequence[list[list[tuple[int, int]]]]) -> None:
-        """That the parts are the whole tensor, and lie nowhere over each other.
-
-        Raises:
-            DataError: they do.
-            IncompleteTensorError: they are not.
-        """
+        """That the parts are the whole tensor, and lie nowhere over each other."""
         num_there = sum(math.prod(sum(last - first for first, last in pieces) for pieces in box) for box in spans)
         num_wanted = math.prod(self.shape)
         if num_there < num_wanted:

@@ -191,11 +191,7 @@ def _follows(dim: _Dim, leading: _Dim) -> bool:
 
 
 def _positions(dims: Sequence[_Dim], *, num_records: int) -> np.ndarray[Any, Any]:
-    """For each combination of values the index of its record.
-
-    Raises:
-        UsageError: a combination has no record, or several.
-    """
+    """For each combination of values the index of its record."""
     shape = tuple(len(dim.values) for dim in dims)
     combinations = list(zip(*(dim.places.tolist() for dim in dims), strict=True)) if dims else [()] * num_records
     seen = set(combinations)

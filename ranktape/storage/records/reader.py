@@ -8,7 +8,7 @@ import functools
 import pickle
 import platform
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from ranktape.storage.format.encode import checksum, combine, stored_dtype, stor
 from ranktape.storage.format.layout import document_key, dropped_path, iteration_path
 from ranktape.storage.format.parts import RUN, split
 from ranktape.storage.format.record_info import Compression
+from ranktape.storage.places.backend import ForwardingBackend, Result
 
 if TYPE_CHECKING:
     import zarr
@@ -42,23 +43,19 @@ _RECENT_NBYTES = 64 << 20
 _NUM_SEEN = 4096
 
 
-class RecentObjects:
+class RecentObjects(ForwardingBackend):
     """Objects of a backend; one of which a second part is asked for is fetched as a whole, and kept for a while."""
 
     def __init__(self, backend: Backend) -> None:
-        self.url = backend.url
+        self.url, self.is_shared = backend.url, backend.is_shared
         self._backend = backend
         self._held: dict[str, bytes] = {}
         self._seen: dict[str, None] = {}
         self._lock = threading.Lock()
 
-    def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
-        """The bytes of an object."""
-        return self._backend.get(key, max_nbytes=max_nbytes)
-
-    def size(self, key: str) -> int | None:
-        """How many there are."""
-        return self._backend.size(key)
+    def forward(self, work: Callable[[Backend], Result]) -> Result:
+        """What is not a part of an object."""
+        return work(self._backend)
 
     def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
         """Some of them."""
@@ -108,7 +105,6 @@ class RunReader:
 
         Raises:
             DataError: bytes are missing, or are not those captured.
-            StorageError: the store cannot be read.
         """
         info, location = record.info, record.location
         expected = info.checksum
@@ -132,7 +128,6 @@ class RunReader:
 
         Raises:
             DataError: bytes are missing, or are not those captured.
-            StorageError: the store cannot be read.
         """
         info = record.info
         with self._explained(record):
@@ -187,7 +182,6 @@ class RunReader:
 
         Raises:
             RunFormatError: the iteration's catalogue is damaged.
-            StorageError: the store cannot be read.
         """
         from ranktape.storage.records.records import Records
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import zarr
 
     from ranktape.storage.format.block_counts import BlockCounts
-    from ranktape.storage.format.record_info import Overflow, RecordInfo
+    from ranktape.storage.format.record_info import RecordInfo
     from ranktape.storage.records.assemble import GlobalView
 
 
@@ -50,6 +50,13 @@ class RecordReader(Protocol):
         ...
 
 
+if TYPE_CHECKING:
+    _Fields = RecordInfo
+else:
+    _Fields = object
+"""What checkers and editors take the attributes of a record from."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
     """Where the values of a record lie."""
@@ -69,39 +76,8 @@ class Location:
         return f"{self.group}/{self.stack or self.site}"
 
 
-class Record:
+class Record(_Fields):
     """One captured tensor; every field of `RecordInfo` is an attribute, and values are read when asked for."""
-
-    iteration: int
-    rank: int
-    attempt: int
-    microbatch: int
-    call: int
-    sample_dim: int | None
-    sample_ids: list[int | str] | None
-    batch_size: int | None
-    module: str
-    layer_type: str
-    layer_idx: int
-    operation: str
-    phase: str
-    component: str
-    quant_type: str
-    tensor_name: str
-    dtype: str
-    shape: tuple[int, ...]
-    layout: str
-    compute_dtype: str
-    placement: dict[str, Any] | None
-    metadata: dict[str, Any] | None
-    overflow: Overflow
-    counter: int
-    timestamp: float
-    nbytes: int
-    checksum: str
-    keep: str
-    mode: str
-    layer_stack: str
 
     def __init__(self, info: RecordInfo, *, location: Location, reader: RecordReader) -> None:
         self.info = info

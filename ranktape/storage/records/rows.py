@@ -6,11 +6,11 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import RunFormatError
 from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
+from ranktape.storage.format.catalogue import CatalogueEntry
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Overflow, RecordInfo
 from ranktape.storage.format.validation import check_document, check_records, parse_shape
 from ranktape.storage.query.columns import Column, rows_of, values_of
@@ -30,26 +30,11 @@ _NO_TALLY = ElementTally(count=0, ratio=0.0)
 """Of most kinds, in most tensors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One record of a catalogue."""
-
-    info: RecordInfo
-    """Its identity."""
-    site: str
-    """The path of the tensor below its rank's iteration."""
-    stack: str
-    """The array that holds it with others; empty where it has one of its own."""
-    index: int
-    """Its place in that array; -1 where it has one of its own."""
-
-
-def read_rows(table: RecordTable, rows: np.ndarray[Any, Any], *, place: str) -> Iterator[Row]:
+def read_rows(table: RecordTable, rows: np.ndarray[Any, Any], *, place: str) -> Iterator[CatalogueEntry]:
     """The records in some rows of a catalogue; `place` names it in messages.
 
     Raises:
         RunFormatError: a column is damaged, or a row says what no record does.
-        StorageError: the store cannot be read.
     """
     columns = {name: rows_of(table.column(name), rows) for name in _NAMES}
     try:
@@ -59,7 +44,7 @@ def read_rows(table: RecordTable, rows: np.ndarray[Any, Any], *, place: str) -> 
         raise RunFormatError(f"a catalogue of {place} is damaged: {error}: see 'ranktape check'") from error
     sites, stacks, indices = (values_of(columns[name]) for name in ("site", "stack", "index"))
     for info, site, stack, index in zip(infos, sites, stacks, indices, strict=True):
-        yield Row(info=info, site=site, stack=stack, index=index)
+        yield CatalogueEntry(info=info, site=site, stack=stack, index=index)
 
 
 def _infos(columns: dict[str, Column], num_rows: int) -> list[RecordInfo]:
