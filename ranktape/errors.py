@@ -1,4 +1,4 @@
-"""Which mistakes can ranktape report, and with which exit code do they end a command?
+"""The mistakes that ranktape reports, each with the exit code with which it ends a command.
 
 RanktapeError                 everything a user can cause or must know; never shown with a traceback
   UsageError                  a wrong option, field name or value (exit code 2)
