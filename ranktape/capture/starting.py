@@ -50,7 +50,7 @@ def describe_environment() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # torch's own class of strings would have the writer import it
         "numpy": np.__version__,
         "ranktape": __version__,
         "program": Path(sys.argv[0]).name,

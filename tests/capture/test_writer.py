@@ -6,7 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import torch
+
+from ranktape.capture import Capture
 from ranktape.capture.staging.process import writer_environment
 
 
@@ -16,6 +20,18 @@ def test_the_writer_loads_neither_torch_nor_zarr() -> None:
     modules = set(json.loads(output))
     assert not modules & {"torch", "zarr", "click", "matplotlib", "rich"}
     assert "ranktape.capture.writer" in modules
+
+
+def test_what_the_trainer_tells_the_writer_has_it_load_no_torch(tmp_path: Path) -> None:
+    with Capture(tmp_path / "run") as capture:
+        model = torch.nn.Linear(2, 2)
+        model(torch.ones(1, 2)).sum().backward()
+        process = capture._process._process
+        assert process is not None
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "numpy" in maps
+        assert "libtorch" not in maps
+        torch.optim.SGD(model.parameters()).step()
 
 
 def test_the_writer_inherits_no_rank_and_no_capture() -> None:
