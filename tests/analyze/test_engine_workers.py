@@ -81,7 +81,7 @@ def test_what_a_worker_raises_is_raised_here(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_worker_that_is_killed_is_told_of(run: Run) -> None:
-    with pytest.raises(WorkersError, match="a worker process ended before its work was done"):
+    with pytest.raises(WorkersError, match="a worker process ended: it was killed"):
         list(Engine(workers=2).map(die, range(4)))
     assert len(list(digests(run.select(), engine=Engine(workers=2, use_cache=False)))) == len(run.select())
 

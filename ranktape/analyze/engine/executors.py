@@ -108,8 +108,13 @@ class Workers:
         self._lost, self._loss = lost, loss
 
     def submit(self, function: Callable[[Any], Any], task: Any) -> Callable[[], Any]:
-        """Have a task done; what is given takes its result, or raises what the task raised."""
-        return functools.partial(self._result, self.executor.submit(function, task))
+        """Have a task done; what is given takes its result, or raises what the task raised.
+
+        Raises:
+            WorkersError: who would do it is lost.
+        """
+        with self._told_of_loss():
+            return functools.partial(self._result, self.executor.submit(function, task))
 
     def cancel(self, promises: Iterable[Callable[[], Any]]) -> None:
         """Do no more of what was promised than is being done already."""
@@ -121,8 +126,13 @@ class Workers:
         """End at once whatever is being done."""
 
     def _result(self, future: Future[Any]) -> Any:
-        try:
+        with self._told_of_loss():
             return future.result()
+
+    @contextlib.contextmanager
+    def _told_of_loss(self) -> Iterator[None]:
+        try:
+            yield
         except self._lost as error:
             self.end()
             raise WorkersError(self._loss) from error
@@ -178,8 +188,8 @@ class Processes(Workers):
             self._pool,
             in_flight=2 * num_workers,
             lost=(BrokenProcessPool,),
-            loss="a worker process ended before its work was done: it was killed, or there was not enough memory (give "
-            "fewer --workers; what was counted so far is kept)",
+            loss="a worker process ended: it was killed, or there was not enough memory (give fewer --workers; what "
+            "was counted so far is kept)",
         )
 
     def submit(self, function: Callable[[Any], Any], task: Any) -> Callable[[], Any]:
@@ -194,13 +204,9 @@ class Processes(Workers):
                 f"workers={self._num_workers} cannot do what the script itself defines: put it into a module that can "
                 f"be imported, or use 1 worker"
             )
-        try:
-            # Processes are started here; Ctrl-C waits until it is the parent's alone to answer.
-            with _undisturbed():
-                return super().submit(function, task)
-        except BrokenProcessPool as error:
-            self.end()
-            raise WorkersError("a worker process ended while it had nothing to do: it was killed") from error
+        # Processes are started here; Ctrl-C waits until it is the parent's alone to answer.
+        with _undisturbed():
+            return super().submit(function, task)
 
     def end(self) -> None:
         """Have all processes end, after the object that they are writing."""
