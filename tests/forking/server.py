@@ -61,7 +61,8 @@ def supervise(connection: socket.socket) -> dict[str, Any]:
     if pid == 0:
         connection.close()
         # Those that were received may have the numbers that others are to have.
-        apart = [fcntl.fcntl(each, fcntl.F_DUPFD, MAX_DESCRIPTORS) for each in received]
+        above = max(asked["descriptors"]) + 1
+        apart = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in received]
         for descriptor in received:
             os.close(descriptor)
         for descriptor, number in zip(apart, asked["descriptors"], strict=True):
