@@ -1,4 +1,4 @@
-"""What does `import torch` run, so that RANKTAPE_CAPTURE=URL records a training whose command line is unchanged?
+"""Is run by `import torch`, so that RANKTAPE_CAPTURE=URL records a training whose command line is unchanged.
 
 torch calls `start` by the entry point group `torch.backends`, at the end of its own import, in every process of the
 environment; an error that leaves it is the end of `import torch`. So this module stands outside of the package, needs
