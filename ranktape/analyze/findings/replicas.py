@@ -8,14 +8,15 @@ comparable places: at the same place in other iterations, and in other layers.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.finding import Finding, Severity, finding_of, named_numbers, records_text
 from ranktape.analyze.findings.peers import codes_of, members_of
-from ranktape.analyze.findings.thresholds import MAX_ODD_RATIO, MIN_ALIKE_RATIO
+from ranktape.analyze.findings.survey import SITE
 from ranktape.errors import DataError
 from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.findings.survey import Survey
+    from ranktape.storage import Records
 
 Partition = tuple[int, ...]
 """For each rank of a place, in ascending order, the number of the first one that has the same bits."""
@@ -33,17 +35,54 @@ _MIN_MAJORITY = 3
 _MIN_COMPARABLE = 4
 """So many places that agree say that all weights of a run are copies, where a kind of place has no others."""
 
+_MOMENT = ("attempt", "iteration", "microbatch", "call")
+
+
+def parse_placements(records: Records) -> tuple[dict[str, Placement | None], DataError | None]:
+    """What each different document says; None for what cannot be understood, with the first reason.
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
+    texts, firsts = np.unique(records.column("placement").astype(str), return_index=True)
+    found: dict[str, Placement | None] = {}
+    failure: DataError | None = None
+    for text, first in zip(texts.tolist(), firsts.tolist(), strict=True):
+        if text == "null":
+            continue
+        try:
+            found[text] = parse_placement(records[first].info)
+        except DataError as error:
+            found[text], failure = None, failure or error
+    return found, failure
+
+
+def placed_copies(records: Records, parsed: Mapping[str, Placement | None]) -> Iterator[list[int]]:
+    """The places of records of one moment that are copies of one part, as their placements say; of some only one."""
+    moments = codes_of(*(records.column(name) for name in (*_MOMENT, *SITE))).tolist()
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for place, text in enumerate(records.column("placement").tolist()):
+        placement = parsed.get(text)
+        if placement and any(axis.kind is AxisKind.REPLICATE and axis.size > 1 for axis in placement.axes):
+            part = (placement.axes, placement.ranks, placement.global_shape, placement.fixed(AxisKind.REPLICATE))
+            groups[(moments[place], *part)].append(place)
+    yield from groups.values()
+
 
 def differing_replicas(survey: Survey) -> Iterator[Finding]:
     """One for each place, with the ranks whose copy is not that of the others; all where no majority says which."""
     placements = survey.records.column("placement")
-    parsed, failure = _parsed(survey, placements)
+    parsed, failure = parse_placements(survey.records)
+    bits = list(zip(survey.records.column("checksum").tolist(), survey.fields["shape"].tolist(), strict=True))
     found: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
     # Whole tensors alone: a shard of an unknown placement is no copy of anything.
     unplaced = _unplaced_copies(survey, (placements == "null") & survey.is_weight)
-    for copies in (*_placed_copies(survey, placements, parsed), *unplaced):
-        odd = _odd_ones(survey, copies)
-        if odd:
+    for copies in (*placed_copies(survey.records, parsed), *unplaced):
+        counts = Counter(bits[place] for place in copies).most_common()
+        if len(counts) > 1:
+            # Without a majority any of them may be wrong.
+            is_tie = counts[0][1] == counts[1][1]
+            odd = copies if is_tie else [place for place in copies if bits[place] != counts[0][0]]
             found[int(survey.sites[copies[0]])].append((odd, copies))
     for differing in found.values():
         yield _finding(survey, differing)
@@ -60,51 +99,18 @@ def differing_replicas(survey: Survey) -> Iterator[Finding]:
         )
 
 
-def _parsed(survey: Survey, placements: NDArray[np.object_]) -> tuple[dict[str, Placement | None], str | None]:
-    """What each different document says; None for what cannot be understood, with the first reason."""
-    texts, firsts = np.unique(placements.astype(str), return_index=True)
-    found: dict[str, Placement | None] = {}
-    failure: str | None = None
-    for text, first in zip(texts.tolist(), firsts.tolist(), strict=True):
-        if text == "null":
-            continue
-        try:
-            found[text] = parse_placement(survey.records[first].info)
-        except DataError as error:
-            found[text] = None
-            failure = failure or str(error)
-    return found, failure
-
-
-def _placed_copies(
-    survey: Survey, placements: NDArray[np.object_], parsed: dict[str, Placement | None]
-) -> Iterator[list[int]]:
-    """Records of one place and moment that are copies of one part, as their placements say."""
-    moments = codes_of(survey.codes("attempt", "iteration", "microbatch", "call"), survey.sites)
-    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for place, text in enumerate(placements.tolist()):
-        placement = parsed.get(text)
-        if placement is None or not any(axis.kind is AxisKind.REPLICATE and axis.size > 1 for axis in placement.axes):
-            continue
-        part = (placement.axes, placement.ranks, placement.global_shape, placement.fixed(AxisKind.REPLICATE))
-        groups[(int(moments[place]), *part)].append(place)
-    yield from (copies for copies in groups.values() if len(copies) > 1)
-
-
 def _unplaced_copies(survey: Survey, mask: NDArray[np.bool_]) -> Iterator[list[int]]:
     """Weights of one place and moment that should be equal, as others of their kind are, and are not."""
     places = np.flatnonzero(mask)
-    moments = codes_of(survey.codes("attempt", "iteration", "microbatch", "call", "shape", "dtype"), survey.sites)
+    moments = codes_of(survey.codes(*_MOMENT, "shape", "dtype"), survey.sites)
     # What is one value everywhere is equal on all ranks, shards or not.
     is_telling = survey.metrics["minimum"] != survey.metrics["maximum"]
-    parts = [places[part] for part in members_of(moments[places], survey.fields["rank"][places])]
-    yield from _unlike_their_kind(survey, [part.tolist() for part in parts if part.size > 1 and is_telling[part].any()])
-
-
-def _unlike_their_kind(survey: Survey, groups: Sequence[list[int]]) -> Iterator[list[int]]:
+    parts = (places[part] for part in members_of(moments[places], survey.fields["rank"][places]))
     crcs = survey.records.column("checksum")
     known = [
-        (group, _partition(crcs[group].tolist()), tuple(survey.fields["rank"][group].tolist())) for group in groups
+        (part.tolist(), _partition(crcs[part].tolist()), tuple(survey.fields["rank"][part].tolist()))
+        for part in parts
+        if part.size > 1 and is_telling[part].any()
     ]
     kinds: dict[object, Counter[Partition]] = defaultdict(Counter)
     for group, partition, held_by in known:
@@ -112,12 +118,13 @@ def _unlike_their_kind(survey: Survey, groups: Sequence[list[int]]) -> Iterator[
         kinds[held_by][partition] += 1
     for group, partition, held_by in known:
         role = kinds[(int(survey.roles[group[0]]), held_by)]
-        usual = _usual(role, minimum=1) or _usual(kinds[held_by], minimum=_MIN_COMPARABLE)
-        if usual is None and _has_majority(partition):
+        usual = _usual(role, minimum=1) or _usual(kinds[held_by], minimum=_MIN_COMPARABLE) or ()
+        num_odd = len(partition) - Counter(partition).most_common(1)[0][1]
+        if not usual and len(group) >= _MIN_MAJORITY and num_odd <= max(1, limit.MAX_ODD_RATIO * len(group)):
             usual = (0,) * len(group)
-        for label in sorted(set(usual or ())):
-            alike = [place for place, one in zip(group, usual or (), strict=True) if one == label]
-            if len(alike) > 1 and len(set(crcs[alike].tolist())) > 1:
+        for label in sorted(set(usual)):
+            alike = [place for place, one in zip(group, usual, strict=True) if one == label]
+            if len(set(crcs[alike].tolist())) > 1:
                 yield alike
 
 
@@ -131,15 +138,9 @@ def _usual(partitions: Counter[Partition], *, minimum: int) -> Partition | None:
     if not agreeing:
         return None
     usual = max(agreeing, key=lambda partition: (agreeing[partition], -len(set(partition))))
-    is_most = agreeing[usual] >= MIN_ALIKE_RATIO * total and agreeing[usual] >= minimum
+    is_most = agreeing[usual] >= limit.MIN_ALIKE_RATIO * total and agreeing[usual] >= minimum
     # What is told by itself alone is told by no other place.
     return usual if is_most and (total > 1 or len(set(usual)) == 1) else None
-
-
-def _has_majority(partition: Partition) -> bool:
-    """Whether all but few ranks agree."""
-    largest = Counter(partition).most_common(1)[0][1]
-    return len(partition) >= _MIN_MAJORITY and len(partition) - largest <= max(1, MAX_ODD_RATIO * len(partition))
 
 
 def _partition(values: Sequence[int]) -> Partition:
@@ -147,27 +148,13 @@ def _partition(values: Sequence[int]) -> Partition:
     return tuple(firsts.setdefault(value, place) for place, value in enumerate(values))
 
 
-def _odd_ones(survey: Survey, copies: list[int]) -> list[int]:
-    """The copies that are not those of the majority; all of them without one, and none where all are equal."""
-    crcs = survey.records.column("checksum")[copies].tolist()
-    shapes = survey.fields["shape"][copies].tolist()
-    bits = list(zip(crcs, shapes, strict=True))
-    counts = Counter(bits).most_common()
-    if len(counts) == 1:
-        return []
-    if counts[0][1] == counts[1][1]:
-        return copies
-    return [place for place, one in zip(copies, bits, strict=True) if one != counts[0][0]]
-
-
 def _finding(survey: Survey, differing: Sequence[tuple[list[int], list[int]]]) -> Finding:
     places = [place for odd, _ in differing for place in odd]
     odd, copies = differing[0]
-    num_alike = len(copies) - len(odd)
-    iterations, ranks = (named_numbers(name, survey.fields[name][places].tolist()) for name in ("iteration", "rank"))
-    others = f"the copies of {num_alike} other ranks" if num_alike > 1 else "the copy of the other rank"
-    unsure = "differs in bits between copies, any of which may be wrong"
     alike = [place for place in copies if place not in set(odd)]
+    iterations, ranks = (named_numbers(name, survey.fields[name][places].tolist()) for name in ("iteration", "rank"))
+    others = f"the copies of {len(alike)} other ranks" if len(alike) > 1 else "the copy of the other rank"
+    unsure = "differs in bits between copies, any of which may be wrong"
     peer = f", on its peers {_sizes(survey, alike[0])}" if alike else ""
     return finding_of(
         survey,
@@ -175,7 +162,7 @@ def _finding(survey: Survey, differing: Sequence[tuple[list[int], list[int]]]) -
         kind="replica_differs",
         severity=Severity.HIGH,
         score=len(places),
-        text=f"differs in bits from {others}" if num_alike else unsure,
+        text=f"differs in bits from {others}" if alike else unsure,
         evidence=(
             f"{_sizes(survey, odd[0])} on {ranks}{peer}; "
             f"{len(places)} of {sum(len(one) for _, one in differing)} copies differ, in {iterations}; "

@@ -6,9 +6,8 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,14 +23,15 @@ from ranktape.storage.query.columns import Comparison, Mask
 from ranktape.storage.query.where import Compare, Condition, Either, Every, Field, Like, Not, OneOf
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
     from ranktape.storage import Records
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """A rule that is ready to be judged."""
+class _Asked(NamedTuple):
+    """A rule that is ready to be judged: what its names stand for, and the records that it is about."""
 
     rule: GateRule
     operands: tuple[RuleOperand, ...]
@@ -109,22 +109,18 @@ def _filled(
 
 
 def _operands(rule: GateRule) -> tuple[RuleOperand, ...]:
-    try:
+    with rule.named():
         return tuple(map(parse_operand, rule.condition.names))
-    except UsageError as error:
-        raise rule.mistake(error) from error
 
 
 def _asked(rule: GateRule, records: Records) -> _Asked:
     operands = _operands(rule)
-    try:
+    with rule.named():
         _check(rule, operands)
         chosen = records if rule.where is None else records.where(rule.where)
         for field in rule.by or ():
             if field != SAMPLE:
                 records.column(field)  # refuses what is no field
-    except UsageError as error:
-        raise rule.mistake(error) from error
     notes = []
     if rule.scaling == Scaling.BLOCK or any(operand.origin == "sweep" for operand in operands):
         floating = sweepable(chosen)
@@ -137,7 +133,7 @@ def _asked(rule: GateRule, records: Records) -> _Asked:
             + (f", where {rule.where}" if rule.where else "")
             + "; a rule of a file may say 'allow_empty: true'"
         )
-    return _Asked(rule=rule, operands=operands, records=chosen, notes=tuple(notes))
+    return _Asked(rule, operands, chosen, tuple(notes))
 
 
 def _check(rule: GateRule, operands: Sequence[RuleOperand]) -> None:
@@ -151,41 +147,32 @@ def _check(rule: GateRule, operands: Sequence[RuleOperand]) -> None:
 
 
 def _outcome(asked: _Asked, *, view: View | None, engine: Engine | None) -> RuleOutcome:
-    rule = asked.rule
-    if not len(asked.records):
-        return RuleOutcome(
-            rule=rule, num_records=0, num_checked=0, num_failed=0, num_missing=0, offenders=(), notes=asked.notes
-        )
-    target = one_target(rule.format, rule.scaling)
-    targets = () if target is None else (target,)
-    condition = rule.condition.condition
-    try:
-        by = with_stacks(rule.by or (), asked.records)
-        judged = values_of(asked.records, asked.operands, by=by, targets=targets, view=view, engine=engine)
-        num_rows = len(judged.groups)
-        truth = judge(condition, judged.columns, num_rows=num_rows)
-        is_unknown = ~truth.holds & ~truth.fails
-        is_bad = truth.fails | is_unknown if rule.missing is Missing.FAIL else truth.fails
-        found = list(faults(condition, judged.columns, is_bad))
-    except UsageError as error:
-        raise rule.mistake(error) from error
+    rule, operands, records, notes = asked
+    if not len(records):
+        return RuleOutcome(rule=rule, notes=notes)
+    target, condition = one_target(rule.format, rule.scaling), rule.condition.condition
+    with rule.named():
+        by = with_stacks(rule.by or (), records)
+        judged = values_of(records, operands, by=by, targets=[target] if target else [], view=view, engine=engine)
+        truth = judge(condition, judged.columns, num_rows=len(judged.groups))
+        is_bad = (truth < 1) if rule.missing is Missing.FAIL else (truth == 0)
+        found = list(_faults(condition, judged.columns, is_bad))
     return RuleOutcome(
         rule=rule,
-        num_records=len(asked.records),
-        num_checked=num_rows,
+        num_records=len(records),
+        num_checked=truth.size,
         num_failed=int(is_bad.sum()),
-        num_missing=int(is_unknown.sum()),
+        num_missing=int((truth == UNKNOWN).sum()),
         offenders=tuple(_offenders(found, judged)),
-        notes=(*asked.notes, *judged.places.notes),
+        notes=(*notes, *judged.places.notes),
     )
 
 
-def _offenders(found: Sequence[Fault], judged: Judged) -> Iterator[Offender]:
+def _offenders(found: Sequence[_Fault], judged: Judged) -> Iterator[Offender]:
     has_records = any(fault.rows.any() and not judged.groups[0][0] for fault in found)
     identities = identity_rows(judged.places.records) if has_records else []
     for fault in found:
-        (rows,) = np.nonzero(fault.rows)
-        values = {row: _plain(judged.columns[fault.metric][row]) for row in rows.tolist()}
+        values = {row: _plain(judged.columns[fault.metric][row]) for row in np.flatnonzero(fault.rows).tolist()}
         for row in sorted(values, key=lambda row: _badness(values[row], fault), reverse=True):
             key, members = judged.groups[row]
             owners = np.unique(judged.places.owners[members])
@@ -199,7 +186,7 @@ def _offenders(found: Sequence[Fault], judged: Judged) -> Iterator[Offender]:
             )
 
 
-def _badness(value: Any, fault: Fault) -> tuple[int, float]:
+def _badness(value: Any, fault: _Fault) -> tuple[int, float]:
     """Missing metrics first, then the farther beyond the limit the sooner."""
     if value is None:
         return 2, 0.0
@@ -222,38 +209,8 @@ def _plain(value: Any) -> Any:
     return plain
 
 
-Columns: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
-"""A column for each name in the condition: numbers, NaN where there is none, or text as objects."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Truth:
-    """What is known of each row; neither is where it cannot be told."""
-
-    holds: Mask
-    """It holds."""
-    fails: Mask
-    """It does not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One comparison of a condition, and the rows of which it is to blame."""
-
-    metric: str
-    """What was compared."""
-    limit: str
-    """How it should have compared, and with what."""
-    comparison: Comparison | None = None
-    """The same as one of six; None for lists and patterns."""
-    bound: float | None = None
-    """The number it should have compared with; None where it is none."""
-    rows: Mask
-    """Where it did not, and was needed to."""
-
-
-def judge(condition: Condition, source: Columns, *, num_rows: int) -> Truth:
-    """Whether a condition holds, for each row.
+def judge(condition: Condition, source: Columns, *, num_rows: int) -> NDArray[np.float64]:
+    """How far a condition holds, for each row: 1 where it does, 0 where it does not, `UNKNOWN` where nobody can tell.
 
     A missing metric compares as unknown, and `and`, `or` and `not` make of it what they make of a truth that nobody
     knows (Kleene, 1938): `a < 1 or b < 1` holds where a is 0, whether there is a b or not. A comparison with None is
@@ -263,52 +220,48 @@ def judge(condition: Condition, source: Columns, *, num_rows: int) -> Truth:
         UsageError: a field that holds text meets a number, or the other way round.
     """
     if isinstance(condition, Not):
-        inner = judge(condition.condition, source, num_rows=num_rows)
-        return Truth(holds=inner.fails, fails=inner.holds)
+        return 1 - judge(condition.condition, source, num_rows=num_rows)
     if isinstance(condition, Every | Either):
         parts = [judge(part, source, num_rows=num_rows) for part in condition.conditions]
-        holds, fails = [part.holds for part in parts], [part.fails for part in parts]
-        if isinstance(condition, Every):
-            return Truth(holds=np.all(holds, axis=0), fails=np.any(fails, axis=0))
-        return Truth(holds=np.any(holds, axis=0), fails=np.all(fails, axis=0))
-    found = condition.mask(source.__getitem__, num_rows)
-    unknown = np.zeros(num_rows, dtype=np.bool_)
+        found: NDArray[np.float64] = np.min(parts, axis=0) if isinstance(condition, Every) else np.max(parts, axis=0)
+        return found
+    found = condition.mask(source.__getitem__, num_rows).astype(np.float64)
     for name in _compared(condition):
-        unknown |= columns.missing(source[name])
-    return Truth(holds=found & ~unknown, fails=~found & ~unknown)
+        found[columns.missing(source[name])] = UNKNOWN
+    return found
 
 
-def faults(condition: Condition, source: Columns, rows: Mask, *, is_wanted: bool = True) -> Iterator[Fault]:
+class _Fault(NamedTuple):
+    """One comparison of a condition, how it should have been, and the rows of which it is to blame."""
+
+    metric: str
+    limit: str
+    rows: Mask
+    comparison: Comparison | None = None
+    bound: float | None = None
+
+
+def _faults(condition: Condition, source: Columns, rows: Mask, *, is_wanted: bool = True) -> Iterator[_Fault]:
     """For each comparison in a condition that does not hold in `rows`, those of them of which it is to blame.
 
     In a row that fails are to blame: of `and` all that do not hold, of `or` all of them.
     """
     if isinstance(condition, Not):
-        yield from faults(condition.condition, source, rows, is_wanted=not is_wanted)
+        yield from _faults(condition.condition, source, rows, is_wanted=not is_wanted)
     elif isinstance(condition, Every | Either):
         for part in condition.conditions:
-            truth = judge(part, source, num_rows=rows.size)
-            is_right = truth.holds if is_wanted else truth.fails
-            yield from faults(part, source, rows & ~is_right, is_wanted=is_wanted)
+            is_wrong = judge(part, source, num_rows=rows.size) != is_wanted
+            yield from _faults(part, source, rows & is_wrong, is_wanted=is_wanted)
     elif isinstance(condition, Compare):
         right = condition.right
         comparison = condition.comparison if is_wanted else _OPPOSITES[condition.comparison]
-        is_number = isinstance(right, int | float) and not isinstance(right, bool)
-        yield Fault(
-            metric=condition.left.name,
-            limit=f"{comparison.value} {right.name if isinstance(right, Field) else _literal(right)}",
-            comparison=comparison,
-            bound=float(right) if is_number else None,  # type: ignore[arg-type]  # it is a number
-            rows=rows,
-        )
+        limit = f"{comparison.value} {right.name if isinstance(right, Field) else _literal(right)}"
+        bound = float(right) if isinstance(right, int | float) and not isinstance(right, bool) else None
+        yield _Fault(condition.left.name, limit, rows, comparison, bound)
     else:
         assert isinstance(condition, OneOf | Like), "every kind of condition is one of these"
-        what = (
-            f"in [{', '.join(map(_literal, condition.values))}]"
-            if isinstance(condition, OneOf)
-            else f"like {condition.pattern!r}"
-        )
-        yield Fault(metric=condition.field.name, limit=f"{'' if is_wanted else 'not '}{what}", rows=rows)
+        what = f"like {condition.pattern!r}" if isinstance(condition, Like) else f"in [{_listed(condition)}]"
+        yield _Fault(condition.field.name, f"{'' if is_wanted else 'not '}{what}", rows)
 
 
 def _compared(condition: Condition) -> list[str]:
@@ -320,6 +273,12 @@ def _compared(condition: Condition) -> list[str]:
     return [] if isinstance(condition, OneOf) and None in condition.values else [condition.field.name]
 
 
+Columns: TypeAlias = Mapping[str, "NDArray[Any]"]
+"""A column for each name in the condition: numbers, NaN where there is none, or text as objects."""
+
+UNKNOWN = 0.5
+"""The truth of what cannot be told."""
+
 _OPPOSITES = {
     Comparison.EQUAL: Comparison.DIFFERENT,
     Comparison.DIFFERENT: Comparison.EQUAL,
@@ -328,6 +287,10 @@ _OPPOSITES = {
     Comparison.ABOVE: Comparison.AT_MOST,
     Comparison.AT_MOST: Comparison.ABOVE,
 }
+
+
+def _listed(condition: OneOf) -> str:
+    return ", ".join(map(_literal, condition.values))
 
 
 def _literal(value: Any) -> str:

@@ -44,15 +44,15 @@ class RuleOutcome:
 
     rule: GateRule
     """The rule, with what was said for all rules filled in."""
-    num_records: int
+    num_records: int = 0
     """Records that it is about."""
-    num_checked: int
+    num_checked: int = 0
     """Records, or groups of these, that were judged."""
-    num_failed: int
+    num_failed: int = 0
     """Those that do not hold to it."""
-    num_missing: int
+    num_missing: int = 0
     """Those of which it cannot be told; failed or not, as the rule says."""
-    offenders: tuple[Offender, ...]
+    offenders: tuple[Offender, ...] = ()
     """The worst first, one for each comparison to blame."""
     notes: tuple[str, ...] = ()
     """What was left out."""
@@ -146,19 +146,17 @@ class GateResult:
             UsageError: there is no such column to sort by, or the file cannot be written.
         """
         form, offenders = output.chosen_form, output.shown(self.offenders)
+        tables = [self.rules] if self.passed else [offenders, dataclasses.replace(self.rules, title="")]
         if form is Form.CSV:
             write_table(offenders, form=form, output=output.output)
-            return
-        if form is Form.JSON:
+        elif form is Form.JSON:
             document = self.to_json() | {"offenders": offenders.to_json()}
             write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", output=output.output)
-            return
-        tables = [self.rules] if self.passed else [offenders, dataclasses.replace(self.rules, title="")]
-        if output.output is None and sys.stdout.isatty():
+        elif output.output is None and sys.stdout.isatty():
             for table in tables:
                 write_table(table, wide=output.wide)
-            return
-        write_text("\n".join(table.to_text(wide=output.wide) for table in tables), output=output.output)
+        else:
+            write_text("\n".join(table.to_text(wide=output.wide) for table in tables), output=output.output)
 
 
 _RULE_COLUMNS: tuple[tuple[Column, Callable[[RuleOutcome], Any]], ...] = (

@@ -8,16 +8,17 @@ selection about what the catalogue knows of records. A file of rules is a YAML l
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import enum
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ranktape.analyze.findings.finding import Severity
-from ranktape.errors import RanktapeError, UsageError
+from ranktape.errors import UsageError
 from ranktape.storage.places.failures import printable
 from ranktape.storage.query.where import Where, parse_where
 from ranktape.yaml_file import parse_yaml, read_text
@@ -66,7 +67,11 @@ class Missing(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateRule:
-    """One thing that has to hold."""
+    """One thing that has to hold.
+
+    Raises:
+        UsageError: the condition, or what selects records, is no expression.
+    """
 
     name: str
     """What people call it."""
@@ -87,34 +92,28 @@ class GateRule:
     missing: Missing = Missing.FAIL
     """What becomes of records without a metric that it asks for."""
 
+    def __post_init__(self) -> None:
+        with self.named():
+            parse_where(self.check)
+        with self.named("where: "):
+            parse_where(self.check if self.where is None else self.where)
+
     @property
     def condition(self) -> Where:
-        """What the condition means.
+        """What the condition means."""
+        return parse_where(self.check)
+
+    @contextlib.contextmanager
+    def named(self, part: str = "") -> Iterator[None]:
+        """Name the rule, and the part, in what is wrong with it.
 
         Raises:
-            UsageError: it is no expression.
+            UsageError: the block raised one.
         """
         try:
-            return parse_where(self.check)
+            yield
         except UsageError as error:
-            raise self.mistake(error) from error
-
-    def mistake(self, error: RanktapeError | str) -> UsageError:
-        """The error that says which rule is wrong, and why."""
-        return UsageError(f"rule {printable(repr(self.name))}: {error}")
-
-    def checked(self) -> GateRule:
-        """The same rule, if its expressions can be read.
-
-        Raises:
-            UsageError: one cannot.
-        """
-        assert self.condition.names, "a comparison has a field on one side"
-        try:
-            parse_where(self.check if self.where is None else self.where)
-        except UsageError as error:
-            raise self.mistake(f"where: {error}") from error
-        return self
+            raise UsageError(f"rule {printable(repr(self.name))}: {part}{error}") from error
 
 
 _WORDS = re.compile(
@@ -133,7 +132,7 @@ def parse_rule(text: str) -> GateRule:
         raise UsageError(f"rule {printable(repr(text))} has 'where' {len(places)} times: give it once, and 'and'")
     check, where = (text, None) if not places else (text[: places[0].start()], text[places[0].end() :])
     name = " ".join(text.split())
-    return GateRule(name=name, check=check.strip(), where=None if where is None else where.strip()).checked()
+    return GateRule(name=name, check=check.strip(), where=None if where is None else where.strip())
 
 
 def default_rules() -> list[GateRule]:
@@ -233,7 +232,7 @@ def _rule(entry: Any, *, place: str) -> GateRule:
         raise UsageError(f"{shown}: there is no check: write what has to hold, as 'check: overflow.ratio == 0'")
     where = f" where {values['where']}" if "where" in values else ""
     try:
-        return GateRule(**({"name": values["check"] + where} | values)).checked()
+        return GateRule(**({"name": values["check"] + where} | values))
     except UsageError as error:
         raise UsageError(f"{place}: {error}") from error
 

@@ -7,13 +7,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ranktape.analyze.engine.sweep_measure import sweep_records
 from ranktape.analyze.engine.values import View
+from ranktape.analyze.findings.replicas import parse_placements, placed_copies
 from ranktape.analyze.identity import SAMPLE
 from ranktape.analyze.metrics.counts import EXTREMES, KINDS
 from ranktape.analyze.metrics.gather import Groups, group_digests
@@ -25,16 +26,13 @@ from ranktape.analyze.questions.swept import jobs_of, parse_request
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.format.catalogue import COLUMNS
 from ranktape.storage.places.failures import printable
-from ranktape.storage.records.placement import AxisKind, parse_placement
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.metrics.target import Target
-    from ranktape.storage import Record, Records
-
-    Groupings = Sequence[tuple[dict[str, Any], NDArray[np.int64]]]
+    from ranktape.storage import Records
 
 REPLICAS = "replicas.differing"
 """How many copies of a record hold other bits than it does; 0 where most hold the same."""
@@ -113,12 +111,25 @@ _COUNTS = _counts()
 class Judged:
     """The records or groups that a rule is about, and the values of its names."""
 
+    records: Records
+    """Those that the rule selects."""
     places: Places
     """The records, or their samples."""
-    groups: Groupings
+    groups: Sequence[tuple[dict[str, Any], NDArray[np.int64]]]
     """For each row its key and its places; the key is empty where rows are records."""
-    columns: dict[str, NDArray[Any]]
+    by: Sequence[str]
+    """The fields that groups are made by."""
+    view: View
+    """Which numbers are judged."""
+    engine: Engine | None
+    """What reads them."""
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     """For each name its values: numbers, NaN where there is none, or text as objects."""
+
+    def worst(self, values: NDArray[np.float64], *, is_low: bool = False) -> NDArray[np.float64]:
+        """Of each group the lowest or the highest value of a record that is known."""
+        ends = np.fmin if is_low else np.fmax
+        return np.array([ends.reduce(values[members]) for _, members in self.groups], dtype=np.float64)
 
 
 def values_of(
@@ -142,62 +153,44 @@ def values_of(
             asked for what is known of whole records alone.
         UnknownFieldError: `by` names no field of a record.
     """
-    named = {origin: [one for one in operands if one.origin == origin] for origin in _VALUES}
     whole = [one.name for one in operands if one.origin not in {"counts", "field"}]
     if SAMPLE in by and whole:
         raise UsageError(f"{', '.join(whole)} is known of whole records, not of samples: leave sample out of by")
     places = find_places(records, targets, by=by, view=view or (View.COMPUTE if targets else View.SEEN), engine=engine)
     groups = places.groups(by) if by else [({}, np.array([place])) for place in range(len(places.owners))]
-    asked = _Sought(records=records, places=places, groups=groups, by=by, view=view or View.COMPUTE, engine=engine)
-    columns: dict[str, NDArray[Any]] = {}
-    for origin, wanted in named.items():
+    judged = Judged(records=records, places=places, groups=groups, by=by, view=view or View.COMPUTE, engine=engine)
+    for origin, values in _VALUES.items():
+        wanted = [one for one in operands if one.origin == origin]
         if wanted:
-            columns |= _VALUES[origin](asked, wanted)
-    return Judged(places=places, groups=groups, columns=columns)
+            judged.columns.update(values(judged, wanted))
+    return judged
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Sought:
-    """What values are looked for in."""
-
-    records: Records
-    places: Places
-    groups: Groupings
-    by: Sequence[str]
-    view: View
-    engine: Engine | None
-
-    def worst(self, values: NDArray[np.float64], *, is_low: bool = False) -> NDArray[np.float64]:
-        """Of each group the lowest or the highest value of a record that is known."""
-        ends = np.fmin if is_low else np.fmax
-        return np.array([ends.reduce(values[members]) for _, members in self.groups], dtype=np.float64)
-
-
-def _digest_values(asked: _Sought, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
-    numbers = np.zeros(len(asked.records), dtype=np.int64)
-    for row, (_, members) in enumerate(asked.groups):
+def _digest_values(judged: Judged, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+    numbers = np.zeros(len(judged.records), dtype=np.int64)
+    for row, (_, members) in enumerate(judged.groups):
         numbers[members] = row
     grouped = Groups(
-        keys=tuple(key for key, _ in asked.groups),
-        sizes=tuple(members.size for _, members in asked.groups),
+        keys=tuple(key for key, _ in judged.groups),
+        sizes=tuple(members.size for _, members in judged.groups),
         numbers=tuple(numbers.tolist()),
     )
-    columns = {operand.name: np.full(len(asked.groups), math.nan) for operand in operands}
-    for row, digest in group_digests(asked.records, grouped, view=asked.view, engine=asked.engine):
+    columns = {operand.name: np.full(len(judged.groups), math.nan) for operand in operands}
+    for row, digest in group_digests(judged.records, grouped, view=judged.view, engine=judged.engine):
         for name, column in columns.items():
             value = parse_metric(name).of(digest)
             column[row] = math.nan if value is None else value
     return columns
 
 
-def _swept_values(asked: _Sought, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+def _swept_values(judged: Judged, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
     """The metrics of the recommended levels; NaN where a tensor needs no scale."""
-    records, view = asked.records, asked.view
+    records, view = judged.records, judged.view
     formats = list(dict.fromkeys(operand.format for operand in operands))
     # Two names may be one format.
     jobs = [jobs_of(parse_request(name, view=view))[0] for name in formats]
     found = {operand.name: np.full(len(records), math.nan) for operand in operands}
-    for place, sweeps in enumerate(sweep_records(records, [jobs] * len(records), view=view, engine=asked.engine)):
+    for place, sweeps in enumerate(sweep_records(records, [jobs] * len(records), view=view, engine=judged.engine)):
         if isinstance(sweeps, RanktapeError):
             raise sweeps
         for operand in operands:
@@ -205,37 +198,37 @@ def _swept_values(asked: _Sought, operands: Sequence[RuleOperand]) -> dict[str, 
             if level is not None:
                 found[operand.name][place] = getattr(level, operand.part)
     is_low = {one.name: one.part in SWEPT_METRICS and not SWEPT_METRICS[one.part].is_error for one in operands}
-    return {name: asked.worst(values, is_low=is_low[name]) for name, values in found.items()}
+    return {name: judged.worst(values, is_low=is_low[name]) for name, values in found.items()}
 
 
-def _counted_values(asked: _Sought, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
-    (counts,) = asked.places.counts
-    if asked.by:
-        rows = [asked.places.together(counts, members) for _, members in asked.groups]
+def _counted_values(judged: Judged, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+    (counts,) = judged.places.counts
+    if judged.by:
+        rows = [judged.places.together(counts, members) for _, members in judged.groups]
         counts = {name: np.array([row[name] for row in rows]) for name in counts}
     elements = np.maximum(counts["elements"], 1)
     return {one.name: counts[one.part] / (elements if one.is_ratio else 1) for one in operands}
 
 
-def _differing_copies(asked: _Sought, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+def _differing_copies(judged: Judged, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
     """The most copies that differ; not known where none is seen to, and some are not known."""
-    differing = differing_copies(asked.records)
-    most = asked.worst(differing)
-    is_unknown = [bool(np.isnan(differing[members]).any()) for _, members in asked.groups]
+    differing = differing_copies(judged.records)
+    most = judged.worst(differing)
+    is_unknown = [bool(np.isnan(differing[members]).any()) for _, members in judged.groups]
     return {one.name: np.where((most == 0) & np.array(is_unknown, dtype=bool), math.nan, most) for one in operands}
 
 
-def _field_values(asked: _Sought, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+def _field_values(judged: Judged, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
     found: dict[str, NDArray[Any]] = {}
     for name in (operand.name for operand in operands):
-        if asked.by and name not in asked.by:
-            raise UsageError(
-                f"{name} may differ within the groups by {', '.join(asked.by)}: name it in by, or in where"
-            )
-        if not asked.by:
-            found[name] = asked.places.records.column(name)[asked.places.owners]
+        if not judged.by:
+            found[name] = judged.places.records.column(name)[judged.places.owners]
             continue
-        values = [key[name] for key, _ in asked.groups]
+        if name not in judged.by:
+            raise UsageError(
+                f"{name} may differ within the groups by {', '.join(judged.by)}: name it in by, or in where"
+            )
+        values = [key[name] for key, _ in judged.groups]
         if name == SAMPLE or any(isinstance(value, str) for value in values):
             found[name] = np.array([value if value is None else str(value) for value in values], dtype=object)
         else:
@@ -243,7 +236,7 @@ def _field_values(asked: _Sought, operands: Sequence[RuleOperand]) -> dict[str, 
     return found
 
 
-_VALUES: dict[str, Callable[[_Sought, Sequence[RuleOperand]], dict[str, NDArray[Any]]]] = {
+_VALUES: dict[str, Callable[[Judged, Sequence[RuleOperand]], dict[str, NDArray[Any]]]] = {
     "digest": _digest_values,
     "sweep": _swept_values,
     "counts": _counted_values,
@@ -263,23 +256,14 @@ def differing_copies(records: Records) -> NDArray[np.float64]:
         StorageError: the store cannot be read.
     """
     found = np.zeros(len(records))
-    columns = (records.column(name).tolist() for name in ("iteration", "attempt", "rank", "site"))
-    places = {key: place for place, key in enumerate(zip(*columns, strict=True))}
-    for view in records.assemble(replicas="ignore"):
-        parts: dict[tuple[int | None, ...], list[Record]] = {}
-        num_copies = 1
-        for record in view.records:
-            placement = parse_placement(record.info)
-            if placement is not None:
-                num_copies = math.prod(axis.size for axis in placement.axes if axis.kind is AxisKind.REPLICATE)
-                parts.setdefault(placement.fixed(AxisKind.REPLICATE), []).append(record)
-        for copies in parts.values():
-            bits = [(record.shape, record.checksum) for record in copies]
-            counts = Counter(bits)
-            for record, ours in zip(copies, bits, strict=True):
-                others = len(copies) - counts[ours]
-                place = places[record.iteration, record.attempt, record.rank, record.location.site]
-                found[place] = 0 if counts[ours] > others else others
-                if len(copies) == 1 and num_copies > 1:
-                    found[place] = math.nan
+    parsed, failure = parse_placements(records)
+    if failure is not None:
+        raise failure
+    bits = list(zip(records.column("checksum").tolist(), records.column("shape").tolist(), strict=True))
+    for copies in placed_copies(records, parsed):
+        counts = Counter(bits[place] for place in copies)
+        for place in copies:
+            others = len(copies) - counts[bits[place]]
+            is_most = counts[bits[place]] > others
+            found[place] = math.nan if len(copies) == 1 else 0 if is_most else others
     return found
