@@ -118,7 +118,7 @@ PERCENTILE = r"p\d+(\.\d+)?"
 ANY_NAME: dict[str, str] = {
     "stats": PERCENTILE,
     "trace": PERCENTILE,
-    "trend": rf"{PERCENTILE}(\.change|\.octaves)?",
+    "trend": rf"{PERCENTILE}(\.change|\.binades)?",
     "gradients": r"flushed\.[a-z0-9_]+(\.scaled)?",
 }
 """Columns of real numbers whose names say what was asked for, one of many: a percentile, a format."""

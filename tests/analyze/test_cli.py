@@ -41,7 +41,7 @@ OPTIONS = {
     "distribution": SELECTION
     | OUTPUT
     | ENGINE
-    | {"--by", "--view", "--kind", "--format", "--bins", "--per-octave", "--points"},
+    | {"--by", "--view", "--kind", "--format", "--bins", "--per-binade", "--points"},
     "sweep": SELECTION
     | OUTPUT
     | ENGINE

@@ -83,7 +83,7 @@ def test_exponents_say_which_formats_hold_them() -> None:
     rows = {row["exponent"]: row for row in table.records()}
     assert {exponent: row["count"] for exponent, row in rows.items()} == {-10: 1, -9: 1, -6: 1, 0: 2}
     assert (rows[0]["lower"], rows[0]["upper"], rows[0]["ratio"]) == (1.0, 2.0, 2 / 8)
-    # Without a scale fp8_e4m3 has all bits from 2**-6 on; with 448 at 1.5, ten octaves further down.
+    # Without a scale fp8_e4m3 has all bits from 2**-6 on; with 448 at 1.5, ten binades further down.
     assert rows[-6]["unscaled.normal_in"] == ["fp8_e4m3"]
     assert rows[-9]["unscaled.normal_in"] == []
     assert (rows[-10]["normal_in"], rows[-6]["normal_in"]) == (["fp8_e4m3"], ["fp8_e4m3"])
@@ -179,7 +179,7 @@ def test_wide_values_are_looked_at_as_computed_with_unless_said_otherwise() -> N
     [
         ({"kind": "lin"}, "kind 'lin' is not known: use one of linear"),
         ({"bins": 0}, "bins=0 is not allowed: give a number from 1"),
-        ({"kind": "log2", "per_octave": 1000}, "per_octave=1000 is not allowed"),
+        ({"kind": "log2", "per_binade": 1000}, "per_binade=1000 is not allowed"),
         ({"kind": "qq", "points": -1}, "points=-1 is not allowed"),
         ({"kind": "formats", "format": ["fp8_e4m4"]}, "format 'fp8_e4m4' is not known"),
         ({"kind": "formats", "format": ["e8m0"]}, "format 'e8m0' is one of scales"),
@@ -200,7 +200,7 @@ def ask(records: Records, options: str) -> Any:
 def test_the_command_asks_the_question(records: Records) -> None:
     for options, given in (
         ("", {}),
-        ("--kind log2 --per-octave 2 --by layer-idx", {"kind": "log2", "per_octave": 2, "by": ["layer_idx"]}),
+        ("--kind log2 --per-binade 2 --by layer-idx", {"kind": "log2", "per_binade": 2, "by": ["layer_idx"]}),
         ("--kind formats --format hif8,int8", {"kind": "formats", "format": ["hif8", "int8"]}),
         ("--kind qq --points 3", {"kind": "qq", "points": 3}),
         ("--bins 5", {"bins": 5}),
@@ -216,7 +216,7 @@ def test_the_command_asks_the_question(records: Records) -> None:
     [
         ("--kind lin", "'lin' is not one of"),
         ("--kind log2 --bins 3", "--bins says nothing about --kind log2: it is for linear and normalised"),
-        ("--per-octave 3", "--per-octave says nothing about --kind linear: it is for log2"),
+        ("--per-binade 3", "--per-binade says nothing about --kind linear: it is for log2"),
         ("--format fp8_e4m3", "--format says nothing about --kind linear: it is for exponents and formats"),
         ("--bins 0", "bins=0 is not allowed"),
         ("--layer-idx 9", "no records match --layer-idx 9"),

@@ -55,21 +55,21 @@ def assert_linear_bins(array: Array, digest: Digest, *, num_bins: int) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("per_octave", [1, 5])
-def test_octaves_are_those_of_frexp(dtype: str, per_octave: int) -> None:
+@pytest.mark.parametrize("per_binade", [1, 5])
+def test_binades_are_those_of_frexp(dtype: str, per_binade: int) -> None:
     for array, digest in every(dtype):
-        assert_octaves(array, digest, per_octave=per_octave)
+        assert_binades(array, digest, per_binade=per_binade)
 
 
-def assert_octaves(array: Array, digest: Digest, *, per_octave: int) -> None:
-    bins, values = log2_bins(digest, per_octave), finite_of(array)
+def assert_binades(array: Array, digest: Digest, *, per_binade: int) -> None:
+    bins, values = log2_bins(digest, per_binade), finite_of(array)
     magnitudes = np.abs(values[values != 0])
     exponents = np.frexp(magnitudes)[1] - 1
     first, last = (exponents.min(), exponents.max()) if exponents.size else (0, -1)
     expected = [int((exponents == exponent).sum()) for exponent in range(first, last + 1)]
-    assert bins.counts.reshape(-1, per_octave).sum(axis=1).tolist() == expected
+    assert bins.counts.reshape(-1, per_binade).sum(axis=1).tolist() == expected
     assert bins.num_negative.sum() == (values < 0).sum()
-    assert bins.edges[::per_octave].tolist() == [math.ldexp(1, e) for e in range(first, last + 2)] * bool(expected)
+    assert bins.edges[::per_binade].tolist() == [math.ldexp(1, e) for e in range(first, last + 2)] * bool(expected)
     assert (bins.density() * bins.widths).sum() == pytest.approx(1 if expected else 0)
     assert (bins.num_nan, bins.num_zero) == (digest.tallies.nan, digest.tallies.zero)
     assert digest.is_exact
@@ -179,8 +179,8 @@ def test_occupancy_adds_up(dtype: str) -> None:
 def assert_occupancy(array: Array, digest: Digest) -> None:
     occupied, values = occupancy(digest), finite_of(array)
     exponents = np.frexp(np.abs(values[values != 0]))[1] - 1
-    octaves, octave_counts = np.unique(exponents, return_counts=True)
-    expected = dict(zip(octaves.tolist(), octave_counts.tolist(), strict=True))
+    binades, binade_counts = np.unique(exponents, return_counts=True)
+    expected = dict(zip(binades.tolist(), binade_counts.tolist(), strict=True))
     found = dict(zip(occupied.exponents.tolist(), occupied.counts.tolist(), strict=True))
     assert {exponent: count for exponent, count in found.items() if count} == expected
     assert occupied.exponents.tolist() == (list(range(min(expected), max(expected) + 1)) if expected else [])

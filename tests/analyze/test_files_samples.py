@@ -124,7 +124,7 @@ def test_statistics_over_records_are_those_of_the_run(run: Run, single: Records)
 
 @pytest.mark.parametrize("sample", [0, "1", 2])
 def test_a_sample_goes_the_same_way(run: Run, single: Records, sample: int | str) -> None:
-    fields = ("tensor_name", "mean", "std", "absmax", "norm", "absmax.octaves", "first")
+    fields = ("tensor_name", "mean", "std", "absmax", "norm", "absmax.binades", "first")
     ways = [trace(records.select(iteration=1), sample=sample, engine=UNCACHED) for records in (run.select(), single)]
     expected, found = ([[row[field] for field in fields] for row in way.records()] for way in ways)
     assert json.dumps(found) == json.dumps(expected)

@@ -93,7 +93,7 @@ def test_a_weight_of_one_rank(tmp_path: Path, num_ranks: int, layer: int) -> Non
     findings = findings_of(tmp_path, scaled(1, layer), sizes_of(num_ranks))
     assert place_of(findings[0]) == (1, layer, "weight")
     assert (findings[0].kind, findings[0].severity) == ("rank_differs", Severity.HIGH)
-    assert findings[0].octaves == pytest.approx(12)
+    assert findings[0].binades == pytest.approx(12)
     assert "replica_differs" in findings[0].evidence
     # What follows is said by the one finding: the output, and the gradients on that rank.
     assert len(findings) == 1
@@ -202,7 +202,7 @@ def test_all_consequences_are_told(tmp_path: Path) -> None:
 def test_a_gradient_that_vanishes_above_its_smallest_number(tmp_path: Path) -> None:
     found = first(tmp_path, underflow(2, factor=2.0**-30), num_layers=5)
     assert (found.kind, found.where["layer_idx"]) == ("gradient_vanishing", 2)
-    assert found.octaves == pytest.approx(-30, abs=2)
+    assert found.binades == pytest.approx(-30, abs=2)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)

@@ -210,7 +210,7 @@ def test_what_grows_reaches_its_limit(tmp_path: Path) -> None:
     ]
     findings = found_in(tmp_path, tensors)
     assert [(one.kind, one.severity) for one in findings] == [("trend", Severity.MEDIUM)]
-    assert findings[0].octaves == pytest.approx(7 * 1.5, abs=0.1)
+    assert findings[0].binades == pytest.approx(7 * 1.5, abs=0.1)
     assert "65504" in findings[0].title.replace("6.55e+04", "65504")
 
 
@@ -218,7 +218,7 @@ def test_a_jump(tmp_path: Path) -> None:
     tensors = [describe_tensor(normal(8, 8) * (1000 if step >= 3 else 1), iteration=step) for step in range(5)]
     findings = found_in(tmp_path, tensors)
     assert [(one.kind, one.severity, one.where["iteration"]) for one in findings] == [("trend", Severity.MEDIUM, 3)]
-    assert findings[0].octaves == pytest.approx(np.log2(1000), abs=0.01)
+    assert findings[0].binades == pytest.approx(np.log2(1000), abs=0.01)
 
 
 @pytest.mark.parametrize(

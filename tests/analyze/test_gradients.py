@@ -80,7 +80,7 @@ def test_norms_beside_those_of_weights(run: Run) -> None:
         )
         assert row["norm.gradient"] == pytest.approx(gradient)
         assert row["norm_ratio"] == pytest.approx(gradient / weight)
-        assert row["norm_ratio.octaves"] == pytest.approx(np.log2(gradient / weight))
+        assert row["norm_ratio.binades"] == pytest.approx(np.log2(gradient / weight))
 
 
 def test_forward_beside_backward(run: Run) -> None:
@@ -98,7 +98,7 @@ def test_forward_beside_backward(run: Run) -> None:
         )
         assert row["std.forward"] == pytest.approx(forward.std())
         assert row["std.backward"] == pytest.approx(backward.std())
-        assert row["std.octaves"] == pytest.approx(np.log2(backward.std() / forward.std()))
+        assert row["std.binades"] == pytest.approx(np.log2(backward.std() / forward.std()))
         assert row["absmax.backward"] == np.abs(backward).max()
 
 

@@ -66,15 +66,15 @@ def test_a_rank(run: Run) -> None:
     }
     expected = figures[found[0]["metric"]]
     assert found[0]["value"] == pytest.approx(expected[3], rel=1e-2)
-    assert found[0]["octaves"] == pytest.approx(np.log2(expected[3]) - np.median(np.log2(expected)), abs=0.02)
+    assert found[0]["binades"] == pytest.approx(np.log2(expected[3]) - np.median(np.log2(expected)), abs=0.02)
     assert found[0]["expected"] == pytest.approx(np.median(expected), rel=1e-2)
-    assert found[0]["deviation"] == pytest.approx(found[0]["octaves"] / (1.4826 * 0.25), rel=1e-2)
+    assert found[0]["deviation"] == pytest.approx(found[0]["binades"] / (1.4826 * 0.25), rel=1e-2)
 
 
 def test_a_layer(run: Run) -> None:
     found = rows(run, across=["layer"])
     assert [(row["kind"], row["layer_idx"]) for row in found] == [("layer_differs", 4)]
-    assert found[0]["octaves"] == pytest.approx(np.log2(100), abs=1)
+    assert found[0]["binades"] == pytest.approx(np.log2(100), abs=1)
 
 
 def test_a_sample(run: Run) -> None:

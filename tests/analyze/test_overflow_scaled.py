@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 def wide_range(dtype: Any, *, seed: int, shift: int = 0) -> Array:
-    """Values over 40 octaves with everything else that floats can be, in (4, 6, 70)."""
+    """Values over 40 binades with everything else that floats can be, in (4, 6, 70)."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(1680) * 2.0 ** rng.integers(-25 + shift, 15 + shift, 1680)
     values[:5] = [np.nan, np.inf, -np.inf, 0.0, -0.0]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.analyze.findings.along import kendall_z, sen_slope
-from ranktape.analyze.findings.peers import codes_of, deviations_of, medians_of, octaves, robust_z, sizes_of
+from ranktape.analyze.findings.peers import binades, codes_of, deviations_of, medians_of, robust_z, sizes_of
 from ranktape.analyze.findings.thresholds import NORMAL_MAD
 
 PAIRS = st.lists(st.tuples(st.integers(0, 3), st.floats(-50, 50, width=32)), min_size=1, max_size=30)
@@ -46,9 +46,9 @@ def test_codes_tell_rows_apart() -> None:
     assert codes_of(first, second).tolist() == [0, 2, 1, 1]
 
 
-def test_octaves_of_what_has_none() -> None:
-    assert octaves(np.array([8.0, 0.25, 0, -1, np.inf, np.nan])).tolist()[:2] == [3, -2]
-    assert np.isnan(octaves(np.array([0, -1, np.inf, np.nan]))).all()
+def test_binades_of_what_has_none() -> None:
+    assert binades(np.array([8.0, 0.25, 0, -1, np.inf, np.nan])).tolist()[:2] == [3, -2]
+    assert np.isnan(binades(np.array([0, -1, np.inf, np.nan]))).all()
 
 
 @settings(max_examples=30, deadline=None)

@@ -79,7 +79,7 @@ def arrays(**fields: Any) -> list[np.ndarray[Any, Any]]:
 ONE_OF_EACH = (
     *("overflow_by_layer_type", "overflow_upper_lower", "overflow_histogram", "layer_rank_absmax"),
     *("exponent_occupancy", "distribution_by_phase", "statistics_by_tensor"),
-    *("neighbouring_layers", "sample_differences", "layer_octaves"),
+    *("neighbouring_layers", "sample_differences", "layer_binades"),
     *("fp8_scatter", "fp8_normal_fit", "rank_against_rank"),
 )
 """A plot of each function that draws but that of test_plot.py; the others differ in their data."""
@@ -227,7 +227,7 @@ def test_samples_have_the_names_that_the_user_gave(tmp_path: Path) -> None:
     assert_readable(PLOTS["layer_sample_absmax"].draw(found))
 
 
-def test_octaves_are_those_of_all_values(data: PlotData) -> None:
+def test_binades_are_those_of_all_values(data: PlotData) -> None:
     lines = PLOTS["exponent_occupancy"].draw(data).axes[0].get_lines()
     for line, operation in zip(lines, ("forward", "backward"), strict=True):
         values = np.concatenate([array.reshape(-1) for array in arrays(operation=operation)])
@@ -237,8 +237,8 @@ def test_octaves_are_those_of_all_values(data: PlotData) -> None:
         assert np.nan_to_num(np.asarray(line.get_ydata(), dtype=float)).tolist() == pytest.approx(counts)
 
 
-def test_rows_of_octaves(data: PlotData) -> None:
-    found = data.passed.octaves["rank"].shares("backward")
+def test_rows_of_binades(data: PlotData) -> None:
+    found = data.passed.binades["rank"].shares("backward")
     for rank in (0, 1):
         values = np.concatenate([array.reshape(-1) for array in arrays(operation="backward", rank=rank)])
         magnitudes = np.abs(values[np.isfinite(values) & (values != 0)])
@@ -336,7 +336,7 @@ def test_a_rank_that_differs_is_seen(tmp_path: Path) -> None:
     distances, size = rank_distances(found)
     assert size == 1
     expected = np.zeros((4, 4))
-    expected[2, [0, 1, 3]] = expected[[0, 1, 3], 2] = 6.0  # of two tensors one is off by 12 octaves
+    expected[2, [0, 1, 3]] = expected[[0, 1, 3], 2] = 6.0  # of two tensors one is off by 12 binades
     np.testing.assert_allclose(distances, expected, atol=1e-6)
 
 

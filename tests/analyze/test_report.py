@@ -93,7 +93,7 @@ def figure_of(model: Model, name: str) -> Array:
     return unpacked(found["column"], count=model.data["count"])
 
 
-def octaves_of(model: Model) -> list[dict[int, int]]:
+def binades_of(model: Model) -> list[dict[int, int]]:
     """For each bundle how many values have which exponent, as the page's script reads it."""
     details = model.data["details"]
     firsts, lengths = (unpacked(details[name], count=details["count"]).astype(int) for name in ("first", "length"))
@@ -153,11 +153,11 @@ def test_figures_are_those_of_numpy(run: Run) -> None:
     assert elements.tolist() == [math.prod(record.shape) for record in records]
 
 
-def test_octaves_are_those_of_numpy(run: Run) -> None:
+def test_binades_are_those_of_numpy(run: Run) -> None:
     records = run.select()
-    octaves = octaves_of(model_of(records))
-    assert len(octaves) == len(records)
-    for found, record in zip(octaves, records, strict=True):
+    binades = binades_of(model_of(records))
+    assert len(binades) == len(records)
+    for found, record in zip(binades, records, strict=True):
         array = record.read()
         if array.dtype.kind == "c":
             continue
@@ -194,14 +194,14 @@ def test_what_cannot_be_swept_has_no_ratio(run: Run) -> None:
 
 def test_too_many_records_share_their_details(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = store(tmp_path, model_tensors(num_ranks=3, iterations=(0, 1))).select()
-    alone = octaves_of(model_of(records))
+    alone = binades_of(model_of(records))
     monkeypatch.setattr(
         "ranktape.analyze.views.report.model.bundles_of", lambda *args, **kw: bundles_of(*args, **kw, limit=20)
     )
     finding = Finding(kind="x", severity=Severity.LOW, score=1.0, title="t", evidence="e", where={}, places=(7,))
     model = model_of(records, findings=[finding])
     of = unpacked(model.data["details"]["of"], count=len(records)).astype(int)
-    together = octaves_of(model)
+    together = binades_of(model)
     assert len(together) == model.data["details"]["count"] == 19
     assert np.flatnonzero(of == of[7]).tolist() == [7]
     for bundle, found in enumerate(together):

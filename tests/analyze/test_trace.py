@@ -55,7 +55,7 @@ def test_all_steps_of_a_rank(run: Run) -> None:
         assert row["std"] == pytest.approx(values.std())
         assert row["norm"] == pytest.approx(np.linalg.norm(values))
     changes = np.diff(np.log2([row["absmax"] for row in rows]))
-    assert [row["absmax.octaves"] for row in rows] == [None, *map(pytest.approx, changes)]
+    assert [row["absmax.binades"] for row in rows] == [None, *map(pytest.approx, changes)]
 
 
 def test_one_sample(run: Run) -> None:

@@ -63,10 +63,10 @@ def test_the_course_of_a_group(run: Run) -> None:
         whole = together(row["iteration"], row["layer_idx"])
         assert row["absmax"] == np.abs(whole).max()
         assert row["mean"] == pytest.approx(whole.mean())
-    assert [row["absmax.octaves"] for row in rows[4:]] == [None, *np.diff(np.log2([r["absmax"] for r in rows[4:]]))]
+    assert [row["absmax.binades"] for row in rows[4:]] == [None, *np.diff(np.log2([r["absmax"] for r in rows[4:]]))]
     assert rows[5]["mean.change"] == pytest.approx(together(10, 1).mean() - together(0, 1).mean())
     # Means change sign, or not: a factor is given where both are positive.
-    assert all(row["mean.octaves"] is None or row["mean"] > 0 for row in rows)
+    assert all(row["mean.binades"] is None or row["mean"] > 0 for row in rows)
 
 
 def test_the_summary_of_a_group(run: Run) -> None:
@@ -74,9 +74,9 @@ def test_the_summary_of_a_group(run: Run) -> None:
     assert (still["slope"], still["jump"], still["kendall_z"], still["last_over_first"]) == (0, 0, 0, 1)
     ends = [np.abs(together(iteration, 1)).max() for iteration in ITERATIONS]
     assert moving["slope"] == pytest.approx(scipy.stats.theilslopes(ends, ITERATIONS)[0])
-    assert moving["octave_slope"] == pytest.approx(scipy.stats.theilslopes(np.log2(ends), ITERATIONS)[0])
+    assert moving["binade_slope"] == pytest.approx(scipy.stats.theilslopes(np.log2(ends), ITERATIONS)[0])
     assert (moving["first"], moving["last"], moving["iterations"]) == (ends[0], ends[-1], 4)
-    assert (moving["jump_octaves"], moving["jump_iteration"]) == (pytest.approx(5, abs=0.01), 50)
+    assert (moving["jump_binades"], moving["jump_iteration"]) == (pytest.approx(5, abs=0.01), 50)
 
 
 def test_without_groups_each_place_is_one(run: Run) -> None:
@@ -98,7 +98,7 @@ def test_what_has_no_figure(tmp_path: Path) -> None:
     empty, spoiled, zero = (np.full(shape, value, dtype=np.float32) for shape, value in ((0, 0), (4, np.nan), (4, 0)))
     rows = nothing_of(tmp_path / "many", empty, spoiled, zero, zero + 1).records()
     assert [row["absmax"] for row in rows] == [None, None, 0, 1]
-    assert [row["absmax.octaves"] for row in rows] == [None] * 4
+    assert [row["absmax.binades"] for row in rows] == [None] * 4
     assert [row["overflow.nan.ratio"] for row in rows] == [0, 1, 0, 0]
     ends = nothing_of(tmp_path / "nan", spoiled, spoiled, summary=True).records()
     assert [ends[0][name] for name in ("first", "last", "slope", "jump")] == [None] * 4

@@ -24,23 +24,23 @@ from ranktape.analyze.findings.finding import (
     number_text,
     records_text,
 )
-from ranktape.analyze.findings.peers import Course, courses_of, octaves, robust_z
+from ranktape.analyze.findings.peers import Course, binades, courses_of, robust_z
 from ranktape.analyze.findings.thresholds import (
-    EDGE_LAYER_OCTAVES,
-    GRADIENT_SERIOUS_OCTAVES,
-    GRADIENT_TAIL_OCTAVES,
-    JUMP_OCTAVES,
-    LAYER_OCTAVES,
+    EDGE_LAYER_BINADES,
+    GRADIENT_SERIOUS_BINADES,
+    GRADIENT_TAIL_BINADES,
+    JUMP_BINADES,
+    LAYER_BINADES,
     MIN_ITERATIONS_OF_JUMP,
     MIN_LAYERS,
-    MIN_MAD_OCTAVES,
+    MIN_MAD_BINADES,
     MIN_TREND_ITERATIONS,
     NORMAL_MAD,
     NUM_EDGE_NEIGHBOURS,
     ROBUST_Z,
-    SERIOUS_OCTAVES,
-    TREND_OCTAVES,
-    VANISHING_OCTAVES,
+    SERIOUS_BINADES,
+    TREND_BINADES,
+    VANISHING_BINADES,
 )
 from ranktape.analyze.metrics.target import largest_value
 
@@ -91,7 +91,7 @@ def _layers(survey: Survey, name: str) -> Iterator[Course]:
     layers = survey.fields["layer_idx"].astype(np.int64)
     known = survey.is_floating & (layers >= 0)
     groups = _together(survey.roles, survey.codes("attempt", "iteration"))
-    yield from courses_of(groups, layers, survey.octaves(name), known=known, min_steps=MIN_LAYERS)
+    yield from courses_of(groups, layers, survey.binades(name), known=known, min_steps=MIN_LAYERS)
 
 
 def _iterations(survey: Survey, values: Floats) -> Iterator[Course]:
@@ -119,7 +119,7 @@ def differing_layers(
             for known in _standing_out(survey, course, name, threshold=threshold):
                 found[(int(survey.sites[known["places"][0]]), known["kind"])].append(known)
     for several in found.values():
-        worst = max(several, key=lambda known: abs(known["octaves"]))
+        worst = max(several, key=lambda known: abs(known["binades"]))
         # With the records of every iteration in which it shows.
         places = list(dict.fromkeys(place for known in (worst, *several) for place in known["places"].tolist()))
         iterations = named_numbers("iteration", survey.fields["iteration"][places].tolist())
@@ -134,17 +134,17 @@ def _standing_out(survey: Survey, course: Course, name: str, *, threshold: float
     scores = robust_z(apart, float(np.median(np.abs(apart))))
     for step, far, score in zip(course.steps.tolist(), apart.tolist(), scores.tolist(), strict=True):
         is_edge = step in {course.steps[0], course.steps[-1]}
-        edge = GRADIENT_TAIL_OCTAVES if is_gradient else EDGE_LAYER_OCTAVES
-        least = edge if is_edge else LAYER_OCTAVES
+        edge = GRADIENT_TAIL_BINADES if is_gradient else EDGE_LAYER_BINADES
+        least = edge if is_edge else LAYER_BINADES
         if abs(score) <= threshold or abs(far) < least * threshold / ROBUST_Z:
             continue
         places = course.at_step(step)
-        sizes, worst = survey.octaves(name)[places], int(places[0])
+        sizes, worst = survey.binades(name)[places], int(places[0])
         middle = float(np.median(sizes))
         value, expected = (survey.metric_at(name, size, place=worst) for size in (middle, middle - far))
         direction = "gradient_exploding" if far > 0 else "gradient_vanishing"
         # Of all that a layer has, its weights are most like those of the layers around it.
-        is_serious = not is_edge and (abs(far) >= SERIOUS_OCTAVES or bool(survey.is_weight[worst]))
+        is_serious = not is_edge and (abs(far) >= SERIOUS_BINADES or bool(survey.is_weight[worst]))
         yield {
             "places": places[np.argsort(-np.abs(sizes - middle + far), kind="stable")],
             "kind": direction if is_gradient and name in _SIZES else "layer_differs",
@@ -155,7 +155,7 @@ def _standing_out(survey: Survey, course: Course, name: str, *, threshold: float
             "value": value,
             "expected": expected,
             "deviation": score,
-            "octaves": far,
+            "binades": far,
         }
 
 
@@ -184,7 +184,7 @@ def vanishing_gradients(survey: Survey) -> Iterator[Finding]:
             continue
         totals = [_change_over_layers(row) for row in course.values]
         total, role = min(totals, key=abs), int(survey.roles[course.records[0]])
-        if abs(total) < VANISHING_OCTAVES or totals[0] * totals[1] < 0:
+        if abs(total) < VANISHING_BINADES or totals[0] * totals[1] < 0:
             continue
         if role not in best or abs(total) > abs(best[role][0]):
             best[role] = total, course
@@ -219,14 +219,14 @@ def _over_layers(survey: Survey, course: Course, *, total: float) -> Finding:
         metric="norm",
         value=value,
         expected=expected,
-        octaves=-abs(total),
+        binades=-abs(total),
     )
 
 
 def changing(survey: Survey, *, metric: str = "absmax") -> Iterator[Finding]:
     """One for each name of a tensor that grows or shrinks somewhere, and for each place that jumps."""
     growing: dict[tuple[str, bool], list[tuple[float, Course]]] = defaultdict(list)
-    sizes, middles = octaves(survey.metrics[metric]), survey.middle_samples()
+    sizes, middles = binades(survey.metrics[metric]), survey.middle_samples()
     # What a single sample does is none of the iteration's.
     shared = middles if np.isfinite(middles[survey.is_gradient]).any() else sizes
     usual = _usual_steps(_iterations(survey, np.where(survey.is_gradient, shared, np.nan)))
@@ -245,7 +245,7 @@ def changing(survey: Survey, *, metric: str = "absmax") -> Iterator[Finding]:
 
 
 def _change_over_iterations(course: Course) -> float | None:
-    """By how many octaves the metric changes over the run, if it does so steadily."""
+    """By how many binades the metric changes over the run, if it does so steadily."""
     if course.steps.size < MIN_TREND_ITERATIONS:
         return None
     chosen = np.unique(np.linspace(0, course.steps.size - 1, _MAX_PAIRS).astype(np.int64))
@@ -254,7 +254,7 @@ def _change_over_iterations(course: Course) -> float | None:
     low, high = (sen_slope(times, row[chosen]) * span for row in course.values)
     is_sure = all(abs(kendall_z(row[chosen])) >= TREND_Z for row in course.values)
     total = min(low, high, key=abs)
-    return total if is_sure and low * high > 0 and abs(total) >= TREND_OCTAVES else None
+    return total if is_sure and low * high > 0 and abs(total) >= TREND_BINADES else None
 
 
 def _jump(values: Floats) -> int | None:
@@ -263,13 +263,13 @@ def _jump(values: Floats) -> int | None:
     place = int(np.argmax(np.abs(steps)))
     others = np.delete(steps, place)
     usual = float(np.median(others))
-    spread = NORMAL_MAD * max(MIN_MAD_OCTAVES, float(np.median(np.abs(others - usual))))
-    is_jump = abs(steps[place]) >= JUMP_OCTAVES and abs(steps[place] - usual) > ROBUST_Z * spread
+    spread = NORMAL_MAD * max(MIN_MAD_BINADES, float(np.median(np.abs(others - usual))))
+    is_jump = abs(steps[place]) >= JUMP_BINADES and abs(steps[place] - usual) > ROBUST_Z * spread
     return place if is_jump else None
 
 
 def _usual_steps(courses: Iterable[Course]) -> dict[tuple[int, int], float]:
-    """For each two iterations that follow one another the median step of all courses, in octaves."""
+    """For each two iterations that follow one another the median step of all courses, in binades."""
     steps: dict[tuple[int, int], list[float]] = defaultdict(list)
     for course in courses:
         for pair, step in zip(itertools.pairwise(course.steps.tolist()), np.diff(course.means), strict=True):
@@ -282,7 +282,7 @@ def _is_shared(course: Course, place: int, usual: dict[tuple[int, int], float]) 
     step = float(course.means[place + 1] - course.means[place])
     before, after = course.steps[place : place + 2].tolist()
     together = usual.get((before, after), 0.0) * np.sign(step)
-    return bool(together >= JUMP_OCTAVES or abs(step) >= GRADIENT_SERIOUS_OCTAVES)
+    return bool(together >= JUMP_BINADES or abs(step) >= GRADIENT_SERIOUS_BINADES)
 
 
 def _jumping(survey: Survey, course: Course, *, metric: str, place: int) -> Finding:
@@ -300,7 +300,7 @@ def _jumping(survey: Survey, course: Course, *, metric: str, place: int) -> Find
         metric=metric,
         value=after,
         expected=before,
-        octaves=apart,
+        binades=apart,
     )
 
 
@@ -329,5 +329,5 @@ def _trend(survey: Survey, found: Sequence[tuple[float, Course]], *, metric: str
         metric=metric,
         value=ends[1],
         expected=ends[0],
-        octaves=total,
+        binades=total,
     )

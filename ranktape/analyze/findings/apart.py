@@ -17,24 +17,24 @@ from ranktape.analyze.findings.finding import (
     records_text,
 )
 from ranktape.analyze.findings.peers import (
+    binades,
     codes_of,
     deviations_of,
     medians_of,
     middles_of,
-    octaves,
     robust_z,
     sizes_of,
 )
 from ranktape.analyze.findings.thresholds import (
-    GRADIENT_RANK_OCTAVES,
-    GRADIENT_SERIOUS_OCTAVES,
-    GRADIENT_TAIL_OCTAVES,
-    MAX_POOLED_MAD_OCTAVES,
+    GRADIENT_RANK_BINADES,
+    GRADIENT_SERIOUS_BINADES,
+    GRADIENT_TAIL_BINADES,
+    MAX_POOLED_MAD_BINADES,
     MIN_SAMPLES,
-    RANK_OCTAVES,
+    RANK_BINADES,
     ROBUST_Z,
-    SAMPLE_OCTAVES,
-    SERIOUS_OCTAVES,
+    SAMPLE_BINADES,
+    SERIOUS_BINADES,
 )
 from ranktape.analyze.identity import sample_names
 
@@ -47,7 +47,7 @@ RANK_METRICS = ("absmax", "rms")
 
 _PAIR = 2
 _CLEARLY_NEARER = 1.0
-"""By so many octaves one of two ranks is nearer to its own neighbours than the other is, to be the healthy one."""
+"""By so many binades one of two ranks is nearer to its own neighbours than the other is, to be the healthy one."""
 
 _MIN_WITHIN = 3
 """Of two samples in a tensor the median is half way between them."""
@@ -75,7 +75,7 @@ def differing_ranks(
 
 
 def _by_metric(survey: Survey, *, name: str, threshold: float, least: Floats) -> Iterator[Finding]:
-    values = survey.octaves(name)
+    values = survey.binades(name)
     known, groups = _compared(survey, values)
     if not known.size:
         return
@@ -108,18 +108,18 @@ def _compared(survey: Survey, values: Floats) -> tuple[Codes, Codes]:
 
 
 def _least(survey: Survey) -> Floats:
-    """For each record by how many octaves it differs from its peers, at the least, to be told."""
+    """For each record by how many binades it differs from its peers, at the least, to be told."""
     # Of shards each is another part of the tensor, and a few large channels are on one rank alone.
     is_shard = np.array(["shard(" in text for text in survey.records.column("placement").tolist()], dtype=bool)
-    usual = np.where(survey.is_gradient, GRADIENT_TAIL_OCTAVES, RANK_OCTAVES)
+    usual = np.where(survey.is_gradient, GRADIENT_TAIL_BINADES, RANK_BINADES)
     # Where not a single sample, but the median of three and more, is far from that of other ranks.
     middles = survey.middle_samples()
     known, groups = _compared(survey, middles)
     if known.size:
         apart, _ = _deviations(groups, middles[known], roles=survey.roles[known])
-        far = known[np.abs(apart) >= GRADIENT_RANK_OCTAVES]
-        usual[far[survey.is_gradient[far]]] = GRADIENT_RANK_OCTAVES
-    return np.where(is_shard, SERIOUS_OCTAVES, usual)
+        far = known[np.abs(apart) >= GRADIENT_RANK_BINADES]
+        usual[far[survey.is_gradient[far]]] = GRADIENT_RANK_BINADES
+    return np.where(is_shard, SERIOUS_BINADES, usual)
 
 
 def _deviations(groups: Codes, values: Floats, *, roles: Codes) -> tuple[Floats, Floats]:
@@ -131,7 +131,7 @@ def _deviations(groups: Codes, values: Floats, *, roles: Codes) -> tuple[Floats,
     apart = np.where(is_pair, np.where(values == high, high - low, low - high), apart)
     pooled = medians_of(roles, np.abs(apart))
     # A handful of ranks says little about their own spread; the same tensor of all layers says more.
-    return apart, np.where(is_pair, np.minimum(pooled, MAX_POOLED_MAD_OCTAVES), np.maximum(mads, pooled))
+    return apart, np.where(is_pair, np.minimum(pooled, MAX_POOLED_MAD_BINADES), np.maximum(mads, pooled))
 
 
 def _culprits(survey: Survey, values: Floats, known: Codes, groups: Codes, *, chosen: Mask) -> Mask:
@@ -187,15 +187,15 @@ def _rank_finding(survey: Survey, name: str, places: Codes, *, apart: Floats, sc
         survey,
         places=places,
         kind="rank_differs",
-        severity=Severity.HIGH if abs(far) >= SERIOUS_OCTAVES else Severity.MEDIUM,
+        severity=Severity.HIGH if abs(far) >= SERIOUS_BINADES else Severity.MEDIUM,
         peers="the other rank" if survey.num_ranks[worst] == _PAIR else "the other ranks",
         text="" if is_sure else unsure,
         seen=f"in {records_text(len(places))} of {iterations}",
         metric=name,
         value=float(survey.metrics[name][worst]),
-        expected=survey.metric_at(name, float(survey.octaves(name)[worst]) - far, place=worst),
+        expected=survey.metric_at(name, float(survey.binades(name)[worst]) - far, place=worst),
         deviation=float(scores[worst]),
-        octaves=far,
+        binades=far,
     )
 
 
@@ -207,7 +207,7 @@ def outlying_samples(survey: Survey, *, threshold: float = ROBUST_Z) -> Iterator
     the rank is what stands out, and when all of an iteration are, the iteration is.
     """
     samples = survey.samples
-    values = octaves(samples.absmax)
+    values = binades(samples.absmax)
     known = np.flatnonzero(np.isfinite(values) & survey.is_floating[samples.record])
     if not known.size:
         return
@@ -218,7 +218,7 @@ def outlying_samples(survey: Survey, *, threshold: float = ROBUST_Z) -> Iterator
     apart = sizes - medians_of(moments, sizes)
     scores = robust_z(apart, medians_of(places, np.abs(apart)))
     within = sizes - medians_of(records, sizes)
-    least = np.where(survey.is_gradient[records], GRADIENT_TAIL_OCTAVES, SAMPLE_OCTAVES) * threshold / ROBUST_Z
+    least = np.where(survey.is_gradient[records], GRADIENT_TAIL_BINADES, SAMPLE_BINADES) * threshold / ROBUST_Z
     is_far = (
         (scores > threshold)
         & (apart >= least)
@@ -235,7 +235,7 @@ def outlying_samples(survey: Survey, *, threshold: float = ROBUST_Z) -> Iterator
     for (_, rank, name), found in groups.items():
         worst = found[0]
         far, value = float(apart[worst]), float(samples.absmax[known[worst]])
-        serious = GRADIENT_SERIOUS_OCTAVES if survey.is_gradient[records[worst]] else SERIOUS_OCTAVES
+        serious = GRADIENT_SERIOUS_BINADES if survey.is_gradient[records[worst]] else SERIOUS_BINADES
         iterations = named_numbers("iteration", survey.fields["iteration"][records[found]].tolist())
         yield far_finding(
             survey,
@@ -249,6 +249,6 @@ def outlying_samples(survey: Survey, *, threshold: float = ROBUST_Z) -> Iterator
             value=value,
             expected=value / 2.0**far,
             deviation=float(scores[worst]),
-            octaves=far,
+            binades=far,
             sample=name,
         )

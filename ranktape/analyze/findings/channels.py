@@ -23,8 +23,8 @@ from ranktape.analyze.findings.finding import (
     number_text,
     records_text,
 )
-from ranktape.analyze.findings.peers import octaves, robust_z
-from ranktape.analyze.findings.thresholds import CHANNEL_OCTAVES, MIN_CHANNELS, ROBUST_Z, SERIOUS_OCTAVES
+from ranktape.analyze.findings.peers import binades, robust_z
+from ranktape.analyze.findings.thresholds import CHANNEL_BINADES, MIN_CHANNELS, ROBUST_Z, SERIOUS_BINADES
 from ranktape.analyze.numerics.pieces import pieces
 from ranktape.storage.format.record_info import Keep
 
@@ -97,7 +97,7 @@ class _Channels:
     """What the channels of one place were in all of its records."""
 
     def __init__(self, count: int) -> None:
-        # For each channel: how far it was above the others, in octaves, over the records in which it stood out; in how
+        # For each channel: how far it was above the others, in binades, over the records in which it stood out; in how
         # many that was; its largest robust z; and its largest value.
         self._apart, self._times, self._scores, self._worst = (np.zeros(count) for _ in range(4))
         self._usual: list[float] = []
@@ -106,7 +106,7 @@ class _Channels:
     def add(self, absmax: NDArray[np.float64], *, place: int, threshold: float) -> None:
         """Take one more record."""
         self._places.append(place)
-        sizes = octaves(absmax)
+        sizes = binades(absmax)
         known = np.isfinite(sizes)
         np.maximum(self._worst, absmax, out=self._worst)
         if known.sum() < MIN_CHANNELS:
@@ -114,7 +114,7 @@ class _Channels:
         middle = float(np.median(sizes[known]))
         apart = np.where(known, sizes - middle, 0.0)
         scores = robust_z(apart, float(np.median(np.abs(apart[known]))))
-        is_far = (scores > threshold) & (apart >= CHANNEL_OCTAVES * threshold / ROBUST_Z)
+        is_far = (scores > threshold) & (apart >= CHANNEL_BINADES * threshold / ROBUST_Z)
         self._apart += np.where(is_far, apart, 0.0)
         self._times += is_far
         np.maximum(self._scores, scores, out=self._scores)
@@ -133,7 +133,7 @@ class _Channels:
                 survey,
                 places=self._places,
                 kind="channel_outlier",
-                severity=Severity.MEDIUM if far >= SERIOUS_OCTAVES else Severity.LOW,
+                severity=Severity.MEDIUM if far >= SERIOUS_BINADES else Severity.LOW,
                 score=far,
                 text=f"has an absmax of {factor_text(far)} times that of the other channels",
                 evidence=(
@@ -144,7 +144,7 @@ class _Channels:
                 value=value,
                 expected=usual,
                 deviation=float(self._scores[channel]),
-                octaves=far,
+                binades=far,
                 channel=channel,
             )
         dead = np.flatnonzero(self._worst == 0)

@@ -207,7 +207,7 @@ def _explains(cause: Seen, one: Seen) -> bool:
     if one.is_weight and not (_is_before(cause, one) and {cause.kind, one.kind} <= _LOST):
         # Within an iteration, no weight is computed from anything.
         return False
-    shrinks = one.kind in _SHRINKING or (one.finding.octaves or 0) < 0
+    shrinks = one.kind in _SHRINKING or (one.finding.binades or 0) < 0
     if cause.kind in _SHRINKING and not (cause.is_backward and one.is_backward and shrinks):
         return False
     if one.kind == "zero" and cause.kind not in _SHRINKING:

@@ -64,7 +64,7 @@ class Finding:
     """The median of the same metric over the peers; None where there are none."""
     deviation: float | None = None
     """How far the value is from the peers, in MADs made comparable to standard deviations: the robust z."""
-    octaves: float | None = None
+    binades: float | None = None
     """How far the value is from the peers, in powers of two; None for metrics that are not on such a scale."""
     consequences: tuple[str, ...] = ()
     """The titles of all else that was found and follows from this one, the nearest first."""
@@ -107,28 +107,28 @@ def far_finding(
     value: float,
     expected: float,
     deviation: float,
-    octaves: float,
+    binades: float,
     text: str = "",
     **about: int | str,
 ) -> Finding:
     """A metric that is far from that of its peers; `seen` ends the evidence, and says of how many records it is."""
-    said = text or f"has an {metric} of {factor_text(octaves)} times that of {peers}"
-    far, score = number_text(abs(octaves)), number_text(abs(deviation))
+    said = text or f"has an {metric} of {factor_text(binades)} times that of {peers}"
+    far, score = number_text(abs(binades)), number_text(abs(deviation))
     return finding_of(
         survey,
         places=places,
         kind=kind,
         severity=severity,
-        score=abs(octaves),
+        score=abs(binades),
         text=said.replace("an rms", "an RMS").replace(" in rms", " in RMS"),
         evidence=(
-            f"{metric} {number_text(value)}, {peers} {number_text(expected)}: {far} octaves, robust z {score}; {seen}"
+            f"{metric} {number_text(value)}, {peers} {number_text(expected)}: {far} binades, robust z {score}; {seen}"
         ),
         metric=metric,
         value=value,
         expected=expected,
         deviation=deviation,
-        octaves=octaves,
+        binades=binades,
         **about,
     )
 
@@ -159,19 +159,19 @@ def percent_text(ratio: float) -> str:
     return "<100 %" if text == "100 %" and ratio < 1 else text
 
 
-def factor_text(octaves: float) -> str:
+def factor_text(binades: float) -> str:
     """A factor as people say it, `20`, `4,096` or `1/8`; beyond a million as a power of two."""
-    if abs(octaves) > _MAX_SAID_OCTAVES:
-        return f"2^{octaves:.0f}"
-    factor = 2.0 ** abs(octaves)
+    if abs(binades) > _MAX_SAID_BINADES:
+        return f"2^{binades:.0f}"
+    factor = 2.0 ** abs(binades)
     text = f"{factor:.2g}" if factor < 99.5 else f"{float(f'{factor:.4g}'):,.0f}"  # noqa: PLR2004 - two digits
-    return text if octaves >= 0 else f"1/{text}"
+    return text if binades >= 0 else f"1/{text}"
 
 
 _MAX_NAMED = 8
 """Ranks, or iterations, that a sentence names."""
 
-_MAX_SAID_OCTAVES = 20.0
+_MAX_SAID_BINADES = 20.0
 """Beyond it a factor has too many digits to be read."""
 
 _SITE = ("module", "layer_stack", "layer_idx", "tensor_name", "quant_type")

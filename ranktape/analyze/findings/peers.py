@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.findings.thresholds import MIN_MAD_OCTAVES, NORMAL_MAD
+from ranktape.analyze.findings.thresholds import MIN_MAD_BINADES, NORMAL_MAD
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Mask = NDArray[np.bool_]
 
 
-def octaves(values: NDArray[Any]) -> Floats:
+def binades(values: NDArray[Any]) -> Floats:
     """Logarithms to base 2 of what is positive and finite, NaN for the rest."""
     known = np.isfinite(values) & (values > 0)
     found = np.full(values.shape, np.nan)
@@ -77,7 +77,7 @@ def deviations_of(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
     return apart, medians_of(groups, np.abs(apart))
 
 
-def robust_z(apart: Floats, mads: Floats | float, *, floor: float = MIN_MAD_OCTAVES) -> Floats:
+def robust_z(apart: Floats, mads: Floats | float, *, floor: float = MIN_MAD_BINADES) -> Floats:
     """Deviations in MADs that are made comparable to standard deviations, and are at least `floor`."""
     found: Floats = apart / (NORMAL_MAD * np.maximum(mads, floor))
     return found

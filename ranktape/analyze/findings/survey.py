@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.values import View, viewed_dtype
-from ranktape.analyze.findings.peers import codes_of, medians_of, members_of, octaves, sizes_of
+from ranktape.analyze.findings.peers import binades, codes_of, medians_of, members_of, sizes_of
 from ranktape.analyze.identity import IDENTITY, role_of, stacks_of
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import parse_metric
@@ -139,24 +139,24 @@ class Survey:
         chosen = np.flatnonzero(mask)
         yield from (chosen[part] for part in members_of(self.sites[chosen], -badness[chosen]))
 
-    def octaves(self, name: str) -> Floats:
+    def binades(self, name: str) -> Floats:
         """A metric as a logarithm to base 2, NaN where it is not positive.
 
         To counts, and to ratios as the counts that they are of, one is added before: none is 0.
         """
         if not _is_counted(name):
-            return octaves(self.metrics[name])
-        return octaves(self.metrics[name] * self._scale(name) + 1)
+            return binades(self.metrics[name])
+        return binades(self.metrics[name] * self._scale(name) + 1)
 
     def metric_at(self, name: str, sizes: float, *, place: int) -> float:
-        """The metric of a record that `octaves` would give that number for."""
+        """The metric of a record that `binades` would give that number for."""
         value = float(np.exp2(sizes))
         return (value - 1) / float(self._scale(name)[place]) if _is_counted(name) else value
 
     def middle_samples(self) -> Floats:
-        """For each record the absmax that is the median of its samples, in octaves; NaN of less than three of them."""
+        """For each record the absmax that is the median of its samples, in binades; NaN of less than three of them."""
         found = np.full(len(self), np.nan)
-        sizes = octaves(self.samples.absmax)
+        sizes = binades(self.samples.absmax)
         known = np.flatnonzero(np.isfinite(sizes))
         records = self.samples.record[known]
         chosen = sizes_of(records) >= _MIN_MIDDLE

@@ -2,7 +2,7 @@
 
 The robust z of a value is 0.6745 (x - median) / MAD, that is (x - median) / (1.4826 MAD): Iglewicz and Hoaglin, "How to
 Detect and Handle Outliers" (1993), who call values beyond 3.5 outliers. Sizes of tensors are compared as logarithms to
-base 2, in octaves: their natural spread is a factor, not a difference.
+base 2, in binades: their natural spread is a factor, not a difference.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ ROBUST_Z = 3.5
 NORMAL_MAD = 1.4826
 """The standard deviation of a normal distribution over its MAD: 1 / 0.6745."""
 
-MIN_MAD_OCTAVES = 0.25
+MIN_MAD_BINADES = 0.25
 """Peers that agree more closely count as if they spread so much: bf16 itself rounds to 1/256, and data of two ranks
 differ by some percent, which must not be a hundred MADs."""
 
-MAX_POOLED_MAD_OCTAVES = 1.0
+MAX_POOLED_MAD_BINADES = 1.0
 """No spread among two ranks is taken to be larger: what differs by more in most places is a fault in most places."""
 
-RANK_OCTAVES = 2.0
+RANK_BINADES = 2.0
 """One rank is a factor of 4 from its peers, at the least. Metrics of gradients differ by 2 in clean runs of two ranks,
 since the largest value of a batch is that of one sample."""
 
-GRADIENT_RANK_OCTAVES = 3.0
+GRADIENT_RANK_BINADES = 3.0
 """A factor of 8 for gradients, of which ranks saw other data: an expert is sent 3 tokens on one and 40 on another. The
 median over the samples has to be so far, too: in clean runs of nine models it differs by up to 2^2.1 between ranks."""
 
-GRADIENT_TAIL_OCTAVES = 10.0
+GRADIENT_TAIL_BINADES = 10.0
 """What the gradient of one sample decides, a factor of 1,000: in clean runs of nine models the largest is up to 2^9.4
 above the others (queries, keys and values that begin to learn; a rare text), and with it the gradient of the weight."""
 
-GRADIENT_SERIOUS_OCTAVES = 16.0
+GRADIENT_SERIOUS_BINADES = 16.0
 """Beyond what any gradient of a clean run did by itself: 2^12.6, from one captured iteration to the next."""
 
-SERIOUS_OCTAVES = 6.0
+SERIOUS_BINADES = 6.0
 """A factor of 64: beyond what data do, and more than an 8-bit format with one scale for all ranks gives away."""
 
-LAYER_OCTAVES = 4.0
+LAYER_BINADES = 4.0
 """A layer is a factor of 16 from the layers on both sides. Neighbours in clean runs differ by up to 8 in gradients of
 queries and keys."""
 
-EDGE_LAYER_OCTAVES = 8.0
+EDGE_LAYER_BINADES = 8.0
 """The first and the last layer have one neighbour alone, and are different by nature: embeddings, the loss. Gradients
-see `GRADIENT_TAIL_OCTAVES`."""
+see `GRADIENT_TAIL_BINADES`."""
 
 NUM_EDGE_NEIGHBOURS = 3
 """Layers that an edge is compared with, at the most."""
@@ -52,14 +52,14 @@ NUM_EDGE_NEIGHBOURS = 3
 MIN_LAYERS = 3
 """Of fewer layers none can be said to be the odd one."""
 
-SAMPLE_OCTAVES = 4.0
+SAMPLE_BINADES = 4.0
 """A sample is a factor of 16 above the samples of all ranks, microbatches and iterations, and above the other ones of
-its own tensor. Activations of clean runs reach 2; gradients see `GRADIENT_TAIL_OCTAVES`."""
+its own tensor. Activations of clean runs reach 2; gradients see `GRADIENT_TAIL_BINADES`."""
 
 MIN_SAMPLES = 4
 """Of fewer samples none can be said to be the odd one."""
 
-CHANNEL_OCTAVES = 4.0
+CHANNEL_BINADES = 4.0
 """A channel is a factor of 16 above the others. Outlier features of large models are 20 to 100 times the rest:
 Dettmers et al., "LLM.int8()" (2022)."""
 
@@ -86,19 +86,19 @@ that were just large enough. Of one that is zero in places (masks, ReLU, tokens 
 MIN_FLOOR_ELEMENTS = 4
 """So many elements at the least: among a few dozen, one is 5 %."""
 
-VANISHING_OCTAVES = 12.0
+VANISHING_BINADES = 12.0
 """Over all layers the norm of a gradient changes by a factor of 4,096. Normal numbers of fp16 below 1 span 14."""
 
-TREND_OCTAVES = 2.0
+TREND_BINADES = 2.0
 """Growth or shrinking over the whole run by a factor of 4; less may be noise of the batch."""
 
 MIN_TREND_ITERATIONS = 5
 """Five values in one order are a chance of 2 in 120 (Kendall's test); fewer say nothing."""
 
-JUMP_OCTAVES = 5.0
+JUMP_BINADES = 5.0
 """From one captured iteration to the next by a factor of 32. Activations of clean runs change by up to 4. The gradient
 of one place changes by up to 2^12.6 while it begins to learn, and counts if most gradients change by 32 with it (in
-clean runs by up to 8), or beyond `GRADIENT_SERIOUS_OCTAVES`."""
+clean runs by up to 8), or beyond `GRADIENT_SERIOUS_BINADES`."""
 
 MIN_ITERATIONS_OF_JUMP = 3
 """A jump is seen against other steps; of two iterations there is one step alone."""

@@ -1,6 +1,6 @@
 """Gives how the values of a selection are distributed, or those of each group of it.
 
-In bins of equal width, of values as they are or normalised to [0, 1]; in octaves; beside the normal distribution; and
+In bins of equal width, of values as they are or normalised to [0, 1]; in binades; beside the normal distribution; and
 by exponent, beside what each format can hold. Every number comes from the digests: one reading of each record, and
 none of those that were asked about before.
 """
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 MAX_BINS = 1 << 16
 """Bins that a histogram may have: as many as a 16-bit type has values."""
 
-MAX_PER_OCTAVE = 256
-"""Bins that an octave may have: twice as many as bfloat16 has values there."""
+MAX_PER_BINADE = 256
+"""Bins that a binade may have: twice as many as bfloat16 has values there."""
 
 
 class Look(enum.StrEnum):
@@ -58,7 +58,7 @@ class Look(enum.StrEnum):
     NORMALISED = "normalised"
     """Bins of equal width of (x - minimum) / (maximum - minimum), which is from 0 to 1."""
     LOG2 = "log2"
-    """Magnitudes in octaves, or in equal parts of octaves."""
+    """Magnitudes in binades, or in equal parts of binades."""
     EXPONENTS = "exponents"
     """How many values each power of two has, and which formats hold them."""
     FORMATS = "formats"
@@ -71,7 +71,7 @@ class Look(enum.StrEnum):
 
 _OWNERS = {
     "bins": (Look.LINEAR, Look.NORMALISED),
-    "per_octave": (Look.LOG2,),
+    "per_binade": (Look.LOG2,),
     "points": (Look.QQ,),
     "format": (Look.EXPONENTS, Look.FORMATS),
 }
@@ -83,7 +83,7 @@ def distribution(
     *,
     kind: Literal["linear", "normalised", "log2", "exponents", "formats", "normal", "qq"] | Look = "linear",
     bins: int | None = None,
-    per_octave: int | None = None,
+    per_binade: int | None = None,
     points: int | None = None,
     format: str | Sequence[str] = (),  # noqa: A002 - the option's name
     view: View | None = None,
@@ -92,16 +92,16 @@ def distribution(
 ) -> Table:
     """Show how the values of a selection are distributed, or with `by` those of each group: rows are bins.
 
-    NaN and infinities are in no bin, and a note counts them; zeros are in none of octaves. A group without finite
+    NaN and infinities are in no bin, and a note counts them; zeros are in none of binades. A group without finite
     values has no rows but for the kinds formats and normal. Of complex values the larger part of each is meant. Records
     of which statistics alone were kept have no values, and are left out; a note counts them. Of many values of more
-    than 16 bits the part below any number is known to 2^-10; their octaves are exact.
+    than 16 bits the part below any number is known to 2^-10; their binades are exact.
 
     Args:
-        kind: Bins of values, of values normalised to [0, 1], of octaves; powers of two; what formats hold; distance
+        kind: Bins of values, of values normalised to [0, 1], of binades; powers of two; what formats hold; distance
             from a normal distribution; quantiles beside its.
         bins (N): Bins of equal width; 64 by default.
-        per_octave (N): Bins in each octave; 1 by default.
+        per_binade (N): Bins in each binade; 1 by default.
         points (N): Quantiles; 101 by default.
         format (NAME): Only these formats: fp8_e4m3, hif8, ...; repeatable.
 
@@ -115,7 +115,7 @@ def distribution(
     if kind not in list(Look):
         raise UsageError(f"kind {str(kind)!r} is not known: use one of {', '.join(Look)}")
     look = Look(kind)
-    options = _options(look, bins=bins, per_octave=per_octave, points=points, formats=words(format))
+    options = _options(look, bins=bins, per_binade=per_binade, points=points, formats=words(format))
     answer, seen = ANSWERS[look], view or View.COMPUTE
     known = records.select(keep=[Keep.VALUES.value, Keep.HISTOGRAM.value])
     if not len(known):
@@ -140,16 +140,16 @@ def distribution(
 
 
 def _options(
-    look: Look, *, bins: int | None, per_octave: int | None, points: int | None, formats: Sequence[str]
+    look: Look, *, bins: int | None, per_binade: int | None, points: int | None, formats: Sequence[str]
 ) -> LookOptions:
     """What was asked for, of what the kind has."""
-    for name, value in {"bins": bins, "per_octave": per_octave, "points": points, "format": formats or None}.items():
+    for name, value in {"bins": bins, "per_binade": per_binade, "points": points, "format": formats or None}.items():
         if value is not None and look not in _OWNERS[name]:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} says nothing about --kind {look}: it is for {' and '.join(_OWNERS[name])}")
     return LookOptions(
         bins=_checked("bins", 64 if bins is None else bins, most=MAX_BINS),
-        per_octave=_checked("per_octave", 1 if per_octave is None else per_octave, most=MAX_PER_OCTAVE),
+        per_binade=_checked("per_binade", 1 if per_binade is None else per_binade, most=MAX_PER_BINADE),
         points=_checked("points", 101 if points is None else points, most=MAX_BINS),
         formats=tuple(map(_holder, formats or NARROW_FORMATS)),
     )
@@ -188,8 +188,8 @@ class LookOptions:
 
     bins: int
     """Bins of equal width, at most."""
-    per_octave: int
-    """Bins in each octave."""
+    per_binade: int
+    """Bins in each binade."""
     points: int
     """Quantiles."""
     formats: tuple[Format, ...]
@@ -236,7 +236,7 @@ def _normalised(digest: Digest, options: LookOptions) -> Rows:
 
 
 def _log2(digest: Digest, options: LookOptions) -> Rows:
-    bins: Bins = log2_bins(digest, options.per_octave)
+    bins: Bins = log2_bins(digest, options.per_binade)
     counts = (bins.counts, bins.num_negative, bins.ratio())
     return _zipped(bins.edges[:-1], bins.edges[1:], *counts, bins.density(), bins.relative_density())
 
@@ -337,10 +337,10 @@ ANSWERS: Mapping[Look, LookAnswer] = {
         _normalised,
     ),
     Look.LOG2: LookAnswer(
-        "histogram in octaves",
+        "histogram in binades",
         (
             *_columns(*_EDGES, _COUNT[0], "negative integer of them negative", _COUNT[1]),
-            Column(name="density", kind=Kind.FLOAT, unit="per octave"),
+            Column(name="density", kind=Kind.FLOAT, unit="per binade"),
             *_columns(_RELATIVE),
         ),
         _log2,

@@ -186,7 +186,7 @@ def _weights_table(named: _Named) -> Table:
             Column(name="rms.gradient", kind=Kind.FLOAT, head="rms of gradient", is_detail=True),
             Column(name="rms.weight", kind=Kind.FLOAT, head="rms of weight", is_detail=True),
             Column(name="norm_ratio", kind=Kind.FLOAT, head="ratio"),
-            Column(name="norm_ratio.octaves", kind=Kind.FLOAT, unit="octaves", head="ratio in"),
+            Column(name="norm_ratio.binades", kind=Kind.FLOAT, unit="binades", head="ratio in"),
         ),
         rows=tuple(rows),
         notes=("ratio: of the root mean squares, which is that of the norms of one tensor and its gradient",),
@@ -225,12 +225,12 @@ def _pair_columns(one: Metric) -> list[Column]:
     columns = [
         Column(name=f"{one.name}.{side}", kind=one.kind, head=f"{one.head} {side}") for side in ("forward", "backward")
     ]
-    factor = Column(name=f"{one.name}.octaves", kind=Kind.FLOAT, unit="octaves", head="backward in", is_detail=True)
+    factor = Column(name=f"{one.name}.binades", kind=Kind.FLOAT, unit="binades", head="backward in", is_detail=True)
     return [*columns, factor] if one.name in _WITH_FACTOR else columns
 
 
 def _beside(one: Metric, pair: Sequence[Digest | None]) -> list[float | None]:
-    """The metric of the forward pass, that of the gradient, and how far that is above it in octaves."""
+    """The metric of the forward pass, that of the gradient, and how far that is above it in binades."""
     values = [None if digest is None else one.of(digest) for digest in pair]
     if one.name not in _WITH_FACTOR:
         return values

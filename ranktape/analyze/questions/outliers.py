@@ -52,7 +52,7 @@ _COLUMNS = (
     Column(name="value", kind=Kind.FLOAT),
     Column(name="expected", kind=Kind.FLOAT, head="median of peers"),
     Column(name="deviation", kind=Kind.FLOAT, head="robust z"),
-    Column(name="octaves", kind=Kind.FLOAT),
+    Column(name="binades", kind=Kind.FLOAT),
     Column(name="evidence", kind=Kind.TEXT, is_detail=True),
 )
 
@@ -159,6 +159,6 @@ def _cells(one: Seen) -> tuple[Any, ...]:
         found.value,
         found.expected,
         found.deviation,
-        found.octaves,
+        found.binades,
         found.evidence,
     )

@@ -42,7 +42,7 @@ def trace(
 
     Each rank and iteration is a way of its own; --rank and --iteration choose one. With `sample` records without it, as
     weights, and those of which values were not kept, are left out, and counted in a note. The change is that of absmax
-    against the step before, in octaves; none from or to 0 and nothing finite. The column first says where NaN, Inf and,
+    against the step before, in binades; none from or to 0 and nothing finite. The column first says where NaN, Inf and,
     for values rounded to what was computed in, overflow are seen for the first time on the way.
 
     Args:
@@ -78,7 +78,7 @@ def trace(
             *identity_columns(records),
             Column(name="sample_index", kind=Kind.INTEGER, is_key=True, is_detail=True),
             *(one.column() for one in named),
-            Column(name="absmax.octaves", kind=Kind.FLOAT, unit="octaves", head="absmax changes in"),
+            Column(name="absmax.binades", kind=Kind.FLOAT, unit="binades", head="absmax changes in"),
             Column(name="first", kind=Kind.TEXT, head="first"),
         ),
         rows=tuple(rows),

@@ -43,7 +43,7 @@ def trend(
 
     Ranks, microbatches and calls are taken together, unless `by` names them. A metric that is not there (of nothing
     finite, of statistics that were kept) is missing; so is a change from or to it, and one from 0. Changes are
-    differences, beside factors in octaves where both numbers are positive. Of a group that is in one iteration alone
+    differences, beside factors in binades where both numbers are positive. Of a group that is in one iteration alone
     there is no slope.
 
     Args:
@@ -110,10 +110,10 @@ _SUMMARY = (
     Column(name="last", kind=Kind.FLOAT),
     Column(name="last_over_first", kind=Kind.FLOAT, head="last / first"),
     Column(name="slope", kind=Kind.FLOAT, unit="per iteration"),
-    Column(name="octave_slope", kind=Kind.FLOAT, unit="octaves per iteration", head="slope in", is_detail=True),
+    Column(name="binade_slope", kind=Kind.FLOAT, unit="binades per iteration", head="slope in", is_detail=True),
     Column(name="kendall_z", kind=Kind.FLOAT, head="Kendall z"),
     Column(name="jump", kind=Kind.FLOAT, head="largest jump"),
-    Column(name="jump_octaves", kind=Kind.FLOAT, unit="octaves", head="jump in"),
+    Column(name="jump_binades", kind=Kind.FLOAT, unit="binades", head="jump in"),
     Column(name="jump_iteration", kind=Kind.INTEGER, head="at iteration"),
 )
 
@@ -133,18 +133,18 @@ def _metric_columns(one: Metric) -> tuple[Column, ...]:
     return (
         one.column(),
         Column(name=f"{one.name}.change", kind=Kind.FLOAT, head=f"{one.head} change", is_detail=True),
-        Column(name=f"{one.name}.octaves", kind=Kind.FLOAT, unit="octaves", head=f"{one.head} change in"),
+        Column(name=f"{one.name}.binades", kind=Kind.FLOAT, unit="binades", head=f"{one.head} change in"),
     )
 
 
 def _step(before: float | None, now: float | None) -> tuple[float | None, ...]:
-    """The metric, its difference to the one before, and the factor in octaves."""
+    """The metric, its difference to the one before, and the factor in binades."""
     if before is None or now is None:
         return now, None, None
-    return now, now - before, _octaves(before, now)
+    return now, now - before, _binades(before, now)
 
 
-def _octaves(before: float, now: float) -> float | None:
+def _binades(before: float, now: float) -> float | None:
     is_known = before > 0 and now > 0 and math.isfinite(before) and math.isfinite(now)
     return math.log2(now) - math.log2(before) if is_known else None
 
@@ -162,17 +162,17 @@ def _ends(times: Sequence[int], values: Sequence[float | None]) -> tuple[Any, ..
 
 
 def _slopes(known: Sequence[tuple[int, float]]) -> tuple[float | None, ...]:
-    """The slope per iteration, in the metric's own unit and in octaves, and how sure its sign is."""
+    """The slope per iteration, in the metric's own unit and in binades, and how sure its sign is."""
     if len(known) < _TWO:
         return None, None, None
     times, values = np.array([time for time, _ in known]), np.array([value for _, value in known])
-    in_octaves = sen_slope(times, np.log2(values)) if (values > 0).all() else None
-    return sen_slope(times, values), in_octaves, kendall_z(values)
+    in_binades = sen_slope(times, np.log2(values)) if (values > 0).all() else None
+    return sen_slope(times, values), in_binades, kendall_z(values)
 
 
 def _jump(known: Sequence[tuple[int, float]]) -> tuple[Any, ...]:
-    """The largest step, by the factor where all are positive, in its own unit, in octaves, and where it leads."""
-    steps = [(two[1] - one[1], _octaves(one[1], two[1]), two[0]) for one, two in itertools.pairwise(known)]
+    """The largest step, by the factor where all are positive, in its own unit, in binades, and where it leads."""
+    steps = [(two[1] - one[1], _binades(one[1], two[1]), two[0]) for one, two in itertools.pairwise(known)]
     if not steps:
         return None, None, None
     is_by_factor = all(factor is not None for _, factor, _ in steps)

@@ -61,7 +61,7 @@ def set_ticks(axis: Axis, places: Sequence[float], names: Sequence[str]) -> None
 def scale_powers(axes: Axes, which: str, exponents: Sequence[float] | Any, *, pad: float = 0.5) -> None:
     """An axis of log2: what is drawn are exponents, what stands beside it are powers of two.
 
-    It reaches from the smallest to the largest finite exponent, and over 4 octaves at least.
+    It reaches from the smallest to the largest finite exponent, and over 4 binades at least.
     """
     finite = np.asarray(exponents, dtype=float)
     finite = finite[np.isfinite(finite)]
@@ -229,7 +229,7 @@ def mark_limits(axes: Axes, which: str, *, formats: Sequence[str] = LIMITS, min_
 
 
 def draw_bands(axes: Axes, bands: Axes, exponents: NDArray[np.int64], *, is_named: bool = True) -> None:
-    """Two panels over the same octaves, in the second of which is from where to where formats reach without a scale.
+    """Two panels over the same binades, in the second of which is from where to where formats reach without a scale.
 
     Normal numbers are dark, subnormal ones light.
     """

@@ -34,8 +34,8 @@ MAX_BOXES = 16
 MAX_POINTS = 300
 """Points of one box; of more, every n-th from the smallest to the largest, and both ends."""
 
-LINEAR_OCTAVES = 12
-"""An axis of both signs is linear unless its magnitudes spread over more octaves."""
+LINEAR_BINADES = 12
+"""An axis of both signs is linear unless its magnitudes spread over more binades."""
 
 
 class BoxPanel(NamedTuple):
@@ -46,7 +46,7 @@ class BoxPanel(NamedTuple):
     title: str
     """Above the panel."""
     is_magnitude: bool = True
-    """Whether it is never negative, and drawn by octave."""
+    """Whether it is never negative, and drawn by binade."""
     has_limits: bool = False
     """Whether formats limit it."""
     normal: float | None = None
@@ -152,7 +152,7 @@ def _scale(axes: Axes, values: NDArray[np.float64], panel: BoxPanel) -> None:
 
 def _scale_signed(axes: Axes, values: NDArray[np.float64]) -> None:
     magnitudes = np.abs(values[values != 0])
-    if magnitudes.size and np.log2(magnitudes.max() / magnitudes.min()) > LINEAR_OCTAVES and magnitudes.max() > 10:  # noqa: PLR2004
+    if magnitudes.size and np.log2(magnitudes.max() / magnitudes.min()) > LINEAR_BINADES and magnitudes.max() > 10:  # noqa: PLR2004
         axes.set_xscale("symlog", linthresh=1.0)
     low, high = float(values.min()), float(values.max())
     margin = 0.06 * (high - low) or max(0.5, 0.1 * abs(high))

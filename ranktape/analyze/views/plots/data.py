@@ -1,7 +1,7 @@
 """Gathers what all plots of a selection need to know, in one pass over its digests.
 
 Of each record a row of metrics; of each kind of tensor the distribution of all its values; of layers
-and ranks how many values lie in each octave; of samples their metrics. What is kept does not grow with the tensors'
+and ranks how many values lie in each binade; of samples their metrics. What is kept does not grow with the tensors'
 sizes, and but for the rows not with their number.
 """
 
@@ -25,7 +25,7 @@ from ranktape.analyze.metrics.places import find_places
 from ranktape.analyze.metrics.target import parse_targets
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.histograms.histogram import Limits
-from ranktape.analyze.views.plots.tallies import Octaves, SampleMetrics
+from ranktape.analyze.views.plots.tallies import Binades, SampleMetrics
 from ranktape.errors import NoRecordsError
 from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import Keep
@@ -302,8 +302,8 @@ class DataPass:
         self.cells: dict[int, Digest] = {}
         """The distribution of each kind of tensor of which values are known."""
         self._pending: dict[int, list[Digest]] = {}
-        self.octaves = {
-            field: Octaves(
+        self.binades = {
+            field: Binades(
                 operations=data.values_of("operation"),
                 operation_of=data.codes("operation"),
                 values=data.values_of(field),
@@ -311,7 +311,7 @@ class DataPass:
             )
             for field in ("layer_idx", "rank")
         }
-        """How many values lie in each octave, for each operation and value of these fields."""
+        """How many values lie in each binade, for each operation and value of these fields."""
         self.samples = SampleMetrics(data.records, layers=data.column("layer_idx").tolist())
         """Metrics of samples."""
         self.num_without_values = 0
@@ -331,8 +331,8 @@ class DataPass:
             self.num_without_values += 1
             return
         self.num_rounded += not digest.is_exact
-        for octaves in self.octaves.values():
-            octaves.add(index, digest)
+        for binades in self.binades.values():
+            binades.add(index, digest)
         kind = self._kinds[index]
         waiting = self._pending.setdefault(kind, [])
         waiting.append(digest)

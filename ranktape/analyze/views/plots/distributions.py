@@ -1,7 +1,7 @@
-"""Draws how the values of groups are distributed: their shape, the octaves that they reach, their density.
+"""Draws how the values of groups are distributed: their shape, the binades that they reach, their density.
 
 Groups of very different size are drawn in one panel: for the shape each is moved and scaled to mean 0 and standard
-deviation 1, for the range magnitudes are counted by octave.
+deviation 1, for the range magnitudes are counted by binade.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ranktape.analyze.views.plots.axes import (
 )
 from ranktape.analyze.views.plots.groups import groups_of, page_of
 from ranktape.analyze.views.plots.style import empty, key, name
-from ranktape.analyze.views.plots.tallies import LOWEST, exponents, filled, octave_counts
+from ranktape.analyze.views.plots.tallies import LOWEST, binade_counts, exponents, filled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,8 +94,8 @@ def _draw_shapes(axes: Axes, groups: Sequence[Group]) -> None:
 
 
 def _draw_ranges(axes: Axes, groups: Sequence[Group]) -> None:
-    name(axes, title="range, by octave", pad=20)
-    known = [(group, shares) for group in groups if (shares := octave_shares(group.digest)) is not None]
+    name(axes, title="range, by binade", pad=20)
+    known = [(group, shares) for group in groups if (shares := binade_shares(group.digest)) is not None]
     held = [(group, shares, filled(shares)) for group, shares in known if shares.any()]
     if not held:
         empty(axes, ONLY_ZEROS if known else NO_VALUES)
@@ -151,11 +151,11 @@ def _joined(digest: Digest, edges: NDArray[np.float64], counts: NDArray[Any]) ->
     return np.concatenate([edges[held[:1]], between, edges[held[-1:] + 1]]), counts[held]
 
 
-def octave_shares(digest: Digest | None) -> NDArray[np.float64] | None:
-    """Part of all elements in each octave from `LOWEST` on; None where no value is known."""
+def binade_shares(digest: Digest | None) -> NDArray[np.float64] | None:
+    """Part of all elements in each binade from `LOWEST` on; None where no value is known."""
     if digest is None or not digest.has_values:
         return None
-    return octave_counts(digest) / max(1, digest.tallies.num_elements)
+    return binade_counts(digest) / max(1, digest.tallies.num_elements)
 
 
 def _is_spread(digest: Digest | None) -> bool:
@@ -163,11 +163,11 @@ def _is_spread(digest: Digest | None) -> bool:
 
 
 def occupancy(data: PlotData, row: Plot) -> Figure:
-    """Part of the values of each group in each octave, and below it the octaves that formats reach."""
+    """Part of the values of each group in each binade, and below it the binades that formats reach."""
     groups, note = groups_of(data, row, with_values=True)
     page = page_of(data, row, 2, 1, width=10.0, height=3.1, height_ratios=(1.25, 1), sharex=True, notes=[note])
     axes, bands = page.panels[:, 0]
-    shares = [(group, octave_shares(group.digest)) for group in groups]
+    shares = [(group, binade_shares(group.digest)) for group in groups]
     known = [(group, held) for group, held in shares if held is not None and held.any()]
     if not known:
         empty(axes, ONLY_ZEROS)

@@ -1,4 +1,4 @@
-"""Draws heat maps of metrics in the cells of two fields: layers against ranks, iterations, samples or octaves.
+"""Draws heat maps of metrics in the cells of two fields: layers against ranks, iterations, samples or binades.
 
 Cells of which nothing is known, zeros and infinities have colours of their own, so that the scale is left to the rest.
 Where a plot has more columns than can be seen, neighbours are drawn as one, with the largest of their metrics: what
@@ -81,13 +81,13 @@ class Scale(NamedTuple):
     """What the colours of a heat map mean."""
 
     kind: str
-    """`share` of a whole, `magnitude`, `factor`, as its log2, or `octaves`, a distance."""
+    """`share` of a whole, `magnitude`, `factor`, as its log2, or `binades`, a distance."""
     label: str
     """Beside the colours."""
 
     def logs(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The values as they are placed among the colours."""
-        if self.kind in {"factor", "octaves"}:
+        if self.kind in {"factor", "binades"}:
             return values
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(np.log10(values) if self.kind == "share" else np.log2(values))
@@ -104,7 +104,7 @@ class Scale(NamedTuple):
             reach = max(1.0, float(np.abs(known).max(initial=0.0)))
             return Normalize(-reach, reach)
         low, high = (float(known.min()), float(known.max())) if known.size else (-1.0, 0.0)
-        if self.kind == "octaves":
+        if self.kind == "binades":
             return Normalize(0.0, max(high, 1e-6))
         # Of metrics that hardly differ, a difference must not look like a large one.
         least = 1.0 if self.kind == "magnitude" else 0.3
@@ -115,7 +115,7 @@ class Scale(NamedTuple):
 
     def ticks(self, low: float, high: float) -> tuple[list[float], list[str]]:
         """What stands beside the colours, and where."""
-        if self.kind == "octaves":
+        if self.kind == "binades":
             places = [low + (high - low) * part / 4 for part in range(5)]
             return places, [f"{place:.3g}" for place in places]
         if self.kind == "share":
@@ -218,7 +218,7 @@ def rank_against_rank(data: PlotData, row: Plot) -> Figure:
     names = [str(rank) for rank in data.values_of("rank")][::size]
     note = f"Each row and column is {size} neighbouring ranks, by what is farthest from the median." if size > 1 else ""
     grid = Grid(title="standard deviations of the same tensors", values=distances, rows=names, columns=names)
-    scale = Scale(kind="octaves", label="mean |log2| of their ratio, in octaves")
+    scale = Scale(kind="binades", label="mean |log2| of their ratio, in binades")
     page = _page_of_maps(data, row, [grid], notes=[note])
     return draw_heat_maps(page, [grid], scale=scale, labels=("rank", "rank"), unit="ranks")
 
@@ -348,11 +348,11 @@ def _write_metrics(axes: Axes, values: NDArray[np.float64], *, scale: Scale, nor
         axes.text(column, row, scale.text(value), color="white" if is_dark else INK, **place)
 
 
-def octave_map(data: PlotData, row: Plot, *, field: str) -> Figure:
-    """For each value of a field the part of its values in each octave, and below what formats reach."""
+def binade_map(data: PlotData, row: Plot, *, field: str) -> Figure:
+    """For each value of a field the part of its values in each binade, and below what formats reach."""
     values = data.values_of(field)
     names = layer_names(values) if field == "layer_idx" else [str(int(value)) for value in values]
-    grids = {one: data.passed.octaves[field].shares(one) for one in data.operations()}
+    grids = {one: data.passed.binades[field].shares(one) for one in data.operations()}
     height = min(4.5, max(2.4, 1.2 + 0.09 * len(names)))
     ratios: dict[str, Any] = {"height_ratios": (height, 2.3), "sharex": "col"}
     page = page_of(data, row, 2, len(grids), width=5.6, height=(height + 2.3) / 2, **ratios)

@@ -91,7 +91,7 @@ SHAPES = (
     STD,
     ABSMAX,
     LinePanel("kurtosis", "largest kurtosis of a tensor (normal: 3)"),
-    LinePanel("log2_range", "largest range of a tensor, in octaves", kind="number"),
+    LinePanel("log2_range", "largest range of a tensor, in binades", kind="number"),
 )
 
 
@@ -141,7 +141,7 @@ def _draw_line(
 
 
 def neighbouring_layers(data: PlotData, row: Plot) -> Figure:
-    """Factors from each layer to the next, of deviation and absmax, and the distance of the shares of octaves."""
+    """Factors from each layer to the next, of deviation and absmax, and the distance of the shares of binades."""
     groups, _ = groups_of(data, row)
     page = page_of(data, row, 3, 1, width=9.6, height=2.3)
     layers = [layer for layer in data.values_of("layer_idx") if layer >= 0]
@@ -161,8 +161,8 @@ def neighbouring_layers(data: PlotData, row: Plot) -> Figure:
         scale_factors(axes, np.concatenate(list(factors.values())))
         scale_layers(axes, layers[1:], is_labelled=False)
     axes = page.panels[2, 0]
-    name(axes, title="share of values that lie in another octave than in the layer before")
-    distances = {group: octave_distances(data, group.label, num_layers=len(layers)) for group in groups}
+    name(axes, title="share of values that lie in another binade than in the layer before")
+    distances = {group: binade_distances(data, group.label, num_layers=len(layers)) for group in groups}
     draw(axes, {group: np.where(is_next, values, np.nan) for group, values in distances.items()})
     axes.set_ylim(0, 1.02)
     set_ticks(axes.yaxis, [0, 0.25, 0.5, 0.75, 1], [share_text(tick / 4) for tick in range(5)])
@@ -178,12 +178,12 @@ def _steps(values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.diff(np.where(np.isfinite(logs), logs, np.nan))
 
 
-def octave_distances(data: PlotData, operation: str, *, num_layers: int) -> NDArray[np.float64]:
-    """Part of the values that would have to move to another octave, from each layer to the next, zeros being one.
+def binade_distances(data: PlotData, operation: str, *, num_layers: int) -> NDArray[np.float64]:
+    """Part of the values that would have to move to another binade, from each layer to the next, zeros being one.
 
     Of the last layers, so many, which are those of the stack. NaN where a layer has no values.
     """
-    shares = data.passed.octaves["layer_idx"].shares(operation, with_zeros=True)[-num_layers:]
+    shares = data.passed.binades["layer_idx"].shares(operation, with_zeros=True)[-num_layers:]
     return np.asarray(np.abs(np.diff(shares, axis=0)).sum(axis=1) / 2)
 
 

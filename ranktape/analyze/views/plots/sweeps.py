@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def sweep(data: PlotData, _: Plot, *, is_summary: bool) -> Figure:
     """Six panels or a summary of the sweep of that record, one scale for the tensor; it is read once more.
 
-    It is the first of those whose finite magnitudes reach over the most octaves.
+    It is the first of those whose finite magnitudes reach over the most binades.
 
     Raises:
         DataError: the record's bytes are missing or damaged.

@@ -66,12 +66,12 @@ _OF_CELLS = {
 _BY_FOLDER = {
     "distributions": {
         "exponent_occupancy": plot("distributions.occupancy", "operation").says(
-            "Which octaves hold the values, and which formats reach them",
-            "Part of all values in each octave, forward and backward, above the ranges of the formats as bands.",
+            "Which binades hold the values, and which formats reach them",
+            "Part of all values in each binade, forward and backward, above the ranges of the formats as bands.",
         ),
         "distribution_by_phase": _distributions("phase", "operation").says(
             "Distribution by phase",
-            "Values before and after an operation: shape in units of the standard deviation, and range in octaves.",
+            "Values before and after an operation: shape in units of the standard deviation, and range in binades.",
         ),
         "distribution_by_component": _distributions("component", "operation").says(
             "Distribution by component", "Values of each component, such as FA and linear: shape and range."
@@ -155,13 +155,13 @@ _BY_FOLDER = {
         ),
     },
     "layer_analysis": {
-        "layer_octaves": plot("heat_maps.octave_map", field="layer_idx").says(
+        "layer_binades": plot("heat_maps.binade_map", field="layer_idx").says(
             "Where the values of each layer lie",
-            "For each layer the part of its values in each octave, above the ranges of the formats as bands.",
+            "For each layer the part of its values in each binade, above the ranges of the formats as bands.",
         ),
         "layer_statistics": plot("lines.lines", "layer_type", "operation", field="layer_idx").says(
             "Statistics by layer",
-            "Lines over layers for each layer type: standard deviation, absmax, kurtosis and range in octaves.",
+            "Lines over layers for each layer type: standard deviation, absmax, kurtosis and range in binades.",
         ),
     },
     "overflow_analysis": {
@@ -238,7 +238,7 @@ _BY_FOLDER = {
             needs=(some_gradient,),
         ).says(
             "Gradients, and which formats reach them",
-            "Part of the values of each gradient in each octave, above the ranges of the formats as bands.",
+            "Part of the values of each gradient in each binade, above the ranges of the formats as bands.",
         ),
     },
     "rank_analysis": {
@@ -246,9 +246,9 @@ _BY_FOLDER = {
             "Figures of each rank",
             "Standard deviation, absmax, overflow and underflow of each rank, forward and backward.",
         ),
-        "rank_octaves": plot("heat_maps.octave_map", needs=(several("rank"),), field="rank").says(
+        "rank_binades": plot("heat_maps.binade_map", needs=(several("rank"),), field="rank").says(
             "Where the values of each rank lie",
-            "For each rank the part of its values in each octave, above the ranges of the formats as bands.",
+            "For each rank the part of its values in each binade, above the ranges of the formats as bands.",
         ),
         "rank_deviation": plot("heat_maps.rank_deviation", needs=(several("rank"),)).says(
             "Each rank against the median rank",

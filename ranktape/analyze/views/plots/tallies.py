@@ -1,4 +1,4 @@
-"""Counts by octave, sample and rank what one pass over the digests of a selection finds."""
+"""Counts by binade, sample and rank what one pass over the digests of a selection finds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from ranktape.storage import Records
 
 LOWEST, HIGHEST = -160, 135
-"""Exponents of the first and the last octave, which hold what lies beyond them too; float32 has those in between."""
+"""Exponents of the first and the last binade, which hold what lies beyond them too; float32 has those in between."""
 
 
-class Octaves:
-    """Counts of finite magnitudes by octave, [2^e, 2^(e+1)) for an exponent e; zeros are apart."""
+class Binades:
+    """Counts of finite magnitudes by binade, [2^e, 2^(e+1)) for an exponent e; zeros are apart."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class Octaves:
     def add(self, index: int, digest: Digest) -> None:
         """Add the values of the record in that place."""
         row = self._row_of[index]
-        self._counts[row] += octave_counts(digest)
+        self._counts[row] += binade_counts(digest)
         self._zeros[row] += digest.tallies.zero
         self._others[row] += digest.tallies.nan + digest.tallies.inf
 
     def shares(self, operation: str, *, with_zeros: bool = False) -> NDArray[np.float64]:
-        """For each value of the field, in order, the part of all its elements in each octave.
+        """For each value of the field, in order, the part of all its elements in each binade.
 
         With zeros in a column of their own behind. NaN where no record is, or no value is known.
         """
@@ -63,8 +63,8 @@ class Octaves:
         return np.where(total[:, np.newaxis] > 0, wanted / np.maximum(1, total)[:, np.newaxis], np.nan)
 
 
-def octave_counts(digest: Digest) -> NDArray[np.float64]:
-    """How many finite magnitudes other than zero lie in each octave from `LOWEST` to `HIGHEST`."""
+def binade_counts(digest: Digest) -> NDArray[np.float64]:
+    """How many finite magnitudes other than zero lie in each binade from `LOWEST` to `HIGHEST`."""
     is_wanted = np.isfinite(digest.values) & (digest.values != 0)
     # frexp has mantissas from 0.5 to 1, and is exact for subnormals too.
     exponents = np.frexp(digest.values[is_wanted])[1] - 1
@@ -74,12 +74,12 @@ def octave_counts(digest: Digest) -> NDArray[np.float64]:
 
 
 def exponents() -> NDArray[np.int64]:
-    """The exponent of each octave."""
+    """The exponent of each binade."""
     return np.arange(LOWEST, HIGHEST + 1)
 
 
 def filled(counts: NDArray[np.float64]) -> slice:
-    """From the first octave that holds anything, in any row, to the last; all empty ones give a few about 2^0."""
+    """From the first binade that holds anything, in any row, to the last; all empty ones give a few about 2^0."""
     held = np.flatnonzero(counts.reshape(-1, counts.shape[-1]).any(axis=0))
     return slice(int(held[0]), int(held[-1]) + 1) if held.size else slice(-LOWEST - 2, -LOWEST + 3)
 

@@ -88,7 +88,7 @@ def _heat_map(go: Any) -> go.Figure:
 
 
 def _distribution(go: Any) -> go.Figure:
-    """Counts above, the ranges of the formats below, over the same octaves."""
+    """Counts above, the ranges of the formats below, over the same binades."""
     counts = go.Bar(name="values", marker={"color": BLUE, "line": {"width": 0}}, showlegend=False)
     subnormal, normal = (
         go.Bar(orientation="h", yaxis="y2", name=name, marker={"color": color, "line": {"width": 0}}, width=0.6)

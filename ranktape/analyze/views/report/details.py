@@ -1,7 +1,7 @@
 """Counts which values occur in the records of a page, and tries what each format would make of them.
 
 Of every record, or of records together where there are too many, the page knows how many magnitudes lie in each
-octave, and the signal to noise ratio in some formats at scales around the usual one.
+binade, and the signal to noise ratio in some formats at scales around the usual one.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Details:
         self.bundles = bundles
         self.request = parse_request(formats, view=view)
         self.targets = [resolve(name, options=self.request.options) for name in self.request.formats]
-        self._octaves: list[dict[int, int]] = [{} for _ in range(bundles.count)]
+        self._binades: list[dict[int, int]] = [{} for _ in range(bundles.count)]
         shape = (len(self.targets), bundles.count, len(OFFSETS))
         # Sums of squares, as logarithms: those of float64 values may be beyond float64.
         self._signal = np.full(shape[:2], -math.inf)
@@ -137,10 +137,10 @@ class Details:
         values, counts = digest.values[is_magnitude], digest.counts[is_magnitude]
         if not values.size:
             return
-        octaves = self._octaves[self.bundles.of[index]]
+        binades = self._binades[self.bundles.of[index]]
         exponents, places = np.unique(np.frexp(values)[1] - 1, return_inverse=True)
         for exponent, count in zip(exponents.tolist(), np.bincount(places, weights=counts).tolist(), strict=True):
-            octaves[exponent] = octaves.get(exponent, 0) + int(count)
+            binades[exponent] = binades.get(exponent, 0) + int(count)
         if not is_sweepable(digest.dtype):
             return
         largest = float(np.abs(values).max())
@@ -203,11 +203,11 @@ class Details:
 
     def to_json(self) -> dict[str, Any]:
         """Everything as columns, for the page's script."""
-        firsts = [min(octaves, default=0) for octaves in self._octaves]
-        lasts = [max(octaves, default=-1) for octaves in self._octaves]
+        firsts = [min(binades, default=0) for binades in self._binades]
+        lasts = [max(binades, default=-1) for binades in self._binades]
         counts = [
-            octaves.get(exponent, 0)
-            for octaves, first, last in zip(self._octaves, firsts, lasts, strict=True)
+            binades.get(exponent, 0)
+            for binades, first, last in zip(self._binades, firsts, lasts, strict=True)
             for exponent in range(first, last + 1)
         ]
         lengths = [last - first + 1 for first, last in zip(firsts, lasts, strict=True)]

@@ -193,7 +193,7 @@ def _shape_text(text: str) -> str:
 
 
 def _band(row: Format) -> dict[str, Any]:
-    """Octaves, as exponents of their lower ends: the last is where the largest value is."""
+    """Binades, as exponents of their lower ends: the last is where the largest value is."""
     smallest, normal, largest = (math.frexp(value)[1] - 1 for value in (row.min_subnormal, row.min_normal, row.maximum))
     return {"name": row.name, "subnormal": smallest, "normal": normal, "largest": largest}
 

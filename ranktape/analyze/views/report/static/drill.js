@@ -18,35 +18,35 @@
     return { bundles, num };
   }
 
-  function octavesOf(bundles) {
+  function binadesOf(bundles) {
     const { first, starts, counts } = page.details;
-    const octaves = new Map();
+    const binades = new Map();
     for (const bundle of bundles) {
       for (let place = starts[bundle]; place < starts[bundle + 1]; place += 1) {
         const exponent = first[bundle] + place - starts[bundle];
-        octaves.set(exponent, (octaves.get(exponent) ?? 0) + counts[place]);
+        binades.set(exponent, (binades.get(exponent) ?? 0) + counts[place]);
       }
     }
-    return new Map(Array.from(octaves).sort(([one], [other]) => one - other));
+    return new Map(Array.from(binades).sort(([one], [other]) => one - other));
   }
 
-  function drawDistribution(octaves) {
+  function drawDistribution(binades) {
     const place = at("distribution-chart");
-    if (octaves.size === 0) {
+    if (binades.size === 0) {
       themes.say(place, "Of these records no finite value other than zero is known.");
       return;
     }
-    const exponents = Array.from(octaves.keys());
+    const exponents = Array.from(binades.keys());
     const low = exponents[0];
     const high = exponents[exponents.length - 1];
-    const total = Array.from(octaves.values()).reduce((sum, one) => sum + one, 0);
+    const total = Array.from(binades.values()).reduce((sum, one) => sum + one, 0);
     const { bands } = page.raw;
     const names = bands.map((band) => band.name);
-    const text = exponents.map((one) => `2<sup>${one}</sup> to 2<sup>${one + 1}</sup><br>${label(page.number(octaves.get(one)))} values, ${page.percent(octaves.get(one) / total)}`);
+    const text = exponents.map((one) => `2<sup>${one}</sup> to 2<sup>${one + 1}</sup><br>${label(page.number(binades.get(one)))} values, ${page.percent(binades.get(one) / total)}`);
     themes.draw(
       place, "distribution",
       [
-        { x: exponents.map((one) => one + 0.5), y: Array.from(octaves.values()), text, textposition: "none", hovertemplate: "%{text}<extra></extra>" },
+        { x: exponents.map((one) => one + 0.5), y: Array.from(binades.values()), text, textposition: "none", hovertemplate: "%{text}<extra></extra>" },
         {
           y: names, base: bands.map((band) => band.subnormal), x: bands.map((band) => band.normal - band.subnormal),
           hovertemplate: "%{y}: subnormal from 2<sup>%{base}</sup><extra></extra>",
@@ -70,9 +70,9 @@
   const PARTS = ["beyond the largest", "normal", "subnormal", "too small"];
 
   /** How much of the values lies in which part of a format's range, once its exponents are moved by a scale. */
-  function partsOf(octaves, band, shift) {
+  function partsOf(binades, band, shift) {
     const sums = [0, 0, 0, 0];
-    for (const [exponent, count] of octaves) {
+    for (const [exponent, count] of binades) {
       const scaled = exponent - shift;
       const part = scaled > band.largest ? 0 : scaled >= band.normal ? 1 : scaled >= band.subnormal ? 2 : 3;
       sums[part] += count;
@@ -81,16 +81,16 @@
     return sums.map((sum) => sum / total);
   }
 
-  function drawOccupancy(octaves) {
+  function drawOccupancy(binades) {
     const place = at("occupancy-chart");
-    if (octaves.size === 0) {
+    if (binades.size === 0) {
       themes.say(place, "Of these records no finite value other than zero is known.");
       return;
     }
-    const high = Math.max(...octaves.keys());
+    const high = Math.max(...binades.keys());
     const rows = page.raw.bands.flatMap((band) => [
-      { name: `${band.name}, as it is`, parts: partsOf(octaves, band, 0) },
-      { name: `${band.name}, scaled to fit`, parts: partsOf(octaves, band, high - band.largest) },
+      { name: `${band.name}, as it is`, parts: partsOf(binades, band, 0) },
+      { name: `${band.name}, scaled to fit`, parts: partsOf(binades, band, high - band.largest) },
     ]);
     const colors = [themes.colors[1], themes.colors[2], themes.colors[5], themes.colors[6]];
     const shapes = ["x", "", "/", "."];
@@ -208,9 +208,9 @@
     const { bundles, num } = bundlesOf(records);
     at("drill-note").textContent =
       num === records.length ? "" : `The charts below are of ${page.number(num)} records: there are too many for a histogram each, and those that agree in ${page.details.together} share one.`;
-    const octaves = octavesOf(bundles);
-    drawDistribution(octaves);
-    drawOccupancy(octaves);
+    const binades = binadesOf(bundles);
+    drawDistribution(binades);
+    drawOccupancy(binades);
     drawSweep(bundles);
   }
 

@@ -6,8 +6,8 @@
   const MAX_GAPPED_CELLS = 3000;
   const MAX_TICKS = 28;
   const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
-  const MIN_OCTAVES = 3;
-  const MAX_OCTAVES = 16;
+  const MIN_BINADES = 3;
+  const MAX_BINADES = 16;
   const FAR = 4;
   const NAMES = { layer_idx: "layer", kind: "tensor", tensor_name: "tensor name", quant_type: "quant type" };
   const place = document.getElementById("overview-chart");
@@ -71,7 +71,7 @@
     return ticks.length > 1 ? ticks : high - low > 0.05 ? [low, high] : [high];
   }
 
-  /** How far half of the cells are from their peers, in octaves. */
+  /** How far half of the cells are from their peers, in binades. */
   const usualOf = (known) => folding.median(known.map(Math.abs)) || 0;
 
   /** Colours that are the middle one up to a part of the way to either end, and change from there on. */
@@ -89,8 +89,8 @@
     if (isDeviation) {
       const sizes = known.map(Math.abs);
       const usual = usualOf(known);
-      const farthest = sizes.reduce((best, one) => Math.max(best, one), Math.max(MIN_OCTAVES, FAR * usual));
-      const limit = Math.max(Math.min(MAX_OCTAVES, farthest), FAR * usual);
+      const farthest = sizes.reduce((best, one) => Math.max(best, one), Math.max(MIN_BINADES, FAR * usual));
+      const limit = Math.max(Math.min(MAX_BINADES, farthest), FAR * usual);
       const ticks = powerTicks(-limit, limit).filter((power) => Number.isInteger(power));
       return {
         z: values, zmin: -limit, zmax: limit, colorscale: whiteUpTo(usual / limit),
