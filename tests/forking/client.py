@@ -11,19 +11,21 @@ import socket
 import struct
 import sys
 
+NUM_STREAMS = 3
 PASSED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2]
 
 
 def main(interpreter: str, words: list[str]) -> None:
     """Have it run; does not return."""
-    rest = words[1:] if words[:1] == ["-u"] else words
-    server, descriptors = os.environ["FORKING_SERVER"], [0, 1, 2]
+    server = os.environ["FORKING_SERVER"]
     if words[:3] == ["-P", "-m", "ranktape.capture.writer"]:
         server = os.environ["FORKING_WRITERS"]
-        rest = words = words[1:]
-        descriptors += map(int, words[2:])
-    if not rest or (rest[0].startswith("-") and rest[0] not in {"-m", "-c"}):
+        words = words[1:]
+    if not words or (words[0].startswith("-") and words[0] not in {"-m", "-c", "-u", "-W"}):
         os.execv(interpreter, [interpreter, *words])  # noqa: S606  (that it is this process)
+    # The folder is read through one of its own, which is closed by then.
+    names = os.listdir("/proc/self/fd")  # noqa: PTH208  (pathlib takes longer to import than all of this)
+    descriptors = [int(each) for each in sorted(names, key=int) if os.path.exists(f"/proc/self/fd/{each}")]  # noqa: PTH110
     # The pid is known only after the request: what comes meanwhile waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED)
     asked = {
@@ -39,6 +41,9 @@ def main(interpreter: str, words: list[str]) -> None:
     connection.connect(server)
     socket.send_fds(connection, [struct.pack("i", len(data))], descriptors)
     connection.sendall(data)
+    # What one end is read from is at its end when the fork has closed the other.
+    for descriptor in descriptors[NUM_STREAMS:]:
+        os.close(descriptor)
     (pid,) = struct.unpack("i", connection.recv(4))
     for number in PASSED:
         signal.signal(number, lambda number, _: os.kill(pid, number))

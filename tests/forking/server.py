@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import builtins
 import fcntl
+import functools
 import gc
 import importlib
 import json
 import multiprocessing.process
+import multiprocessing.spawn
 import os
 import select
 import signal
@@ -19,6 +21,7 @@ import socket
 import struct
 import sys
 import types
+import warnings
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -103,10 +106,15 @@ def become(request: dict[str, Any]) -> None:
     os.getppid = lambda: parent if is_running(parent) else 1
     # Its ranks and their writers are forks, too.
     sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
+    multiprocessing.spawn.set_executable(sys.executable)
     words: list[str] = request["words"]
     sys.orig_argv = [sys.executable, *words]
     is_unbuffered = words[0] == "-u"
     del words[: int(is_unbuffered)]
+    while words[0] == "-W":
+        sys.warnoptions.append(words[1])
+        warnings._processoptions(words[1:2])  # type: ignore[attr-defined]  # what Python does with them
+        del words[:2]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = open(  # noqa: SIM115  (as long as the process)
             number,
@@ -120,6 +128,23 @@ def become(request: dict[str, Any]) -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *PATH]
+
+
+def keep_default_groups(distributed: types.ModuleType) -> None:
+    """Have each default process group live as long as the process.
+
+    So it does where DDP is the first to import torch._dynamo, which is imported already. Else a training with gloo and
+    DDP may never end: `tests/capture/programs/gloo_hang.py` says why.
+    """
+    begin = distributed.init_process_group
+    kept = []
+
+    @functools.wraps(begin)
+    def init_process_group(*words: Any, **options: Any) -> None:
+        begin(*words, **options)
+        kept.append(distributed.group.WORLD)
+
+    distributed.init_process_group = distributed.distributed_c10d.init_process_group = init_process_group  # type: ignore[attr-defined]
 
 
 class Torch(MetaPathFinder, Loader):
@@ -143,6 +168,7 @@ class Torch(MetaPathFinder, Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         """Call the entry points of torch's backends."""
         module.__spec__ = self.spec
+        keep_default_groups(module.distributed)
         if module._is_device_backend_autoload_enabled():
             module._import_device_backends()
 

@@ -46,7 +46,7 @@ Ended = subprocess.CompletedProcess[str]
 def _forking() -> dict[str, str]:
     """The variables by which `tests/forking/python` reaches its server, which is started for this process."""
     return {
-        "FORKING_SERVER": start_server("torch.distributed.launcher.api", "torch.utils.data"),
+        "FORKING_SERVER": start_server("torch.distributed.launcher.api", "torch.utils.data", "torch._dynamo"),
         "FORKING_WRITERS": start_server(*WRITER),
         "FORKING_INTERPRETER": sys.executable,
         "PYTHON_EXEC": str(FOLDER / "python"),
