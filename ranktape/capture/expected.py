@@ -1,4 +1,4 @@
-"""Tells which tensors an iteration should have, which it got, and why the others are missing.
+"""Knows which tensors an iteration should have, which it got, and why the others are missing.
 
 A site is expected where something was attached to see it: a module's hook sees its input, weight and output, and
 the gradients of what needs them; a gradient hook sees its gradient; a function that was recorded in an earlier
@@ -10,17 +10,18 @@ What is missing is told by module and reason, so that thousands of experts witho
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.guard import Guard, OnFailure
-from ranktape.capture.sites import MAX_ALL_FORMS, RecordForm, Site
 from ranktape.capture.source import source_name
-from ranktape.storage.format.record_info import Operation
+from ranktape.storage.format.record_info import Mode, Operation
 
 if TYPE_CHECKING:
     from ranktape.capture.passes.passes import Call
+    from ranktape.capture.sites import RecordForm
     from ranktape.capture.source import Source, TensorRole
 
 SILENT = "its hook did not fire"
@@ -41,26 +42,81 @@ MAX_REASONS = 50
 MAX_EXPECTED = 10_000
 """Modules of which a commit lists what was expected; the rest is counted."""
 
+MAX_FORMS = 256
+"""Forms of one site that are kept: shapes without end must not fill the memory."""
+
+MAX_ALL_FORMS = 50_000
+"""Forms of all sites that are kept, of about 1 kB each."""
+
 _OTHER_REASONS = "other reasons"
+
+Calls = set[tuple[Mode, int, int]]
+"""Calls by mode, microbatch and place in it."""
+
+
+class Site:
+    """One tensor of one source, from when it is first met to the end of the run: all that a hook needs, found once."""
+
+    __slots__ = ("excused", "forms", "guard", "hooked", "is_disabled", "refused", "role", "seen", "source", "taken")
+
+    def __init__(self, source: Source, role: TensorRole, *, guard: Guard, is_disabled: bool) -> None:
+        self.source = source
+        self.role = role
+        self.guard = guard
+        """Contains what goes wrong with it."""
+        self.is_disabled = is_disabled
+        self.forms: dict[Any, RecordForm] = {}
+        """Forms in which it was recorded, by all that tells one from another."""
+        self.taken: dict[tuple[Mode, int], set[int]] = {}
+        """In this iteration: by mode and microbatch the numbers of those that came."""
+        self.hooked: Calls = set()
+        """In this iteration: the calls that have a gradient hook."""
+        self.seen: Calls = set()
+        """In this iteration: the calls of which it was taken."""
+        self.refused: str | None = None
+        """In this iteration: why one was not taken, or not whole."""
+        self.excused: Calls | None = None
+        """In this iteration: what the selection left out, as far as that was for the call; None for nothing."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the iteration has brought it, or a reason why it is not there."""
+        return bool(self.seen) or self.refused is not None
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        for indices in list(self.taken.values()):
+            indices.clear()
+        self.hooked.clear()
+        self.seen.clear()
+        self.refused = self.excused = None
+
+    def distinct(self, call: Call) -> Call:
+        """A call of its own for a tensor: two backward passes over one graph bring each gradient twice."""
+        place = call.mode, call.microbatch
+        indices = self.taken.get(place)
+        if indices is None:
+            indices = self.taken.setdefault(place, set())
+        index = call.index
+        while index in indices:
+            index += 1
+        indices.add(index)
+        return call if index == call.index else dataclasses.replace(call, index=index)
 
 
 class _Watched:
-    """What is known of one source."""
+    """One source: its sites, and what the iteration has shown of it."""
 
-    __slots__ = ("attached", "guard", "has_gradients", "is_called", "is_passed", "is_training", "sites")
-
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, source: Source, guard: Guard) -> None:
+        self.source = source
         self.guard = guard
-        """Contains what goes wrong with it."""
+        """Contains what goes wrong with it as a whole."""
         self.sites: dict[TensorRole, Site] = {}
-        """All that was met of it since it was met first."""
+        self.disabled: dict[TensorRole | None, str] = {}
+        """The error for which nothing more is recorded of a role; of None for all of it."""
+        self.remembered: dict[TensorRole, None] = {}
+        """What a function brought in earlier iterations, and should bring again."""
         self.begin()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the iteration had nothing to do with it."""
-        is_used = self.attached or self.is_called or self.is_passed
-        return not is_used and all(site.is_idle for site in list(self.sites.values()))
 
     def begin(self) -> None:
         """An iteration begins."""
@@ -77,6 +133,65 @@ class _Watched:
         for site in list(self.sites.values()):
             site.begin()
 
+    @property
+    def is_forgettable(self) -> bool:
+        """Whether the iteration had nothing to do with it, and nothing else is to be kept of it."""
+        is_used = self.attached or self.is_called or self.is_passed or self.disabled or self.remembered
+        return not is_used and not any(site.is_met or site.hooked for site in list(self.sites.values()))
+
+    @property
+    def known(self) -> Iterable[TensorRole]:
+        """What a call of it is expected to show, before it has shown anything."""
+        return self.attached or self.remembered
+
+    def is_disabled(self, role: TensorRole) -> bool:
+        """Whether nothing is recorded of that role."""
+        return None in self.disabled or role in self.disabled
+
+    def expected(self, *, is_due: bool) -> list[TensorRole | None]:
+        """The roles that were expected; None stands for those of a source of which none is known.
+
+        With `is_due`, the gradients of what was not called are among them; evaluation has none.
+        """
+        has_gradients = self.is_training if self.is_called else is_due
+        roles = dict.fromkeys(role for role in self.known if has_gradients or role.operation != Operation.BACKWARD)
+        excused = set()
+        for role, site in list(self.sites.items()):
+            if site.is_met or site.hooked:
+                roles[role] = None
+            is_kept = site.is_met or role in self.disabled
+            if site.excused is not None and not is_kept and site.hooked <= site.excused:
+                excused.add(role)
+        roles.update(dict.fromkeys(role for role in self.disabled if role is not None))
+        return [role for role in roles if role not in excused] or ([None] if None in self.disabled else [])
+
+    def reason(self, role: TensorRole | None) -> str | None:
+        """Why a role that was expected is missing; None where it is not."""
+        error = self.disabled.get(role, self.disabled.get(None))
+        if error is not None:
+            return DISABLED.format(error=error)
+        assert role is not None, "only of a source that is disabled no role is known"
+        site = self.sites.get(role)
+        if site is None:
+            return self._silence(role)
+        if site.refused is not None:
+            return site.refused
+        hooked = site.hooked - site.excused if site.excused else site.hooked
+        if site.seen and site.seen >= hooked:
+            return None
+        if site.seen:
+            return f"no backward pass reached {len(hooked - site.seen)} of its {len(hooked)} calls"
+        return NO_BACKWARD if hooked else self._silence(role)
+
+    def _silence(self, role: TensorRole) -> str:
+        sites = list(self.sites.values())
+        if not self.is_called and not any(site.seen for site in sites):
+            return NOT_RECORDED_PASS if self.is_passed else NOT_CALLED if self.attached else FUNCTION_NOT_CALLED
+        if role.operation != Operation.BACKWARD:
+            return SILENT
+        # Of the gradient of a weight the hook is on the weight, not on a call.
+        return NO_BACKWARD if self.has_gradients or any(site.hooked for site in sites) else WITHOUT_GRADIENTS
+
 
 def _raise(error: Exception, source: Source | None, role: TensorRole | None) -> None:  # noqa: ARG001  (as `OnFailure`)
     raise error
@@ -89,9 +204,6 @@ class Expected:
         """Know of none; `on_failure` is what the guards of sites and sources do."""
         self._on_failure = on_failure
         self._sources: dict[Source, _Watched] = {}
-        self._functions: dict[Source, tuple[TensorRole, ...]] = {}
-        self._disabled: dict[Source, dict[TensorRole | None, str]] = {}
-        self._has_trained = False
         self._num_forms = 0
 
     def begin(self) -> None:
@@ -100,11 +212,10 @@ class Expected:
         What the last one had nothing to do with is forgotten: a training may bring new sources without end.
         """
         for source, watched in list(self._sources.items()):
-            if watched.is_idle:
+            if watched.is_forgettable:
                 del self._sources[source]
             else:
                 watched.begin()
-        self._has_trained = False
 
     def site(self, source: Source, role: TensorRole) -> Site:
         """What is known of one tensor of a source."""
@@ -112,7 +223,7 @@ class Expected:
         site = watched.sites.get(role)
         if site is None:
             guard = Guard(self._on_failure, source, role)
-            new = Site(source, role, guard=guard, is_disabled=self._is_disabled(source, role))
+            new = Site(source, role, guard=guard, is_disabled=watched.is_disabled(role))
             site = watched.sites.setdefault(role, new)  # another thread may have met it, too
         return site
 
@@ -124,7 +235,10 @@ class Expected:
                 for one in list(watched.sites.values()):
                     one.forms.clear()
         self._num_forms += 1
-        return site.keep_form(key, form)
+        if len(site.forms) >= MAX_FORMS:
+            site.forms.clear()
+        site.forms[key] = form
+        return form
 
     def guard(self, source: Source) -> Guard:
         """Contains what goes wrong with a source as a whole."""
@@ -135,25 +249,16 @@ class Expected:
         """Hooks were put on a module; they will show these roles when it runs with gradients."""
         self._of(source).attached.update(dict.fromkeys(roles))
 
-    def called(
-        self, source: Source, *, has_gradients: bool = True, is_recorded: bool = True, is_training: bool = True
-    ) -> None:
-        """The module or function ran.
-
-        Args:
-            source: What ran.
-            has_gradients: Whether autograd followed it.
-            is_recorded: Whether it was in a pass that is recorded.
-            is_training: Whether that was a training pass; of others no gradients are expected.
-        """
+    def called(self, source: Source, *, has_gradients: bool = True, is_training: bool = True) -> None:
+        """The module or function ran in a pass that is recorded; of others than training no gradients are expected."""
         watched = self._of(source)
-        if is_recorded:
-            watched.is_called = True
-            watched.has_gradients |= has_gradients
-            watched.is_training |= is_training
-            self._has_trained |= is_training
-        else:
-            watched.is_passed = True
+        watched.is_called = True
+        watched.has_gradients |= has_gradients
+        watched.is_training |= is_training
+
+    def passed(self, source: Source) -> None:
+        """The module or function ran in a pass that is not recorded."""
+        self._of(source).is_passed = True
 
     def ran(self) -> set[Source]:
         """The sources that ran in a pass that is recorded, whatever was selected of them."""
@@ -179,136 +284,61 @@ class Expected:
 
     def known(self, source: Source) -> tuple[TensorRole, ...]:
         """What a call of a source is expected to show, before it has shown anything."""
-        return tuple(self._of(source).attached) or self._functions.get(source, ())
+        return tuple(self._of(source).known)
 
     def disable(self, source: Source, role: TensorRole | None, error: str) -> bool:
-        """Nothing more is recorded of a site, or without a role of the whole source, for the rest of the run.
+        """Record nothing more of a site, or without a role of the whole source, for the rest of the run.
 
-        Whether that is new.
+        Whether that is new: the first error of each is the one that is told.
         """
-        roles = self._disabled.setdefault(source, {})
-        is_new = role not in roles
-        roles.setdefault(role, error)
-        for site in list(self._of(source).sites.values()):
-            site.is_disabled = self._is_disabled(source, site.role)
+        watched = self._of(source)
+        is_new = role not in watched.disabled
+        watched.disabled.setdefault(role, error)
+        for site in list(watched.sites.values()):
+            site.is_disabled = watched.is_disabled(site.role)
         return is_new
 
     def remembered(self) -> list[tuple[Source, TensorRole]]:
         """What functions that ran in earlier iterations should bring again."""
-        return [(source, role) for source, roles in self._functions.items() for role in roles]
+        return [(source, role) for source, watched in list(self._sources.items()) for role in watched.remembered]
 
     def end(self) -> dict[str, Any]:
         """The iteration ended: what its commit says of expected and missing sites, by module and reason."""
-        for source in (*self._functions, *self._disabled):
-            self._of(source)
-        sources = list(self._sources.items())
+        sources = list(self._sources.values())
+        is_any_called = any(one.is_called for one in sources)
         # Of what did not run gradients are expected where something trained, or where nothing ran at all.
-        is_due = self._has_trained or not any(watched.is_called for _, watched in sources)
-        expected = {source: self._expected_of(source, watched, is_due=is_due) for source, watched in sources}
-        missing = {source: self._missing_of(source, roles) for source, roles in expected.items()}
-        self._remember_functions(expected)
-        names = _names(source for source, roles in expected.items() if roles)
+        is_due = any(one.is_training for one in sources) or not is_any_called
+        expected = {one: roles for one in sources if (roles := one.expected(is_due=is_due))}
+        missing = {one: {role: one.reason(role) for role in roles} for one, roles in expected.items()}
+        for one, roles in expected.items():
+            if one.is_called and not one.attached:
+                one.remembered.update(dict.fromkeys(role for role in roles if role is not None))
+        names = _names([one.source for one in expected])
+        # Where nothing ran at all, nothing was due: an iteration without records is as it should be then.
+        is_due = is_any_called or any(site.is_met for one in sources for site in list(one.sites.values()))
+        lines = [f"{names[one.source]}: {_tensor_names(roles)}" for one, roles in expected.items()] if is_due else []
+        rest = len(lines) - MAX_EXPECTED
         return {
-            "expected": self._listed(expected, names=names),
-            "silent_sites": _grouped(missing, expected=expected, names=names),
+            "expected": lines if rest <= 0 else [*lines[:MAX_EXPECTED], f"and {rest} more"],
+            "silent_sites": _grouped([(names[one.source], reasons) for one, reasons in missing.items()]),
             "num_expected": sum(map(len, expected.values())),
-            "num_missing": sum(map(len, missing.values())),
+            "num_missing": sum(reason is not None for reasons in missing.values() for reason in reasons.values()),
         }
 
     def _of(self, source: Source) -> _Watched:
         watched = self._sources.get(source)
         if watched is None:
-            watched = self._sources.setdefault(source, _Watched(Guard(self._on_failure, source)))
+            watched = self._sources.setdefault(source, _Watched(source, Guard(self._on_failure, source)))
         return watched
 
-    def _is_disabled(self, source: Source, role: TensorRole) -> bool:
-        roles = self._disabled.get(source)
-        return roles is not None and (None in roles or role in roles)
 
-    def _expected_of(self, source: Source, watched: _Watched, *, is_due: bool) -> list[TensorRole | None]:
-        """The roles that were expected; None stands for those of a source of which none is known.
-
-        With `is_due`, the gradients of what was not called are among them; evaluation has none.
-        """
-        disabled = self._disabled.get(source, {})
-        known: Iterable[TensorRole] = watched.attached or self._functions.get(source, ())
-        if not (watched.is_training if watched.is_called else is_due):
-            known = (role for role in known if role.operation != Operation.BACKWARD)
-        roles: dict[TensorRole | None, None] = dict.fromkeys(known)
-        legal = set()
-        for role, site in list(watched.sites.items()):
-            if not site.is_idle:
-                roles[role] = None
-            is_kept = _is_met(site) or role in disabled
-            if site.excused is not None and not is_kept and site.hooked <= site.excused:
-                legal.add(role)
-        roles.update(dict.fromkeys(filter(None, disabled)))
-        expected = [role for role in roles if role not in legal]
-        return expected or ([None] if None in disabled else [])
-
-    def _missing_of(self, source: Source, roles: Iterable[TensorRole | None]) -> dict[TensorRole | None, str]:
-        watched = self._sources[source]
-        reasons = {role: self._reason(source, watched, role) for role in roles}
-        return {role: reason for role, reason in reasons.items() if reason is not None}
-
-    def _reason(self, source: Source, watched: _Watched, role: TensorRole | None) -> str | None:
-        """Why a role is missing; None where it is not."""
-        disabled = self._disabled.get(source, {})
-        error = disabled.get(role, disabled.get(None))
-        if error is not None:
-            return DISABLED.format(error=error)
-        assert role is not None, "only of a source that is disabled no role is known"
-        site = watched.sites.get(role)
-        if site is None:
-            return _silence(watched, role)
-        if site.refused is not None:
-            return site.refused
-        hooked = site.hooked - site.excused if site.excused else site.hooked
-        if site.seen and site.seen >= hooked:
-            return None
-        if site.seen:
-            return f"no backward pass reached {len(hooked - site.seen)} of its {len(hooked)} calls"
-        return NO_BACKWARD if hooked else _silence(watched, role)
-
-    def _remember_functions(self, expected: dict[Source, list[TensorRole | None]]) -> None:
-        for source, roles in expected.items():
-            watched = self._sources[source]
-            if watched.is_called and not watched.attached:
-                known = dict.fromkeys((*self._functions.get(source, ()), *filter(None, roles)))
-                self._functions[source] = tuple(known)
-
-    def _listed(self, expected: dict[Source, list[TensorRole | None]], *, names: dict[Source, str]) -> list[str]:
-        # Where nothing ran at all, nothing was due: an iteration without records is as it should be then.
-        sources = list(self._sources.values())
-        if not any(one.is_called or any(map(_is_met, list(one.sites.values()))) for one in sources):
-            return []
-        lines = [f"{names[source]}: {_tensor_names(roles)}" for source, roles in expected.items() if roles]
-        rest = len(lines) - MAX_EXPECTED
-        return lines if rest <= 0 else [*lines[:MAX_EXPECTED], f"and {rest} more"]
-
-
-def _is_met(site: Site) -> bool:
-    return bool(site.seen) or site.refused is not None
-
-
-def _silence(watched: _Watched, role: TensorRole) -> str:
-    if not watched.is_called and not any(one.seen for one in list(watched.sites.values())):
-        if watched.is_passed:
-            return NOT_RECORDED_PASS
-        return NOT_CALLED if watched.attached else FUNCTION_NOT_CALLED
-    if role.operation == Operation.BACKWARD:
-        # Of the gradient of a weight the hook is on the weight, not on a call.
-        is_followed = watched.has_gradients or any(one.hooked for one in list(watched.sites.values()))
-        return NO_BACKWARD if is_followed else WITHOUT_GRADIENTS
-    return SILENT
-
-
-def _names(sources: Iterable[Source]) -> dict[Source, str]:
+def _names(sources: Sequence[Source]) -> dict[Source, str]:
     """What a person is told of each source; the kind of layer only where a module has several."""
-    places = {source: source_name(source) for source in sources}
-    counts = Counter(places.values())
+    counts = Counter(map(source_name, sources))
     return {
-        source: f"{place} ({source.layer_type})" if counts[place] > 1 else place for source, place in places.items()
+        source: f"{name} ({source.layer_type})" if counts[name] > 1 else name
+        for source in sources
+        for name in [source_name(source)]
     }
 
 
@@ -316,40 +346,25 @@ def _tensor_names(roles: Iterable[TensorRole | None]) -> str:
     return ", ".join(dict.fromkeys(role.tensor_name for role in roles if role is not None)) or "everything"
 
 
-def _grouped(
-    missing: dict[Source, dict[TensorRole | None, str]],
-    *,
-    expected: dict[Source, list[TensorRole | None]],
-    names: dict[Source, str],
-) -> dict[str, str]:
+def _grouped(sources: Iterable[tuple[str, Mapping[TensorRole | None, str | None]]]) -> dict[str, str]:
     """For each place the reason: a module where all of it is missing, else a module and what is missing of it."""
     places: dict[str, list[str]] = {}
-    for source, reasons in missing.items():
-        by_reason: dict[str, list[TensorRole | None]] = {}
-        for role, reason in reasons.items():
-            by_reason.setdefault(reason, []).append(role)
-        for reason, roles in by_reason.items():
-            place = _place(roles, is_all=len(roles) == len(expected[source]), name=names[source])
-            places.setdefault(reason, []).append(place)
+    for name, roles in sources:
+        for reason in dict.fromkeys(reason for reason in roles.values() if reason is not None):
+            missing = [role for role, one in roles.items() if one == reason]
+            places.setdefault(reason, []).append(_place(name, missing, is_all=len(missing) == len(roles)))
     grouped: dict[str, str] = {}
-    num_others = 0
-    for number, (reason, named) in enumerate(places.items()):
-        if number >= MAX_REASONS:
-            num_others += len(named)
-            continue
+    for reason, named in list(places.items())[:MAX_REASONS]:
         grouped |= dict.fromkeys(named[:MAX_PLACES], reason)
         if len(named) > MAX_PLACES:
             rest = f"and {len(named) - MAX_PLACES} more"
             grouped[rest if rest not in grouped else f"{rest}: {reason}"] = reason
-    if num_others:
+    if num_others := sum(map(len, list(places.values())[MAX_REASONS:])):
         grouped[f"and {num_others} more: {_OTHER_REASONS}"] = _OTHER_REASONS
     return grouped
 
 
-def _place(roles: Collection[TensorRole | None], *, is_all: bool, name: str) -> str:
-    only = next(iter(roles))
-    if is_all and (len(roles) > 1 or only is None):
-        return name
-    if len(roles) == 1 and only is not None:
-        return f"{name} {only.operation} {only.phase} {only.tensor_name}"
-    return f"{name} {_tensor_names(roles)}"
+def _place(name: str, roles: Sequence[TensorRole | None], *, is_all: bool) -> str:
+    if len(roles) == 1 and (role := roles[0]) is not None:
+        return f"{name} {role.operation} {role.phase} {role.tensor_name}"
+    return name if is_all else f"{name} {_tensor_names(roles)}"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ranktape.errors import CaptureError, RanktapeError
+from ranktape.errors import CaptureError
 
 if TYPE_CHECKING:
     from ranktape.capture.source import Source, TensorRole
@@ -44,24 +44,6 @@ class Guard:
             return False
         self._on_failure(error, self._source, self._role)
         return True
-
-
-class Naming:
-    """A context in which a part of ours works that all sites share: its failure is not the site's."""
-
-    def __init__(self, part: str) -> None:
-        """Prepare; the part is what a person is told has failed."""
-        self._part = part
-
-    def __enter__(self) -> None:
-        """Nothing."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Say of somebody else's exception which part met it."""
-        if isinstance(error, Exception) and not isinstance(error, RanktapeError):
-            raise CaptureError(f"{self._part} failed: {failure_text(error)}") from error
 
 
 def asked(module: object, name: str, default: Any = None) -> Any:

@@ -7,27 +7,18 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ranktape.capture.expected import Expected
-from ranktape.capture.guard import Guard, Naming, StrictCaptureError, failure_text
+from ranktape.capture.expected import Expected, Site
+from ranktape.capture.guard import Guard, StrictCaptureError, failure_text
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.passes.circumstances import TRANSFORMED, is_transformed
 from ranktape.capture.passes.passes import Call, dtype_name
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.settings.selecting import find_unmatched
-from ranktape.capture.sites import (
-    IterationTally,
-    RecordForm,
-    Site,
-    find_sample_dim,
-    form_of,
-    ids_at,
-    keep_samples,
-    narrow,
-)
+from ranktape.capture.sites import IterationTally, RecordForm, form_of, ids_at, narrow
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole, site_name, source_name
 from ranktape.capture.staging.device import DeviceStage
 from ranktape.capture.staging.ring_file import SlotKind
@@ -39,6 +30,8 @@ if TYPE_CHECKING:
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.capture.settings.selecting import Selecting
     from ranktape.capture.staging.ring import RingProducer
+
+_Answer = TypeVar("_Answer")
 
 MAX_PASSES = 4096
 """Forward passes of one iteration after which nobody will end it any more."""
@@ -69,7 +62,6 @@ class Recorder:
         self._owner = os.getpid()
         self._device: DeviceStage | None = None
         self._counter = 0
-        self._naming_ring = Naming("the ring")
         self.expected = Expected(self._fail)
         self.explain_endless: Callable[[], str] = lambda: "call capture.step() after each iteration"
         """Says why no iteration ends, and the way out."""
@@ -101,35 +93,35 @@ class Recorder:
         call: Call,
         tags: Tags = NO_TAGS,
         placement: str | None = None,
-    ) -> None:
-        """Take a copy of the tensor as it is now; the only thing that happens on the training thread.
+    ) -> bool:
+        """Take a copy of the tensor as it is now, and say whether it will be stored.
 
-        Raises nothing unless the capture is strict: what goes wrong is reported, and the training goes on.
+        That is all that happens on the training thread. Raises nothing unless the capture is strict: what goes wrong
+        is reported, and the training goes on.
         """
         site = self.expected.site(source, role)
         with site.guard:
-            self.take(site, tensor, call=call, tags=tags, placement=placement)
+            return self._take(site, tensor, call=call, tags=tags, placement=placement)
+        return False
 
-    def take(
+    def _take(
         self, site: Site, tensor: torch.Tensor, *, call: Call, tags: Tags = NO_TAGS, placement: str | None = None
-    ) -> None:
-        """As `record`, where a site is known already and its guard stands around the call.
-
-        Raises:
-            Exception: whatever goes wrong.
-        """
+    ) -> bool:
+        """As `record`, where a site is known already and its guard stands around the call."""
         tally = self.tally
         # A forked process has the hooks too, and must not write into its parent's ring.
         if tally is None or site.is_disabled or os.getpid() != self._owner:
-            return
-        if call.iteration != tally.iteration or is_transformed():
-            self._turn_away(site, call, tally)
-            return
+            return False
+        is_late = call.iteration != tally.iteration
+        if is_late or is_transformed():
+            late = f"it belongs to iteration {call.iteration}, and came after that had ended"
+            self.refuse(site.source, site.role, late if is_late else TRANSFORMED, call=None if is_late else call)
+            return False
         try:
             parts = take_apart(tensor, placement=placement)
         except UnrecordableError as error:
             self.refuse(site.source, site.role, str(error), call=call)
-            return
+            return False
         if self.tracker.num_unended > MAX_PASSES:
             raise CaptureError(f"{MAX_PASSES} forward passes went by in one iteration: {self.explain_endless()}")
         own = site.distinct(call)
@@ -141,7 +133,7 @@ class Recorder:
         if not selected:
             self.num_left_out += 1
             self.expected.excuse(site.source, site.role, call)
-            return
+            return False
         for whole, form in selected:
             if tally.is_staged:
                 self._stage(whole, form, own, tags)
@@ -149,6 +141,7 @@ class Recorder:
             tally.count(form)
         site.seen.add(call.key)
         tally.sources.add(site.source)
+        return tally.is_staged
 
     def guarded(self, source: Source | None = None, role: TensorRole | None = None) -> Guard:
         """A context in which what goes wrong is reported, and the training goes on.
@@ -169,7 +162,7 @@ class Recorder:
     def follows(self, source: Source, roles: Iterable[TensorRole] = ()) -> bool:
         """Whether what runs now of a source is recorded; where it is not, that it ran is noted."""
         if not self.tracker.is_active:
-            self.expected.called(source, is_recorded=False)
+            self.expected.passed(source)
             return False
         if is_transformed():
             for role in dict.fromkeys((*self.expected.known(source), *roles)):
@@ -181,17 +174,13 @@ class Recorder:
         """The call of a source that begins now; the tensor says what it computes in."""
         key = f"{source.layer_type} {source.module}"
         call = self.tracker.begin_call(key, dtype=tensor.dtype, device_type=tensor.device.type)
-        self.called(source, call)
-        return call
-
-    def called(self, source: Source, call: Call) -> None:
-        """Say that a module or function runs, which has that call."""
-        is_training = call.mode == Mode.TRAIN
+        is_training = call.mode is Mode.TRAIN
         self.expected.called(source, has_gradients=torch.is_grad_enabled(), is_training=is_training)
         if self._selecting.asks_for_calls:
             for role in self.expected.known(source):
                 if not self.wants(source, role, call):
                     self.expected.excuse(source, role, call)
+        return call
 
     def record_grad(
         self,
@@ -228,16 +217,11 @@ class Recorder:
                 on_grad(call)
             if self.tracker.is_adding_weights and call.index in site.taken.get((call.mode, call.microbatch), ()):
                 return  # it came with the gradients of the inputs
-            self.take(site, grad if part is None else part(grad), call=call, placement=placement)
+            self._take(site, grad if part is None else part(grad), call=call, placement=placement)
 
     def wants(self, source: Source, role: TensorRole, call: Call) -> bool:
         """Whether a tensor of that source, role and call may be taken in this iteration, before it is seen."""
         return self._selecting.of_all is not None or self._selecting.may_take(source, role, call)
-
-    def has_staged(self, source: Source, role: TensorRole, call: Call) -> bool:
-        """Whether the tensor of that source, role and call was staged in this iteration."""
-        is_staged = self.tally is not None and self.tally.is_staged
-        return is_staged and call.key in self.expected.site(source, role).seen
 
     def find_unmatched(self, paths: Collection[str]) -> list[str]:
         """What the selection names and the iteration has not had; asked once, when it has ended."""
@@ -279,13 +263,6 @@ class Recorder:
             where = f" at {name}" if name else ""
             raise StrictCaptureError(f"the capture failed{where}: {text} (it is strict)") from error
 
-    def _turn_away(self, site: Site, call: Call, tally: IterationTally) -> None:
-        if call.iteration != tally.iteration:
-            late = f"it belongs to iteration {call.iteration}, and came after that had ended"
-            self.refuse(site.source, site.role, late)
-        else:
-            self.refuse(site.source, site.role, TRANSFORMED, call=call)
-
     def _form(self, site: Site, part: PlainPart, call: Call, tags: Tags) -> RecordForm | None:
         """The form in which a part is recorded; None where the selection leaves it out."""
         tensor, selecting = part.tensor, self._selecting
@@ -315,24 +292,15 @@ class Recorder:
         form = site.forms.get(key)
         if form is not None:
             return form
-        sample_dim = None
-        if site.role.has_samples:
-            given, layouts = self.options.sample_dim, site.role.layouts
-            shape = tuple(tensor.shape)
-            sample_dim = find_sample_dim(shape, batch_size=call.batch_size, given=given, layouts=layouts)
-        kept = keep_samples(part, decision=decision, sample_dim=sample_dim)
-        if kept is None:
-            return None
         form = form_of(
             site,
-            kept[0],
-            keep=decision.keep,
-            sample_dim=sample_dim,
-            places=kept[1],
+            part,
+            decision=decision,
             call=call,
             quant_type=self._quant_type(call, tags),
+            given_sample_dim=self.options.sample_dim,
         )
-        return self.expected.keep_form(site, key, form)
+        return None if form is None else self.expected.keep_form(site, key, form)
 
     def _quant_type(self, call: Call, tags: Tags) -> str:
         return tags.quant_type or self.options.quant_type or call.quant_type
@@ -342,13 +310,12 @@ class Recorder:
         if form.places is not None and form.sample_dim is not None:
             tensor = narrow(whole, form.places, sample_dim=form.sample_dim)
         header = self._header(form, call, tags)
-        with self._naming_ring:
-            slot = self._ring.reserve(
-                SlotKind.TENSOR, header, form.nbytes, timeout_seconds=self.options.block_timeout_seconds
-            )
+        seconds = self.options.block_timeout_seconds
+        slot = _of_ring(self._ring.reserve, SlotKind.TENSOR, header, form.nbytes, timeout_seconds=seconds)
         try:
             if form.nbytes and tensor.is_cuda:
-                self._device_stage().copy(tensor, slot)  # publishes the slot when the copy has arrived
+                self._device = self._device or DeviceStage(self._ring)
+                self._device.copy(tensor, slot)  # publishes the slot when the copy has arrived
                 return
             if form.nbytes:
                 _copy(tensor, slot.payload)
@@ -356,13 +323,7 @@ class Recorder:
             # A slot that is never published would hold up all that come after it.
             self._ring.cancel(slot)
             raise
-        with self._naming_ring:
-            self._ring.publish(slot)
-
-    def _device_stage(self) -> DeviceStage:
-        if self._device is None:
-            self._device = DeviceStage(self._ring)
-        return self._device
+        _of_ring(self._ring.publish, slot)
 
     def _header(self, form: RecordForm, call: Call, tags: Tags) -> bytes:
         counter, self._counter = self._counter, self._counter + 1
@@ -373,6 +334,20 @@ class Recorder:
             f'"counter":{counter},"timestamp":{time.time()!r},"sample_ids":{ids},'
             f'"metadata":{tags.metadata}}}'
         ).encode()
+
+
+def _of_ring(ask: Callable[..., _Answer], *args: Any, **kwargs: Any) -> _Answer:
+    """What the ring answers; all sites share it: its failure is not the site's.
+
+    Raises:
+        CaptureError: whatever failed in it.
+    """
+    try:
+        return ask(*args, **kwargs)
+    except RanktapeError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"the ring failed: {failure_text(error)}") from error
 
 
 def _copy(tensor: torch.Tensor, payload: memoryview) -> None:

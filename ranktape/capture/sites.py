@@ -1,10 +1,7 @@
-"""What is known of one tensor of one source: what is the same each time, and what this iteration has brought.
+"""Makes the form in which a tensor is recorded: its samples, the layout of its dimensions, the header of its record.
 
-All that a hook needs on the training thread hangs on the site, found once: what became of it, where its failures
-end, and the headers under which it was written before.
-
-    B batch   T tokens   H hidden (of attention: heads)   D of one head   I, O into and out of a layer   V vocabulary
-    E experts
+B batch   T tokens   H hidden (of attention: heads)   D of one head   I, O into and out of a layer   V vocabulary
+E experts
 """
 
 from __future__ import annotations
@@ -15,19 +12,18 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ranktape.capture.passes.passes import dtype_name
 from ranktape.capture.writing.counting import kept_nbytes
-from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
-    from ranktape.capture.guard import Guard
+    from ranktape.capture.expected import Site
     from ranktape.capture.passes.passes import Call
     from ranktape.capture.settings.selecting import Decision
-    from ranktape.capture.source import Source, TensorRole
+    from ranktape.capture.source import Source
     from ranktape.capture.tensors.parts import PlainPart
 
 
@@ -43,12 +39,6 @@ _LAYOUTS = {
     ("embedding", 0, 3): "BTH",
     ("embedding", 1, 3): "TBH",
 }
-
-
-def layout_of(layer_type: str, *, sample_dim: int | None, num_dims: int, layouts: Sequence[str] = ()) -> str:
-    """One letter for each dimension, as one of the role's `layouts` has it; empty where they are not known."""
-    own = _of_length(layouts, num_dims)
-    return own or _LAYOUTS.get((layer_type, sample_dim, num_dims), "")
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -123,16 +113,6 @@ def _narrowed(placement: str, dim: int, extent: int, kept: int) -> str | None:
     return json.dumps({**document, "global_shape": [*shape[:dim], kept, *shape[dim + 1 :]]})
 
 
-MAX_FORMS = 256
-"""Forms of one site that are kept: shapes without end must not fill the memory."""
-
-MAX_ALL_FORMS = 50_000
-"""Forms of all sites that are kept, of about 1 kB each."""
-
-Calls = set[tuple[Mode, int, int]]
-"""Calls by mode, microbatch and place in it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordForm:
     """What is the same of all tensors of a site that have one dtype, one shape and one kind of pass."""
@@ -151,98 +131,43 @@ class RecordForm:
     """The places in the batch of the samples that are kept; None for all of them."""
 
 
-class Site:
-    """One tensor of one source, from when it is first met to the end of the run."""
-
-    __slots__ = ("excused", "forms", "guard", "hooked", "is_disabled", "refused", "role", "seen", "source", "taken")
-
-    def __init__(self, source: Source, role: TensorRole, *, guard: Guard, is_disabled: bool) -> None:
-        """Know nothing of an iteration yet; the guard contains what goes wrong with it."""
-        self.source = source
-        self.role = role
-        self.guard = guard
-        self.is_disabled = is_disabled
-        self.forms: dict[Any, RecordForm] = {}
-        """Forms in which it was recorded, by all that tells one from another."""
-        self.taken: dict[tuple[Mode, int], set[int]] = {}
-        """In this iteration: by mode and microbatch the numbers of those that came."""
-        self.hooked: Calls = set()
-        """In this iteration: the calls that have a gradient hook."""
-        self.seen: Calls = set()
-        """In this iteration: the calls of which it was taken."""
-        self.refused: str | None = None
-        """In this iteration: why one was not taken, or not whole."""
-        self.excused: Calls | None = None
-        """In this iteration: what the selection left out, as far as that was for the call; None for nothing."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the iteration has brought nothing of it, and nothing is waited for."""
-        return not (self.hooked or self.seen) and self.refused is None
-
-    def begin(self) -> None:
-        """An iteration begins."""
-        for indices in list(self.taken.values()):
-            indices.clear()
-        self.hooked.clear()
-        self.seen.clear()
-        self.refused = self.excused = None
-
-    def distinct(self, call: Call) -> Call:
-        """A call of its own for a tensor: two backward passes over one graph bring each gradient twice."""
-        place = call.mode, call.microbatch
-        indices = self.taken.get(place)
-        if indices is None:
-            indices = self.taken.setdefault(place, set())
-        index = call.index
-        while index in indices:
-            index += 1
-        indices.add(index)
-        return call if index == call.index else dataclasses.replace(call, index=index)
-
-    def keep_form(self, key: Any, form: RecordForm) -> RecordForm:
-        """Have a form at hand from now on."""
-        if len(self.forms) >= MAX_FORMS:
-            self.forms.clear()
-        self.forms[key] = form
-        return form
-
-
 def form_of(
-    site: Site,
-    part: PlainPart,
-    *,
-    keep: str,
-    sample_dim: int | None,
-    places: Sequence[int] | None,
-    call: Call,
-    quant_type: str,
-) -> RecordForm:
-    """The form of a part of a tensor of a site, with the samples that are kept, as it is recorded."""
-    role, tensor = site.role, part.tensor
+    site: Site, whole: PlainPart, *, decision: Decision, call: Call, quant_type: str, given_sample_dim: int | None
+) -> RecordForm | None:
+    """The form of a part of a tensor of a site, as the decision has it; None where it leaves all samples out."""
+    role, source = site.role, site.source
+    sample_dim = None
+    if role.has_samples:
+        shape = tuple(whole.tensor.shape)
+        sample_dim = find_sample_dim(shape, batch_size=call.batch_size, given=given_sample_dim, layouts=role.layouts)
+    kept = keep_samples(whole, decision=decision, sample_dim=sample_dim)
+    if kept is None:
+        return None
+    part, places = kept
+    tensor = part.tensor
     dtype = dtype_name(tensor.dtype)
-    layout = layout_of(site.source.layer_type, sample_dim=sample_dim, num_dims=tensor.ndim, layouts=role.layouts)
+    own = _of_length(role.layouts, tensor.ndim)
     fixed = {
-        **site.source._asdict(),
+        **source._asdict(),
         "operation": str(role.operation),
         "phase": role.phase,
         "tensor_name": role.tensor_name + part.suffix,
         "quant_type": quant_type,
         "dtype": dtype,
         "shape": list(tensor.shape),
-        "layout": layout,
+        "layout": own or _LAYOUTS.get((source.layer_type, sample_dim, tensor.ndim), ""),
         "compute_dtype": call.compute_dtype,
         "sample_dim": sample_dim,
         "batch_size": call.batch_size,
         "mode": str(call.mode),
-        "keep": keep,
+        "keep": decision.keep,
         "placement": None if part.placement is None else json.loads(part.placement),
     }
     return RecordForm(
         header=json.dumps(fixed)[:-1],
-        keep=keep,
+        keep=decision.keep,
         nbytes=tensor.nbytes,
-        kept_nbytes=kept_nbytes(keep, nbytes=tensor.nbytes, dtype=dtype, compute_dtype=call.compute_dtype),
+        kept_nbytes=kept_nbytes(decision.keep, nbytes=tensor.nbytes, dtype=dtype, compute_dtype=call.compute_dtype),
         sample_dim=sample_dim,
         places=places,
     )

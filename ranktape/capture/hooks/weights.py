@@ -77,8 +77,7 @@ class Weights:
         if is_known and stored in self._stored:
             recorder.expected.excuse(source, role, call)
             return
-        recorder.record(source, role, tensor, call=call, placement=placement, tags=tags)
-        if is_known and recorder.has_staged(source, role, call):
+        if recorder.record(source, role, tensor, call=call, placement=placement, tags=tags) and is_known:
             self._stored.add(stored)
 
 
