@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from ranktape.capture.console import Console
     from ranktape.capture.hooks.model import ModelHooks
-    from ranktape.capture.passes.clock import Arguments, Clock
+    from ranktape.capture.passes.clock import Clock
+    from ranktape.capture.passes.passes import Arguments
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.rendezvous import Rendezvous
     from ranktape.capture.settings.cadence import Schedule

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranktape.capture.passes.passes import Call, Frame, StagePass
+from ranktape.capture.passes.passes import Call, Frame
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.storage.format.record_info import Mode
 
@@ -59,7 +59,7 @@ def test_the_stage_of_a_pipeline_and_the_share_of_its_samples_are_taken(tracker:
     tracker.sample_ids = tuple(range(10))
     model, loss = Layer(), Layer()
     for microbatch in (2, 0, 1):
-        with tracker.staged(StagePass(microbatch=microbatch, num_microbatches=3)):
+        with tracker.staged(microbatch, of=3):
             call = call_in(tracker, model)
         assert (call.microbatch, call.index) == (microbatch, 0)
         # Whole batches are split as torch.tensor_split does.

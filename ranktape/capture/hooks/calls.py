@@ -21,34 +21,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ranktape.capture.hooks.ports import Argument, Port, Ports
-from ranktape.capture.hooks.weights import CACHED, Owners, is_cached_by_autocast, is_lasting
+from ranktape.capture.hooks.weights import CACHED, Leaves, Owners, is_cached_by_autocast, is_lasting
 from ranktape.capture.passes.circumstances import in_backward
-from ranktape.capture.passes.clock import Arguments
-from ranktape.capture.passes.passes import Call
+from ranktape.capture.passes.passes import Arguments, Call
 from ranktape.capture.source import NO_TAGS, Tags
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ranktape.capture.hooks.weights import Leaves, Weights
+    from ranktape.capture.hooks.weights import Weights
     from ranktape.capture.recorder import Recorder
+    from ranktape.capture.roles.table import Argument, Port, Ports
     from ranktape.capture.source import Source
 
 Placement = Callable[[str, torch.Tensor], str | None]
 """Gives for a tensor name and a tensor where in a whole it lies, as JSON."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Awaited:
-    """A parameter of which a product will tell whether its gradient can be seen on an alias."""
-
-    tensor: torch.Tensor
-    """The parameter."""
-    port: Port
-    """What it is recorded as."""
-    alias: Callable[[torch.Tensor], torch.Tensor]
-    """Gives the alias."""
 
 
 @dataclass(slots=True)
@@ -59,16 +46,16 @@ class RunningRole:
     """Its kind: what is inside of it and of the same kind is part of it."""
     owner: Any
     """The module, or the role of the function."""
+    taking: Taking | None = None
+    """Records what belongs to it; None where nothing does."""
     call: Call | None = None
     """None where it is not recorded."""
-    awaited: list[Awaited] = field(default_factory=list)
-    """The parameters whose gradients are to be seen, once the product that uses them begins."""
+    awaited: list[tuple[torch.Tensor, Port]] = field(default_factory=list)
+    """Parameters of which a product will tell, once it begins, whether their gradients can be seen on aliases."""
     batch_size: int = 1
     """Samples in an attention of several heads."""
     written: tuple[torch.Tensor, Port] | None = None
     """The parameter that the call itself writes to, and what it is recorded as: read after it."""
-    is_leaf: bool = False
-    """Whether the gradient of a parameter is seen on the parameter itself."""
 
 
 class Running(threading.local):
@@ -105,7 +92,9 @@ class Watch:
         self.running = Running()
         self.owners = Owners()
         """Whose parameter is a tensor?"""
-        self.handles: list[Any] = []
+        self.leaves = Leaves(recorder)
+        """The hooks on parameters themselves."""
+        self.handles: list[Any] = [self.leaves]
         """All that is to be removed after it, in this order."""
 
     def remove(self) -> None:
@@ -115,48 +104,53 @@ class Watch:
         self.handles.clear()
 
 
+_SHARED = "its tensor is another operand, too: one gradient for both"
+
+
 @dataclass(slots=True, kw_only=True)
 class Taking:
     """Records what belongs to one source."""
 
     watch: Watch
-    """The iteration's."""
     source: Source
-    """What they come from."""
     ports: Ports
-    """What they are."""
     is_aliased: bool = True
     """Whether operands may be replaced by views of themselves."""
     placement: Placement | None = None
     """Says of shards where they lie."""
     is_one_node: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None = None
     """Says of operands and named arguments whether autograd knows their call as one node; None where it never does."""
-    leaves: Leaves | None = None
-    """The hooks on weights themselves."""
-    sees_operands: bool = False
-    """Whether weights among the operands may have such hooks, too."""
     recorder: Recorder = field(init=False)
-    """Takes the tensors."""
+    """At hand: each tensor asks."""
 
     def __post_init__(self) -> None:
-        """At hand: each tensor asks."""
         self.recorder = self.watch.recorder
 
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Arguments:
-        """Record the operands; the arguments to go on with."""
+    def begin(self, entry: RunningRole, args: tuple[Any, ...], kwargs: dict[str, Any], *more: Any) -> Arguments:
+        """Record the operands of a call that begins; the arguments to go on with.
+
+        The first operand of real numbers, else of any, says what is computed in. Where neither the operands nor what
+        else is given hold a tensor, they are refused, and it is no call.
+        """
         values = [argument.find(args, kwargs) for argument in self.ports.arguments]
-        is_repeated = in_backward()
+        tensors = [one for one in (*values, *more) if isinstance(one, torch.Tensor)]
+        if tensors:
+            sample = next((one for one in tensors if one.is_floating_point()), tensors[0])
+            entry.call = self.recorder.begin_call(self.source, sample)
+        call, is_repeated = entry.call, in_backward()
         for argument, value in zip(self.ports.arguments, values, strict=True):
-            if not isinstance(value, torch.Tensor):
-                self.refuse(argument, value, call)
+            if call is None or not isinstance(value, torch.Tensor):
+                self._refuse(argument, value, call)
             elif not is_repeated:
                 for port in argument.ports:
                     self.record(port, port.take(value), call)
+        if call is None:
+            return args, kwargs
         twice = self._given_twice(values, kwargs) if len(values) > 1 else ()
         for argument, value in zip(reversed(self.ports.arguments), reversed(values), strict=True):
             if not isinstance(value, torch.Tensor):
                 continue
-            seen = self.watched(value, argument.ports, call, is_shared=id(value) in twice)
+            seen = self._watched(value, argument.ports, call, is_shared=id(value) in twice)
             if seen is not value:
                 args, kwargs = argument.put(seen, args, kwargs)
         return args, kwargs
@@ -172,20 +166,7 @@ class Taking:
         is_added_up = not twice or (self.is_one_node is not None and self.is_one_node(values, kwargs))
         return () if is_added_up else twice
 
-    def sample(self, args: tuple[Any, ...], kwargs: dict[str, Any], *more: Any) -> torch.Tensor | None:
-        """The tensor that says what is computed in: the first operand of real numbers, else of any.
-
-        Where neither the operands nor what else is given hold a tensor, they are refused.
-        """
-        found = [argument.find(args, kwargs) for argument in self.ports.arguments]
-        tensors = [one for one in (*found, *more) if isinstance(one, torch.Tensor)]
-        if not tensors:
-            for argument, value in zip(self.ports.arguments, found, strict=True):
-                self.refuse(argument, value)
-            return None
-        return next((one for one in tensors if one.is_floating_point()), tensors[0])
-
-    def refuse(self, argument: Argument, value: Any, call: Call | None = None) -> None:
+    def _refuse(self, argument: Argument, value: Any, call: Call | None) -> None:
         """Say of an argument that is no tensor why it is not recorded."""
         if value is None and argument.is_optional:
             return
@@ -194,47 +175,50 @@ class Taking:
         for port in argument.ports:
             self.recorder.refuse(self.source, port.value, reason, call=call)
 
-    def watched(
-        self, value: torch.Tensor, ports: Sequence[Port], call: Call, *, is_shared: bool = False
-    ) -> torch.Tensor:
+    def _watched(self, value: torch.Tensor, ports: Sequence[Port], call: Call, *, is_shared: bool) -> torch.Tensor:
         """The operand to go on with: an alias, whose gradient will be recorded, or itself where none is to be seen."""
         if not (value.requires_grad and torch.is_grad_enabled() and self.is_aliased):
             return value
         wanted = [port for port in ports if self.recorder.wants(self.source, port.grad, call)]
         if is_shared:
             for port in wanted:
-                self.recorder.refuse(
-                    self.source, port.grad, "its tensor is another operand, too: one gradient for both"
-                )
+                self.recorder.refuse(self.source, port.grad, _SHARED)
         if is_shared or not wanted:
             return value
         if is_cached_by_autocast(value):
             for port in wanted:
-                if self.leaves is None or port.value.has_samples or not self.sees_operands:
+                if port.value.has_samples:
                     self.recorder.refuse(self.source, port.grad, CACHED, call=call)
                 else:
-                    self.leaves.watch(self.source, port, value, take=functools.partial(self.record_grad_now, port))
+                    take = functools.partial(self.record_grad_now, port)
+                    self.watch.leaves.watch(self.source, port, value, take=take)
             return value
         alias = value.view_as(value)
         for port in wanted:
             self.grad(port, alias, call, part=None if port.part is None else port.take)
         return alias
 
-    def result(self, given: Any, gives: Any, call: Call, *, at: int | str | None, of: str, is_leaf: bool) -> None:
-        """Record the output in what a call gives; with `is_leaf`, its gradient tells which call a weight's is of."""
+    def alias(self, port: Port, call: Call, weight: torch.Tensor) -> torch.Tensor:
+        """A view of a parameter, on which the gradient of this call alone is seen."""
+        with self.recorder.guarded(self.source, port.grad):
+            alias = weight.view_as(weight)
+            self.grad(port, alias, call)
+            return alias
+        return weight
+
+    def result(self, given: Any, gives: Any, call: Call, *, at: int | str | None, of: str) -> None:
+        """Record the output in what a call gives; its gradient tells which call that of a weight is of."""
         found = tensor_in(gives, at)
         if found is None:
             reason = f"{of} gave a {type(gives).__name__} without a tensor at {at!r}"
             self.recorder.refuse(self.source, self.ports.output.value, reason, call=call)
             return
-        on_grad = self.leaves.on_grad_output(self.source) if is_leaf and self.leaves is not None else None
-        self.output(found, call, given=given, on_grad=on_grad)
+        self.output(found, call, given=given)
 
-    def output(
-        self, output: torch.Tensor, call: Call, *, given: Any, on_grad: Callable[[Call], None] | None = None
-    ) -> None:
-        """Record the result of what was given, and its gradient when it comes; then `on_grad` is called too."""
+    def output(self, output: torch.Tensor, call: Call, *, given: Any) -> None:
+        """Record the result of what was given, and its gradient when it comes."""
         port = self.ports.output
+        on_grad = self.watch.leaves.on_grad_output(self.source)
         if not in_backward():
             self.record(port, output, call)
         if output.requires_grad and (on_grad is not None or self.recorder.wants(self.source, port.grad, call)):
@@ -244,7 +228,7 @@ class Taking:
 
     def record(self, port: Port, tensor: torch.Tensor, call: Call, *, tags: Tags = NO_TAGS) -> None:
         """Record one tensor; a weight unless it was recorded as it is."""
-        place = self._placed(port.name, tensor)
+        place = None if self.placement is None else self.placement(port.name, tensor)
         if port.value.has_samples or (port.is_optional and not is_lasting(tensor)):
             self.recorder.record(self.source, port.value, tensor, call=call, placement=place, tags=tags)
         else:
@@ -254,7 +238,7 @@ class Taking:
 
     def record_grad_now(self, port: Port, grad: torch.Tensor, call: Call) -> None:
         """Record a gradient that is there."""
-        placement = self._placed(port.grad.tensor_name, grad)
+        placement = None if self.placement is None else self.placement(port.grad.tensor_name, grad)
         self.recorder.record(self.source, port.grad, grad, call=call, placement=placement)
 
     def grad(
@@ -272,17 +256,8 @@ class Taking:
             # Of what is recorded, which may have another shape than what the hook is on.
             placement = self.placement(port.grad.tensor_name, tensor if part is None else part(tensor.detach()))
         self.recorder.record_grad(
-            self.source,
-            port.grad,
-            tensor,
-            call=call,
-            part=part,
-            placement=placement,
-            on_grad=on_grad,
+            self.source, port.grad, tensor, call=call, part=part, placement=placement, on_grad=on_grad
         )
-
-    def _placed(self, name: str, tensor: torch.Tensor) -> str | None:
-        return None if self.placement is None else self.placement(name, tensor)
 
 
 def tensor_in(output: Any, element: int | str | None) -> torch.Tensor | None:

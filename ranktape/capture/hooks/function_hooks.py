@@ -31,17 +31,15 @@ from ranktape.capture.hooks.hook import (
     restore_names,
     table_of,
 )
-from ranktape.capture.hooks.ports import Ports, ports_of, resolved
-from ranktape.capture.hooks.weights import Leaves, Owner, is_cached_by_autocast
+from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
 from ranktape.capture.passes.circumstances import is_traced
 from ranktape.capture.roles.known import ATTENTION, function_roles
-from ranktape.capture.roles.table import operand_of
+from ranktape.capture.roles.table import Ports, operand_of, ports_of, resolved
 from ranktape.capture.source import Source
 
 if TYPE_CHECKING:
-    from ranktape.capture.hooks.calls import Placement
     from ranktape.capture.hooks.multihead import MultiheadHooks
-    from ranktape.capture.passes.clock import Arguments
+    from ranktape.capture.passes.passes import Arguments
     from ranktape.capture.roles.table import FunctionRole
 
 
@@ -100,8 +98,6 @@ class FunctionHooks:
         self._running = watch.running
         self._is_wanted = is_wanted
         self._multihead = multihead
-        self._leaves = Leaves(watch.recorder)
-        watch.handles.append(self._leaves)
         self._undo: list[Callable[[], None]] = []
         self._table: Table = {}
         self._ports: dict[FunctionRole, Ports] = {}
@@ -165,7 +161,7 @@ class FunctionHooks:
         entries = self._running.entries
         position, keyword = _place(role)
         weight: Any = args[position] if len(args) > position else kwargs.get(keyword)
-        if entries and any(one.tensor is weight for one in entries[-1].awaited):
+        if entries and any(tensor is weight for tensor, _ in entries[-1].awaited):
             # Else the gradient is seen on the parameter itself: inside of an `autograd.Function` an alias has none.
             if torch.is_grad_enabled():
                 args, kwargs = self._with_aliases(entries[-1], role, args, kwargs)
@@ -182,8 +178,10 @@ class FunctionHooks:
         source = self._source(role, owner)
         if source is not None:
             self._owners.met.add((owner.frame.module, owner.attribute))
-        names = () if self._multihead is None else self._multihead.names_of(owner)
-        return self._recorded(role, original, source, args, kwargs, names=names)
+        output = self._recorded(role, original, source, args, kwargs)
+        if self._multihead is not None:
+            self._multihead.see(owner, args, output)
+        return output
 
     def _with_aliases(
         self, entry: RunningRole, role: FunctionRole, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -191,9 +189,11 @@ class FunctionHooks:
         """The arguments with aliases of the parameters that a module awaits, but those that autocast keeps."""
         for argument in self._ports[role].arguments:
             value = argument.find(args, kwargs)
-            for one in [one for one in entry.awaited if one.tensor is value and not is_cached_by_autocast(one.tensor)]:
-                entry.awaited.remove(one)
-                args, kwargs = argument.put(one.alias(one.tensor), args, kwargs)
+            found = next((port for tensor, port in entry.awaited if tensor is value), None)
+            if found is None or is_cached_by_autocast(value) or entry.taking is None or entry.call is None:
+                continue
+            entry.awaited = [one for one in entry.awaited if one[1] is not found]
+            args, kwargs = argument.put(entry.taking.alias(found, entry.call, value), args, kwargs)
         return args, kwargs
 
     def _recorded(
@@ -203,38 +203,29 @@ class FunctionHooks:
         source: Source | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        names: tuple[str, ...] = (),
     ) -> Any:
         if source is not None and not self._recorder.follows(source, (port.value for port in self._ports[role].all)):
             return original(*args, **kwargs)
         entry = RunningRole(role.layer_type, role)
-        taking = None
         if source is not None:
-            taking = Taking(
+            frame = self._tracker.current()
+            entry.taking = taking = Taking(
                 watch=self._watch,
                 source=source,
                 ports=self._ports[role],
-                placement=self._placement(role),
-                leaves=self._leaves,
-                sees_operands=True,
+                placement=None if role.owner or frame is None else self._watch.place(frame.module, ports_of(role)),
                 is_one_node=_is_fused if role is ATTENTION else None,
             )
             with self._recorder.guarded(source):
-                if (sample := taking.sample(args, kwargs)) is not None:
-                    entry.call = self._recorder.begin_call(source, sample)
-                    args, kwargs = taking.arguments(args, kwargs, entry.call)
+                args, kwargs = taking.begin(entry, args, kwargs)
         self._running.entries.append(entry)
         try:
             output = original(*args, **kwargs)
         finally:
             self._running.leave(role)
-        if taking is not None and entry.call is not None:
-            with self._recorder.guarded(taking.source):
-                given = args, kwargs
-                taking.result(given, output, entry.call, at=role.output, of=role.name, is_leaf=True)
-        if names and self._multihead is not None:
-            self._multihead.record(names, given=args[0], output=output)
+        if entry.taking is not None and entry.call is not None:
+            with self._recorder.guarded(source):
+                entry.taking.result((args, kwargs), output, entry.call, at=role.output, of=role.name)
         return output
 
     def _replace(
@@ -262,10 +253,6 @@ class FunctionHooks:
             return None
         layer_idx, stack = (-1, "") if of is None else (of.layer_idx, of.layer_stack)
         return Source(path, role.layer_type, layer_idx, role.component, stack)
-
-    def _placement(self, role: FunctionRole) -> Placement | None:
-        frame = self._tracker.current()
-        return None if role.owner or frame is None else self._watch.place(frame.module, ports_of(role))
 
 
 def _is_fused(operands: Sequence[Any], named: Mapping[str, Any]) -> bool:

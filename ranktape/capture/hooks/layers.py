@@ -22,10 +22,9 @@ from torch import nn
 
 from ranktape.capture.hooks.calls import Taking, Watch, tensor_in
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.ports import Port, Ports
 from ranktape.capture.hooks.stacks import Stack, StackLayer, embedding_path, module_path
 from ranktape.capture.passes.circumstances import in_backward, is_traced
-from ranktape.capture.roles.table import OUTPUT, forward_role, grad_role
+from ranktape.capture.roles.table import OUTPUT, Ports, port_of
 from ranktape.capture.settings.rules import Numbers, read_layers
 from ranktape.capture.source import Source
 from ranktape.errors import UsageError
@@ -33,8 +32,8 @@ from ranktape.errors import UsageError
 if TYPE_CHECKING:
     from ranktape.capture.settings.options import CaptureOptions
 
-_VALUE = forward_role(OUTPUT, {})
-_PORTS = Ports(arguments=(), parameters=(), output=Port(name=OUTPUT, value=_VALUE, grad=grad_role(OUTPUT, {})))
+_PORTS = Ports(output=port_of(OUTPUT, {}))
+_VALUE = _PORTS.output.value
 
 
 class _States:

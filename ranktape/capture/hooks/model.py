@@ -20,21 +20,19 @@ from ranktape.capture.hooks.hook import Hook, Replacements
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
 from ranktape.capture.hooks.module_hooks import ModuleHooks, is_hidden, is_seen_inside
 from ranktape.capture.hooks.multihead import MultiheadHooks
-from ranktape.capture.hooks.ports import Ports
 from ranktape.capture.hooks.stacks import Surveys
 from ranktape.capture.hooks.weights import Weights
 from ranktape.capture.passes.circumstances import in_backward, is_traced, keyword_arguments
-from ranktape.capture.passes.clock import Arguments
 from ranktape.capture.passes.frameworks import (
     checkpoint_replacements,
     is_rehearsing,
     pipeline_replacements,
     stage_prefix,
 )
-from ranktape.capture.passes.passes import Frame
+from ranktape.capture.passes.passes import Arguments, Frame
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
-from ranktape.capture.roles.table import OPTIONAL, FunctionRole, ModuleRole, forward_role
+from ranktape.capture.roles.table import FunctionRole, ModuleRole, Ports, ports_of
 from ranktape.capture.source import Source
 from ranktape.capture.tensors.megatron_placement import is_megatron, megatron_placement
 from ranktape.capture.tensors.placement import Placements
@@ -175,7 +173,7 @@ class ModelHooks:
         """Do what a model's own pre-hooks would, in the call in which they were attached; the arguments after that."""
         args, kwargs = arguments
         self._tracker.enter(self._attached[module], args, kwargs)
-        return self._modules[module].call_before(module, args, kwargs) if module in self._modules else None
+        return self._modules[module].before(module, args, kwargs) if module in self._modules else None
 
     def detach(self) -> None:
         """Take everything off again."""
@@ -311,11 +309,11 @@ class ModelHooks:
         if not self._is_wanted_kind(role.layer_type, frame.path):
             return
         source = _source(frame, role.layer_type, role.component)
-        for name, attribute in role.parameters.items():
+        for attribute, port in ports_of(role).parameters:
             if is_hidden(module, attribute):
                 reason = f"its {attribute} is not a plain parameter (parametrized, or not made yet)"
-                self._recorder.refuse(source, forward_role(name, role.layouts), reason)
-                if name not in OPTIONAL:
+                self._recorder.refuse(source, port.value, reason)
+                if not port.is_optional:
                     return
         if is_seen_inside(module, role):
             self._inside[module] = source

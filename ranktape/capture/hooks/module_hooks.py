@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ranktape.capture.hooks.calls import Awaited, RunningRole, Taking, Watch
+from ranktape.capture.hooks.calls import RunningRole, Taking, Watch
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.ports import Port, ports_of, resolved
-from ranktape.capture.hooks.weights import PLAIN, Leaves, is_cached_by_autocast
+from ranktape.capture.hooks.weights import PLAIN, is_cached_by_autocast
 from ranktape.capture.passes.circumstances import in_backward, is_traced
-from ranktape.capture.passes.passes import Call
+from ranktape.capture.passes.passes import Arguments, Call
 from ranktape.capture.roles.known import PRODUCTS
+from ranktape.capture.roles.table import Port, ports_of, resolved
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole
 from ranktape.capture.tensors.placement import is_dtensor
 
@@ -49,11 +49,9 @@ class ModuleHooks:
         self._running = watch.running
         self._ports = resolved(ports_of(role), type(module).forward, num_bound=1)
         own = None if role.placement is None else functools.partial(role.placement, module)
-        self._leaves = Leaves(watch.recorder)
-        watch.handles.append(self._leaves)
+        self._leaves = watch.leaves
         self._taking = Taking(
             watch=watch,
-            leaves=self._leaves,
             source=source,
             ports=self._ports,
             is_aliased=role.is_aliased,
@@ -63,7 +61,7 @@ class ModuleHooks:
         self._recorder.attach(source, self._certain_roles(module))
         watch.handles += [
             # Appended last and first: innermost, so that wrappers' own hooks have done their part.
-            module.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
+            module.register_forward_pre_hook(Hook(self.before), with_kwargs=True),
             module.register_forward_hook(Hook(self._after), with_kwargs=True, prepend=True, always_call=True),
         ]
 
@@ -72,37 +70,23 @@ class ModuleHooks:
         """For each parameter that is recorded the module's name of it, and the name in records."""
         return {attribute: port.name for attribute, port in self._ports.parameters}
 
-    def call_before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the pre-hook does, for the call in which it was attached too late."""
-        seen_args, seen_kwargs = self._before(module, args, kwargs)
-        return seen_args, seen_kwargs
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Arguments | None:
+        """Record what is passed; the arguments to go on with."""
         # Without keywords: torch's word for a hook that was taken off while its module is called.
         if kwargs is None or is_traced():
             return None
-        entry = RunningRole(self._role.layer_type, module)
+        entry = RunningRole(self._role.layer_type, module, self._taking)
         self._running.entries.append(entry)
         with self._recorder.guarded(self.source):
-            return self._take(entry, module, args, kwargs)
+            if self._recorder.follows(self.source):
+                parameters = (_own(module, attribute) for attribute, _ in self._ports.parameters)
+                seen_args, seen_kwargs = self._taking.begin(entry, args, kwargs, *parameters)
+                for attribute, port in self._ports.parameters if entry.call is not None else ():
+                    seen_kwargs = self._take_parameter(entry, module, attribute, port, seen_kwargs)
+                return seen_args, seen_kwargs
         return args, kwargs
-
-    def _take(
-        self, entry: RunningRole, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self._recorder.follows(self.source):
-            return args, kwargs
-        parameters = (_own(module, attribute) for attribute, _ in self._ports.parameters)
-        sample = self._taking.sample(args, kwargs, *parameters)
-        if sample is None:
-            return args, kwargs
-        entry.call = call = self._recorder.begin_call(self.source, sample)
-        seen_args, seen_kwargs = self._taking.arguments(args, kwargs, call)
-        for attribute, port in self._ports.parameters:
-            seen_kwargs = self._take_parameter(entry, module, attribute, port, seen_kwargs)
-        return seen_args, seen_kwargs
 
     def _certain_roles(self, module: nn.Module) -> Iterator[TensorRole]:
         """What a call with gradients shows in any case: of operands nobody knows whether they need gradients."""
@@ -119,6 +103,7 @@ class ModuleHooks:
     def _take_parameter(
         self, entry: RunningRole, module: nn.Module, attribute: str, port: Port, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
+        """Record a parameter; the named arguments to go on with."""
         call = entry.call
         assert call is not None, "only called in a call"
         # Megatron's output layer is given the weight that it shares with the embedding.
@@ -142,22 +127,15 @@ class ModuleHooks:
         if not self._recorder.wants(self.source, port.grad, call):
             return kwargs
         if isinstance(given, torch.Tensor) and type(given) in PLAIN and not is_cached_by_autocast(given):
-            return {**kwargs, attribute: self._alias(port, call, given)}
+            return {**kwargs, attribute: self._taking.alias(port, call, given)}
         # A sparse gradient cannot pass through an alias, and what writes to an alias takes its hooks out of the graph.
         can_alias = type(weight) in PLAIN and not getattr(module, "sparse", False) and not is_written
         if can_alias:
             # Taken by F.linear, if that is what computes the product.
-            entry.awaited.append(Awaited(weight, port, functools.partial(self._alias, port, call)))
+            entry.awaited.append((weight, port))
         else:
-            self._watch_leaf(entry, module, weight, port)
+            self._watch_leaf(module, weight, port)
         return kwargs
-
-    def _alias(self, port: Port, call: Call, weight: torch.Tensor) -> torch.Tensor:
-        with self._recorder.guarded(self.source, port.grad):
-            alias = weight.view_as(weight)
-            self._taking.grad(port, alias, call)
-            return alias
-        return weight
 
     def _after(self, module: nn.Module, *called: Any) -> None:
         if is_traced():
@@ -167,18 +145,15 @@ class ModuleHooks:
         if entry is None or entry.call is None or output is None:
             return
         with self._recorder.guarded(self.source):
-            for one in entry.awaited:
-                self._watch_leaf(entry, module, one.tensor, one.port)
+            for weight, port in entry.awaited:
+                self._watch_leaf(module, weight, port)
             if entry.written is not None and not in_backward():
                 weight, port = entry.written
                 self._taking.record(port, weight, entry.call)
-            self._taking.result(
-                called[:-1], output, entry.call, at=self._role.output, of="forward", is_leaf=entry.is_leaf
-            )
+            self._taking.result(called[:-1], output, entry.call, at=self._role.output, of="forward")
 
-    def _watch_leaf(self, entry: RunningRole, module: nn.Module, weight: torch.Tensor, port: Port) -> None:
+    def _watch_leaf(self, module: nn.Module, weight: torch.Tensor, port: Port) -> None:
         """See the gradient of a weight on the weight itself."""
-        entry.is_leaf = True
 
         def take(grad: torch.Tensor, call: Call) -> None:
             own = None if self._role.accumulated is None else self._role.accumulated(module, weight)

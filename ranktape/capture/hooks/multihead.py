@@ -15,14 +15,15 @@ from torch import nn
 
 from ranktape.capture.hooks.calls import RunningRole, Taking, Watch, before_views
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.ports import ports_of
 from ranktape.capture.passes.circumstances import in_backward, is_traced
 from ranktape.capture.roles.known import MULTIHEAD
+from ranktape.capture.roles.table import ports_of
 from ranktape.capture.source import Source
 
 if TYPE_CHECKING:
-    from ranktape.capture.hooks.ports import Port
     from ranktape.capture.hooks.weights import Owner
+    from ranktape.capture.passes.passes import Call
+    from ranktape.capture.roles.table import Port
 
 _NAMES = ("query", "key", "value")
 _SEPARATE = {"q_proj_weight": "query", "k_proj_weight": "key", "v_proj_weight": "value"}
@@ -47,54 +48,40 @@ class MultiheadHooks:
             module.register_forward_hook(Hook(self._after), prepend=True, always_call=True),
         ]
 
-    def names_of(self, owner: Owner) -> tuple[str, ...]:
-        """What the product with that parameter is to the attention that is running: what it gives, or `output`."""
+    def see(self, owner: Owner, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Record what the product with a parameter is to the attention that is running, if one is: given or gives."""
         entries = self._running.entries
         entry = entries[-1] if entries else None
-        if entry is None or entry.layer_type != _KIND or entry.call is None:
-            return ()
+        if entry is None or entry.layer_type != _KIND or entry.taking is None or entry.call is None:
+            return
         module: Any = entry.owner
-        if owner.frame.module is module.out_proj:
-            return ("output",)
-        if owner.frame.module is not entry.owner:
-            return ()
-        if owner.attribute in _SEPARATE:
-            return (_SEPARATE[owner.attribute],)
-        first = (owner.first or 0) // module.embed_dim
-        last = len(_NAMES) if owner.last is None else owner.last // module.embed_dim
-        return _NAMES[first:last]
-
-    def record(self, names: tuple[str, ...], *, given: torch.Tensor, output: torch.Tensor) -> None:
-        """Record what a product is to the attention: what was given to it, or what it gives."""
-        entry = self._running.entries[-1]
-        taking, module = self._takings[entry.owner], entry.owner
+        taking, heads, embed_dim = entry.taking, module.num_heads, module.embed_dim
         with self._recorder.guarded(taking.source):
-            if names == ("output",):
-                num_tokens = given.shape[0] // max(entry.batch_size, 1)
-                part = functools.partial(_heads, lead=(num_tokens, entry.batch_size), heads=module.num_heads)
-                self._take(entry, taking, taking.ports.output, given, part)
-                return
-            entry.batch_size = output.shape[1]
-            ports = {argument.ports[0].name: argument.ports[0] for argument in taking.ports.arguments}
-            for place, name in enumerate(names):
-                part = functools.partial(
-                    _slice, place=place, count=len(names), shape=tuple(output.shape), heads=module.num_heads
-                )
-                rows = None if name == "query" else _appended(module, name, batch_size=entry.batch_size)
-                self._take(entry, taking, ports[name], output, part, rows=rows)
+            if owner.frame.module is module.out_proj:
+                lead = args[0].shape[0] // max(entry.batch_size, 1), entry.batch_size
+                part = functools.partial(_heads, lead=lead, heads=heads)
+                self._take(taking, entry.call, taking.ports.output, args[0], part)
+            elif owner.frame.module is module:
+                entry.batch_size = output.shape[1]
+                names = _projections(owner, embed_dim=embed_dim)
+                ports = {argument.ports[0].name: argument.ports[0] for argument in taking.ports.arguments}
+                for place, name in enumerate(names):
+                    part = functools.partial(
+                        _slice, place=place, count=len(names), shape=tuple(output.shape), heads=heads
+                    )
+                    rows = None if name == "query" else _appended(module, name, batch_size=entry.batch_size)
+                    self._take(taking, entry.call, ports[name], output, part, rows=rows)
 
     def _take(
         self,
-        entry: RunningRole,
         taking: Taking,
+        call: Call,
         port: Port,
         tensor: torch.Tensor,
         part: Callable[[torch.Tensor], torch.Tensor],
         *,
         rows: list[torch.Tensor] | None = None,
     ) -> None:
-        call = entry.call
-        assert call is not None, "only asked for in a call"
         if not in_backward():
             seen = part(tensor)
             taking.record(port, torch.cat([seen.detach(), *(row.to(seen) for row in rows)]) if rows else seen, call)
@@ -114,8 +101,8 @@ class MultiheadHooks:
         if not self._recorder.follows(taking.source, (port.value for port in taking.ports.all)):
             return
         with self._recorder.guarded(taking.source):
-            entry = RunningRole(_KIND, module, call=self._recorder.begin_call(taking.source, query))
-            self._running.entries.append(entry)
+            call = self._recorder.begin_call(taking.source, query)
+            self._running.entries.append(RunningRole(_KIND, module, taking, call))
 
     def _after(self, module: nn.Module, _args: Any, _output: Any) -> None:
         if not is_traced():
@@ -128,6 +115,15 @@ _KIND = "multihead attention"
 
 _APPENDED = "a row is appended to it (add_bias_kv, add_zero_attn), which no product gave"
 """Why the gradients of some keys and values are not recorded."""
+
+
+def _projections(owner: Owner, *, embed_dim: int) -> tuple[str, ...]:
+    """What the product with a parameter of the attention's module, or with a part of one, gives."""
+    if owner.attribute in _SEPARATE:
+        return (_SEPARATE[owner.attribute],)
+    first = (owner.first or 0) // embed_dim
+    last = len(_NAMES) if owner.last is None else owner.last // embed_dim
+    return _NAMES[first:last]
 
 
 def _appended(module: Any, name: str, *, batch_size: int) -> list[torch.Tensor]:

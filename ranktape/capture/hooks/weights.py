@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ranktape.capture.hooks.ports import Port
     from ranktape.capture.passes.passes import Call
     from ranktape.capture.recorder import Recorder
+    from ranktape.capture.roles.table import Port
     from ranktape.capture.source import Source, TensorRole
 
 

@@ -33,6 +33,7 @@ from ranktape.capture.passes.circumstances import (
     is_traced,
     untraced,
 )
+from ranktape.capture.passes.passes import Arguments
 from ranktape.capture.passes.tracker import mode_of
 from ranktape.capture.settings.table import is_given
 from ranktape.storage.format.record_info import Mode
@@ -44,59 +45,45 @@ if TYPE_CHECKING:
     from ranktape.capture.settings.options import CaptureOptions
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Those of a call: positional and by keyword."""
+OnForward = Callable[["nn.Module", Arguments], Arguments | None]
+"""Called with a model and its arguments; gives the arguments to go on with, None for the same."""
 
 
-class _Running:
+class _Models(list["nn.Module"]):
     """The models that a thread is running, outermost first."""
-
-    def __init__(self) -> None:
-        self.models: list[nn.Module] = []
 
 
 class _ForwardThread(threading.local):
-    """What a thread is running; `all_running` has that of each thread that lives."""
+    """What a thread is running; `of_all` has that of each thread that lives."""
 
-    def __init__(self, all_running: weakref.WeakSet[_Running]) -> None:
-        self.running = _Running()
-        all_running.add(self.running)
+    def __init__(self, of_all: weakref.WeakValueDictionary[int, _Models]) -> None:
+        self.models = of_all[threading.get_ident()] = _Models()
 
 
 class ForwardClock:
     """Calls back when an outermost forward of a known model begins."""
 
-    def __init__(
-        self,
-        on_forward: Callable[[nn.Module, Arguments], Arguments | None],
-        *,
-        on_late: Callable[[nn.Module, Arguments], Arguments | None],
-    ) -> None:
-        """Know no model yet.
-
-        Args:
-            on_forward: Called with the model and its arguments; the arguments to go on with, None for the same.
-            on_late: Called so where another thread has put hooks on the model since this call of it began.
-        """
+    def __init__(self, on_forward: OnForward, *, on_late: OnForward) -> None:
+        """Know no model yet; `on_late` is called where another thread has put hooks on a model since its call began."""
         self._on_forward = on_forward
         self._on_late = on_late
         self._owner = os.getpid()
-        self._all_running: weakref.WeakSet[_Running] = weakref.WeakSet()
-        self._thread = _ForwardThread(self._all_running)
+        self._of_all: weakref.WeakValueDictionary[int, _Models] = weakref.WeakValueDictionary()
+        self._thread = _ForwardThread(self._of_all)
         self._lock = threading.RLock()
         self._handles: list[Any] = []
 
     @property
     def is_running(self) -> bool:
         """Whether a model is running on this thread."""
-        return bool(self._thread.running.models)
+        return bool(self._thread.models)
 
     def watch(self, model: nn.Module, *, is_running: bool = False) -> None:
         """Listen to a model, from its next call on; to the end of this one where it is running."""
         self._handles.append(model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True))
         self._handles.append(model.register_forward_hook(Hook(self._end), always_call=True))
         if is_running:
-            self._thread.running.models.append(model)
+            self._thread.models.append(model)
 
     def stop(self) -> None:
         """Listen no more; torch would go wrong if a model were running."""
@@ -108,14 +95,14 @@ class ForwardClock:
         # Without keywords: torch's word for a hook that was taken off while the model runs.
         if kwargs is None or is_traced() or os.getpid() != self._owner or in_backward():
             return None
-        own = self._thread.running
-        running = own.models
+        running = self._thread.models
         if running and running[0] is model and not calls_itself(model):
             running.clear()  # an interrupt took the last pass away, and no hook was called
         is_outermost = not running
         hooks = list(model._forward_pre_hooks)  # noqa: SLF001  (torch has no public way)
         with self._lock:
-            is_shared = any(other.models for other in self._all_running if other is not own)
+            others = (reference() for reference in self._of_all.valuerefs())
+            is_shared = any(other for other in others if other is not running)
             running.append(model)
             if not is_outermost:
                 return None
@@ -126,13 +113,9 @@ class ForwardClock:
             return self._on_late(model, (args, kwargs)) if is_late else None
 
     def _end(self, model: nn.Module, _args: Any, _output: Any) -> None:
-        running = [] if is_traced() else self._thread.running.models
-        if model in running:
+        running = self._thread.models
+        if not is_traced() and model in running:
             del running[running.index(model) :]
-
-
-class _InBackward:
-    """Stands for all optimizers that step in the backward pass."""
 
 
 class OptimizerClock:
@@ -153,13 +136,13 @@ class OptimizerClock:
         self._on_skip = on_skip
         self._advance_on = advance_on
         self._owner = os.getpid()
-        self._order: list[weakref.ref[Any]] = []
-        self._names: list[str] = []
+        self._order: list[tuple[weakref.ref[Any], str]] = []
+        """The optimizers, in the order of their first steps, with their names."""
         self._leader: weakref.ref[Any] | None = None
         self._followers: set[int] = set()
         self._num_steps = 0
-        self._in_backward = _InBackward()
         self._waiting: set[int] = set()
+        """Optimizers that have stepped in a backward pass whose end is not told yet; as one they are this clock."""
         self._task = -1
         self.has_ticked = False
         """Whether the step of an optimizer has ended an iteration."""
@@ -183,7 +166,8 @@ class OptimizerClock:
             return way_out
         if self._advance_on == "optimizer" or not self._order or self.has_ticked:
             return f"no optimizer stepped: {way_out}"
-        named = ", ".join(f"optimizer:{number} is {name}" for number, name in enumerate(self._names[:_MAX_NAMED]))
+        known = enumerate(self._order[:_MAX_NAMED])
+        named = ", ".join(f"optimizer:{number} is {name}" for number, (_, name) in known)
         wanted = self._advance_on if isinstance(self._advance_on, str) else f"the {type(self._advance_on).__name__}"
         return (
             f"{wanted}, which --advance-on names, never stepped; in the order of their first steps {named}: "
@@ -239,12 +223,11 @@ class OptimizerClock:
 
     def _number(self, optimizer: Any) -> int:
         """The place of an optimizer in the order of the first steps."""
-        for number, known in enumerate(self._order):
+        for number, (known, _) in enumerate(self._order):
             if known() is optimizer:
                 return number
-        self._order.append(weakref.ref(optimizer))
-        is_several = optimizer is self._in_backward
-        self._names.append("those that step in the backward pass" if is_several else type(optimizer).__name__)
+        name = "those that step in the backward pass" if optimizer is self else type(optimizer).__name__
+        self._order.append((weakref.ref(optimizer), name))
         return len(self._order) - 1
 
     def _step_in_backward(self, optimizer: Optimizer) -> None:
@@ -264,7 +247,7 @@ class OptimizerClock:
 
     def _finish_backward(self) -> None:
         meant, self._waiting = self._waiting, set()
-        self._stepped(self._in_backward, meant=meant)
+        self._stepped(self, meant=meant)
 
 
 _MAX_NAMED = 5
@@ -279,17 +262,13 @@ class Clock:
         *,
         on_step: Callable[[], None],
         on_skip: Callable[[], None],
-        on_forward: Callable[[nn.Module, Arguments], Arguments | None],
-        on_late: Callable[[nn.Module, Arguments], Arguments | None],
+        on_forward: OnForward,
+        on_late: OnForward,
     ) -> None:
-        """Listen from now on.
+        """Listen from now on; the iteration has ended with `on_step`, or with an `on_forward` that another one began.
 
-        Args:
-            options: Of the capture.
-            on_step: Called when an optimizer's step has ended an iteration.
-            on_skip: Called before that where a gradient scaler has skipped the step.
-            on_forward: Called when a forward that begins has; gets the model and its arguments, and may give others.
-            on_late: Called so in a forward that began before the hooks of its iteration were put on.
+        `on_skip` is called before that where a gradient scaler has skipped the step; `on_late` in a forward that began
+        before the hooks of its iteration were put on.
         """
         self._modes = options.wanted_modes
         self._is_by_forward = options.advance_on == "forward"

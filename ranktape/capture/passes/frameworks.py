@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.hooks.hook import as_itself
 from ranktape.capture.passes.circumstances import is_running
-from ranktape.capture.passes.passes import StagePass
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,9 +27,8 @@ if TYPE_CHECKING:
     from ranktape.capture.passes.tracker import Tracker
 
 
-_MODULE = "torch.distributed.pipelining.stage"
+_STAGES = "torch.distributed.pipelining.stage"
 _REHEARSALS = ("_prepare_forward_infra", "_prepare_backward_infra")
-_REHEARSING = ("PipelineStage", "_PipelineStage")
 
 
 def pipeline_replacements(
@@ -41,41 +39,35 @@ def pipeline_replacements(
     def staged(stage: Any, fwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> AbstractContextManager[None]:
         with guard:
             on_stage(stage.submod, stage.stage_index)
-        return tracker.staged(_stage_pass(stage, fwd_chunk_id))
+        num_microbatches = getattr(stage, "chunks", None)
+        return tracker.staged(int(fwd_chunk_id), of=num_microbatches if isinstance(num_microbatches, int) else None)
 
-    def adding_weights(*_args: Any, **_kwargs: Any) -> AbstractContextManager[None]:
-        return tracker.adding_weights()
+    def within(
+        context: Callable[..., AbstractContextManager[None]], original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            with context(*args, **kwargs):
+                return original(*args, **kwargs)
 
-    def rehearsing(*_args: Any, **_kwargs: Any) -> AbstractContextManager[None]:
-        return tracker.rehearsing()
+        return replacement
 
-    yield _MODULE, "_PipelineStageBase.forward_one_chunk", functools.partial(_within, staged)
-    yield _MODULE, "_PipelineStageBase.backward_weight_one_chunk", functools.partial(_within, adding_weights)
-    for owner in _REHEARSING:
-        for name in _REHEARSALS:
-            yield _MODULE, f"{owner}.{name}", functools.partial(_within, rehearsing)
+    contexts = {
+        "_PipelineStageBase.forward_one_chunk": staged,
+        "_PipelineStageBase.backward_weight_one_chunk": lambda *_args, **_kwargs: tracker.adding_weights(),
+        **{
+            f"{owner}.{name}": lambda *_args, **_kwargs: tracker.rehearsing()
+            for owner in ("PipelineStage", "_PipelineStage")
+            for name in _REHEARSALS
+        },
+    }
+    for path, context in contexts.items():
+        yield _STAGES, path, functools.partial(within, context)
 
 
 def is_rehearsing() -> bool:
     """Whether a schedule rehearses on this thread; what was loaded in the middle of it was not told when it began."""
     return any(is_running(name) for name in _REHEARSALS)
-
-
-def _within(context: Callable[..., AbstractContextManager[None]], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs in the context that is made of its arguments."""
-
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        with context(*args, **kwargs):
-            return original(*args, **kwargs)
-
-    return replacement
-
-
-def _stage_pass(stage: Any, microbatch: int) -> StagePass:
-    num_microbatches = getattr(stage, "chunks", None)
-    num_microbatches = num_microbatches if isinstance(num_microbatches, int) else None
-    return StagePass(microbatch=int(microbatch), num_microbatches=num_microbatches)
 
 
 def stage_prefix(stage: int, layer_indexes: list[int]) -> str:
@@ -123,16 +115,15 @@ class Segment:
 
     def __init__(self, function: Callable[..., Any], *, tracker: Tracker, runs_first: bool) -> None:
         self._function = function
-        self._tracker = tracker
         self._is_first = runs_first
-        self._moment = tracker.moment()
+        self._repeating = tracker.repetition()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns."""
         if self._is_first:
             self._is_first = False
             return self._function(*args, **kwargs)
-        with self._tracker.repeating(self._moment):
+        with self._repeating():
             return self._function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import Mode
@@ -13,6 +13,10 @@ from ranktape.storage.format.record_info import Mode
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Those of a call: positional and by keyword."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +67,6 @@ class Frame(NamedTuple):
     """Dotted path of the list that holds its layer, the same on every rank that has the layer; empty outside of any."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePass:
-    """What a pipeline schedule says of a pass that it runs."""
-
-    microbatch: int
-    """Index of the microbatch."""
-    num_microbatches: int | None
-    """Microbatches in the batch; None where it is not known."""
-
-
 @dataclass(slots=True)
 class Microbatch:
     """What is counted of one microbatch."""
@@ -107,34 +101,6 @@ class ForwardPass:
     batch_size: int | None = None
     sample_ids: tuple[int | str, ...] | None = None
     is_recorded: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """A point of a forward to which a recomputation comes back."""
-
-    running: ForwardPass
-    num_calls: dict[str, int]
-    num_failed: int
-    frames: tuple[Frame, ...]
-
-
-def scheduled_microbatch(module: nn.Module) -> int | None:
-    """The microbatch that Megatron-core's schedules write onto the layers; None where there is none."""
-    for part in module.modules():
-        given = part.__dict__.get("current_microbatch")
-        if isinstance(given, int) and given >= 0:
-            return given
-    return None
-
-
-def ids_of(sample_ids: tuple[int | str, ...] | None, stage: StagePass | None) -> tuple[int | str, ...] | None:
-    """The identifiers of a pass: those of its share of the batch where a schedule has split it."""
-    if sample_ids is None or stage is None or stage.num_microbatches is None:
-        return sample_ids
-    size, rest = divmod(len(sample_ids), stage.num_microbatches)
-    begin = stage.microbatch * size + min(stage.microbatch, rest)
-    return sample_ids[begin : begin + size + (stage.microbatch < rest)]
 
 
 def checked_sample_ids(sample_ids: Iterable[int | str] | torch.Tensor) -> tuple[int | str, ...]:

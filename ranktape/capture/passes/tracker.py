@@ -23,17 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.passes.circumstances import calls_itself, in_backward, is_transformed
-from ranktape.capture.passes.passes import (
-    Call,
-    ForwardPass,
-    Frame,
-    Microbatch,
-    Moment,
-    StagePass,
-    dtype_name,
-    ids_of,
-    scheduled_microbatch,
-)
+from ranktape.capture.passes.passes import Call, ForwardPass, Frame, Microbatch, dtype_name
 from ranktape.storage.format.record_info import Mode
 
 
@@ -44,7 +34,8 @@ class _PassThread(threading.local):
         self.frames: list[Frame] = []
         self.running: ForwardPass | None = None
         self.repeated: ForwardPass | None = None
-        self.stage: StagePass | None = None
+        self.stage: tuple[int, int | None] | None = None
+        """The microbatch that a pipeline schedule runs, and of how many, where that is known."""
         self.is_rehearsing = False
 
 
@@ -172,30 +163,25 @@ class Tracker:
         call = self._call(self._present, index, _compute_dtype(dtype, device_type))
         return call if call.sample_ids is not None else dataclasses.replace(call, sample_ids=self.sample_ids)
 
-    def moment(self) -> Moment:
-        """Where the forward stands, for a recomputation that begins here."""
+    def repetition(self) -> Callable[[], AbstractContextManager[None]]:
+        """Gives contexts: what runs in one repeats, on its thread, what comes after this moment of the forward."""
         thread = self._thread
         running = thread.repeated or (self._unfollowed if in_backward() else thread.running or self._last)
         if thread.is_rehearsing:  # in a model that nobody follows yet, perhaps
             running = ForwardPass(self._iteration, Microbatch(Mode.TRAIN, 0), is_recorded=False)
-        microbatch = running.microbatch
-        return Moment(
-            running=running,
-            num_calls=dict(microbatch.num_calls),
-            num_failed=microbatch.num_failed,
-            frames=tuple(thread.frames),
-        )
+        now = running.microbatch
+        num_calls, num_failed, frames = dict(now.num_calls), now.num_failed, list(thread.frames)
 
-    def repeating(self, moment: Moment) -> AbstractContextManager[None]:
-        """What runs in it on this thread repeats what came after that moment; nothing else is counted differently."""
-        first = moment.running.microbatch
-        microbatch = Microbatch(first.mode, first.index, dict(moment.num_calls), moment.num_failed)
-        repeated = dataclasses.replace(moment.running, microbatch=microbatch)
-        return _meanwhile(self._thread, repeated=repeated, frames=list(moment.frames))
+        def repeating() -> AbstractContextManager[None]:
+            microbatch = Microbatch(now.mode, now.index, dict(num_calls), num_failed)
+            repeated = dataclasses.replace(running, microbatch=microbatch)
+            return _meanwhile(self._thread, repeated=repeated, frames=list(frames))
 
-    def staged(self, stage: StagePass) -> AbstractContextManager[None]:
-        """A pass that begins in it on this thread is that of a pipeline's stage and microbatch."""
-        return _meanwhile(self._thread, stage=stage)
+        return repeating
+
+    def staged(self, microbatch: int, *, of: int | None) -> AbstractContextManager[None]:
+        """A pass that begins in it on this thread is that of a pipeline's stage and this of its microbatches."""
+        return _meanwhile(self._thread, stage=(microbatch, of))
 
     def adding_weights(self) -> AbstractContextManager[None]:
         """The backward pass that runs in it has run before, without the gradients of weights."""
@@ -238,18 +224,18 @@ class Tracker:
             self._iteration,
             microbatch,
             batch_size=None if first is None else int(first.shape[0]),
-            sample_ids=ids_of(self.sample_ids, thread.stage),
+            sample_ids=_share(self.sample_ids, thread.stage),
             is_recorded=mode in self._modes,
         )
 
-    def _next_microbatch(self, mode: Mode, module: nn.Module, stage: StagePass | None) -> Microbatch:
+    def _next_microbatch(self, mode: Mode, module: nn.Module, stage: tuple[int, int | None] | None) -> Microbatch:
         if stage is not None:
             self._is_staged = True
-            return self._microbatch(mode, stage.microbatch)
+            return self._microbatch(mode, stage[0])
         current = self._microbatch(mode, self._microbatch_index(mode))
         if self._is_staged:
             return current  # the schedule counts them; this is the loss, or another model beside the stages
-        given = scheduled_microbatch(module)
+        given = _scheduled_microbatch(module)
         if given is not None:
             return self._microbatch(mode, given)
         if mode is Mode.TRAIN:
@@ -309,6 +295,26 @@ def _meanwhile(holder: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(holder, name, value)
+
+
+def _scheduled_microbatch(module: nn.Module) -> int | None:
+    """The microbatch that Megatron-core's schedules write onto the layers; None where there is none."""
+    for part in module.modules():
+        given = part.__dict__.get("current_microbatch")
+        if isinstance(given, int) and given >= 0:
+            return given
+    return None
+
+
+def _share(
+    sample_ids: tuple[int | str, ...] | None, stage: tuple[int, int | None] | None
+) -> tuple[int | str, ...] | None:
+    """The identifiers of a pass: those of its share of the batch where a schedule has split it."""
+    if sample_ids is None or stage is None or stage[1] is None:
+        return sample_ids
+    size, rest = divmod(len(sample_ids), stage[1])
+    begin = stage[0] * size + min(stage[0], rest)
+    return sample_ids[begin : begin + size + (stage[0] < rest)]
 
 
 def _compute_dtype(dtype: torch.dtype, device_type: str) -> str:

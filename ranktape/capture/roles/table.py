@@ -1,8 +1,14 @@
-"""The form of a role: which modules or functions it is about, and which of their tensors are recorded as what."""
+"""The form of a role: which modules or functions it is about, and which of their tensors are recorded as what.
+
+A role is what a person writes; its ports are what that comes to: each tensor with its names and places.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +20,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ranktape.capture.passes.passes import Arguments
+
 UNSAMPLED = frozenset({"weight", "bias", "grad_weight", "grad_bias"})
 """Tensors without a dimension of samples."""
 
-OPTIONAL = frozenset({"bias"})
+_OPTIONAL = frozenset({"bias"})
 """Parameters that a layer may do without."""
 
 OUTPUT = "output"
@@ -43,23 +51,40 @@ Place = Operand | int | str | tuple[int | None, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModuleRole:
-    """What the modules of some classes are, and of their subclasses."""
-
-    classes: tuple[type | str, ...]
-    """Types, or dotted names such as 'mine.layers.Linear': nothing is imported for them. `*` stands for any text."""
+class _Role:
     layer_type: str
     """`linear`, `attention`, `embedding`, or your own."""
     component: str = "unknown"
     """`linear`, `FA`, or your own."""
     operands: Mapping[str, Place] = field(default_factory=dict)
-    """For each tensor name: where among the arguments of `forward` it is."""
-    parameters: Mapping[str, str] = field(default_factory=dict)
-    """For each tensor name: the attribute of the module that holds the parameter; one that is None is not there."""
+    """For each tensor name: where among the arguments it is."""
     output: int | str | None = None
-    """Which element of what `forward` returns is the output: a place or a name; the first tensor by default."""
+    """Which element of the result is the output: a place or a name; the first tensor by default."""
     layouts: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """For each tensor name: the letters of its dimensions, in several lengths if need be; `B` holds samples."""
+
+    def _check(self, what: str, *, holds: str, example: str, parameters: Mapping[str, str]) -> None:
+        check_term(self.layer_type, field="layer_type")
+        check_term(self.component, field="component")
+        for name in (*self.operands, *parameters):
+            check_term(name, field="tensor_name")
+        given = getattr(self, what)
+        if not given or not isinstance(given, tuple | list):
+            raise UsageError(f"{what}={given!r} of a role is not allowed: give a tuple of {holds}")
+        for one in given:
+            is_dotted = isinstance(one, str) and "." in one
+            if not (is_dotted or (what == "classes" and isinstance(one, type))):
+                raise UsageError(f"{one!r} in {what} of a role is not allowed: give {example}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModuleRole(_Role):
+    """What the modules of some classes are, and of their subclasses."""
+
+    classes: tuple[type | str, ...]
+    """Types, or dotted names such as 'mine.layers.Linear': nothing is imported for them. `*` stands for any text."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """For each tensor name: the attribute of the module that holds the parameter; one that is None is not there."""
     placement: Callable[[nn.Module, str, torch.Tensor], str | None] | None = None
     """Gives for a module, a tensor name and the tensor the placement of a shard, as JSON; None for a whole tensor."""
     accumulated: Callable[[nn.Module, torch.Tensor], torch.Tensor | None] | None = None
@@ -72,12 +97,8 @@ class ModuleRole:
 
     def __post_init__(self) -> None:
         """Check what a user may get wrong."""
-        _check_terms(self.layer_type, self.component, names=(*self.operands, *self.parameters))
-        if not self.classes or not _is_tuple(self.classes):
-            raise UsageError(f"classes={self.classes!r} of a role: give a tuple of types or dotted names")
-        for one in self.classes:
-            if not (isinstance(one, type) or _is_dotted(one)):
-                raise UsageError(f"{one!r} in classes of a role is not allowed: give a type, or 'package.module.Class'")
+        example = "a type, or 'package.module.Class'"
+        self._check("classes", holds="types or dotted names", example=example, parameters=self.parameters)
         for attribute in self.parameters.values():
             if not isinstance(attribute, str):
                 raise UsageError(f"parameters of a role: {attribute!r} is no attribute: give names such as 'weight'")
@@ -90,21 +111,11 @@ class ModuleRole:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FunctionRole:
+class FunctionRole(_Role):
     """What some functions are, which are replaced under every module-level name while an iteration is captured."""
 
     functions: tuple[str, ...]
     """Dotted names, such as 'flash_attn.flash_attn_func': nothing is imported for them."""
-    layer_type: str
-    """`attention`, or your own."""
-    component: str = "unknown"
-    """`FA`, or your own."""
-    operands: Mapping[str, Place] = field(default_factory=dict)
-    """For each tensor name: where among the arguments it is."""
-    output: int | str | None = None
-    """Which element of the result is the output; the first tensor by default."""
-    layouts: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    """As of a module's role."""
     gives_function: bool = False
     """Whether the dotted name is a method whose result is the function, as that of a registry."""
     owner: str = ""
@@ -115,12 +126,7 @@ class FunctionRole:
 
     def __post_init__(self) -> None:
         """Check what a user may get wrong."""
-        _check_terms(self.layer_type, self.component, names=tuple(self.operands))
-        if not self.functions or not _is_tuple(self.functions):
-            raise UsageError(f"functions={self.functions!r} of a role is not allowed: give a tuple of dotted names")
-        for one in self.functions:
-            if not _is_dotted(one):
-                raise UsageError(f"{one!r} in functions of a role is not allowed: give 'package.module.function'")
+        self._check("functions", holds="dotted names", example="'package.module.function'", parameters={})
 
     @property
     def name(self) -> str:
@@ -136,57 +142,137 @@ def operand_of(place: Any) -> Operand:
     """
     if isinstance(place, Operand):
         return place
-    if isinstance(place, int) and not isinstance(place, bool) and place >= 0:
-        return Operand(position=place, keyword="")
+    position, keyword = place if isinstance(place, tuple) and len(place) == _PAIR else (place, "")
     if isinstance(place, str) and place:
-        return Operand(position=None, keyword=place)
-    if isinstance(place, tuple) and len(place) == _PAIR:
-        position, keyword = place
-        if (position is None or (isinstance(position, int) and position >= 0)) and isinstance(keyword, str):
-            return Operand(position=position, keyword=keyword)
+        position, keyword = None, place
+    is_place = isinstance(position, int) and not isinstance(position, bool) and position >= 0
+    if isinstance(keyword, str) and (is_place or (position is None and place is not None)):
+        return Operand(position=position, keyword=keyword)
     raise UsageError(f"{place!r} of a role is no operand: give a position, a keyword, or (position, keyword)")
 
 
 _PAIR = 2
 
 
-def _is_tuple(value: Any) -> bool:
-    return isinstance(value, tuple | list)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One tensor of a role."""
+
+    name: str
+    """Its name in records."""
+    value: TensorRole
+    """What it is in the forward pass."""
+    grad: TensorRole
+    """What its gradient is in the backward pass."""
+    part: tuple[int, int] | None = None
+    """Of an argument that holds several tensors: the dimension that counts them, and the place of this one."""
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether a layer may do without it, as without a bias, which may also be computed for one call."""
+        return self.name in _OPTIONAL
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What of an argument, or of its gradient, belongs to this port."""
+        return tensor if self.part is None else tensor.select(*self.part)
 
 
-def _is_dotted(value: Any) -> bool:
-    return isinstance(value, str) and "." in value
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """One argument that holds tensors of a role."""
+
+    position: int | None
+    """Place among the positional ones."""
+    keyword: str
+    """Its name; empty where only the place is known."""
+    ports: tuple[Port, ...]
+    """The tensors in it."""
+    is_optional: bool = False
+    """Whether a call may do without it."""
+
+    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What was passed; None where nothing was."""
+        if self.position is not None and self.position < len(args):
+            return args[self.position]
+        return kwargs.get(self.keyword)
+
+    def put(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments with another value in place of what was passed."""
+        if self.position is not None and self.position < len(args):
+            return (*args[: self.position], value, *args[self.position + 1 :]), kwargs
+        return args, {**kwargs, self.keyword: value}
 
 
-def forward_role(name: str, layouts: Mapping[str, str | tuple[str, ...]]) -> TensorRole:
-    """What a tensor of a role is in the forward pass."""
-    return TensorRole(
-        operation=Operation.FORWARD,
-        phase="post" if name == OUTPUT else "pre",
-        tensor_name=name,
-        has_samples=name not in UNSAMPLED,
-        layouts=_layouts(layouts, name),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """All tensors of a role."""
+
+    arguments: tuple[Argument, ...] = ()
+    """The operands, by argument."""
+    parameters: tuple[tuple[str, Port], ...] = ()
+    """Attributes of the module, and what is in them."""
+    output: Port
+    """The result."""
+
+    @property
+    def all(self) -> Iterator[Port]:
+        """One after the other: operands, parameters, the output."""
+        for argument in self.arguments:
+            yield from argument.ports
+        yield from (port for _, port in self.parameters)
+        yield self.output
 
 
-def grad_role(name: str, layouts: Mapping[str, str | tuple[str, ...]]) -> TensorRole:
-    """What the gradient of that tensor is in the backward pass."""
-    return TensorRole(
-        operation=Operation.BACKWARD,
-        phase="pre" if name == OUTPUT else "post",
-        tensor_name=f"grad_{name}",
-        has_samples=name not in UNSAMPLED,
-        layouts=_layouts(layouts, name),
-    )
-
-
-def _layouts(layouts: Mapping[str, str | tuple[str, ...]], name: str) -> tuple[str, ...]:
+def port_of(name: str, layouts: Mapping[str, str | tuple[str, ...]], part: tuple[int, int] | None = None) -> Port:
+    """What a tensor of that name, and its gradient, are recorded as."""
     given = layouts.get(name, ())
-    return (given,) if isinstance(given, str) else tuple(given)
+    letters = (given,) if isinstance(given, str) else tuple(given)
+    phases = ("post", "pre") if name == OUTPUT else ("pre", "post")
+    has_samples = name not in UNSAMPLED
+    return Port(
+        name=name,
+        value=TensorRole(Operation.FORWARD, phases[0], name, has_samples, letters),
+        grad=TensorRole(Operation.BACKWARD, phases[1], f"grad_{name}", has_samples, letters),
+        part=part,
+    )
 
 
-def _check_terms(layer_type: str, component: str, *, names: tuple[str, ...]) -> None:
-    check_term(layer_type, field="layer_type")
-    check_term(component, field="component")
-    for name in names:
-        check_term(name, field="tensor_name")
+@functools.lru_cache(maxsize=1024)
+def ports_of(role: ModuleRole | FunctionRole) -> Ports:
+    """The tensors of a role."""
+    grouped: dict[tuple[int | None, str, bool], list[Port]] = {}
+    for name, place in role.operands.items():
+        operand = operand_of(place)
+        key = operand.position, operand.keyword, operand.is_optional
+        grouped.setdefault(key, []).append(port_of(name, role.layouts, operand.part))
+    parameters = role.parameters if isinstance(role, ModuleRole) else {}
+    return Ports(
+        arguments=tuple(
+            Argument(position=position, keyword=keyword, ports=tuple(ports), is_optional=is_optional)
+            for (position, keyword, is_optional), ports in grouped.items()
+        ),
+        parameters=tuple((attribute, port_of(name, role.layouts)) for name, attribute in parameters.items()),
+        output=port_of(OUTPUT, role.layouts),
+    )
+
+
+def resolved(ports: Ports, function: Callable[..., Any], *, num_bound: int = 0) -> Ports:
+    """The ports with places and names of all arguments, where a role gives one of them only.
+
+    The first `num_bound` parameters of the function are no arguments: `self`.
+    """
+    if all(argument.keyword and argument.position is not None for argument in ports.arguments):
+        return ports
+    try:
+        names = list(inspect.signature(function).parameters)[num_bound:]
+    except (TypeError, ValueError):
+        return ports  # a built-in function does not say
+    arguments = []
+    for argument in ports.arguments:
+        position, keyword = argument.position, argument.keyword
+        if not keyword and position is not None and position < len(names):
+            keyword = names[position]
+        if position is None and keyword in names:
+            position = names.index(keyword)
+        arguments.append(dataclasses.replace(argument, position=position, keyword=keyword))
+    return dataclasses.replace(ports, arguments=tuple(arguments))
