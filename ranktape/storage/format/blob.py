@@ -14,7 +14,7 @@ import google_crc32c
 from ranktape.errors import DataError
 from ranktape.storage.format.documents import array_document, chunk_key, encode_document
 from ranktape.storage.format.layout import document_key
-from ranktape.storage.places.backend import range_file
+from ranktape.storage.places.backend import RangeFile
 
 if TYPE_CHECKING:
     from ranktape.storage.places.backend import Backend
@@ -113,7 +113,7 @@ class _Parts(io.BufferedReader):
             target[: len(data)] = data
             return len(data)
 
-        super().__init__(range_file(size, fill), buffer_size=_AHEAD_NBYTES)
+        super().__init__(RangeFile(size, fill), buffer_size=_AHEAD_NBYTES)
         self._size = size
 
     def read(self, size: int | None = -1, /) -> bytes:

@@ -1,20 +1,21 @@
 """The protocol of a place that holds a run, and the deadlines of requests to it.
 
-`Backend` is the whole of it: a few verbs over keys. Below it are a local directory (`local.py`), any fsspec file
-system (`remote.py`), S3 through s3fs's client (`s3.py`) and obstore (`obstore_backend.py`); everything above speaks
-only to this protocol. `open_backend` (`urls.py`) gives one that tries again what may succeed later (`retry.py`).
+`Backend` is the whole of it: a few verbs over keys. Below it are a local directory (`local.py`) and the clients of
+stores (`store.py`): any fsspec file system (`remote.py`), S3 through s3fs's client (`s3.py`) and obstore
+(`obstore_backend.py`); everything above speaks only to this protocol. `open_backend` (`urls.py`) gives one that tries
+again what may succeed later (`retry.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import time
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from ranktape.errors import ObjectTooLargeError, StorageError
 from ranktape.storage.places.failures import printable
@@ -34,11 +35,6 @@ def byte_view(part: Buffer) -> memoryview:
     """The bytes of a part, without copying them."""
     view: memoryview = memoryview(part)  # type: ignore[arg-type]  # numpy's arrays are buffers; their stubs say 3.12+
     return view.cast("B")
-
-
-def range_file(nbytes: int, fill: Callable[[int, memoryview], int]) -> io.RawIOBase:
-    """Bytes that lie elsewhere, as a file: `fill` writes those from a position on into a buffer, and says how many."""
-    return _RangeFile(nbytes, fill)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +80,7 @@ class Backend(Protocol):
         ...
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object if there is none, atomically; False if there was one."""
+        """Write an object if there is none, atomically; False if there was another one."""
         ...
 
     def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
@@ -206,15 +202,11 @@ def refuse_escape(url: str, key: str) -> None:
     Raises:
         StorageError: it is absolute, goes upwards, holds a NUL, or is no text.
     """
-    if not is_text(key):
+    is_out = key.startswith("/") or "\0" in key or ".." in key.split("/")
+    if is_out or not is_text(key):
+        why = "it leads out of the run" if is_out else "it is no text"
         raise StorageError(
-            f"{key!r} is not the key of an object in {url}: it is no text: whoever wrote that made a mistake or means "
-            f"harm"
-        )
-    if key.startswith("/") or "\0" in key or ".." in key.split("/"):
-        raise StorageError(
-            f"{key!r} is not the key of an object in {url}: it leads out of the run: whoever wrote that made a mistake "
-            f"or means harm"
+            f"{key!r} is not the key of an object in {url}: {why}: whoever wrote that made a mistake or means harm"
         )
 
 
@@ -230,27 +222,34 @@ def without_credentials(url: str) -> str:
     return f"{protocol.lower()}{separator}{host.rpartition('@')[2]}{slash}{path}"
 
 
-class _RangeFile(io.RawIOBase):
+class RangeFile(io.RawIOBase):
+    """Bytes that lie elsewhere, as a file: `fill` writes those from a position on into a buffer, and says how many."""
+
     def __init__(self, nbytes: int, fill: Callable[[int, memoryview], int]) -> None:
         self._nbytes = nbytes
         self._fill = fill
         self._position = 0
 
     def readable(self) -> bool:
+        """It is."""
         return True
 
     def seekable(self) -> bool:
+        """It is."""
         return True
 
     def tell(self) -> int:
+        """The position."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a position."""
         origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
         self._position = max(0, origin + offset)
         return self._position
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Fill a buffer, as far as there are bytes."""
         target = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._position)]
         done = self._fill(self._position, target) if target.nbytes else 0
         self._position += done
@@ -265,30 +264,28 @@ _SHORTEST_SECONDS = 0.05
 
 
 class Deadline:
-    """Requests of this thread, made within the block, end by `until`."""
+    """By when the requests of a call must end."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.until = time.monotonic() + seconds
-        """A time of `time.monotonic`."""
-        self._token: Token[Deadline | None] | None = None
+        self._seconds = seconds
+        self.restart()
 
-    def __enter__(self) -> Self:
-        self._token = _current.set(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._token is not None:
-            _current.reset(self._token)
-
-    def move_on(self) -> None:
-        """Count from now again."""
-        self.until = time.monotonic() + self.seconds
+    def restart(self) -> None:
+        """Count from now."""
+        self.until = time.monotonic() + self._seconds
 
 
 _current: ContextVar[Deadline | None] = ContextVar("ranktape_deadline", default=None)
+
+
+@contextlib.contextmanager
+def ended_by(deadline: Deadline) -> Iterator[None]:
+    """Requests that this thread makes in the block end by the deadline."""
+    token = _current.set(deadline)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def seconds_left() -> float:
@@ -301,4 +298,4 @@ def answered() -> None:
     """One of the many requests of a call was answered: the next has the whole time again."""
     deadline = _current.get()
     if deadline is not None:
-        deadline.move_on()
+        deadline.restart()

@@ -3,7 +3,7 @@
 Objects are files. A file is written under another name beside its place and renamed, so that nobody sees
 half of it; `os.link` creates it only if it is not there. No executor and no event loop is involved, so
 writing works until the last line of a process. NFS and Lustre answer some requests twice or with `ESTALE`:
-a link or a rename that was done counts as done whatever was answered, and `retry.py` tries the others again.
+a rename that was done counts as done whatever was answered, and `retry.py` tries the others again.
 
 Only plain files are objects. A run may come from a stranger: symbolic links below its root are not followed, for they
 could name any file of this machine, and pipes and devices are not read, for they never end.
@@ -26,15 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ranktape.errors import StorageError
-from ranktape.storage.places.backend import (
-    Backend,
-    Debris,
-    ObjectInfo,
-    is_text,
-    range_within,
-    refuse_escape,
-    too_large,
-)
+from ranktape.storage.places.backend import Backend, Debris, ObjectInfo, is_text, range_within, refuse_escape, too_large
 from ranktape.storage.places.failures import local_error, printable
 from ranktape.storage.places.local_files import (
     absolute,
@@ -53,8 +45,6 @@ if TYPE_CHECKING:
 
 PARTIAL_SUFFIX = ".partial"
 """Ends the names of files that are being written; a crash can leave them behind, and readers pass them over."""
-
-_LINKED_TWICE = 2
 
 _FOLDER_TRIES = 10
 """How often a folder is made for a file before its absence is an error."""
@@ -93,22 +83,22 @@ class LocalBackend(Backend):
                 partial.rename(self._root / key)
             except OSError:
                 # A file server that lost its answer is asked again, and says that there is nothing to rename.
-                if not self._is_at(key, inode):
+                status = status_of(self._root / key)
+                if status is None or status.st_ino != inode:
                     raise
                 partial.unlink(missing_ok=True)
 
     def create(self, key: str, data: bytes) -> bool:
         """Write a file if there is none, atomically; False if there was one."""
-        with self._translated("write", key), self._partial(key, [data]) as (partial, inode):
+        with self._translated("write", key), self._partial(key, [data]) as (partial, _):
             try:
                 os.link(partial, self._root / key)
             except FileExistsError:
-                # As above: the file that is in the way may be ours.
-                return partial.stat().st_nlink == _LINKED_TWICE and self._is_at(key, inode)
+                return False
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                return self._rename_new(partial, key, inode)
+                return _rename_new(partial, self._root / key)
             finally:
                 partial.unlink(missing_ok=True)
             return True
@@ -141,17 +131,8 @@ class LocalBackend(Backend):
     def list_objects(self, prefix: str) -> list[ObjectInfo]:
         """All files below a directory with size and time, sorted by key."""
         with self._translated("list", prefix):
-            top = self._root / prefix
-            found = [
-                (path, status_of(top / path))
-                for path in sorted(self._files(prefix))
-                if not path.endswith(PARTIAL_SUFFIX)
-            ]
-            return [
-                ObjectInfo(key=path, nbytes=status.st_size, modified=status.st_mtime)
-                for path, status in found
-                if status
-            ]
+            found = self._statuses(prefix, are_partial=False)
+            return [ObjectInfo(key=path, nbytes=one.st_size, modified=one.st_mtime) for path, one in found]
 
     def list_names(self, prefix: str) -> list[str]:
         """The names of everything in a directory, sorted."""
@@ -167,8 +148,7 @@ class LocalBackend(Backend):
         with self._translated("delete", prefix):
             self._made.clear()
             # The root itself stays: it may be a mount, or a directory that the user made with care.
-            paths = [self._place(prefix)] if prefix else self._everything()
-            for path in paths:
+            for path in [self._place(prefix)] if prefix else self._everything():
                 if path.is_dir() and not path.is_symlink():
                     remove_tree(path)
                 else:
@@ -184,22 +164,12 @@ class LocalBackend(Backend):
     def list_debris(self) -> list[Debris]:
         """Partial files, of crashed writers and of those still at it."""
         with self._translated("list", ""):
-            found = [
-                (path, status_of(self._root / path))
-                for path in sorted(self._files(""))
-                if path.endswith(PARTIAL_SUFFIX)
-            ]
-            return [
-                Debris(name=path, nbytes=status.st_size, modified=status.st_mtime) for path, status in found if status
-            ]
+            found = self._statuses("", are_partial=True)
+            return [Debris(name=path, nbytes=one.st_size, modified=one.st_mtime) for path, one in found]
 
     def remove_debris(self, debris: Sequence[Debris]) -> None:
         """Remove partial files, and the directories that nothing is left in."""
-        self._made.clear()
-        for one in debris:
-            with self._translated("delete", one.name):
-                if one.name.endswith(PARTIAL_SUFFIX):
-                    self._unlink(self._place(one.name))
+        self.delete_keys([one.name for one in debris if one.name.endswith(PARTIAL_SUFFIX)])
 
     def flush(self) -> None:
         """Flush the file system that holds the run to its disk, once for all files."""
@@ -270,6 +240,14 @@ class LocalBackend(Backend):
             folders += [f"{folder}{entry.name}/" for entry in found if entry.is_dir(follow_symlinks=False)]
             yield from (f"{folder}{entry.name}" for entry in found if entry.is_file(follow_symlinks=False))
 
+    def _statuses(self, prefix: str, *, are_partial: bool) -> Iterator[tuple[str, os.stat_result]]:
+        """The files below a directory that are partial, or are not, sorted; those that went away are left out."""
+        for path in sorted(self._files(prefix)):
+            if path.endswith(PARTIAL_SUFFIX) is are_partial:
+                status = status_of(self._root / prefix / path)
+                if status is not None:
+                    yield path, status
+
     def _unlink(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
@@ -280,27 +258,6 @@ class LocalBackend(Backend):
                 folder.rmdir()
             except OSError:
                 return  # it still holds something, or is gone already
-
-    def _rename_new(self, partial: Path, key: str, inode: int) -> bool:
-        """As `create`, where the file system has no hard links."""
-        try:
-            rename_unless_there(partial, self._root / key)
-        except FileExistsError:
-            return self._is_at(key, inode)
-        except OSError as error:
-            if error.errno not in _NO_RENAMES:
-                if self._is_at(key, inode):
-                    return True
-                raise
-            raise StorageError(
-                f"cannot write {printable(str(self._root / key))}: its file system has neither hard links nor another "
-                f"way to create a file only if there is none: choose a directory on another file system, or another URL"
-            ) from error
-        return True
-
-    def _is_at(self, key: str, inode: int) -> bool:
-        status = status_of(self._root / key)
-        return status is not None and status.st_ino == inode
 
     @contextlib.contextmanager
     def _partial(self, key: str, parts: Sequence[Buffer]) -> Iterator[tuple[Path, int]]:
@@ -349,3 +306,19 @@ class LocalBackend(Backend):
             yield
         except OSError as error:
             raise local_error(error, verb=verb, place=str(self._root / key)) from error
+
+
+def _rename_new(partial: Path, target: Path) -> bool:
+    """As `create`, where the file system has no hard links."""
+    try:
+        rename_unless_there(partial, target)
+    except (FileExistsError, FileNotFoundError):
+        return False  # where the answer was lost, and it was asked again, what was renamed is gone
+    except OSError as error:
+        if error.errno not in _NO_RENAMES:
+            raise
+        raise StorageError(
+            f"cannot write {printable(str(target))}: its file system has neither hard links nor another "
+            f"way to create a file only if there is none: choose a directory on another file system, or another URL"
+        ) from error
+    return True

@@ -2,23 +2,22 @@
 
 A request that failed for a reason that may pass (`StorageError.is_transient`) is made again after a pause that grows
 and is drawn by chance, so that a thousand ranks do not come back in step. The whole of it, pauses and requests, ends
-by a deadline. All verbs may be repeated: writing the same object twice is writing it once, and where the answer to
-`create` was lost, what lies there tells whose it is.
+by a deadline. All verbs may be repeated: writing the same object twice is writing it once, and where `create` finds an
+object, what lies there tells whose it is.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from ranktape.errors import StorageError
 from ranktape.storage.format.memory import available_nbytes, expect_memory
-from ranktape.storage.places.backend import Backend, Deadline, ForwardingBackend
-
-Result = TypeVar("Result")
+from ranktape.storage.places.backend import Backend, Deadline, ForwardingBackend, Result, ended_by
 
 TIMEOUT_SECONDS = 30.0
 """How long a call goes on when nobody said anything."""
@@ -68,18 +67,9 @@ class RetryingBackend(ForwardingBackend):
         )
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object if there is none; False if there was one."""
-        tries = 0
-
-        def work() -> bool:
-            nonlocal tries
-            tries += 1
-            if self._backend.create(key, data):
-                return True
-            # An earlier try may have been done although its answer did not arrive.
-            return tries > 1 and self._backend.get(key) == data
-
-        return self.forward(lambda _: work())
+        """Write an object if there is none; False if there was another one."""
+        # An earlier try, of ours or of the client's, may have been done although its answer did not arrive.
+        return self.forward(lambda backend: backend.create(key, data) or backend.get(key) == data)
 
     def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
         """The bytes of an object; None where there is none. Never more than there is memory for."""
@@ -108,37 +98,31 @@ class RetryingBackend(ForwardingBackend):
         deadline = Deadline(self._timeout_seconds)
         begin = time.monotonic()
         pause = _FIRST_PAUSE_SECONDS
-        tries = 0
-        while True:
-            tries += 1
+        for tries in itertools.count(1):
             try:
-                with deadline:
+                with ended_by(deadline):
                     result = work(self._backend)
             except StorageError as error:
                 if not error.is_transient:
                     raise
                 if self.failing_since is None:
                     self.failing_since = time.monotonic()
-                if not self._waited(random.uniform(pause / 2, pause), until=deadline.until):  # noqa: S311  # no secret
-                    if tries == 1:
-                        raise
-                    error.args = (f"{error} (tried {tries} times in {time.monotonic() - begin:.0f} s)",)
+                wake = time.monotonic() + random.uniform(pause / 2, pause)  # noqa: S311  # no secret
+                if wake >= deadline.until or not self._waited(wake):
+                    if tries > 1:
+                        error.args = (f"{error} (tried {tries} times in {time.monotonic() - begin:.0f} s)",)
                     raise
                 pause = min(pause * _GROWTH, _LONGEST_PAUSE_SECONDS)
             else:
                 self.failing_since = None
                 return result
+        raise AssertionError("there is no last try")
 
-    def _waited(self, seconds: float, *, until: float) -> bool:
-        """Whether there is time for another try after a pause, which is over when this returns."""
-        wake = time.monotonic() + seconds
-        if wake >= until:
-            return False
-        while (left := wake - time.monotonic()) > 0:
-            if self._gives_up():
-                return False
+    def _waited(self, wake: float) -> bool:
+        """Wait for the end of a pause; False where the caller gives up."""
+        while self._give_up is None or not self._give_up():
+            left = wake - time.monotonic()
+            if left <= 0:
+                return True
             time.sleep(min(left, _LOOK_SECONDS))
-        return not self._gives_up()
-
-    def _gives_up(self) -> bool:
-        return self._give_up is not None and self._give_up()
+        return False
