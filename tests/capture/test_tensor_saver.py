@@ -188,7 +188,7 @@ def test_a_second_program_adds_to_the_first(tmp_path: Path) -> None:
     with Capture(logs, manual=True, resume=True, min_iterations=2, start=1, first_iteration=1):
         save_tensor(torch.zeros(2), "linear", "forward", "bf16", "input")
     assert [(record.attempt, record.iteration) for record in open_run(logs).select()] == [(0, 0), (1, 0), (2, 1)]
-    assert check_run(open_backend(logs)).findings == ()
+    assert check_run(open_backend(logs)).findings == []
 
 
 def test_each_rank_saves_for_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_each_rank_saves_for_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert saved == [(1, 0, 1), (3, 0, 3), (3, 1, 3)]
     assert run.verdict().met
     assert [status.expected_ranks for status in run.status()] == [[1], [3], [3]]
-    assert check_run(open_backend(tmp_path / "logs")).findings == ()
+    assert check_run(open_backend(tmp_path / "logs")).findings == []
 
 
 def test_the_iterations_in_which_something_is_saved_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def unnoticed(run: Path, key: str, truth: Truth, *, is_gone: bool) -> list[str]:
         # Some of what is gone may not have been written yet, or is told by other objects as well.
         is_found = bool(named) if is_gone else any(finding.severity == CheckSeverity.ERROR for finding in named)
     except RanktapeError as error:
-        findings, is_found = (), key in str(error) or str(run) in str(error)
+        findings, is_found = [], key in str(error) or str(run) in str(error)
     refused, wrong = read_problems(run, truth)
     found = [f"read: {place}" for place in wrong]
     if not is_found:

@@ -50,8 +50,8 @@ def keys_of(path: Path, pattern: str) -> list[str]:
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_whole_run_has_no_findings(sound: Path, *, deep: bool) -> None:
     report = check_run(open_backend(sound), deep=deep)
-    assert report.findings == ()
-    assert (report.deep, len(report.ages), report.num_iterations) == (deep, 1, 2)
+    assert report.findings == []
+    assert (report.deep, report.num_attempts, report.num_iterations) == (deep, 1, 2)
     assert report.num_records == 2 * 2 * 6
     files = [one for one in sound.glob("attempt*/**/*") if one.is_file()]
     assert (report.num_objects, report.nbytes) == (len(files), sum(one.stat().st_size for one in files))

@@ -67,7 +67,7 @@ def test_documents_of_a_stranger_are_findings_and_never_a_traceback(tmp_path: Pa
         check_run(backend, deep=True)
         repair_run(backend, dry_run=True)
         (path / key).write_bytes(old)
-    assert check_run(backend).findings == ()
+    assert check_run(backend).findings == []
 
 
 def forge(path: Path, key: str, way: str, value: Any) -> None:

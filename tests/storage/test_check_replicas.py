@@ -12,7 +12,7 @@ import pytest
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.maintenance.check import check_run
-from ranktape.storage.maintenance.check_view import replica_key
+from ranktape.storage.maintenance.check_iteration import replica_key
 from ranktape.storage.maintenance.finding import CheckSeverity, FindingKind
 from tests.runs import describe, start
 

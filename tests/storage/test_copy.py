@@ -61,7 +61,7 @@ def test_a_copy_is_the_run_byte_by_byte(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     report = copy_run(source, target, on_progress=lambda done, total: seen.append((done, total)))
     assert contents(target) == contents(source)
-    assert check_run(target, deep=True).findings == ()
+    assert check_run(target, deep=True).findings == []
     assert (report.num_copied, report.num_present, report.left_out) == (len(contents(source)), 0, [])
     assert seen == [(done, report.num_copied) for done in range(1, report.num_copied + 1)]
     again = copy_run(source, target)
@@ -306,7 +306,7 @@ def test_a_copy_of_some_records_is_a_run_that_says_what_was_left_out(
     assert [record.info for record in copied.select()] == [record.info for record in chosen]
     for one, other in zip(copied.select(), chosen, strict=True):
         assert one.read().tobytes() == other.read().tobytes()
-    assert check_run(open_backend(tmp_path / "b"), deep=True).findings == ()
+    assert check_run(open_backend(tmp_path / "b"), deep=True).findings == []
     assert copied.verdict().met
     num_left_out = 12 * len(copied.iterations) - len(chosen)
     assert f"{num_left_out} others left out" in answer.output

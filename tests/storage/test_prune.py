@@ -51,7 +51,7 @@ def test_a_pruned_run_is_sound_and_has_kept_its_promise(path: Path, words: list[
     assert run.iterations == kept
     assert run.verdict().met
     assert {record.iteration for record in run.select() if record.read() is not None} == set(kept)
-    assert check_run(open_backend(path), deep=True).findings == ()
+    assert check_run(open_backend(path), deep=True).findings == []
     assert sorted({int(one.name[5:]) for one in path.glob("attempt*/rank_*/iter_*")}) == kept
 
 
@@ -152,6 +152,6 @@ def test_in_a_bucket_a_run_is_copied_in_part_pruned_and_deleted(path: Path, s3_s
     originals = {(one.iteration, one.module): one.read() for one in open_run(path).select(rank=1)}
     assert all((one.read() == originals[one.iteration, one.module]).all() for one in part.select())
     for name in ("whole", "part"):
-        assert check_run(open_backend(f"{url}/{name}", storage_options=options), deep=True).findings == ()
+        assert check_run(open_backend(f"{url}/{name}", storage_options=options), deep=True).findings == []
         say("rm", f"{url}/{name}", "--storage-options", text, "--yes")
     assert "Contents" not in s3_server.client().list_objects_v2(Bucket=BUCKET, Prefix=url.split("/")[-1])

@@ -128,7 +128,7 @@ def test_what_follows_from_the_rank_commits_is_restored(tmp_path: Path, damage: 
     report = repair_run(backend)
     assert (report.left, report.young) == ((), ())
     assert set(planned.done) <= set(report.done)
-    assert check_run(backend, deep=True).findings == ()
+    assert check_run(backend, deep=True).findings == []
     run = open_run(path)
     assert run.iterations == [0, 10]
     assert [record.read().tobytes() for record in run.select()] == values
@@ -211,7 +211,7 @@ def test_a_verdict_that_counts_too_little_is_written_again_with_its_problems(tmp
     assert open_run(path).verdict().met
     (document,) = path.glob("attempt*/verdict/zarr.json")
     assert b"it was full" in document.read_bytes()
-    assert check_run(backend).findings == ()
+    assert check_run(backend).findings == []
 
 
 def test_a_damaged_verdict_is_written_again(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_damaged_verdict_is_written_again(tmp_path: Path) -> None:
     document.write_bytes(b"{")
     assert mends(repair_run(backend)) == [Mend.WRITE_VERDICT]
     assert open_run(path).verdict().met
-    assert check_run(backend).findings == ()
+    assert check_run(backend).findings == []
 
 
 def test_lost_values_are_left_and_named(tmp_path: Path) -> None:
@@ -246,12 +246,12 @@ def test_a_removal_that_was_interrupted_is_finished(tmp_path: Path) -> None:
     path = tmp_path / "run"
     backend, attempt, _ = whole_run(str(path), iterations=(0, 10, 20))
     drop_iteration(backend, attempt=attempt, iteration=0)
-    assert check_run(backend, deep=True).findings == ()
+    assert check_run(backend, deep=True).findings == []
     # As it is when the process is lost after the first word.
     write_group(backend, f"{attempt.path}/dropped/iter_00000010", {"removed": False})
     (note,) = check_run(backend).findings
     assert (note.mend, note.iteration) == (Mend.FINISH_REMOVAL, 10)
     assert mends(repair_run(backend)) == [Mend.FINISH_REMOVAL]
-    assert check_run(backend).findings == ()
+    assert check_run(backend).findings == []
     assert open_run(path).iterations == [20]
     assert not list(path.glob("attempt*/rank*/iter_00000010"))

@@ -1,4 +1,4 @@
-"""The check that everything a run says it holds is there, and is what was written.
+"""Checks that everything a run says it holds is there, and is what was written.
 
 One listing of each attempt, every document, and with `deep` every byte. What lies there is only read. An attempt
 that no verdict closes may be recorded just now: what is not there yet is a note, what is wrong an error.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError, StorageError
@@ -19,9 +18,8 @@ from ranktape.storage.format.documents import document_checksum, is_document_int
 from ranktape.storage.format.layout import KeyKind, Mark
 from ranktape.storage.maintenance.check_commit import check_commit
 from ranktape.storage.maintenance.check_iteration import check_iteration
-from ranktape.storage.maintenance.check_view import AttemptView, Listing, decode_stamped, sort_keys
-from ranktape.storage.maintenance.copy import BUDGET_NBYTES, MemoryBudget
-from ranktape.storage.maintenance.finding import AttemptAge, CheckFinding, CheckReport, FindingKind, Findings, Mend
+from ranktape.storage.maintenance.check_view import AttemptView, decode_stamped
+from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, FindingKind, Findings, Mend
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
@@ -40,22 +38,8 @@ _MAX_NAMED = 100
 _REMEMBERED = ("num_records", "nbytes", "commit", "is_enough")
 """The attributes of markers and of the plan that are compared with something."""
 
-_COMMITS = {KeyKind.RANK_COMMIT, KeyKind.ITERATION_COMMIT}
-
 OnProgress = Callable[[int, int], object]
 """Called with the pieces of work that are done and all that are known."""
-
-
-@dataclass(slots=True)
-class _CheckTotals:
-    """What a check went through."""
-
-    num_iterations: int = 0
-    num_records: int = 0
-    num_objects: int = 0
-    nbytes: int = 0
-    num_done: int = 0
-    num_known: int = 0
 
 
 def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress | None = None) -> CheckReport:
@@ -71,47 +55,11 @@ def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress |
         RunFormatError: the run is of another schema.
         StorageError: the store cannot be read.
     """
-    found = Findings()
-    totals = _CheckTotals()
+    report = CheckReport(url=backend.url, deep=deep)
+    found = Findings(items=report.findings)
     names = backend.list_names("")
     attempts = _read_attempts(backend, names, found)
-    has_attempts = any(layout.parse_attempt(name) is not None for name in names)
-    _check_run_document(backend, found, has_attempts=has_attempts)
-    _note_others(backend, names, found)
-    progress = on_progress or (lambda _done, _known: None)
-    ages = []
-    complete: set[int] = set()
-    dropped: set[int] = set()
-    with ThreadPoolExecutor(_NUM_THREADS) as leaves, ThreadPoolExecutor(_NUM_GROUPS) as groups:
-        for attempt in attempts:
-            is_last = attempt is attempts[-1]
-            check = _AttemptCheck(
-                backend,
-                attempt,
-                is_last=is_last,
-                deep=deep,
-                leaves=leaves,
-                earlier=complete | dropped,
-            )
-            found.items += check.look(groups, totals=totals, on_progress=progress)
-            ages.append(check.age())
-            complete |= check.view.complete
-            dropped |= check.view.dropped
-            found.items += check.look_at_verdict(complete, dropped)
-    return CheckReport(
-        url=backend.url,
-        deep=deep,
-        findings=tuple(found.items),
-        ages=tuple(ages),
-        num_iterations=totals.num_iterations,
-        num_records=totals.num_records,
-        num_objects=totals.num_objects,
-        nbytes=totals.nbytes,
-    )
-
-
-def _note_others(backend: Backend, names: list[str], found: Findings) -> None:
-    """What lies at the top of a run and is none of it, and what writers left unfinished."""
+    _check_run_document(backend, found, has_attempts=any(layout.parse_attempt(name) is not None for name in names))
     for name in names:
         if not layout.is_part_of_run(name):
             found.note(FindingKind.FOREIGN, "no part of a run", key=name)
@@ -124,6 +72,32 @@ def _note_others(backend: Backend, names: list[str], found: Findings) -> None:
             mend=Mend.REMOVE_DEBRIS,
             modified=debris.modified,
         )
+    report.num_attempts = len(attempts)
+    complete: set[int] = set()
+    dropped: set[int] = set()
+    progress = _Progress(on_progress)
+    with ThreadPoolExecutor(_NUM_THREADS) as leaves, ThreadPoolExecutor(_NUM_GROUPS) as groups:
+        for attempt in attempts:
+            is_last = attempt is attempts[-1]
+            check = _AttemptCheck(backend, attempt, is_last=is_last, leaves=leaves, report=report)
+            check.look(groups, progress=progress, earlier=complete | dropped)
+            complete |= check.view.complete
+            dropped |= check.view.dropped
+            check.look_at_verdict(complete, dropped)
+    return report
+
+
+class _Progress:
+    """Counts the work of all attempts."""
+
+    def __init__(self, tell: OnProgress | None) -> None:
+        self._tell = tell
+        self._num_done = self.num_known = 0
+
+    def step(self) -> None:
+        self._num_done += 1
+        if self._tell is not None:
+            self._tell(self._num_done, self.num_known)
 
 
 def _list_debris(backend: Backend, found: Findings) -> list[Debris]:
@@ -138,7 +112,6 @@ def _list_debris(backend: Backend, found: Findings) -> list[Debris]:
 
 
 def _check_run_document(backend: Backend, found: Findings, *, has_attempts: bool) -> None:
-    """Look at the document of the run."""
     key = layout.document_key("")
     data: bytes | None = None
     try:
@@ -179,14 +152,11 @@ def _check_without_document(backend: Backend, found: Findings, name: str, number
     """Of an attempt that readers pass over: debris, unless something in it was committed."""
     objects = backend.list_objects(name)
     keys = [layout.parse_key(info.key) for info in objects]
-    num_commits = sum(key is not None and key.kind in _COMMITS for key in keys)
+    commits = {KeyKind.RANK_COMMIT, KeyKind.ITERATION_COMMIT}
+    num_commits = sum(key is not None and key.kind in commits for key in keys)
     if num_commits:
-        found.error(
-            FindingKind.MISSING,
-            f"the attempt's document is missing, and {num_commits} commits are in it: nobody can read them",
-            attempt=number,
-            key=layout.document_key(name),
-        )
+        what = f"the attempt's document is missing, and {num_commits} commits are in it: nobody can read them"
+        found.error(FindingKind.MISSING, what, attempt=number, key=layout.document_key(name))
         return
     found.note(
         FindingKind.DEBRIS,
@@ -202,16 +172,10 @@ class _AttemptCheck:
     """The check of one attempt."""
 
     def __init__(
-        self,
-        backend: Backend,
-        attempt: Attempt,
-        *,
-        is_last: bool,
-        deep: bool,
-        leaves: ThreadPoolExecutor,
-        earlier: set[int],
+        self, backend: Backend, attempt: Attempt, *, is_last: bool, leaves: ThreadPoolExecutor, report: CheckReport
     ) -> None:
-        self._found = Findings(attempt=attempt.number)
+        self._report = report
+        self._found = Findings(attempt=attempt.number, items=report.findings)
         key = layout.document_key(attempt.path)
         if document_checksum(read_document(backend, attempt.path) or b"") is None:
             self._found.error(FindingKind.DAMAGED, "the attempt's document has lost its checksum", key=key)
@@ -220,178 +184,147 @@ class _AttemptCheck:
         self._is_enough = False
         # Read before the listing: what ranks write comes before it.
         self._verdict_key = layout.document_key(layout.verdict_path(attempt.path))
-        is_closed = backend.exists(self._verdict_key)
+        self._is_closed = backend.exists(self._verdict_key)
         objects = {f"{attempt.path}/{info.key}": info for info in backend.list_objects(attempt.path)}
         self.view = AttemptView(
             backend=backend,
             attempt=attempt,
             objects=objects,
-            is_open=is_last and not is_closed,
-            is_closed=is_closed,
-            deep=deep,
+            is_open=is_last and not self._is_closed,
+            deep=report.deep,
             leaves=leaves,
-            memory=MemoryBudget(BUDGET_NBYTES),
         )
         self._verdict: dict[str, Any] | None = None
         self._verdict_error = ""
-        self._stated: set[int] = set()
-        if is_closed:
+        if self._is_closed:
             try:
                 self._verdict = (self.view.document(self._verdict_key) or {}).get("attributes", {})
-                counted = self._verdict.get("complete")
-                if isinstance(counted, list):
-                    self._stated |= {step for step in counted if isinstance(step, int)}
             except (DataError, RunFormatError) as error:
                 self._verdict_error = str(error)
-        # Those of earlier attempts are counted too, and need not be complete in this one.
-        self.view.counted |= self._stated - earlier
+        counted = (self._verdict or {}).get("complete")
+        self._stated = {step for step in counted if isinstance(step, int)} if isinstance(counted, list) else set()
 
-    def look(self, groups: ThreadPoolExecutor, *, totals: _CheckTotals, on_progress: OnProgress) -> list[CheckFinding]:
-        """Everything but the verdict, which needs the other attempts."""
-        view = self.view
-        listing = sort_keys(view)
-        self._note_foreign(listing)
-        self._check_documents(listing)
-        self._check_presence(listing)
+    def look(self, groups: ThreadPoolExecutor, *, progress: _Progress, earlier: set[int]) -> None:
+        """Everything but the verdict, which needs the other attempts; those of `earlier` ones are counted too."""
+        view, report = self.view, self._report
+        # What earlier attempts hold need not be complete in this one.
+        view.counted = self._stated - earlier
+        foreign = "no part of a run"
+        self._name(FindingKind.FOREIGN, dict.fromkeys(view.foreign), foreign, f"objects that are {foreign}")
+        self._check_documents()
+        self._check_presence()
         work = self._work()
         self._seen = set(work)
-        totals.num_objects += len(view.objects)
-        totals.nbytes += sum(info.nbytes for info in view.objects.values())
-        totals.num_iterations += len(view.complete)
-        totals.num_known += sum(map(len, work.values()))
-        found = self._found.items
+        modified = [info.modified for info in view.objects.values()]
+        if not self._is_closed:
+            # One time that is not known may be the youngest.
+            report.unclosed[view.attempt.path] = max(modified) if modified and all(modified) else 0.0
+        report.num_objects += len(view.objects)
+        report.nbytes += sum(info.nbytes for info in view.objects.values())
+        report.num_iterations += len(view.complete)
+        progress.num_known += sum(map(len, work.values()))
         for iteration, ranks in work.items():
             items: list[CheckFinding] = []
             results: dict[int, RankResult | None] = {}
-            jobs = [groups.submit(check_commit, view, iteration, rank) for rank in ranks]
-            for rank, job in zip(ranks, jobs, strict=True):
+            jobs = {rank: groups.submit(check_commit, view, iteration, rank) for rank in ranks}
+            for rank, job in jobs.items():
                 wrong, results[rank] = job.result()
                 items += wrong
-                totals.num_done += 1
-                on_progress(totals.num_done, totals.num_known)
-            totals.num_records += sum(one.catalogue.num_rows for one in results.values() if one is not None)
+                progress.step()
+            report.num_records += sum(one.commit.catalogue.num_rows for one in results.values() if one is not None)
             items += check_iteration(view, iteration, results)
             # A retention may have taken the iteration away while it was looked at.
-            if not (view.is_open and items and view.backend.exists(self._dropped_key(iteration))):
-                found += items
-        return found
+            dropped = layout.document_key(layout.dropped_path(view.attempt.path, iteration))
+            if not (view.is_open and items and view.backend.exists(dropped)):
+                report.findings += items
 
-    def age(self) -> AttemptAge:
-        """When the attempt was last written into."""
-        view = self.view
-        times = [info.modified for info in view.objects.values()]
-        # One time that is not known may be the youngest.
-        modified = max(times) if times and all(times) else 0.0
-        return AttemptAge(path=view.attempt.path, is_closed=view.is_closed, modified=modified)
-
-    def look_at_verdict(self, complete: set[int], dropped: set[int]) -> list[CheckFinding]:
+    def look_at_verdict(self, complete: set[int], dropped: set[int]) -> None:
         """Whether the verdict fits the iterations that are complete, or dropped, in this and earlier attempts."""
-        found = Findings(attempt=self.view.attempt.number)
+        found, attempt, verdict, stated = self._found, self.view.attempt, self._verdict, self._stated
         key = self._verdict_key
         mend = Mend.WRITE_VERDICT if self._is_last else None
-        view = self.view
-        if self._is_enough and len(complete | dropped) < view.attempt.min_iterations:
-            plan = layout.document_key(layout.plan_path(view.attempt.path))
+        required = attempt.min_iterations
+        if self._is_enough and len(complete | dropped) < required:
+            plan = layout.document_key(layout.plan_path(attempt.path))
             found.note(FindingKind.STALE, f"the plan says enough is complete, {len(complete | dropped)} are", key=plan)
-        if not view.is_closed:
+        if not self._is_closed:
             how = "it is being recorded, or its processes were lost" if self._is_last else "its processes were lost"
             found.note(FindingKind.UNFINISHED, f"no verdict closes the attempt: {how}", key=key)
-            return found.items
-        verdict = self._verdict
-        if verdict is None:
+        elif verdict is None:
             found.error(FindingKind.DAMAGED, self._verdict_error, key=key, mend=mend)
-            return found.items
-        if "met" not in verdict:
+        elif "met" not in verdict:
             found.note(FindingKind.UNFINISHED, "the verdict was begun and not ended", key=key, mend=mend)
-            return found.items
-        stated = self._stated
-        # Of an iteration that something is there of, the look at it has said so.
-        gone = sorted(stated - complete - dropped - self._seen)
-        late = sorted(complete - stated)
-        if gone:
-            found.error(FindingKind.MISSING, f"the verdict counts iterations {gone}, which are not complete", key=key)
-        if late and self._is_last:
-            found.note(FindingKind.STALE, f"iterations {late} were completed after the verdict", key=key, mend=mend)
-        required = view.attempt.min_iterations
-        # What was removed after the verdict stands in it, what was removed before it counts all the same.
-        is_met = (len(stated) >= required, len(stated | dropped) >= required)
-        if verdict.get("required") != required or verdict["met"] not in is_met:
-            found.error(FindingKind.STALE, "the verdict does not follow from what it counts", key=key, mend=mend)
-        return found.items
+        else:
+            # Of an iteration that something is there of, the look at it has said so.
+            if gone := sorted(stated - complete - dropped - self._seen):
+                what = f"the verdict counts iterations {gone}, which are not complete"
+                found.error(FindingKind.MISSING, what, key=key)
+            late = sorted(complete - stated)
+            if late and self._is_last:
+                found.note(FindingKind.STALE, f"iterations {late} were completed after the verdict", key=key, mend=mend)
+            # What was removed after the verdict stands in it, what was removed before it counts all the same.
+            is_met = (len(stated) >= required, len(stated | dropped) >= required)
+            if verdict.get("required") != required or verdict["met"] not in is_met:
+                found.error(FindingKind.STALE, "the verdict does not follow from what it counts", key=key, mend=mend)
 
-    def _dropped_key(self, iteration: int) -> str:
-        return layout.document_key(layout.dropped_path(self.view.attempt.path, iteration))
+    def _name(self, kind: FindingKind, keys: dict[str, int | None], what: str, rest: str) -> None:
+        """Note what is the same of many keys, each with its rank if it is of one: the first one by one."""
+        for key, rank in itertools.islice(keys.items(), _MAX_NAMED):
+            self._found.note(kind, what, rank=rank, key=key)
+        if len(keys) > _MAX_NAMED:
+            self._found.note(kind, f"{len(keys) - _MAX_NAMED} more {rest}")
 
-    def _note_foreign(self, listing: Listing) -> None:
-        for key in listing.foreign[:_MAX_NAMED]:
-            self._found.note(FindingKind.FOREIGN, "no part of a run", key=key)
-        rest = len(listing.foreign) - _MAX_NAMED
-        if rest > 0:
-            self._found.note(FindingKind.FOREIGN, f"{rest} more objects that are no part of a run")
-
-    def _check_documents(self, listing: Listing) -> None:
-        """Every document that is not part of a commit; the words of markers are kept."""
+    def _check_documents(self) -> None:
+        """Every document that is not part of a commit; what markers say is kept."""
         view = self.view
-        jobs = [view.leaves.submit(_words, view, key) for key in listing.documents]
-        for key, job in zip(listing.documents, jobs, strict=True):
-            marker = listing.markers.get(key)
+        jobs = {key: view.leaves.submit(_remembered, view, key) for key in view.documents}
+        for key, job in jobs.items():
+            about = view.documents[key]
             try:
-                words = job.result()
+                fields = job.result()
             except (DataError, RunFormatError) as error:
-                if marker is None or marker.mark is not Mark.COMMITTED:
-                    mend = Mend.RESTORE_GROUP if key in listing.plain else None
+                if about.mark is not Mark.COMMITTED:
+                    mend = Mend.RESTORE_GROUP if about.kind in {KeyKind.GROUP, KeyKind.OPENED} else None
                     self._found.error(FindingKind.DAMAGED, str(error), key=key, mend=mend)
                 continue
-            if words is None:  # gone since it was listed, as a retention does
+            if fields is None:  # gone since it was listed, as a retention does
                 continue
-            if key == layout.document_key(layout.plan_path(view.attempt.path)):
-                self._is_enough = words.get("is_enough") is True
-            if marker is not None:
-                view.marks[marker.iteration, marker.rank][marker.mark or Mark.COMMITTED] = words
+            if about.kind is KeyKind.PLAN:
+                self._is_enough = fields.get("is_enough") is True
+            if about.mark is not None:
+                view.marks[about.iteration, about.rank][about.mark] = fields
 
-    def _check_presence(self, listing: Listing) -> None:
+    def _check_presence(self) -> None:
         """Documents that an attempt has from its beginning, and those that a closed one has at its end."""
-        view = self.view
-        path = view.attempt.path
-        for group in layout.ATTEMPT_GROUPS:
-            key = layout.document_key(f"{path}/{group}")
+        view, path = self.view, self.view.attempt.path
+        ranks = sorted({rank for _, rank in view.groups} - view.ranks[KeyKind.RANK])
+        due: list[tuple[str, str, int | None]] = [(f"{path}/{group}", "group", None) for group in layout.ATTEMPT_GROUPS]
+        due += [(layout.rank_path(path, rank), "rank", rank) for rank in ranks]
+        for place, what, rank in due:
+            key = layout.document_key(place)
             if view.nbytes(key) is None:
-                self._found.error(
-                    FindingKind.MISSING, "the group's document is missing", key=key, mend=Mend.RESTORE_GROUP
-                )
-        for rank in sorted({rank for _, rank in view.groups} - listing.ranks):
-            key = layout.document_key(layout.rank_path(path, rank))
-            if view.nbytes(key) is None:
-                self._found.error(
-                    FindingKind.MISSING,
-                    "the rank's document is missing",
-                    rank=rank,
-                    key=key,
-                    mend=Mend.RESTORE_GROUP,
-                )
-        silent = sorted(set(view.attempt.launch.ranks) - listing.closed) if view.is_closed else []
-        for rank in silent[:_MAX_NAMED]:
-            key = layout.document_key(layout.closed_path(path, rank))
-            self._found.note(FindingKind.UNFINISHED, "the rank left no last word: it was lost", rank=rank, key=key)
-        rest = len(silent) - _MAX_NAMED
-        if rest > 0:
-            self._found.note(FindingKind.UNFINISHED, f"{rest} more ranks left no last word: they were lost")
+                message = f"the {what}'s document is missing"
+                self._found.error(FindingKind.MISSING, message, rank=rank, key=key, mend=Mend.RESTORE_GROUP)
+        if self._is_closed:
+            silent = sorted(set(view.attempt.launch.ranks) - view.ranks[KeyKind.CLOSED])
+            keys: dict[str, int | None] = {layout.document_key(layout.closed_path(path, rank)): rank for rank in silent}
+            what, rest = "the rank left no last word: it was lost", "ranks left no last word: they were lost"
+            self._name(FindingKind.UNFINISHED, keys, what, rest)
 
     def _work(self) -> dict[int, list[int]]:
         """The ranks whose part of each iteration is to be looked at."""
         view = self.view
-        seen: dict[int, set[int]] = {iteration: set() for iteration in view.opened | view.complete | view.dropped}
+        seen: dict[int, set[int]] = {iteration: set() for iteration in set().union(*view.iterations.values())}
         for iteration, rank in [*view.groups, *view.marks]:
             seen.setdefault(iteration, set()).add(rank)
-        every = view.attempt.launch.ranks
         for iteration in view.complete:
             # Of those of which nothing is there it is said, too, of the first of many one by one.
-            absent = (rank for rank in every if rank not in seen[iteration])
+            absent = (rank for rank in view.attempt.launch.ranks if rank not in seen[iteration])
             seen[iteration] |= set(itertools.islice(absent, _MAX_NAMED))
         return {iteration: [] if iteration in view.dropped else sorted(seen[iteration]) for iteration in sorted(seen)}
 
 
-def _words(view: AttemptView, key: str) -> dict[str, Any] | None:
+def _remembered(view: AttemptView, key: str) -> dict[str, Any] | None:
     """What is remembered of a document; None where there is none."""
     document = view.document(key)
     if document is None:

@@ -1,13 +1,17 @@
-"""What a check can find in a run, how bad that is, and how it is mended."""
+"""Names what a check can find in a run, how bad that is, and how it is mended."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from ranktape.errors import DataError, ObjectTooLargeError, RunFormatError
 from ranktape.storage.places.failures import printable
+
+Result = TypeVar("Result")
 
 
 class CheckSeverity(enum.StrEnum):
@@ -115,16 +119,12 @@ class CheckFinding:
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """Findings on one place, as they come."""
+    """Findings on one place, as they come; the fields of the place are those of every finding."""
 
     attempt: int | None = None
-    """Of all findings that do not say another one."""
     iteration: int | None = None
-    """As `attempt`."""
     rank: int | None = None
-    """As `attempt`."""
     items: list[CheckFinding] = field(default_factory=list)
-    """In the order in which they were found."""
 
     def error(self, kind: FindingKind, message: str, **fields: Any) -> None:
         """Add a finding on something committed."""
@@ -133,6 +133,16 @@ class Findings:
     def note(self, kind: FindingKind, message: str, **fields: Any) -> None:
         """Add a finding on something that is not committed."""
         self._add(CheckSeverity.NOTE, kind, message, fields)
+
+    def read(self, work: Callable[[], Result], **fields: Any) -> Result | None:
+        """What `work` reads; None where it is damaged or too large, which is added."""
+        try:
+            return work()
+        except (DataError, RunFormatError) as error:
+            self.error(FindingKind.DAMAGED, str(error), **fields)
+        except ObjectTooLargeError as error:
+            self.note(FindingKind.UNCHECKED, str(error), **(fields | {"mend": None}))
+        return None
 
     @property
     def has_errors(self) -> bool:
@@ -144,37 +154,30 @@ class Findings:
         self.items.append(CheckFinding(kind=kind, severity=severity, message=message, **(place | fields)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptAge:
-    """When an attempt was last written into."""
-
-    path: str
-    """Its group below the run."""
-    is_closed: bool
-    """Whether a verdict closes it."""
-    modified: float
-    """When its youngest object was written, in seconds since the epoch; 0.0 where the store does not say."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CheckReport:
-    """What a check found in a run."""
+    """What a check found in a run; filled in while it goes on."""
 
     url: str
     """Where the run is, without credentials."""
     deep: bool
-    """Whether every byte was read."""
-    findings: tuple[CheckFinding, ...]
+    """Whether every byte is read."""
+    findings: list[CheckFinding] = field(default_factory=list)
     """By attempt, iteration and rank."""
-    ages: tuple[AttemptAge, ...]
-    """Of every attempt that has a document."""
-    num_iterations: int
+    num_attempts: int = 0
+    """Attempts that have a document."""
+    unclosed: dict[str, float] = field(default_factory=dict)
+    """Those that no verdict closes, by path: when the youngest object was written, in seconds since the epoch.
+
+    0.0 where the store does not say.
+    """
+    num_iterations: int = 0
     """Iteration commits, over all attempts."""
-    num_records: int
+    num_records: int = 0
     """Records in rank commits, over all attempts."""
-    num_objects: int
+    num_objects: int = 0
     """Objects that belong to attempts."""
-    nbytes: int
+    nbytes: int = 0
     """Bytes of them."""
 
     @property
@@ -193,7 +196,7 @@ class CheckReport:
             "run": self.url,
             "deep": self.deep,
             "sound": not self.errors,
-            "attempts": len(self.ages),
+            "attempts": self.num_attempts,
             "iterations": self.num_iterations,
             "records": self.num_records,
             "objects": self.num_objects,

@@ -120,7 +120,7 @@ def _due(report: CheckReport, *, min_age_seconds: float) -> list[CheckFinding]:
         # Where the store tells no time, only somebody who gives no age can know.
         return min_age_seconds == 0 or 0 < modified <= latest
 
-    busy = {age.path for age in report.ages if not age.is_closed and not is_old(age.modified)}
+    busy = {path for path, modified in report.unclosed.items() if not is_old(modified)}
     removals = {Mend.REMOVE_OBJECTS, Mend.REMOVE_DEBRIS}
     due = [
         finding
