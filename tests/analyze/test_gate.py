@@ -218,7 +218,7 @@ def test_the_truth_of_three_values() -> None:
         ("0 <= a < 1", [0], [1]),
     ):
         truth = judge(parse_where(text).condition, source, num_rows=3)
-        assert (np.flatnonzero(truth == 1).tolist(), np.flatnonzero(truth == 0).tolist()) == (holds, fails), text
+        assert (np.flatnonzero(truth == 1).tolist(), np.flatnonzero(truth == -1).tolist()) == (holds, fails), text
 
 
 def test_every_comparison_to_blame_is_named_the_worst_first(run: Run) -> None:

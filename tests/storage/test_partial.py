@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.storage.query.filters import can_hold
 from ranktape.storage.query.where import parse_where
 
 NAMES = ("a", "b")
@@ -33,7 +32,7 @@ def test_it_is_yes_wherever_some_value_of_the_unknown_fields_makes_it_hold(text:
     pairs = np.array(list(itertools.product(range(3), repeat=2)))
     columns = {"a": pairs[:, 0], "b": pairs[:, 1]}
     holds = where.mask(columns.__getitem__, len(pairs))
-    possible = can_hold(where, known=known, source={name: columns[name] for name in known}.__getitem__, num_rows=9)
+    possible = where.can_hold({name: columns[name] for name in known}.__getitem__, known=known, num_rows=9)
     assert (possible | ~holds).all()
     if known == set(NAMES):
         assert (possible == holds).all()
@@ -51,5 +50,5 @@ def test_it_is_yes_wherever_some_value_of_the_unknown_fields_makes_it_hold(text:
     ],
 )
 def test_examples(text: str, possible: list[bool]) -> None:
-    found = can_hold(parse_where(text), known={"a"}, source=lambda _: np.arange(3), num_rows=3)
+    found = parse_where(text).can_hold(lambda _: np.arange(3), known={"a"}, num_rows=3)
     assert found.tolist() == possible

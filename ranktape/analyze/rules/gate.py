@@ -18,9 +18,9 @@ from ranktape.analyze.rules.result import GateResult, Offender, RuleOutcome
 from ranktape.analyze.rules.rule import GateRule, Missing, default_rules, parse_rule, read_rule_file
 from ranktape.analyze.rules.values import Judged, RuleOperand, parse_operand, values_of
 from ranktape.errors import NoRecordsError, UsageError
-from ranktape.storage.query import columns
+from ranktape.storage.query import columns, where
 from ranktape.storage.query.columns import Comparison, Mask
-from ranktape.storage.query.where import Compare, Condition, Either, Every, Field, Like, Not, OneOf
+from ranktape.storage.query.where import Compare, Condition, Either, Every, Field, Like, Not, OneOf, Test
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -155,14 +155,14 @@ def _outcome(asked: _Asked, *, view: View | None, engine: Engine | None) -> Rule
         by = with_stacks(rule.by or (), records)
         judged = values_of(records, operands, by=by, targets=[target] if target else [], view=view, engine=engine)
         truth = judge(condition, judged.columns, num_rows=len(judged.groups))
-        is_bad = (truth < 1) if rule.missing is Missing.FAIL else (truth == 0)
+        is_bad = truth < (1 if rule.missing is Missing.FAIL else 0)
         found = list(_faults(condition, judged.columns, is_bad))
     return RuleOutcome(
         rule=rule,
         num_records=len(records),
         num_checked=truth.size,
         num_failed=int(is_bad.sum()),
-        num_missing=int((truth == UNKNOWN).sum()),
+        num_missing=int((truth == 0).sum()),
         offenders=tuple(_offenders(found, judged)),
         notes=(*notes, *judged.places.notes),
     )
@@ -209,8 +209,8 @@ def _plain(value: Any) -> Any:
     return plain
 
 
-def judge(condition: Condition, source: Columns, *, num_rows: int) -> NDArray[np.float64]:
-    """How far a condition holds, for each row: 1 where it does, 0 where it does not, `UNKNOWN` where nobody can tell.
+def judge(condition: Condition, source: Columns, *, num_rows: int) -> NDArray[np.int8]:
+    """How far a condition holds, for each row: 1 where it does, -1 where it does not, 0 where nobody can tell.
 
     A missing metric compares as unknown, and `and`, `or` and `not` make of it what they make of a truth that nobody
     knows (Kleene, 1938): `a < 1 or b < 1` holds where a is 0, whether there is a b or not. A comparison with None is
@@ -219,16 +219,15 @@ def judge(condition: Condition, source: Columns, *, num_rows: int) -> NDArray[np
     Raises:
         UsageError: a field that holds text meets a number, or the other way round.
     """
-    if isinstance(condition, Not):
-        return 1 - judge(condition.condition, source, num_rows=num_rows)
-    if isinstance(condition, Every | Either):
-        parts = [judge(part, source, num_rows=num_rows) for part in condition.conditions]
-        found: NDArray[np.float64] = np.min(parts, axis=0) if isinstance(condition, Every) else np.max(parts, axis=0)
+
+    def truth(test: Test) -> NDArray[np.int8]:
+        found = where.truth_of(test, source.__getitem__)
+        assert found.size == num_rows
+        for name in _compared(test):
+            found[columns.missing(source[name])] = 0
         return found
-    found = condition.mask(source.__getitem__, num_rows).astype(np.float64)
-    for name in _compared(condition):
-        found[columns.missing(source[name])] = UNKNOWN
-    return found
+
+    return where.judge(condition, truth)
 
 
 class _Fault(NamedTuple):
@@ -250,7 +249,7 @@ def _faults(condition: Condition, source: Columns, rows: Mask, *, is_wanted: boo
         yield from _faults(condition.condition, source, rows, is_wanted=not is_wanted)
     elif isinstance(condition, Every | Either):
         for part in condition.conditions:
-            is_wrong = judge(part, source, num_rows=rows.size) != is_wanted
+            is_wrong = judge(part, source, num_rows=rows.size) != (1 if is_wanted else -1)
             yield from _faults(part, source, rows & is_wrong, is_wanted=is_wanted)
     elif isinstance(condition, Compare):
         right = condition.right
@@ -259,25 +258,19 @@ def _faults(condition: Condition, source: Columns, rows: Mask, *, is_wanted: boo
         bound = float(right) if isinstance(right, int | float) and not isinstance(right, bool) else None
         yield _Fault(condition.left.name, limit, rows, comparison, bound)
     else:
-        assert isinstance(condition, OneOf | Like), "every kind of condition is one of these"
         what = f"like {condition.pattern!r}" if isinstance(condition, Like) else f"in [{_listed(condition)}]"
         yield _Fault(condition.field.name, f"{'' if is_wanted else 'not '}{what}", rows)
 
 
-def _compared(condition: Condition) -> list[str]:
+def _compared(test: Test) -> list[str]:
     """The fields whose missing values leave it unknown."""
-    if isinstance(condition, Compare):
-        sides = () if condition.right is None else (condition.left, condition.right)
-        return [one.name for one in sides if isinstance(one, Field)]
-    assert isinstance(condition, OneOf | Like), "every kind of condition is one of these"
-    return [] if isinstance(condition, OneOf) and None in condition.values else [condition.field.name]
+    if isinstance(test, Compare):
+        return [] if test.right is None else where.fields_of(test)
+    return [] if isinstance(test, OneOf) and None in test.values else [test.field.name]
 
 
 Columns: TypeAlias = Mapping[str, "NDArray[Any]"]
 """A column for each name in the condition: numbers, NaN where there is none, or text as objects."""
-
-UNKNOWN = 0.5
-"""The truth of what cannot be told."""
 
 _OPPOSITES = {
     Comparison.EQUAL: Comparison.DIFFERENT,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.storage.query.filters import Filter, can_hold
+from ranktape.storage.query.filters import Filter
 from ranktape.storage.query.where import parse_where
 
 _CHUNK = 1 << 12
@@ -57,7 +57,7 @@ class Beat:
             found &= one.mask(lambda _: iterations, len(iterations))
         for text in self.wheres:
             where = parse_where(text)
-            found &= can_hold(where, known=_KNOWN, source=lambda _: iterations, num_rows=len(iterations))
+            found &= where.can_hold(lambda _: iterations, known=_KNOWN, num_rows=len(iterations))
         return found
 
 

@@ -32,7 +32,7 @@ from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.fields import FieldKind, field_names
 from ranktape.storage.format.record_info import Keep, Mode, Operation
 from ranktape.storage.query.columns import NumberRange, StringColumn, glob
-from ranktape.storage.query.filters import Filter, can_hold, parse_filter
+from ranktape.storage.query.filters import Filter, parse_filter
 from ranktape.storage.query.where import Where, parse_where
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class CaptureRule:
             if one.field in known:
                 found &= one.mask(source, num_rows)
         if self.where is not None:
-            found &= can_hold(self.where, known=known, source=source, num_rows=num_rows)
+            found &= self.where.can_hold(source, known=known, num_rows=num_rows)
         return found
 
 

@@ -45,16 +45,8 @@ Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 Number: TypeAlias = int | float
 
-
-_WIDE = 8
-"""Bytes of an integer that any step fits into."""
-
-
 _WIDE_DTYPES: dict[str, type[np.generic]] = {"i": np.int64, "f": np.float64}
 """By the kind of a dtype."""
-
-
-_SIGNED = (np.int8, np.int16, np.int32, np.int64)
 
 
 class ColumnSource(Protocol):
@@ -75,6 +67,14 @@ class Comparison(enum.Enum):
     ABOVE = ">"
     AT_LEAST = ">="
 
+    def holds(self, left: Any, right: Any) -> Any:
+        """Whether two values compare so; of arrays for each element."""
+        return _OPERATORS[self](left, right)
+
+    def swapped(self) -> Comparison:
+        """The comparison that says the same when its two sides change places."""
+        return Comparison(self.value.translate(str.maketrans("<>", "><")))
+
 
 _OPERATORS: dict[Comparison, Callable[[Any, Any], Any]] = {
     Comparison.EQUAL: operator.eq,
@@ -83,15 +83,6 @@ _OPERATORS: dict[Comparison, Callable[[Any, Any], Any]] = {
     Comparison.AT_MOST: operator.le,
     Comparison.ABOVE: operator.gt,
     Comparison.AT_LEAST: operator.ge,
-}
-
-_SWAPPED = {
-    Comparison.EQUAL: Comparison.EQUAL,
-    Comparison.DIFFERENT: Comparison.DIFFERENT,
-    Comparison.BELOW: Comparison.ABOVE,
-    Comparison.AT_MOST: Comparison.AT_LEAST,
-    Comparison.ABOVE: Comparison.BELOW,
-    Comparison.AT_LEAST: Comparison.AT_MOST,
 }
 
 
@@ -108,22 +99,18 @@ class NumberRange:
     in between, fractions too."""
 
 
-def swapped(comparison: Comparison) -> Comparison:
-    """The comparison that says the same when its two sides change places."""
-    return _SWAPPED[comparison]
-
-
 def narrowed(column: Column) -> Column:
     """The same values in the fewest bytes: most integers are small, and most floats were 16-bit values.
 
     Unsigned integers, NaN and infinities stay what they are.
     """
     if isinstance(column, StringColumn):
-        return StringColumn(codes=column.codes.astype(_code_dtype(len(column.table)), copy=False), table=column.table)
+        dtype = np.min_scalar_type(max(0, len(column.table) - 1))
+        return StringColumn(codes=column.codes.astype(dtype, copy=False), table=column.table)
     if column.dtype.kind == "i" and len(column):
+        # The type that holds ~x holds x, if it is negative.
         low, high = int(column.min()), int(column.max())
-        fitting = (dtype for dtype in _SIGNED if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max)
-        return column.astype(next(fitting), copy=False)
+        return column.astype(np.min_scalar_type(min(low, ~high, -1)), copy=False)
     if column.dtype == np.float64:
         with np.errstate(over="ignore"):
             small = column.astype(np.float32)
@@ -149,12 +136,7 @@ def values_of(column: Column) -> list[Any]:
     """The values of all rows as Python's own."""
     if isinstance(column, StringColumn):
         return [column.table[code] for code in column.codes.tolist()]
-    values: list[Any] = column.tolist()
-    return values
-
-
-def _code_dtype(num_texts: int) -> np.dtype[Any]:
-    return np.min_scalar_type(max(0, num_texts - 1))
+    return list(column.tolist())
 
 
 def is_text(column: Column) -> bool:
@@ -194,17 +176,11 @@ def compare(column: Column, comparison: Comparison, value: str | Number, *, name
     Raises:
         UsageError: text against a number.
     """
-    holds = _OPERATORS[comparison]
-    if is_text(column):
-        if not isinstance(value, str):
-            raise UsageError(f"{name} holds text and {value!r} is a number: put it in quotes, {name} == '{value}'")
-        text = encode(column)
-        found = matching(text, lambda entry: bool(holds(entry, value)))
-        return found | missing(text) if comparison is Comparison.DIFFERENT else found
-    if isinstance(value, str):
-        raise UsageError(f"{name} holds numbers and {value!r} is text: leave out the quotes, or name another field")
-    assert not isinstance(column, StringColumn)
-    return _as_mask(holds(column, _fit(value, column)))
+    numbers = _numbers(column, [value], name=name)
+    if numbers is not None:
+        return _as_mask(comparison.holds(numbers, _fit(value, numbers)))
+    found = matching(encode(column), lambda entry: bool(comparison.holds(entry, value)))
+    return found | missing(column) if comparison is Comparison.DIFFERENT else found
 
 
 def compare_columns(left: Column, comparison: Comparison, right: Column, *, names: tuple[str, str]) -> Mask:
@@ -213,7 +189,6 @@ def compare_columns(left: Column, comparison: Comparison, right: Column, *, name
     Raises:
         UsageError: one column holds text, the other numbers.
     """
-    holds = _OPERATORS[comparison]
     if is_text(left) != is_text(right):
         kinds = {True: "text", False: "numbers"}
         raise UsageError(
@@ -221,17 +196,15 @@ def compare_columns(left: Column, comparison: Comparison, right: Column, *, name
             "compare fields of one kind"
         )
     if not is_text(left):
-        return _as_mask(holds(left, right))
+        return _as_mask(comparison.holds(left, right))
     texts = (encode(left), encode(right))
-    order = {
-        text: place for place, text in enumerate(sorted({t for side in texts for t in side.table if t is not None}))
-    }
-    places = [
-        np.array([order.get(t, -1) if t is not None else -1 for t in side.table], dtype=np.int64) for side in texts
-    ]
-    places_left, places_right = (place[side.codes] for place, side in zip(places, texts, strict=True))
-    unknown = (places_left < 0) | (places_right < 0)
-    found = _as_mask(holds(places_left, places_right))
+    known = sorted({text for side in texts for text in side.table if text is not None})
+    order: dict[str | None, int] = {text: place for place, text in enumerate(known)}
+    first, second = (
+        np.array([order.get(text, -1) for text in side.table], dtype=np.int64)[side.codes] for side in texts
+    )
+    unknown = (first < 0) | (second < 0)
+    found = _as_mask(comparison.holds(first, second))
     return _as_mask(found | unknown if comparison is Comparison.DIFFERENT else found & ~unknown)
 
 
@@ -241,24 +214,18 @@ def one_of(column: Column, values: Sequence[str | Number | None], *, name: str) 
     Raises:
         UsageError: text for a column of numbers, or the other way round.
     """
-    found = missing(column) if None in values else np.zeros(len(column), dtype=np.bool_)
-    texts = {value for value in values if isinstance(value, str)}
-    numbers = [value for value in values if value is not None and not isinstance(value, str)]
-    if is_text(column):
-        if numbers:
-            raise UsageError(f"{name} holds text and {numbers[0]!r} is a number: put it in quotes")
-        return found | matching(encode(column), texts.__contains__)
-    if texts:
-        raise UsageError(f"{name} holds numbers and {min(texts)!r} is text: leave out the quotes")
-    assert not isinstance(column, StringColumn)
-    if column.dtype.kind == "b":
-        return found | np.isin(column.astype(np.int8), np.array(numbers, dtype=np.float64))
-    fitting = [_fit(number, column) for number in numbers]
-    if column.dtype.kind in "iu":
-        # In the column's own type, or numpy would compare large integers as rounded floats.
-        limits = np.iinfo(column.dtype)
-        fitting = [n for n in fitting if isinstance(n, int) and limits.min <= n <= limits.max]
-    return found | np.isin(column, np.array(fitting, dtype=column.dtype))
+    known = [value for value in values if value is not None]
+    numbers = _numbers(column, known, name=name)
+    if numbers is None:
+        found = matching(encode(column), set(known).__contains__)
+    else:
+        wanted = [_fit(value, numbers) for value in known]
+        if numbers.dtype.kind in "iu":
+            # In the column's own type, or numpy would compare large integers as rounded floats.
+            limits = np.iinfo(numbers.dtype)
+            wanted = [one for one in wanted if isinstance(one, int) and limits.min <= one <= limits.max]
+        found = np.isin(numbers, np.array(wanted, dtype=numbers.dtype))
+    return found | missing(column) if None in values else found
 
 
 def within(column: Column, span: NumberRange, *, name: str) -> Mask:
@@ -267,19 +234,38 @@ def within(column: Column, span: NumberRange, *, name: str) -> Mask:
     Raises:
         UsageError: the column holds text.
     """
-    if is_text(column):
-        raise UsageError(f"{name} holds text: a range of numbers cannot select from it")
-    assert not isinstance(column, StringColumn)
-    found: Any = ~missing(column)
+    numbers = _numbers(column, [0], name=name)
+    assert numbers is not None
+    found: Any = ~missing(numbers)
     if span.first is not None:
-        found &= column >= _fit(span.first, column)
+        found &= numbers >= _fit(span.first, numbers)
     if span.last is not None:
-        found &= column <= _fit(span.last, column)
+        found &= numbers <= _fit(span.last, numbers)
     if span.step != 1:
-        # Remainders of both, as the difference could leave the column's type.
-        wide = column.astype(np.int64) if column.dtype.kind in "biu" and column.dtype.itemsize < _WIDE else column
+        # Remainders of both, as the difference could leave the column's type; in 64 bits, which hold any step.
+        wide = numbers.astype(np.int64) if numbers.dtype.kind in "iu" and numbers.dtype.itemsize < _WIDE else numbers
         found &= np.mod(wide, wide.dtype.type(span.step)) == (span.first or 0) % span.step
     return _as_mask(found)
+
+
+_WIDE = 8
+"""Bytes of an integer that any step fits into."""
+
+
+def _numbers(column: Column, values: Sequence[str | Number], *, name: str) -> np.ndarray[Any, Any] | None:
+    """The column, if it holds numbers, and the values too; None if all are text. True and false are 1 and 0."""
+    if is_text(column):
+        if other := [value for value in values if not isinstance(value, str)]:
+            raise UsageError(
+                f"{name} holds text and {other[0]!r} is a number: put it in quotes, {name} == '{other[0]}'"
+            )
+        return None
+    if texts := [value for value in values if isinstance(value, str)]:
+        raise UsageError(
+            f"{name} holds numbers and {min(texts)!r} is text: leave out the quotes, or name another field"
+        )
+    assert not isinstance(column, StringColumn)
+    return column.view(np.int8) if column.dtype.kind == "b" else column
 
 
 def glob(pattern: str) -> Callable[[str], bool]:
@@ -292,7 +278,7 @@ def glob(pattern: str) -> Callable[[str], bool]:
     return lambda text: text == pattern or matches(text) is not None
 
 
-def _fit(value: Number, column: np.ndarray[Any, Any]) -> Number:
+def _fit(value: Any, column: np.ndarray[Any, Any]) -> Number:
     """The value as numpy compares it with the column without rounding either."""
     if column.dtype.kind in "iu":
         return int(value) if isinstance(value, float) and math.isfinite(value) and value.is_integer() else value

@@ -18,6 +18,7 @@ whole expressions is in `ranktape.storage.query.where`.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import re
@@ -29,14 +30,12 @@ import numpy as np
 
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.storage.query import columns
-from ranktape.storage.query.columns import Column, ColumnSource, Mask, NumberRange
-from ranktape.storage.query.where import Compare, Either, Every, Field, Like, Not, OneOf, Where
+from ranktape.storage.query.columns import ColumnSource, Mask, NumberRange, StringColumn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ranktape.storage.query.columns import Number
-    from ranktape.storage.query.where import Condition
 
 MAX_TEXT_LENGTH = 10_000
 """Characters of one alternative."""
@@ -63,37 +62,31 @@ class Filter:
             UsageError: an alternative that fields of this kind cannot hold.
         """
         column = source(self.field)
-        find = self._find_text if columns.is_text(column) else self._find_numbers
-        found = find(column)
-        assert len(found) == num_rows, f"column {self.field} has {len(found)} rows, not {num_rows}"
+        assert len(column) == num_rows, f"column {self.field} has {len(column)} rows, not {num_rows}"
+        if columns.is_text(column):
+            return self._find_text(columns.encode(column))
+        parts = [part for one in self.alternatives for part in self._read_numbers(one)]
+        spans = [part for part in parts if isinstance(part, NumberRange)]
+        found = columns.one_of(column, [one for one in parts if not isinstance(one, NumberRange)], name=self.field)
+        for span in spans:
+            found |= columns.within(column, span, name=self.field)
         return found
 
-    def _find_text(self, column: Column) -> Mask:
+    def _find_text(self, column: StringColumn) -> Mask:
         texts = [text for text in self.alternatives if isinstance(text, str)]
-        others = [other for other in self.alternatives if other is not None and not isinstance(other, str)]
-        if others:
+        if len(texts) + self.alternatives.count(None) < len(self.alternatives):
             raise UsageError(f"{self.field} holds text, not numbers: give it in quotes, such as {self.field}='0'")
         if self.is_list:
             texts = [part.strip() for text in texts for part in text.split(",")]
         globs = [columns.glob(text) for text in texts if _GLOB.search(text)]
         whole = frozenset(texts)
-        encoded = columns.encode(column)
-        found = columns.matching(encoded, lambda text: text in whole or any(matches(text) for matches in globs))
-        return found | columns.missing(encoded) if None in self.alternatives else found
+        found = columns.matching(column, lambda text: text in whole or any(matches(text) for matches in globs))
+        return found | columns.missing(column) if None in self.alternatives else found
 
-    def _find_numbers(self, column: Column) -> Mask:
-        values: list[Number | None] = []
-        spans: list[NumberRange] = []
-        for alternative in self.alternatives:
-            for part in _read_numbers(alternative, field=self.field) if isinstance(alternative, str) else [alternative]:
-                if isinstance(part, NumberRange):
-                    spans.append(part)
-                else:
-                    values.append(part)
-        found = columns.one_of(column, values, name=self.field)
-        for span in spans:
-            found |= columns.within(column, span, name=self.field)
-        return found
+    def _read_numbers(self, alternative: Alternative) -> list[Number | NumberRange | None]:
+        if not isinstance(alternative, str):
+            return [alternative]
+        return [_read_number(part.strip(), field=self.field) for part in alternative.split(",")]
 
 
 _GLOB = re.compile(r"[*?\[]")
@@ -127,8 +120,7 @@ def filter_from_text(field: str, text: str, *, known: Collection[str] | None = N
         UnknownFieldError: the field is not among those known.
         UsageError: the text is too long.
     """
-    read = parse_filter(field, text, known=known)
-    return Filter(field=read.field, alternatives=read.alternatives, is_list=True)
+    return dataclasses.replace(parse_filter(field, text, known=known), is_list=True)
 
 
 def check_fields(names: Iterable[str], *, known: Collection[str]) -> None:
@@ -176,10 +168,6 @@ def _span(start: int | None, stop: int | None, step: int | None, *, field: str) 
     return NumberRange(first=start, last=None if stop is None else stop - 1, step=step or 1)
 
 
-def _read_numbers(text: str, *, field: str) -> list[Number | NumberRange | None]:
-    return [_read_number(part.strip(), field=field) for part in text.split(",")]
-
-
 def _read_number(text: str, *, field: str) -> Number | NumberRange | None:
     if text.lower() in {"none", "null"}:
         return None
@@ -197,37 +185,3 @@ def _read_number(text: str, *, field: str) -> Number | NumberRange | None:
     if colons:
         return _span(*(int(part) if part else None for part in colons.groups()), field=field)
     raise UsageError(f"{field} holds numbers and {text!r} is not one: {_EXPECTED}")
-
-
-def can_hold(where: Where, *, known: Collection[str], source: ColumnSource, num_rows: int) -> Mask:
-    """The rows for which the expression can hold; `source` has the columns that are `known`."""
-    return _bounds(where.condition, known=known, source=source, num_rows=num_rows)[0]
-
-
-def _bounds(condition: Condition, *, known: Collection[str], source: ColumnSource, num_rows: int) -> tuple[Mask, Mask]:
-    """The rows for which the condition can hold, and those for which it can fail."""
-
-    def of(inner: Condition) -> tuple[Mask, Mask]:
-        return _bounds(inner, known=known, source=source, num_rows=num_rows)
-
-    if isinstance(condition, Not):
-        holds, fails = of(condition.condition)
-        return fails, holds
-    if isinstance(condition, Every | Either):
-        inner = [of(one) for one in condition.conditions]
-        holds_each, fails_each = [holds for holds, _ in inner], [fails for _, fails in inner]
-        if isinstance(condition, Every):
-            return np.logical_and.reduce(holds_each), np.logical_or.reduce(fails_each)
-        return np.logical_or.reduce(holds_each), np.logical_and.reduce(fails_each)
-    if all(name in known for name in _names(condition)):
-        found = condition.mask(source, num_rows)
-        return found, ~found
-    anything = np.ones(num_rows, dtype=np.bool_)
-    return anything, anything
-
-
-def _names(condition: Condition) -> list[str]:
-    if isinstance(condition, Compare):
-        return [side.name for side in (condition.left, condition.right) if isinstance(side, Field)]
-    assert isinstance(condition, OneOf | Like)
-    return [condition.field.name]

@@ -20,9 +20,10 @@ The expression is data: it is read by the parser below, and nothing of it is eve
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -31,7 +32,9 @@ from ranktape.storage.query import columns
 from ranktape.storage.query.columns import Comparison
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
+
+    from numpy.typing import NDArray
 
     from ranktape.storage.query.columns import ColumnSource, Mask, Number
 
@@ -47,18 +50,9 @@ Literal: TypeAlias = "str | Number | None"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A value that stands in a column."""
+    """A value that stands in a column; its name has dots."""
 
     name: str
-    """Its name, with dots."""
-
-
-class Condition(Protocol):
-    """A node of the expression."""
-
-    def mask(self, source: ColumnSource, num_rows: int) -> Mask:
-        """The rows for which it holds."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +66,6 @@ class Compare:
     right: Field | Literal
     """The other side."""
 
-    def mask(self, source: ColumnSource, num_rows: int) -> Mask:  # noqa: ARG002 - the Protocol's signature
-        """The rows in which the two compare so."""
-        column = source(self.left.name)
-        if isinstance(self.right, Field):
-            names = (self.left.name, self.right.name)
-            return columns.compare_columns(column, self.comparison, source(self.right.name), names=names)
-        if self.right is None:
-            found = columns.missing(column)
-            return found if self.comparison is Comparison.EQUAL else ~found
-        return columns.compare(column, self.comparison, self.right, name=self.left.name)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneOf:
@@ -92,10 +75,6 @@ class OneOf:
     """The field."""
     values: Sequence[Literal]
     """What it may hold."""
-
-    def mask(self, source: ColumnSource, num_rows: int) -> Mask:  # noqa: ARG002 - the Protocol's signature
-        """The rows that hold one of the values."""
-        return columns.one_of(source(self.field.name), self.values, name=self.field.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,24 +86,13 @@ class Like:
     pattern: str
     """What it must look like."""
 
-    def mask(self, source: ColumnSource, num_rows: int) -> Mask:  # noqa: ARG002 - the Protocol's signature
-        """The rows whose text matches; never the missing ones."""
-        column = source(self.field.name)
-        if not columns.is_text(column):
-            raise UsageError(f"{self.field.name} holds numbers and 'like' compares text: use == or <")
-        return columns.matching(columns.encode(column), columns.glob(self.pattern))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Not:
-    """The opposite."""
+    """The opposite of a condition."""
 
     condition: Condition
     """What must not hold."""
-
-    def mask(self, source: ColumnSource, num_rows: int) -> Mask:
-        """The rows for which it does not hold."""
-        return ~self.condition.mask(source, num_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +102,6 @@ class Every:
     conditions: Sequence[Condition]
     """What must hold together."""
 
-    def mask(self, source: ColumnSource, num_rows: int) -> Mask:
-        """The rows for which all of them hold."""
-        found = np.ones(num_rows, dtype=np.bool_)
-        for condition in self.conditions:
-            found &= condition.mask(source, num_rows)
-        return found
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Either:
@@ -149,12 +110,58 @@ class Either:
     conditions: Sequence[Condition]
     """What may hold."""
 
-    def mask(self, source: ColumnSource, num_rows: int) -> Mask:
-        """The rows for which at least one of them holds."""
-        found = np.zeros(num_rows, dtype=np.bool_)
-        for condition in self.conditions:
-            found |= condition.mask(source, num_rows)
-        return found
+
+Test: TypeAlias = Compare | OneOf | Like
+"""A condition that asks for columns."""
+
+Condition: TypeAlias = Test | Not | Every | Either
+"""A node of the expression."""
+
+
+def fields_of(test: Test) -> list[str]:
+    """The names of the fields that are tested."""
+    sides = (test.left, test.right) if isinstance(test, Compare) else (test.field,)
+    return [side.name for side in sides if isinstance(side, Field)]
+
+
+def mask_of(test: Test, source: ColumnSource) -> Mask:
+    """The rows that pass a test.
+
+    Raises:
+        UsageError: a field that holds text meets a number, or the other way round.
+    """
+    name = fields_of(test)[0]
+    column = source(name)
+    if isinstance(test, OneOf):
+        return columns.one_of(column, test.values, name=name)
+    if isinstance(test, Like):
+        if not columns.is_text(column):
+            raise UsageError(f"{name} holds numbers and 'like' compares text: use == or <")
+        return columns.matching(columns.encode(column), columns.glob(test.pattern))
+    if isinstance(test.right, Field):
+        return columns.compare_columns(column, test.comparison, source(test.right.name), names=(name, test.right.name))
+    if test.right is None:
+        found = columns.missing(column)
+        return found if test.comparison is Comparison.EQUAL else ~found
+    return columns.compare(column, test.comparison, test.right, name=name)
+
+
+def truth_of(test: Test, source: ColumnSource) -> NDArray[np.int8]:
+    """For each row 1 where a test is passed, -1 where it is not."""
+    return np.where(mask_of(test, source), np.int8(1), np.int8(-1))
+
+
+def judge(condition: Condition, truth: Callable[[Test], NDArray[np.int8]]) -> NDArray[np.int8]:
+    """For each row 1 where a condition holds, -1 where it does not, 0 where nobody can tell (Kleene, 1938).
+
+    `truth` gives the same for what it asks of columns.
+    """
+    if isinstance(condition, Not):
+        return -judge(condition.condition, truth)
+    if not isinstance(condition, Every | Either):
+        return truth(condition)
+    choose = np.minimum if isinstance(condition, Every) else np.maximum
+    return functools.reduce(choose, (judge(one, truth) for one in condition.conditions))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +181,17 @@ class Where:
         Raises:
             UsageError: a field that holds text meets a number, or the other way round.
         """
-        return self.condition.mask(source, num_rows)
+        return self.can_hold(source, known=self.names, num_rows=num_rows)
+
+    def can_hold(self, source: ColumnSource, *, known: Collection[str], num_rows: int) -> Mask:
+        """The rows for which it can hold, where only these fields are known; `source` has their columns."""
+
+        def truth(test: Test) -> NDArray[np.int8]:
+            if all(name in known for name in fields_of(test)):
+                return truth_of(test, source)
+            return np.zeros(num_rows, dtype=np.int8)
+
+        return judge(self.condition, truth) >= 0
 
 
 def parse_where(text: str) -> Where:
@@ -186,7 +203,7 @@ def parse_where(text: str) -> Where:
     if len(text) > MAX_LENGTH:
         raise UsageError(f"the expression has {len(text)} characters: give at most {MAX_LENGTH}")
     parser = _Parser(text)
-    condition = parser.expression(depth=0)
+    condition = parser.expression()
     if parser.token.kind != "end":
         parser.fail("'and', 'or' or the end")
     return Where(text=text, names=tuple(parser.names), condition=condition)
@@ -232,8 +249,9 @@ class _Parser:
         self.names: dict[str, None] = {}
         self.token = self._next()
 
-    def fail(self, expected: str) -> NoReturn:
+    def fail(self, expected: str, *, at: _Token | None = None) -> NoReturn:
         """Say what is where `expected` should be."""
+        self.token = at or self.token
         found = repr(self.token.text) if self.token.text else "the end"
         hint = ""
         if self.token.kind == "wrong":
@@ -261,26 +279,24 @@ class _Parser:
         self.token = self._next()
         return taken
 
-    def expression(self, *, depth: int) -> Condition:
+    def expression(self, *, depth: int = 0) -> Condition:
         """Terms with `or` between them."""
-        if depth > MAX_DEPTH:
-            self.fail(f"at most {MAX_DEPTH} parentheses and 'not's within one another")
-        terms = [self._term(depth=depth)]
+        terms = [self._term(depth)]
         while self._take("or"):
-            terms.append(self._term(depth=depth))
+            terms.append(self._term(depth))
         return terms[0] if len(terms) == 1 else Either(conditions=terms)
 
-    def _term(self, *, depth: int) -> Condition:
-        factors = [self._factor(depth=depth)]
+    def _term(self, depth: int) -> Condition:
+        factors = [self._factor(depth)]
         while self._take("and"):
-            factors.append(self._factor(depth=depth))
+            factors.append(self._factor(depth))
         return factors[0] if len(factors) == 1 else Every(conditions=factors)
 
-    def _factor(self, *, depth: int) -> Condition:
+    def _factor(self, depth: int) -> Condition:
         if depth > MAX_DEPTH:
             self.fail(f"at most {MAX_DEPTH} parentheses and 'not's within one another")
         if self._take("not"):
-            return Not(condition=self._factor(depth=depth + 1))
+            return Not(condition=self._factor(depth + 1))
         if self._take("sign", "("):
             condition = self.expression(depth=depth + 1)
             if not self._take("sign", ")"):
@@ -298,10 +314,13 @@ class _Parser:
             if negated:
                 self.fail("'in' or 'like'")
             if self._take("is"):
-                return self._is_none(first)
-        comparisons = []
+                comparison = Comparison.DIFFERENT if self._take("not") else Comparison.EQUAL
+                if self.token.text.lower() != "none":
+                    self.fail("None")
+                return Compare(left=first, comparison=comparison, right=self._value("None"))
+        comparisons: list[Condition] = []
         left = first
-        while self.token.text in _COMPARISONS and self.token.kind == "sign":
+        while self.token.kind == "sign" and self.token.text in _COMPARISONS:
             comparison = _COMPARISONS[self._take("sign") or ""]
             start = self.token
             right = self._value("a field, a number or a text in quotes")
@@ -316,12 +335,10 @@ class _Parser:
     ) -> Compare:
         if not isinstance(left, Field):
             if not isinstance(right, Field):
-                self.token = start
-                self.fail("a field on one side of the comparison")
-            return self._compare(right, columns.swapped(comparison), left, start=start)
+                self.fail("a field on one side of the comparison", at=start)
+            left, comparison, right = right, comparison.swapped(), left
         if right is None and comparison not in {Comparison.EQUAL, Comparison.DIFFERENT}:
-            self.token = start
-            self.fail("a number or a text, as only == and != compare with None")
+            self.fail("a number or a text, as only == and != compare with None", at=start)
         return Compare(left=left, comparison=comparison, right=right)
 
     def _listed(self, field: Field) -> Condition | None:
@@ -345,16 +362,9 @@ class _Parser:
             start = self.token
             value = self._value(f"a number, a text in quotes or '{closing}'")
             if isinstance(value, Field):
-                self.token = start
-                self.fail("a number or a text in quotes")
+                self.fail("a number or a text in quotes", at=start)
             values.append(value)
         return OneOf(field=field, values=values)
-
-    def _is_none(self, field: Field) -> Condition:
-        comparison = Comparison.DIFFERENT if self._take("not") else Comparison.EQUAL
-        if self.token.text.lower() != "none":
-            self.fail("None")
-        return Compare(left=field, comparison=comparison, right=self._value("None"))
 
     def _value(self, expected: str) -> Field | Literal:
         token = self.token
