@@ -32,9 +32,9 @@ from ranktape.analyze.metrics.metric import METRICS
 from ranktape.analyze.table import Kind
 from ranktape.capture.plans.forecast import Forecast, RankPlan
 from ranktape.capture.writing.recover import RingReport
-from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
+from ranktape.fields import FieldKind
 from ranktape.storage import open_run
-from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS
+from ranktape.storage.format.catalogue import COLUMNS
 from ranktape.storage.format.status import IterationStatus, RunVerdict
 from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
 from ranktape.storage.maintenance.finding import CheckFinding
@@ -145,16 +145,13 @@ CELLS: dict[str, Schema] = {
 
 def field_cells() -> dict[str, Schema]:
     """What a field of a row holds that is a field of records: those that `--by` takes, all of them."""
-    whole = [*INT_FIELDS, *OPTIONAL_INT_FIELDS, "numel", "index", "checksum", "overflow.total"]
-    whole += [f"overflow.{kind}.count" for kind in TALLY_KINDS]
-    real = ["timestamp", "overflow.ratio", *(f"overflow.{kind}.ratio" for kind in TALLY_KINDS)]
-    real += [f"overflow.{name}" for name in EXTREMES]
-    return {
-        **dict.fromkeys(whole, CELLS[Kind.INTEGER]),
-        **dict.fromkeys(real, REAL),
-        **dict.fromkeys([*STRING_FIELDS, *JSON_FIELDS, "overflow.per_sample", "site", "stack"], CELLS[Kind.TEXT]),
-        "shape": CELLS[Kind.LIST],
+    whole = {FieldKind.INTEGER, FieldKind.OPTIONAL_INTEGER, FieldKind.CHECKSUM}
+    texts = {FieldKind.TEXT, FieldKind.JSON}
+    cells = {
+        name: CELLS[Kind.INTEGER] if kind in whole else CELLS[Kind.TEXT] if kind in texts else REAL
+        for name, kind in COLUMNS.items()
     }
+    return cells | {"shape": CELLS[Kind.LIST]}
 
 
 def make_runs(folder: Path) -> dict[str, str]:

@@ -15,10 +15,10 @@ from ranktape.storage.format.catalogue import (
     concatenate,
     encode_catalogue,
     merge_catalogues,
+    read_rows,
 )
 from ranktape.storage.format.record_info import FIELDS, RecordInfo
 from ranktape.storage.query.columns import StringColumn
-from ranktape.storage.records.rows import read_rows
 from tests.strategies import record_infos
 
 

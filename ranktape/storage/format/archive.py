@@ -19,7 +19,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.storage.format.validation import check_integers
+from ranktape.fields import FieldKind
+from ranktape.storage.format.validation import check_numbers
 from ranktape.storage.query.columns import StringColumn, narrowed
 
 if TYPE_CHECKING:
@@ -84,9 +85,6 @@ class ColumnArchive:
         self._max_rows = _SPARE_ROWS + nbytes
         self._num_rows: int | None = None
 
-    def __contains__(self, name: str) -> bool:
-        return not {f"{name}.npy", f"{_CODES}{name}.npy"}.isdisjoint(self._members)
-
     def expect_rows(self, num_rows: int) -> None:
         """Refuse columns of any other length from now on."""
         self._num_rows = num_rows
@@ -103,7 +101,7 @@ class ColumnArchive:
         """A column of text."""
         codes = self.numbers(_CODES + name)
         table = _parse_table(self._array(_TABLE + name).tobytes(), max_texts=len(codes))
-        check_integers(codes, low=0, high=len(table) - 1)
+        check_numbers(codes, FieldKind.INTEGER, high=len(table) - 1)
         return StringColumn(codes=codes, table=table)
 
     def _array(self, member: str) -> np.ndarray[Any, Any]:

@@ -3,7 +3,7 @@
 The catalogue of an iteration is an npz archive: one array for each field, strings as codes into a table.
 Fields are read from the archive when a question first needs them. Every rank writes one of what it recorded; that
 of the iteration has the rows of all ranks. It is stored as an array of bytes (`blob.py`), so that plain Zarr can
-read it too.
+read it too. `KINDS` says of each column what it holds; what is stored of a record and what comes back follow from it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import io
 import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ranktape.errors import RunFormatError
-from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
+from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, RECORD_FIELDS, STRING_FIELDS, FieldKind
 from ranktape.storage.format.archive import ARCHIVE_DAMAGE, ColumnArchive, pack_columns
 from ranktape.storage.format.encode import crc_of
 from ranktape.storage.format.layout import rank_iteration_path
-from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, RecordInfo
-from ranktape.storage.format.validation import check_floats, check_integers, check_optional_integers
-from ranktape.storage.query.columns import StringColumn, narrowed, widened
+from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Overflow, RecordInfo
+from ranktape.storage.format.validation import check_document, check_numbers, check_records, parse_shape
+from ranktape.storage.query.columns import StringColumn, narrowed, rows_of, values_of, widened
 
 if TYPE_CHECKING:
     from ranktape.storage.query.columns import Column, ColumnSource
@@ -61,75 +62,101 @@ class RecordTable(Protocol):
         ...
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def _json_of_tuple(value: tuple[int, ...]) -> str:
-    return _json(list(value))
+KINDS = {
+    **dict.fromkeys(INT_FIELDS, FieldKind.INTEGER),
+    **dict.fromkeys(OPTIONAL_INT_FIELDS, FieldKind.OPTIONAL_INTEGER),
+    "numel": FieldKind.INTEGER,
+    "index": FieldKind.INTEGER,
+    "timestamp": FieldKind.REAL,
+    "checksum": FieldKind.CHECKSUM,
+    **{f"overflow.{kind}.count": FieldKind.INTEGER for kind in TALLY_KINDS},
+    **{f"overflow.{name}": FieldKind.OPTIONAL_REAL for name in EXTREMES},
+    **dict.fromkeys(STRING_FIELDS, FieldKind.TEXT),
+    **dict.fromkeys(JSON_FIELDS, FieldKind.JSON),
+    "overflow.per_sample": FieldKind.JSON,
+    "site": FieldKind.TEXT,
+    "stack": FieldKind.TEXT,
+}
+"""What each stored column holds, in the order in which they are stored."""
+
+_DERIVED = {
+    **{f"overflow.{kind}.ratio": FieldKind.REAL for kind in TALLY_KINDS},
+    "overflow.total": FieldKind.INTEGER,
+    "overflow.ratio": FieldKind.REAL,
+}
+"""What the columns hold that follow from others."""
+
+COLUMNS = {**KINDS, **_DERIVED}
+"""The names that filters may use, and what is there."""
+
+_DTYPES: dict[FieldKind, Any] = {
+    FieldKind.INTEGER: np.int64,
+    FieldKind.OPTIONAL_INTEGER: np.float64,  # None is NaN
+    FieldKind.REAL: np.float64,
+    FieldKind.OPTIONAL_REAL: np.float64,
+    FieldKind.CHECKSUM: np.uint32,
+}
+"""Of columns of numbers; the others are of texts."""
+
+_LOW = {"layer_idx": -1, "index": -1}
+"""The lowest value of a column of whole numbers, where it is not 0."""
+
+_PATHS = {"numel": "info.shape", "index": "index", "site": "site", "stack": "stack"}
+"""Where an entry has what a column holds, if it is not below `info` under the column's name."""
+
+_values = operator.attrgetter(*(_PATHS.get(name, f"info.{name}") for name in KINDS))
+"""All of an entry's values at once: asking for one after the other takes far longer."""
 
 
 def _json(value: Any) -> str:
     return "null" if value is None else json.dumps(value, separators=(",", ":"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """Where a column's values come from."""
-
-    path: str
-    """Dotted path of the attribute of an `CatalogueEntry`."""
-    dtype: Any = None
-    """Of the column; None for text."""
-    convert: Callable[[Any], Any] | None = None
-    """From the attribute to what is stored."""
+@functools.lru_cache(maxsize=1 << 14)
+def _json_of_tuple(value: tuple[int, ...]) -> str:
+    return _json(list(value))
 
 
-_NUMBERS: dict[str, _Source] = {
-    **{name: _Source(path=f"info.{name}", dtype=np.int64) for name in INT_FIELDS},
-    # None becomes NaN.
-    **{name: _Source(path=f"info.{name}", dtype=np.float64) for name in OPTIONAL_INT_FIELDS},
-    "numel": _Source(path="info.shape", dtype=np.int64, convert=math.prod),
-    "index": _Source(path="index", dtype=np.int64),
-    "timestamp": _Source(path="info.timestamp", dtype=np.float64),
-    "checksum": _Source(path="info.checksum", dtype=np.uint32, convert=crc_of),
-    **{f"overflow.{kind}.count": _Source(path=f"info.overflow.{kind}.count", dtype=np.int64) for kind in TALLY_KINDS},
-    **{f"overflow.{name}": _Source(path=f"info.overflow.{name}", dtype=np.float64) for name in EXTREMES},
-}
-"""Columns of numbers."""
+_STORE = {FieldKind.JSON: _json, FieldKind.CHECKSUM: crc_of, "numel": math.prod, "shape": _json_of_tuple}
+"""From a value of an entry to that of a column, by the column's name or its kind; others stay what they are."""
 
-_STRINGS: dict[str, _Source] = {
-    **{name: _Source(path=f"info.{name}") for name in STRING_FIELDS},
-    **{name: _Source(path=f"info.{name}", convert=_json) for name in JSON_FIELDS},
-    "shape": _Source(path="info.shape", convert=_json_of_tuple),
-    "overflow.per_sample": _Source(path="info.overflow.per_sample", convert=_json),
-    "site": _Source(path="site"),
-    "stack": _Source(path="stack"),
-}
-"""Columns of strings."""
 
-SOURCES = {**_NUMBERS, **_STRINGS}
-"""Columns that are stored."""
+def columns_of(entries: Sequence[CatalogueEntry], *, is_checked: bool = True) -> dict[str, Column]:
+    """The stored columns of entries, in their order.
 
-_values = operator.attrgetter(*(source.path for source in SOURCES.values()))
-"""All of an entry's values at once: asking for one after the other takes far longer."""
+    Raises:
+        ArithmeticError, AttributeError, TypeError, ValueError: an entry is checked, and says what no record does.
+    """
+    found = dict(zip(KINDS, zip(*map(_values, entries), strict=True), strict=False))
+    columns: dict[str, Column] = {}
+    for name, kind in KINDS.items():
+        store: Any = _STORE.get(name) or _STORE.get(kind)
+        values = found.get(name, ()) if store is None else tuple(map(store, found.get(name, ())))
+        dtype = _DTYPES.get(kind)
+        if is_checked and not {*map(type, values)} <= ({str} if dtype is None else _TYPES[dtype]):
+            raise TypeError(f"its {name} are of {', '.join(sorted({type(value).__name__ for value in values}))}")
+        if dtype is None:
+            columns[name] = encode_text(values)
+        else:
+            columns[name] = column = np.array(values, dtype=dtype)
+            if is_checked:
+                _check_column(name, column)
+    return columns
 
-_DERIVED = (*(f"overflow.{kind}.ratio" for kind in TALLY_KINDS), "overflow.total", "overflow.ratio")
 
-COLUMNS = (*_NUMBERS, *_STRINGS, *_DERIVED)
-"""The names that filters may use."""
+_TYPES: dict[Any, set[type]] = {np.int64: {int}, np.uint32: {int}, np.float64: {int, float, type(None)}}
+"""Of the values that make a column of numbers: numpy makes numbers of texts, and whole ones of fractions."""
 
-_LOW = {"layer_idx": -1, "index": -1}
-"""The lowest value of a column of whole numbers, where it is not 0."""
+
+def _check_column(name: str, column: np.ndarray[Any, Any]) -> None:
+    kind = KINDS[name]
+    high = {"high": np.iinfo(np.uint32).max} if kind is FieldKind.CHECKSUM else {}
+    check_numbers(column, kind, low=_LOW.get(name, 0), **high)
 
 
 def encode_catalogue(entries: Sequence[CatalogueEntry]) -> bytes:
     """The npz archive that holds the entries as columns, in their order."""
-    columns: dict[str, Column] = {}
-    values_of = dict(zip(SOURCES, zip(*map(_values, entries), strict=True), strict=False))
-    for name, source in SOURCES.items():
-        values = values_of.get(name, ())
-        if source.convert is not None:
-            values = tuple(map(source.convert, values))
-        columns[name] = encode_text(values) if source.dtype is None else np.array(values, dtype=source.dtype)
-    return pack_columns(columns.items())
+    return pack_columns(columns_of(entries, is_checked=False).items())
 
 
 def encode_text(values: Sequence[str]) -> StringColumn:
@@ -140,7 +167,7 @@ def encode_text(values: Sequence[str]) -> StringColumn:
 
 def merge_catalogues(sources: Sequence[ColumnSource]) -> bytes:
     """The npz archive that holds the rows of all sources, one after the other; no record is parsed for it."""
-    return pack_columns((name, concatenate(source(name) for source in sources)) for name in SOURCES)
+    return pack_columns((name, concatenate(source(name) for source in sources)) for name in KINDS)
 
 
 class Catalogue:
@@ -150,7 +177,7 @@ class Catalogue:
         """Read what columns there are.
 
         Args:
-            file: The archive; or all of `SOURCES` themselves, looked at.
+            file: The archive; or all of the stored columns themselves, checked.
             place: Where it lies, for messages.
             attempt: The path of the attempt that the iteration belongs to.
 
@@ -192,26 +219,22 @@ class Catalogue:
 
     def load(self, name: str) -> Column:
         """As `column`, without remembering it: for who needs each column once."""
-        return self._derive(name) if name in _DERIVED else self._load(name)
-
-    def group_of(self, row: int) -> str:
-        """The path, below the run, of the group that a record is in."""
-        rank, iteration = self.column("rank"), self.column("iteration")
-        assert not isinstance(rank, StringColumn)
-        assert not isinstance(iteration, StringColumn)
-        return rank_iteration_path(self._attempt, int(rank[row]), int(iteration[row]))
-
-    def _load(self, name: str) -> Column:
+        if name in _DERIVED:
+            return self._derive(name)
         try:
-            return self._archive.text(name) if name in _STRINGS else self._checked(name)
+            return self._checked(name) if KINDS[name] in _DTYPES else self._archive.text(name)
         except ARCHIVE_DAMAGE as error:
             message = f"column {name} of the catalogue {self._place} is damaged: {error}: see 'ranktape check'"
             raise RunFormatError(message) from error
 
+    def group_of(self, row: int) -> str:
+        """The path, below the run, of the group that a record is in."""
+        rank, iteration = self._numbers("rank"), self._numbers("iteration")
+        return rank_iteration_path(self._attempt, int(rank[row]), int(iteration[row]))
+
     def _checked(self, name: str) -> np.ndarray[Any, Any]:
-        """A column of numbers, each of which can be what the column says."""
         column = self._archive.numbers(name)
-        check_numbers(name, column)
+        _check_column(name, column)
         return column
 
     def _derive(self, name: str) -> Column:
@@ -225,20 +248,6 @@ class Catalogue:
         column = widened(self.column(name))
         assert not isinstance(column, StringColumn), name
         return column
-
-
-def check_numbers(name: str, column: np.ndarray[Any, Any]) -> None:
-    """Make sure that a column holds what numbers of that name can be.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if name in OPTIONAL_INT_FIELDS:
-        check_optional_integers(column)
-    elif _NUMBERS[name].dtype is np.float64:
-        check_floats(column)
-    else:
-        check_integers(column, low=_LOW.get(name, 0), high=np.iinfo(_NUMBERS[name].dtype).max)
 
 
 def empty_catalogue() -> Catalogue:
@@ -261,3 +270,59 @@ def concatenate(columns: Iterable[Column]) -> Column:
     if texts:
         return narrowed(StringColumn(codes=np.concatenate(texts), table=list(codes)))
     return np.concatenate(numbers) if numbers else np.empty(0, dtype=np.int64)
+
+
+_NO_TALLY = ElementTally(count=0, ratio=0.0)
+"""Of most kinds, in most tensors."""
+
+
+def read_rows(table: RecordTable, rows: np.ndarray[Any, Any], *, place: str) -> Iterator[CatalogueEntry]:
+    """The records in some rows of a catalogue; `place` names it in messages.
+
+    Raises:
+        RunFormatError: a column is damaged, or a row says what no record does.
+    """
+    columns = {name: rows_of(table.column(name), rows) for name in KINDS}
+    try:
+        check_records(columns.__getitem__)
+        values = {name: _restored(name, column) for name, column in columns.items()}
+        sizes = values_of(columns["numel"])
+        tallies = {kind: map(_tally, values[f"overflow.{kind}.count"], sizes) for kind in TALLY_KINDS}
+        others = {name: values[f"overflow.{name}"] for name in (*EXTREMES, "per_sample")}
+        overflows = _frozen(Overflow, {**tallies, **others}, len(rows))
+        fields = {field.name: values[field.name] for field in RECORD_FIELDS}
+        infos = _frozen(RecordInfo, {**fields, "overflow": overflows}, len(rows))
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise RunFormatError(f"a catalogue of {place} is damaged: {error}: see 'ranktape check'") from error
+    for info, site, stack, index in zip(infos, *(values[name] for name in ("site", "stack", "index")), strict=True):
+        yield CatalogueEntry(info=info, site=site, stack=stack, index=index)
+
+
+def _restored(name: str, column: Column) -> Iterable[Any]:
+    """The values of a column as a record has them."""
+    values = values_of(column)
+    if name == "shape":
+        return map(parse_shape, values)
+    match KINDS[name]:
+        case FieldKind.OPTIONAL_INTEGER:
+            return (None if math.isnan(value) else int(value) for value in values)
+        case FieldKind.OPTIONAL_REAL:
+            return (None if math.isnan(value) else value for value in values)
+        case FieldKind.CHECKSUM:
+            return (f"crc32c:{value:08x}" for value in values)
+        case FieldKind.JSON:
+            # Made anew for each record: whoever changes what one of them says changes no other.
+            return (None if text == "null" else check_document(name, json.loads(text)) for text in values)
+    return values
+
+
+def _tally(count: int, size: int) -> ElementTally:
+    return ElementTally(count=count, ratio=count / size if size else 0.0) if count else _NO_TALLY
+
+
+def _frozen(cls: Any, values: Mapping[str, Iterable[Any]], number: int) -> list[Any]:
+    """Frozen instances of a class, made field by field: one by one takes several times as long."""
+    items = [object.__new__(cls) for _ in range(number)]
+    for name, column in values.items():
+        deque(map(getattr(cls, name).__set__, items, column), maxlen=0)
+    return items

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from ranktape.errors import RunFormatError
+from ranktape.fields import FieldKind
 from ranktape.storage.format.block_counts import NUM_CODES
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.record_info import TALLY_KINDS, Keep, Mode, Operation
@@ -130,39 +131,22 @@ class Fields:
         raise RunFormatError(f"{self._place} is damaged: its {name} is {shown}, not {expected}; see 'ranktape check'")
 
 
-def check_integers(values: np.ndarray[Any, Any], *, low: int, high: int = MAX_INTEGER) -> None:
-    """Make sure that an array holds whole numbers between two.
+def check_numbers(values: np.ndarray[Any, Any], kind: FieldKind, *, low: int = 0, high: int = MAX_INTEGER) -> None:
+    """Make sure that a column holds what a field of that kind can; whole numbers lie between two.
 
     Raises:
         ValueError: it does not; its dtype or the number is in the text.
     """
-    if values.dtype.kind not in "iu":
-        raise ValueError(f"{values.dtype} instead of whole numbers")
-    if len(values) and not low <= int(values.min()) <= int(values.max()) <= high:
+    is_whole = kind in {FieldKind.INTEGER, FieldKind.CHECKSUM}
+    if values.dtype.kind not in ("iu" if is_whole else "f"):
+        raise ValueError(f"{values.dtype} instead of {'whole numbers' if is_whole else 'floats'}")
+    if is_whole and len(values) and not low <= int(values.min()) <= int(values.max()) <= high:
         raise ValueError(f"numbers from {values.min()} to {values.max()}, allowed are {low} to {high}")
-
-
-def check_optional_integers(values: np.ndarray[Any, Any]) -> None:
-    """Make sure that an array holds whole numbers that are not negative, or NaN where one is missing.
-
-    Raises:
-        ValueError: it does not.
-    """
-    check_floats(values)
-    # As the widest: in 16 bits there is no number to compare with.
-    present = values[~np.isnan(values)].astype(np.float64)
-    if not ((present >= 0) & (present < 2.0**53) & (present == np.floor(present))).all():
-        raise ValueError("numbers that are not whole, or negative, or too large")
-
-
-def check_floats(values: np.ndarray[Any, Any]) -> None:
-    """Make sure that an array holds floats.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if values.dtype.kind != "f":
-        raise ValueError(f"{values.dtype} instead of floats")
+    if kind is FieldKind.OPTIONAL_INTEGER:
+        # As the widest: in 16 bits there is no number to compare with.
+        present = values[~np.isnan(values)].astype(np.float64)
+        if not ((present >= 0) & (present < 2.0**53) & (present == np.floor(present))).all():
+            raise ValueError("numbers that are not whole, or negative, or too large")
 
 
 def check_key(path: str) -> str:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.errors import RunFormatError, UsageError
-from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS
+from ranktape.fields import FieldKind
+from ranktape.storage.format.catalogue import COLUMNS
 from ranktape.storage.format.record_info import EXTREMES, FIELDS, TALLY_KINDS
 
 if TYPE_CHECKING:
@@ -96,32 +97,32 @@ def records_frame(records: RecordColumns) -> pd.DataFrame:
         StorageError: a catalogue cannot be read.
         UsageError: pandas is not installed.
     """
-    names = [name for field in FIELDS for name in (_overflow_columns() if field == "overflow" else [field])]
+    kinds = [f"overflow.{kind}.{what}" for kind in TALLY_KINDS for what in ("count", "ratio")]
+    counts = [*kinds, "overflow.total", "overflow.ratio", *(f"overflow.{name}" for name in EXTREMES)]
+    names = [name for field in FIELDS for name in (counts if field == "overflow" else [field])]
     units = {"nbytes": "bytes", "timestamp": "seconds since the epoch"}
     return data_frame(
-        ((name, _values(records, name), _dtype(name)) for name in names), attributes={"title": "", "units": units}
+        ((name, _values(records, name), _DTYPES[COLUMNS[name]]) for name in names),
+        attributes={"title": "", "units": units},
     )
 
 
-def _overflow_columns() -> list[str]:
-    pairs = [f"overflow.{kind}.{what}" for kind in TALLY_KINDS for what in ("count", "ratio")]
-    return [*pairs, "overflow.total", "overflow.ratio", *(f"overflow.{name}" for name in EXTREMES)]
-
-
-def _dtype(name: str) -> Dtype:
-    if name in JSON_FIELDS:
-        return Dtype.OBJECT
-    if name in STRING_FIELDS or name == "checksum":
-        return Dtype.TEXT
-    is_whole = name in INT_FIELDS or name in OPTIONAL_INT_FIELDS or name.endswith(".count") or name == "overflow.total"
-    return Dtype.INTEGER if is_whole else Dtype.FLOAT
+_DTYPES = {
+    FieldKind.INTEGER: Dtype.INTEGER,
+    FieldKind.OPTIONAL_INTEGER: Dtype.INTEGER,
+    FieldKind.REAL: Dtype.FLOAT,
+    FieldKind.OPTIONAL_REAL: Dtype.FLOAT,
+    FieldKind.TEXT: Dtype.TEXT,
+    FieldKind.CHECKSUM: Dtype.TEXT,
+    FieldKind.JSON: Dtype.OBJECT,
+}
 
 
 def _values(records: RecordColumns, name: str) -> list[Any] | np.ndarray[Any, Any]:
     column = records.column(name)
-    if name == "checksum":
+    if COLUMNS[name] is FieldKind.CHECKSUM:
         return [f"crc32c:{value:08x}" for value in column.tolist()]
-    if name not in JSON_FIELDS:
+    if COLUMNS[name] is not FieldKind.JSON:
         return column
     try:
         # Each anew: whoever changes what one row says changes no other.

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from ranktape.storage.format.catalogue import COLUMNS, concatenate
+from ranktape.storage.format.catalogue import COLUMNS, concatenate, read_rows
 from ranktape.storage.places.failures import printable
 from ranktape.storage.query.columns import StringColumn, equal_rows, rows_of
 from ranktape.storage.query.filters import check_fields, filter_from_text, parse_filter
 from ranktape.storage.query.where import parse_where
 from ranktape.storage.records.notebook import MAX_SHOWN_ROWS, clipped, html_table
 from ranktape.storage.records.record import Location, Record
-from ranktape.storage.records.rows import read_rows
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
