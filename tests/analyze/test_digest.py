@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of
-from ranktape.analyze.engine.digests import digests, merge_digests
+from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of, digests, merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.digests.digest import SAMPLE_METRICS, Digest

@@ -13,7 +13,7 @@ import pytest
 import scipy.spatial.distance  # type: ignore[import-untyped]  # it has no types
 import scipy.stats  # type: ignore[import-untyped]  # it has no types
 
-from ranktape.analyze.engine.digests import digests, merge_digests
+from ranktape.analyze.engine.digest_measure import digests, merge_digests
 from ranktape.analyze.numerics.digests.digest import KEPT_CELLS, MAX_RANK_ERROR, Digest
 from ranktape.analyze.numerics.distributions.bins import Axis, count_between, linear_bins, log2_bins
 from ranktape.analyze.numerics.distributions.distances import distance

@@ -18,8 +18,7 @@ from numcodecs import zstd
 
 from ranktape.analyze.engine import engine as engine_module
 from ranktape.analyze.engine.cache_object import CacheObject, DamagedObjectError, pack
-from ranktape.analyze.engine.digest_measure import DigestMeasure
-from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.engine.digest_measure import DigestMeasure, digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.legacy.open import open_folder
 from ranktape.errors import DataError

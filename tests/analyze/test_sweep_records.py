@@ -16,7 +16,7 @@ from ranktape.analyze import sweep
 from ranktape.analyze.advice.shared import common_scale
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.sweep_measure import BlockMeasure, Job, sweep_one, sweep_records
+from ranktape.analyze.engine.sweep_measure import Asked, BlockMeasure, Job, sweep_one, sweep_records
 from ranktape.analyze.engine.values import View, read_values
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_schemes
@@ -87,7 +87,8 @@ def test_counts_answer_as_values_do(run: Run, names: tuple[str, ...], options: d
     wanted = jobs(*names, **options)
     view = View.COMPUTE
     for use_cache in (True, True, False):
-        found = sweep_records(records, [wanted] * len(records), view=view, engine=Engine(use_cache=use_cache))
+        whole: Asked = {None: wanted}
+        found = sweep_records(records, [whole] * len(records), view=view, engine=Engine(use_cache=use_cache))
         for record, sweeps in zip(records, found, strict=True):
             expected: tuple[Any, ...] | RanktapeError
             try:
@@ -99,15 +100,16 @@ def test_counts_answer_as_values_do(run: Run, names: tuple[str, ...], options: d
             if isinstance(expected, RanktapeError) or isinstance(sweeps, RanktapeError):
                 assert str(expected) == str(sweeps)
             else:
-                assert fields(sweeps) == fields(expected), record
+                assert fields(sweeps[None]) == fields(expected), record
 
 
 def test_records_may_be_asked_different_things(run: Run) -> None:
     records = run.select()
-    wanted = [jobs(FORMATS[index % 4]) if index % 3 else [] for index in range(len(records))]
+    wanted: list[Asked] = [{None: jobs(FORMATS[index % 4])} if index % 3 else {} for index in range(len(records))]
     for record, asked, found in zip(records, wanted, sweep_records(records, wanted, view=View.COMPUTE), strict=True):
         assert not isinstance(found, RanktapeError)
-        assert fields(found) == fields(sweep_one(record, asked, view=View.COMPUTE) if asked else ())
+        assert found.keys() == asked.keys()
+        assert not asked or fields(found[None]) == fields(sweep_one(record, asked[None], view=View.COMPUTE))
 
 
 def test_a_second_format_reads_nothing(tmp_path: Path) -> None:

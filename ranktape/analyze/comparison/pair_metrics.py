@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.engine.digests import digests, merge_digests
+from ranktape.analyze.engine.digest_measure import digests, merge_digests
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.distributions.distances import Distances, distance
 from ranktape.analyze.table import Column, Kind

@@ -15,14 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.engine.values import View, read_histogram, viewed_dtype
-from ranktape.analyze.numerics.digests.digest import SAMPLE_METRICS, Digest, Summarizer
-from ranktape.analyze.numerics.digests.kernels import (
-    MAX_COUNT,
-    NUM_TABLES,
-    Nature,
-    count_samples,
-)
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View, read_histogram, viewed_dtype, viewed_dtypes
+from ranktape.analyze.numerics.digests.digest import SAMPLE_METRICS, Digest, Summarizer, Summary, merge_summaries
+from ranktape.analyze.numerics.digests.kernels import MAX_COUNT, NUM_TABLES, Nature, count_samples
 from ranktape.analyze.numerics.histograms.histogram import KINDS, Histogram, Tallies, own_limits, pattern_values, scan
 from ranktape.analyze.numerics.histograms.moments import statistics_of, statistics_of_pairs
 from ranktape.analyze.numerics.pieces import frozen
@@ -35,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.cache_object import Payload
-    from ranktape.storage import Record
+    from ranktape.storage import Record, Records
 
 VERSION = 3
 """Of the payload; one more whenever what is in it changes."""
@@ -129,6 +125,37 @@ def digest_of(payload: Payload, *, dtype: str) -> Digest:
         is_exact=bool(is_exact),
         has_values=bool(has_values),
         samples=None if samples is None else dict(zip(SAMPLE_METRICS, samples, strict=True)),
+    )
+
+
+def digests(records: Records, *, view: View = View.COMPUTE, engine: Engine | None = None) -> Iterator[Digest]:
+    """The digest of each record, in their order: of those that were asked about before, nothing is read.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+        UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
+    """
+    measured = (engine or Engine()).measure(records, DigestMeasure(view=view))
+    # The columns say the dtype; the payload holds numbers alone.
+    for dtype, payload in zip(viewed_dtypes(records, view=view), measured, strict=True):
+        yield digest_of(payload, dtype=dtype)
+
+
+def merge_digests(parts: Sequence[Digest]) -> Digest:
+    """The digest of all values together; of samples nothing is said. At least one part.
+
+    The order of the parts matters to the last bit of sums, and to nothing else.
+    """
+    summary = merge_summaries([Summary(part.values, part.counts, part.is_exact) for part in parts])
+    return Digest(
+        dtype=" ".join(sorted({part.dtype for part in parts})),
+        statistics=merge_statistics([part.statistics for part in parts]),
+        tallies=merge_tallies([part.tallies for part in parts]),
+        values=summary.values,
+        counts=summary.counts,
+        is_exact=summary.is_exact,
+        has_values=all(part.has_values for part in parts),
     )
 
 

@@ -8,8 +8,9 @@ format. Wider types, NVFP4, channels and the legacy mode look at the values them
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -17,7 +18,15 @@ import numpy as np
 
 from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.values import View, pick, read_block_histogram, read_numbers, read_values, viewed_dtype
+from ranktape.analyze.engine.values import (
+    View,
+    pick,
+    read_block_histogram,
+    read_numbers,
+    read_values,
+    viewed_dtype,
+    viewed_dtypes,
+)
 from ranktape.analyze.numerics.histograms.block_histogram import APART, CELLS, BlockHistogram, count_few_cells
 from ranktape.analyze.numerics.histograms.block_tables import CUTS
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
@@ -41,11 +50,10 @@ if TYPE_CHECKING:
 VERSION = 1
 """Of the payload; one more whenever what is in it changes."""
 
+Answer = TypeVar("Answer")
+
 Sweeps = tuple["ScaleSweep", ...]
 """One for each job."""
-
-Asked = TypeVar("Asked")
-"""What is asked of one record."""
 
 
 class Job(NamedTuple):
@@ -69,6 +77,34 @@ class Job(NamedTuple):
     def is_counted(self) -> bool:
         """Whether counts of a narrow type answer it, of values or of blocks."""
         return self.mode is SweepMode.TENSOR or self.block_key is not None
+
+    def measure(self, view: View) -> Measure:
+        """What is counted once, kept, and answers it and every other job of that `block_key`."""
+        if self.block_key is None:
+            return DigestMeasure(view=view)
+        return BlockMeasure(view=view, axis=self.block_key[0], block_size=self.block_key[1])
+
+    def counted(self, payload: Payload, *, dtype: str) -> Counted:
+        """What `measure` made a payload of; None where there was too much to count."""
+        if self.block_key is None:
+            return histogram_of(digest_of(payload, dtype=dtype))
+        return blocks_of(payload, axis=self.block_key[0], block_size=self.block_key[1], dtype=dtype)
+
+    def answer(self, counted: Counted) -> ScaleSweep | None:
+        """The sweep of what was counted; None where that does not tell."""
+        if isinstance(counted, Histogram):
+            return sweep_numbers(counted, [self])[0]
+        if counted is None or not counted.blocks.answers(self.options.rule, self.scheme.element):
+            return None
+        sweep = sweep_schemes(counted.blocks, [(self.scheme, self.mode)], options=self.options)[0]
+        return dataclasses.replace(sweep, minimum=counted.ends[0], maximum=counted.ends[1])
+
+
+Asked = Mapping[int | None, Sequence[Job]]
+"""What is asked of one record: the jobs of some of its samples, by their index, and of all of it, by None."""
+
+Found = dict[int | None, Sweeps]
+"""The sweeps for these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,67 +164,83 @@ def _is_like(array: NDArray[Any], dtype: str, length: int) -> bool:
     return array.dtype.str == dtype and array.shape == (length,)
 
 
-class _BlocksCounted(NamedTuple):
+class BlocksCounted(NamedTuple):
     """The counts of a record's blocks, and its smallest and largest finite value."""
 
     blocks: BlockHistogram
     ends: tuple[float | None, ...]
 
 
-def sweep_records(
-    records: Records, jobs: Sequence[Sequence[Job]], *, view: View, engine: Engine | None = None
-) -> Iterator[Sweeps | RanktapeError]:
-    """The sweeps of each record for its own jobs, in their order; in the place of one that fails the reason why.
+Counted = Histogram | BlocksCounted | None
+"""What was counted of a record of a narrow type."""
 
-    The records are of floating-point or complex numbers. What is found is the same to the last bit as by `sweep_one`.
+
+def sweep_records(
+    records: Records, asked: Sequence[Asked], *, view: View, engine: Engine | None = None
+) -> Iterator[Found | RanktapeError]:
+    """The sweeps of each record, or of its samples, in order; in the place of one that fails the reason why.
+
+    The records are of floating-point or complex numbers; those whose samples are asked for have samples and values.
+    What is found is the same to the last bit as by `sweep_one`. A sample keeps its dimension, where there is one, so
+    that axes are numbered as those of the record.
 
     Raises:
         UsageError: of the engine itself; of records none are.
         WorkersError: the processes or the cluster cannot be had, or were lost.
     """
     used = engine or Engine()
-    mask, narrow = pick(records, lambda dtype, compute, keep: _is_narrow(dtype, compute, keep, view=view))
-    wanted = [
-        [job for job in asked if not (is_narrow and job.is_counted)]
-        for is_narrow, asked in zip(mask, jobs, strict=True)
-    ]
-    tasks, sizes = _tasks(records, wanted, view=view)
-    mapped = used.map(_try, tasks, sizes=sizes)
-    measures: dict[Any, Measure] = {}
-    for job in dict.fromkeys(job for asked in jobs for job in asked if job.is_counted):
-        key = job.block_key
-        measures[key] = (
-            DigestMeasure(view=view) if key is None else BlockMeasure(view=view, axis=key[0], block_size=key[1])
-        )
-    counts = {key: _measured(narrow, measure, used) for key, measure in measures.items()}
-    dtypes = zip(records.column("dtype").tolist(), records.column("compute_dtype").tolist(), strict=True)
-    for position, (is_narrow, asked, pair) in enumerate(zip(mask, wanted, dtypes, strict=True)):
-        from_values = next(mapped) if asked else ()
-        payloads = {key: next(iterator) for key, iterator in counts.items()} if is_narrow else {}
-        needed = {job.block_key for job in jobs[position] if job.is_counted}
-        failures = [one for one in (from_values, *map(payloads.get, needed)) if isinstance(one, RanktapeError)]
-        if failures or isinstance(from_values, RanktapeError):
-            yield failures[0]
-        elif not is_narrow:
-            yield from_values
-        else:
-            dtype = viewed_dtype(dtype=pair[0], compute_dtype=pair[1], view=view)
-            numbers = {key: _numbers(payloads[key], key, dtype=dtype) for key in needed}
-            yield _put_together(records, position, jobs[position], numbers, from_values, view=view)
+    mask, narrow = pick(
+        records, lambda dtype, compute, keep: is_narrow(dtype, compute_dtype=compute, keep=keep, view=view)
+    )
+    is_kept = mask.tolist()
+    wanted: list[Asked] = []
+    for one, is_counted in zip(asked, is_kept, strict=True):
+        left = {
+            part: [job for job in jobs if part is not None or not (is_counted and job.is_counted)]
+            for part, jobs in one.items()
+        }
+        wanted.append({part: jobs for part, jobs in left.items() if jobs})
+    tasks = _tasks(records, wanted, view=view)
+    sizes = [0 if isinstance(record, RanktapeError) else record.nbytes for record, _, _ in tasks]
+    mapped = used.map(_sweep_values, tasks, sizes=sizes)
+    firsts = {job.block_key: job for one in asked for job in one.get(None, ()) if job.is_counted}
+    measured = {key: _measured(narrow, job.measure(view), used) for key, job in firsts.items()}
+    for position, dtype in enumerate(viewed_dtypes(records, view=view)):
+        from_values = next(mapped) if wanted[position] else {}
+        payloads = {key: next(iterator) for key, iterator in measured.items()} if is_kept[position] else {}
+        jobs = asked[position].get(None, ())
+        try:
+            found = dict(_checked(from_values))
+            if is_kept[position] and jobs:
+                keys = {job.block_key for job in jobs if job.is_counted}
+                counted = {key: firsts[key].counted(_checked(payloads[key]), dtype=dtype) for key in keys}
+                record = functools.partial(records.__getitem__, position)
+                found[None] = _put_together(record, jobs, counted, found.get(None, ()), view=view)
+            yield found
+        except RanktapeError as error:
+            yield error
 
 
-def sweep_samples(
-    records: Records, jobs: Sequence[Mapping[int, Sequence[Job]]], *, view: View, engine: Engine | None = None
-) -> Iterator[Mapping[int, Sweeps] | RanktapeError]:
-    """The sweeps of samples of each record, by the index of the sample; in the place of a record that fails the reason.
+def _put_together(
+    record: Callable[[], Record],
+    jobs: Sequence[Job],
+    counted: Mapping[Any, Counted],
+    from_values: Sweeps,
+    *,
+    view: View,
+) -> Sweeps:
+    """The sweeps of a record of a narrow type: from counts as far as these answer, and from the values."""
+    values = iter(from_values)
+    found = [job.answer(counted[job.block_key]) if job.is_counted else next(values) for job in jobs]
+    unanswered = [job for job, sweep in zip(jobs, found, strict=True) if sweep is None]
+    again = iter(sweep_one(record(), unanswered, view=view) if unanswered else ())
+    return tuple(next(again) if sweep is None else sweep for sweep in found)
 
-    Each record has samples, and its values were kept; it is read once. A sample keeps their dimension, where there is
-    one, so that axes are numbered as those of the record.
-    """
-    tasks, sizes = _tasks(records, jobs, view=view)
-    found = (engine or Engine()).map(_try_samples, tasks, sizes=sizes)
-    for asked in jobs:
-        yield next(found) if asked else {}
+
+def _checked(found: Answer | RanktapeError) -> Answer:
+    if isinstance(found, RanktapeError):
+        raise found
+    return found
 
 
 def sweep_one(record: Record, jobs: Sequence[Job], *, view: View) -> Sweeps:
@@ -218,7 +270,8 @@ def sweep_numbers(numbers: NDArray[Any] | Histogram, jobs: Sequence[Job]) -> Swe
     return tuple(found[place] for place in range(len(jobs)))
 
 
-def _is_narrow(dtype: str, compute_dtype: str, keep: str, *, view: View) -> bool:
+def is_narrow(dtype: str, *, compute_dtype: str, keep: str, view: View) -> bool:
+    """Whether the values of a record were kept, and are of a type that is counted."""
     row = dtype_row(viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=view))
     return keep == Keep.VALUES and row.is_floating and row.itemsize <= 2  # noqa: PLR2004 - bytes that are counted
 
@@ -243,19 +296,16 @@ def _measured(records: Records, measure: Measure, engine: Engine) -> Iterator[Pa
             yield found
 
 
-def _tasks(
-    records: Records, jobs: Sequence[Asked], *, view: View
-) -> tuple[list[tuple[Record | RanktapeError, Asked, View]], list[int]]:
-    """What is to be done of each record with a job, and the bytes that each reads."""
-    if not any(jobs):
-        return [], []
+def _tasks(records: Records, asked: Sequence[Asked], *, view: View) -> list[tuple[Record | RanktapeError, Asked, View]]:
+    """What is to be done of each record with a job."""
+    if not any(asked):
+        return []
     found: list[Record | RanktapeError] = []
     try:
         found += records
     except RanktapeError:
         found = [_record(records, position) for position in range(len(records))]
-    tasks = [(record, asked, view) for record, asked in zip(found, jobs, strict=True) if asked]
-    return tasks, [0 if isinstance(record, RanktapeError) else record.nbytes for record, _, _ in tasks]
+    return [(record, jobs, view) for record, jobs in zip(found, asked, strict=True) if jobs]
 
 
 def _record(records: Records, position: int) -> Record | RanktapeError:
@@ -265,42 +315,32 @@ def _record(records: Records, position: int) -> Record | RanktapeError:
         return error
 
 
-def _try(task: tuple[Record | RanktapeError, Sequence[Job], View]) -> Sweeps | RanktapeError:
-    record, jobs, view = task
-    if isinstance(record, RanktapeError):
-        return record
+def _sweep_values(task: tuple[Record | RanktapeError, Asked, View]) -> Found | RanktapeError:
+    record, asked, view = task
     try:
-        return sweep_one(record, jobs, view=view)
+        checked = _checked(record)
+        samples = {part: jobs for part, jobs in asked.items() if part is not None}
+        values = samples_of(checked, view=view) if samples else []
+        found: Found = {part: sweep_numbers(values[part], jobs) for part, jobs in samples.items()}
+        if None in asked:
+            found[None] = sweep_one(checked, asked[None], view=view)
     except RanktapeError as error:
         return error
+    return found
 
 
-def _try_samples(
-    task: tuple[Record | RanktapeError, Mapping[int, Sequence[Job]], View],
-) -> Mapping[int, Sweeps] | RanktapeError:
-    record, jobs, view = task
-    if isinstance(record, RanktapeError):
-        return record
-    try:
-        values = read_values(record, view=view)
-        if record.sample_dim is None:
-            return {sample: sweep_numbers(values, asked) for sample, asked in jobs.items()}
-        samples = np.moveaxis(values, record.sample_dim, 0)
-        return {
-            sample: sweep_numbers(np.moveaxis(samples[sample : sample + 1], 0, record.sample_dim), asked)
-            for sample, asked in jobs.items()
-        }
-    except RanktapeError as error:
-        return error
+def samples_of(record: Record, *, view: View) -> list[NDArray[Any]]:
+    """The values of each sample, which keeps its dimension; of a record that is one sample all of them.
 
-
-def _numbers(
-    payload: Payload | RanktapeError, key: tuple[int, int] | None, *, dtype: str
-) -> Histogram | _BlocksCounted | None:
-    assert not isinstance(payload, RanktapeError)
-    if key is None:
-        return histogram_of(digest_of(payload, dtype=dtype))
-    return blocks_of(payload, axis=key[0], block_size=key[1], dtype=dtype) if payload else None
+    Raises:
+        DataError: the record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+    """
+    values, dim = read_values(record, view=view), record.sample_dim
+    if dim is None:
+        return [values]
+    ahead = (slice(None),) * dim
+    return [values[*ahead, sample : sample + 1] for sample in range(values.shape[dim])]
 
 
 def histogram_of(digest: Digest) -> Histogram:
@@ -315,47 +355,16 @@ def histogram_of(digest: Digest) -> Histogram:
     return Histogram(dtype=dtype, counts=counts)
 
 
-def blocks_of(payload: Payload, *, axis: int, block_size: int, dtype: str) -> _BlocksCounted:
-    """The histogram of blocks that `BlockMeasure` made a payload of."""
+def blocks_of(payload: Payload, *, axis: int, block_size: int, dtype: str) -> BlocksCounted | None:
+    """The histogram of blocks that `BlockMeasure` made a payload of; None where there were too many."""
+    if not payload:
+        return None
     row = dtype_row(dtype)
     cells: dict[str, Any] = {name: payload[name] for name in CELLS} | {"counts": payload["counts"].astype(np.int64)}
     apart: dict[str, Any] = dict(zip(APART, payload["apart"].tolist(), strict=True))
     patterns = row.numpy_dtype if row.itemsize == 2 else numpy_dtype("bfloat16")  # noqa: PLR2004 - bytes
     blocks = BlockHistogram(dtype=patterns, axis=str(axis), block_size=block_size, cuts=CUTS, **cells, **apart)
-    return _BlocksCounted(blocks, tuple(None if math.isnan(end) else end for end in payload["ends"].tolist()))
-
-
-def _put_together(
-    records: Records,
-    position: int,
-    jobs: Sequence[Job],
-    numbers: Mapping[Any, Histogram | _BlocksCounted | None],
-    from_values: Iterable[ScaleSweep],
-    *,
-    view: View,
-) -> Sweeps | RanktapeError:
-    """The sweeps of a record of a narrow type, from its counts as far as these answer."""
-    others = iter(from_values)
-    found: dict[int, ScaleSweep] = {}
-    unanswered: list[int] = []
-    try:
-        for place, job in enumerate(jobs):
-            counted = numbers[job.block_key] if job.is_counted else None
-            if not job.is_counted:
-                found[place] = next(others)
-            elif isinstance(counted, Histogram):
-                found[place] = sweep_numbers(counted, [job])[0]
-            elif counted is not None and counted.blocks.answers(job.options.rule, job.scheme.element):
-                sweep = sweep_schemes(counted.blocks, [(job.scheme, job.mode)], options=job.options)[0]
-                found[place] = dataclasses.replace(sweep, minimum=counted.ends[0], maximum=counted.ends[1])
-            else:
-                unanswered.append(place)
-        if unanswered:
-            sweeps = sweep_one(records[position], [jobs[place] for place in unanswered], view=view)
-            found |= dict(zip(unanswered, sweeps, strict=True))
-    except RanktapeError as error:
-        return error
-    return tuple(found[place] for place in range(len(jobs)))
+    return BlocksCounted(blocks, tuple(None if math.isnan(end) else end for end in payload["ends"].tolist()))
 
 
 def _sweep_kept(record: Record, jobs: Sequence[Job], *, view: View) -> Sweeps:

@@ -53,6 +53,13 @@ def viewed_dtype(*, dtype: str, compute_dtype: str, view: View) -> str:
     return dtype if is_held else compute_dtype
 
 
+def viewed_dtypes(records: Records, *, view: View) -> list[str]:
+    """What `viewed_dtype` says of each record."""
+    pairs = list(zip(records.column("dtype").tolist(), records.column("compute_dtype").tolist(), strict=True))
+    known = {pair: viewed_dtype(dtype=pair[0], compute_dtype=pair[1], view=view) for pair in set(pairs)}
+    return [known[pair] for pair in pairs]
+
+
 def pick(records: Records, is_wanted: Callable[[str, str, str], bool]) -> tuple[NDArray[np.bool_], Records]:
     """For each record whether its dtype, compute dtype and what was kept of it are wanted; and those that are."""
     kinds = list(zip(*(records.column(field).tolist() for field in ("dtype", "compute_dtype", "keep")), strict=True))

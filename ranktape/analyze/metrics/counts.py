@@ -1,273 +1,317 @@
-"""Counts what is beyond limits in each record: from the catalogue, a digest, or the values."""
+"""Counts what is beyond limits in every record or sample of a selection, and groups the counts.
+
+The catalogue answers for the limits of the dtype. For other limits it is what is counted once of a record and kept,
+its digest or the cells of its blocks, as far as that tells; else the values.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.sweep_measure import Job, sweep_records
-from ranktape.analyze.engine.values import View, pick, read_numbers, read_values, viewed_dtype
-from ranktape.analyze.metrics.target import Target, tells_apart
-from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
-from ranktape.analyze.numerics.histograms.histogram import Histogram, Limits, Tallies, scan, scan_histogram
+from ranktape.analyze.engine.values import View, pick, read_numbers, viewed_dtype, viewed_dtypes
+from ranktape.analyze.identity import (
+    SAMPLE,
+    SAMPLE_COLUMN,
+    SampleName,
+    group_columns,
+    group_row,
+    identity_columns,
+    identity_rows,
+    sample_names,
+    with_stacks,
+)
+from ranktape.analyze.metrics.target import (
+    NAMES,
+    LimitsMeasure,
+    Row,
+    Target,
+    row_of,
+    sweepable,
+    unknown_row,
+    with_total,
+)
 from ranktape.analyze.numerics.quantization.schemes import Scaling
-from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
-from ranktape.errors import RanktapeError
-from ranktape.storage.format.dtypes import dtype_row, numpy_dtype
-from ranktape.storage.format.record_info import Keep
+from ranktape.errors import UsageError
+from ranktape.storage.format.dtypes import numpy_dtype
+from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, Keep
+from ranktape.storage.query.columns import equal_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.cache_object import Payload
-    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
-    from ranktape.storage import Record, Records
+    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.table import Column
+    from ranktape.storage import Records
 
-VERSION = 1
-"""Of the payload; one more whenever what is in it changes."""
-
-KINDS = ("upper", "lower", "total", "underflow", "flushed", "nan", "inf", "zero", "spoiled")
-"""What is counted: `total` is what overflows on either side; `spoiled` are finite values of blocks with NaN or Inf."""
-
-EXTREMES = ("minimum", "maximum", "absmax")
-"""The extreme values, NaN left out."""
-
-NAMES = ("elements", *KINDS, *EXTREMES)
-"""What is known of each record."""
-
-Counts = Mapping[str, "NDArray[np.float64]"]
-"""For each of `NAMES` one number for each record; NaN where it is not known, or there is none."""
-
-Row = dict[str, float]
-"""The same of one record."""
+Counts = dict[str, "NDArray[np.float64]"]
+"""The same of several records or samples."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitsMeasure:
-    """Counts the values of a record against the limits of a format."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Places:
+    """Records, or the samples of records, and the counts of each."""
 
-    target: Target
-    """The format, and the scale, which is that of the whole tensor."""
-    view: View
-    """Which numbers are judged."""
-    per_sample: bool = False
-    """Whether each sample is counted for itself: a row of `SCANNED` for each, in place of one of `NAMES`."""
+    records: Records
+    """The records that were counted."""
+    targets: tuple[Target, ...]
+    """Whose limits count; none for those of the dtype."""
+    by: tuple[str, ...]
+    """The fields that are grouped by."""
+    owners: NDArray[np.int64]
+    """Of each place where in `records` its record is."""
+    dtypes: list[str]
+    """Of each record what its values were looked at as."""
+    samples: list[SampleName] | None
+    """Of each place what the sample is called; None where places are whole records."""
+    counts: tuple[Counts, ...]
+    """For each target, or for the dtype, the counts of all places."""
+    notes: tuple[str, ...]
+    """What was left out."""
 
     @property
-    def name(self) -> str:
-        """What the cache knows it by."""
-        start = "sample_limits" if self.per_sample else "limits"
-        return f"{start}_v{VERSION}_{self.target.name}_{self.target.scaling}_{self.view}"
+    def counted(self) -> list[tuple[Target | None, Counts]]:
+        """Each target, or None for the dtype, and its counts."""
+        return list(zip(self.targets or (None,), self.counts, strict=True))
 
-    def __call__(self, record: Record) -> Payload:
-        """The counts of one record, as an array."""
-        numbers = read_values(record, view=self.view) if self.per_sample else read_numbers(record, view=self.view)
-        limits = self.target.limits()
-        if self.target.scaling is Scaling.TENSOR:
-            limits = self.target.limits(largest=_scanned(numbers, limits).largest_finite)
-        if not self.per_sample:
-            row = row_of(_scanned(numbers, limits))
-            return {"row": np.array([row[name] for name in NAMES], dtype=np.float64)}
-        assert not isinstance(numbers, Histogram), "values were read"
-        dim = record.sample_dim
-        found = scan(numbers if dim is not None else numbers[np.newaxis], limits=limits, sample_dim=dim or 0).per_sample
-        assert found is not None
-        return {"counts": np.array([found[kind] for kind in SCANNED], dtype=np.int64).T}
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns that say which group, record or sample a row is of."""
+        if self.by:
+            return group_columns(self.by)
+        return (*identity_columns(self.records), *(() if self.samples is None else (SAMPLE_COLUMN,)))
 
-    def accepts(self, payload: Payload) -> bool:
-        """Whether a payload is one that is made here; what lies in a cache may have been put there by anybody."""
-        if self.per_sample:
-            table = payload.get("counts")
-            return table is not None and table.shape[1:] == (len(SCANNED),) and table.dtype == np.int64
-        row = payload.get("row")
-        return row is not None and row.shape == (len(NAMES),) and row.dtype == np.float64
+    def rows(self) -> Iterator[tuple[tuple[Any, ...], Sequence[int]]]:
+        """What those columns hold, and the places of each row."""
+        if self.by:
+            for key, members in self.groups():
+                yield self.head(key, members), members.tolist()
+            return
+        identities = identity_rows(self.records)
+        for place, owner in enumerate(self.owners.tolist()):
+            yield (*identities[owner], *(() if self.samples is None else (str(self.samples[place]),))), [place]
+
+    def head(self, key: dict[str, Any], members: NDArray[np.int64]) -> tuple[Any, ...]:
+        """The cells that say which group it is, and of how many records."""
+        return group_row(key, num_records=np.unique(self.owners[members]).size)
+
+    def dtypes_of(self, places: Sequence[int]) -> list[str]:
+        """What the values of several places were looked at as, each once."""
+        return sorted({self.dtypes[self.owners[place]] for place in places})
+
+    def groups(self) -> list[tuple[dict[str, Any], NDArray[np.int64]]]:
+        """For each group of equal values of the fields, sorted by them, its places; one of all without fields."""
+        if not self.by:
+            return [({}, np.arange(self.owners.size))]
+        columns = [
+            (self.samples or []) if field == SAMPLE else self.records.column(field)[self.owners].tolist()
+            for field in self.by
+        ]
+        return [
+            (dict(zip(self.by, key, strict=True)), np.array(rows, dtype=np.int64))
+            for key, rows in equal_rows(zip(*columns, strict=True))
+        ]
+
+    def together(self, counts: Counts, places: Sequence[int] | NDArray[np.int64]) -> Row:
+        """The counts of several places; a count is not known if that of one is not, extremes are of those known."""
+        if len(places) == 1:
+            return {name: float(column[places[0]]) for name, column in counts.items()}
+        found = {name: float(column[places].sum()) for name, column in counts.items() if name not in EXTREMES}
+        for name in EXTREMES:
+            known = counts[name][places]
+            known = known[~np.isnan(known)]
+            ends = known.min if name == "minimum" else known.max
+            found[name] = float(ends()) if known.size else math.nan
+        return found
 
 
-def _scanned(numbers: NDArray[Any] | Histogram, limits: Limits) -> Tallies:
-    return scan_histogram(numbers, limits=limits) if isinstance(numbers, Histogram) else scan(numbers, limits=limits)
-
-
-def count_records(
+def find_places(
     records: Records,
     targets: Sequence[Target],
     *,
+    by: Sequence[str] = (),
+    per_sample: bool = False,
     view: View,
     engine: Engine | None = None,
     on_record: Callable[[], object] = lambda: None,
-) -> list[Counts]:
-    """For each target the counts of all records; without targets, once, against the limits of their own dtype.
+) -> Places:
+    """The counts of every record, or of every sample, where these are asked for or grouped by.
 
-    NaN counts as NaN alone; infinities count as infinite, and overflow everywhere. With scales of blocks nothing is
-    known of signs, and so `upper` and `lower` are not; no record may be of integers or bool.
+    NaN counts as NaN alone; infinities count as infinite, and overflow everywhere. Of signs nothing is known with
+    scales of blocks, of extremes nothing where samples are counted.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
-        UsageError: what was kept of a record does not answer the question.
+        UsageError: no record has samples, or blocks; what was kept of one does not answer the question.
+        UnknownFieldError: `by` names no field of a record.
     """
-    used = engine or Engine()
-    if not targets:
-        return [_own_counts(records, view=view, engine=used, on_record=on_record)]
-    refuse_statistics(records)
-    plain = [target for target in targets if target.scaling is not Scaling.BLOCK]
-    blocks = [target for target in targets if target.scaling is Scaling.BLOCK]
-    found: dict[Target, Counts] = {}
-    if plain:
-        found |= _plain_counts(records, plain, view=view, engine=used, on_record=on_record)
-    if blocks:
-        reported = (lambda: None) if plain else on_record
-        found |= _block_counts(records, blocks, view=view, engine=used, on_record=reported)
-    return [found[target] for target in targets]
+    for field in by:
+        if field != SAMPLE:
+            records.column(field)  # refuses what is no field before anything is read
+    chosen, notes = _countable(records, targets)
+    sizes: list[int] | None = None
+    owners, samples = np.arange(len(chosen)), None
+    if per_sample or SAMPLE in by:
+        names = sample_names(chosen)
+        sizes = [len(found) for found in names]
+        if not any(sizes):
+            raise UsageError(
+                f"none of {len(chosen)} records has samples that can be told apart: "
+                f"leave out --per-sample and --by sample"
+            )
+        owners, samples = np.repeat(owners, sizes), [name for found in names for name in found]
+        if num_without := sizes.count(0):
+            notes.append(f"{num_without} of {len(chosen)} records have no samples, and are left out")
+    source = _Source(chosen, sizes, view=view, engine=engine or Engine(), on_record=on_record)
+    return Places(
+        records=chosen,
+        targets=tuple(targets),
+        by=with_stacks(by, records),
+        owners=owners,
+        dtypes=viewed_dtypes(chosen, view=view),
+        samples=samples,
+        counts=tuple(source.counts(targets) if targets else [source.own_counts()]),
+        notes=tuple(notes),
+    )
 
 
-def refuse_statistics(records: Records) -> None:
-    """Refuse records of which no value is known.
-
-    Raises:
-        UsageError: there is one; as `values.read_numbers` says it.
-    """
-    (kept,) = np.nonzero(records.column("keep") == Keep.STATISTICS)
-    if kept.size:
-        read_numbers(records[int(kept[0])], view=View.SEEN)
-
-
-def row_of(tallies: Tallies) -> Row:
-    """What is known of a record of which that was counted."""
-    extremes = {name: getattr(tallies, name) for name in EXTREMES}
-    return {
-        "elements": float(tallies.num_elements),
-        **{kind: float(getattr(tallies, kind)) for kind in SCANNED},
-        "total": float(tallies.upper + tallies.lower),
-        "spoiled": 0.0,
-        **{name: math.nan if value is None else value for name, value in extremes.items()},
-    }
+def _countable(records: Records, targets: Sequence[Target]) -> tuple[Records, list[str]]:
+    """The records that can be counted against all targets, and a sentence on the others."""
+    if all(target.scaling is not Scaling.BLOCK for target in targets):
+        return records, []
+    chosen = sweepable(records)
+    if not len(chosen):
+        raise UsageError("no record holds floating-point numbers, and of integers and bool no blocks are made")
+    left_out = len(records) - len(chosen)
+    return chosen, [f"{left_out} records of integers or bool left out: no blocks are made of them"] if left_out else []
 
 
-def _own_counts(records: Records, *, view: View, engine: Engine, on_record: Callable[[], object]) -> Counts:
-    """From the catalogue, which counted when the run was written, where values are looked at as they were then."""
-    names = {"elements": "numel", "total": "overflow.total"}
-    names |= {kind: f"overflow.{kind}.count" for kind in KINDS if kind not in {"total", "flushed", "spoiled"}}
-    names |= {name: f"overflow.{name}" for name in EXTREMES}
-    found = {name: records.column(column).astype(np.float64) for name, column in names.items()}
-    found |= {name: np.zeros(len(records)) for name in ("flushed", "spoiled")}
+class _Source:
+    """Counts records, or the samples of those that have some."""
 
-    def is_other(dtype: str, compute: str, _: str) -> bool:
-        return viewed_dtype(dtype=dtype, compute_dtype=compute, view=view) != dtype
+    def __init__(
+        self,
+        records: Records,
+        sizes: Sequence[int] | None,
+        *,
+        view: View,
+        engine: Engine,
+        on_record: Callable[[], object],
+    ) -> None:
+        self._sizes = None if sizes is None else [size for size in sizes if size]
+        self._records = records if sizes is None else records.take([place for place, size in enumerate(sizes) if size])
+        self._view, self._engine, self._on_record = view, engine, on_record
 
-    mask, others = pick(records, is_other)
-    refuse_statistics(others)
-    for position, digest in zip(np.flatnonzero(mask), digests(others, view=view, engine=engine), strict=True):
-        for name, value in row_of(digest.tallies).items():
-            found[name][position] = value
-        on_record()
-    return found
+    def counts(self, targets: Sequence[Target]) -> list[Counts]:
+        """For each target the counts of all records or samples; each digest is looked at once for all of them."""
+        self._refuse(self._records)
+        is_per_sample = self._sizes is not None
+        measures = [LimitsMeasure(target=one, view=self._view, per_sample=is_per_sample) for one in targets]
+        plain = [one for one in measures if one.target.scaling is not Scaling.BLOCK and not is_per_sample]
+        known = digests(self._records, view=self._view, engine=self._engine)
+        copies = dict(zip(plain, itertools.tee(known, len(plain)), strict=True))
+        found = [self._rows(one, copies.get(one)) for one in measures]
+        tables: list[list[NDArray[np.float64]]] = [[] for _ in targets]
+        for rows in zip(*found, strict=True):
+            for table, row in zip(tables, rows, strict=True):
+                table.append(row)
+            self._on_record()
+        columns = [np.concatenate([np.zeros((0, len(NAMES))), *table]) for table in tables]
+        counts = [{name: table[:, place] for place, name in enumerate(NAMES)} for table in columns]
+        return [one | self._extremes(target) for one, target in zip(counts, targets, strict=True)]
 
+    def _rows(self, measure: LimitsMeasure, known: Iterator[Digest] | None) -> Iterator[NDArray[np.float64]]:
+        """The rows of each record: of what is kept, or of its values."""
+        records, engine = self._records, self._engine
+        mask, by_value = pick(records, measure.needs_values)
+        kept: Iterator[Digest | Payload | None]
+        if known is not None:
+            kept = known
+        else:
+            others = records.take(np.flatnonzero(~mask).tolist())
+            counted = engine.measure(others, measure.job.measure(self._view)) if len(others) else iter(())
+            kept = (None if is_read else next(counted) for is_read in mask.tolist())
+        values = engine.measure(by_value, measure)
+        for place, (is_read, one, dtype) in enumerate(
+            zip(mask.tolist(), kept, viewed_dtypes(records, view=self._view), strict=True)
+        ):
+            row = None if is_read or one is None else measure.count(one, dtype=dtype)
+            if row is not None:
+                yield np.array([[row[name] for name in NAMES]])
+            else:
+                yield next(values if is_read else engine.measure(records[place : place + 1], measure))["rows"]
 
-def _plain_counts(
-    records: Records,
-    targets: Sequence[Target],
-    *,
-    view: View,
-    engine: Engine,
-    on_record: Callable[[], object],
-) -> dict[Target, Counts]:
-    rows: dict[Target, list[Row]] = {target: [] for target in targets}
-    from_values = {target: _ValueCounts(records, target, view=view, engine=engine) for target in targets}
-    for position, digest in enumerate(digests(records, view=view, engine=engine)):
-        for target in targets:
-            limits = target.limits(largest=digest.tallies.largest_finite)
-            known = digest.is_exact or tells_apart(limits)
-            measured = from_values[target].row(position, is_needed=not known)
-            rows[target].append(measured or row_of(digest.count(limits)))
-        on_record()
-    return {target: _columns(found) for target, found in rows.items()}
+    def _extremes(self, target: Target) -> Counts:
+        """Those of records that were counted in blocks: what the catalogue has, rounded as the values are."""
+        if target.scaling is not Scaling.BLOCK or self._sizes is not None:
+            return {}
+        dtypes = np.array(viewed_dtypes(self._records, view=self._view), dtype=object)
+        found: Counts = {}
+        for name in EXTREMES:
+            column = self._records.column(f"overflow.{name}").astype(np.float64)
+            for dtype in set(dtypes.tolist()):
+                with np.errstate(over="ignore"):
+                    column[dtypes == dtype] = column[dtypes == dtype].astype(numpy_dtype(dtype)).astype(np.float64)
+            found[name] = column
+        return found
 
+    def own_counts(self) -> Counts:
+        """Against the limits of the dtype: from the catalogue, where values are looked at as they were counted."""
+        records, view = self._records, self._view
+        mask, others = pick(
+            records, lambda dtype, compute, _: viewed_dtype(dtype=dtype, compute_dtype=compute, view=view) != dtype
+        )
+        self._refuse(others)
+        again = zip(np.flatnonzero(mask).tolist(), digests(others, view=view, engine=self._engine), strict=True)
+        if self._sizes is not None:
+            return self._own_samples(mask, again)
+        names = {"elements": "numel", "total": "overflow.total"}
+        names |= {kind: f"overflow.{kind}.count" for kind in TALLY_KINDS}
+        names |= {name: f"overflow.{name}" for name in EXTREMES}
+        found = {name: records.column(column).astype(np.float64) for name, column in names.items()}
+        found |= {name: np.zeros(len(records)) for name in ("flushed", "spoiled")}
+        for position, digest in again:
+            for name, value in row_of(digest.tallies).items():
+                found[name][position] = value
+            self._on_record()
+        return found
 
-class _ValueCounts:
-    """The counts of records whose digests do not tell on which side of a limit a value lies."""
+    def _own_samples(self, mask: NDArray[np.bool_], again: Iterator[tuple[int, Digest]]) -> Counts:
+        records, sizes = self._records, self._sizes or []
+        known = records.column("overflow.per_sample").tolist()
+        whole = {kind: records.column(f"overflow.{kind}.count").tolist() for kind in TALLY_KINDS}
+        rows: list[Row] = []
+        for place, (size, numel) in enumerate(zip(sizes, records.column("numel").tolist(), strict=True)):
+            counts: dict[str, Any]
+            if mask[place]:
+                counts = next(again)[1].samples or {}
+            elif size == 1:
+                counts = {kind: [column[place]] for kind, column in whole.items()}
+            else:
+                counts = json.loads(known[place]) or {kind: [math.nan] * size for kind in TALLY_KINDS}
+            for sample in range(size):
+                row = with_total((kind, counts[kind][sample]) for kind in TALLY_KINDS)
+                rows.append(unknown_row(int(numel / size)) | row)
+        return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in NAMES}
 
-    def __init__(self, records: Records, target: Target, *, view: View, engine: Engine) -> None:
-        self._records, self._engine = records, engine
-        self._measure = LimitsMeasure(target=target, view=view)
-
-        def is_wide(dtype: str, compute: str, keep: str) -> bool:
-            row = dtype_row(viewed_dtype(dtype=dtype, compute_dtype=compute, view=view))
-            return keep == Keep.VALUES and row.itemsize > 2  # noqa: PLR2004 - bytes of which a digest is exact
-
-        # Limits that every wide record needs its values for are counted together.
-        is_hard = not tells_apart(target.limits())
-        self._mask: NDArray[np.bool_] = np.zeros(len(records), dtype=np.bool_)
-        wide = records[:0]
-        if is_hard:
-            self._mask, wide = pick(records, is_wide)
-        self._ahead: Iterator[Payload] = engine.measure(wide, self._measure)
-
-    def row(self, position: int, *, is_needed: bool) -> Row | None:
-        """The counts of the next record; None where its digest has them."""
-        if self._mask[position]:
-            return row_of_payload(next(self._ahead))
-        if not is_needed:
-            return None
-        return row_of_payload(next(iter(self._engine.measure(self._records[position : position + 1], self._measure))))
-
-
-def row_of_payload(payload: Payload) -> Row:
-    """What `LimitsMeasure` made a payload of."""
-    return dict(zip(NAMES, payload["row"].tolist(), strict=True))
-
-
-def _block_counts(
-    records: Records,
-    targets: Sequence[Target],
-    *,
-    view: View,
-    engine: Engine,
-    on_record: Callable[[], object],
-) -> dict[Target, Counts]:
-    rows: dict[Target, list[Row]] = {target: [] for target in targets}
-    jobs = [block_job(target) for target in targets]
-    pairs = zip(records.column("dtype").tolist(), records.column("compute_dtype").tolist(), strict=True)
-    dtypes = [numpy_dtype(viewed_dtype(dtype=dtype, compute_dtype=compute, view=view)) for dtype, compute in pairs]
-    ends = {name: records.column(f"overflow.{name}") for name in EXTREMES}
-    for position, sweeps in enumerate(sweep_records(records, [jobs] * len(records), view=view, engine=engine)):
-        if isinstance(sweeps, RanktapeError):
-            raise sweeps
-        with np.errstate(over="ignore"):
-            # Rounding keeps the order of values, so that the extremes are those that were counted, rounded.
-            known = {name: float(ends[name][position].astype(dtypes[position])) for name in EXTREMES}
-        for place, target in enumerate(targets):
-            rows[target].append(block_row(sweeps[place]) | known)
-        on_record()
-    return {target: _columns(found) for target, found in rows.items()}
-
-
-def block_job(target: Target) -> Job:
-    """The sweep whose one level is that of the format's own scales."""
-    options = SweepOptions(mode=SweepMode.MX, num_levels=1, max_scale_exp=0, min_scale_exp=0)
-    return Job(*resolve(target.name, options=options), options)
-
-
-def block_row(sweep: ScaleSweep) -> Row:
-    """What is known of a record, or a sample, from its sweep at one level; its extremes are not."""
-    level = sweep.levels[0] if sweep.levels else None
-    counts = {"total": "overflow_count", "underflow": "underflow_count", "flushed": "flushed_count"}
-    return unknown_row(sweep.num_elements) | {
-        **{kind: 0.0 if level is None else float(getattr(level, name)) for kind, name in counts.items()},
-        "total": float(sweep.inf + (0 if level is None else level.overflow_count)),
-        **{kind: float(getattr(sweep, kind)) for kind in ("nan", "inf", "zero", "spoiled")},
-    }
-
-
-def unknown_row(num_elements: int) -> Row:
-    """What is known where nothing could be counted."""
-    return {"elements": float(num_elements)} | dict.fromkeys(NAMES[1:], math.nan)
-
-
-def _columns(rows: Sequence[Row]) -> Counts:
-    return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in NAMES}
+    def _refuse(self, records: Records) -> None:
+        """Refuse records of which no value is known; of whose samples, also those whose histogram was kept."""
+        (kept,) = np.nonzero(records.column("keep") == Keep.STATISTICS)
+        if kept.size:
+            read_numbers(records[int(kept[0])], view=View.SEEN)
+        (kept,) = np.nonzero(records.column("keep") == Keep.HISTOGRAM)
+        if kept.size and self._sizes is not None:
+            raise UsageError(
+                f"of {records[int(kept[0])]!r} the histogram was kept, which does not know its samples: "
+                f"leave such records out with --where \"keep == 'values'\""
+            )

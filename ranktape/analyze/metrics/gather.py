@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.engine.digests import digests, merge_digests
+from ranktape.analyze.engine.digest_measure import digests, merge_digests
 from ranktape.analyze.numerics.digests.digest import push
 from ranktape.storage.query.columns import equal_rows
 

@@ -1,28 +1,48 @@
-"""Gives the limits that values are counted against: those of a format, and the scale they have there."""
+"""Gives the limits that values are counted against, those of a format and its scale, and counts a record so."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
+from ranktape.analyze.engine.sweep_measure import Job, is_narrow, samples_of, sweep_numbers, sweep_one
+from ranktape.analyze.engine.values import View, read_numbers, read_values, viewed_dtype
 from ranktape.analyze.identity import words
+from ranktape.analyze.numerics.digests.digest import Digest
 from ranktape.analyze.numerics.formats import Coding
-from ranktape.analyze.numerics.histograms.histogram import Limits
+from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
+from ranktape.analyze.numerics.histograms.histogram import Histogram, Limits, Tallies, scan, scan_histogram
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES, Scaling, parse_scheme
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
-from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import dtype_row
+from ranktape.storage.format.record_info import EXTREMES, Keep
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.engine.cache_object import Payload
     from ranktape.analyze.numerics.formats import Format
-    from ranktape.storage import Records
+    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+    from ranktape.storage import Record, Records
+
+VERSION = 1
+"""Of the payload; one more whenever what is in it changes."""
+
+KINDS = ("upper", "lower", "total", "underflow", "flushed", "nan", "inf", "zero", "spoiled")
+"""What is counted: `total` is what overflows on either side; `spoiled` are finite values of blocks with NaN or Inf."""
+
+NAMES = ("elements", *KINDS, *EXTREMES)
+"""What is known of each record or sample: counts, and the extreme values, NaN left out."""
+
+Row = dict[str, float]
+"""For each of `NAMES` a number; NaN where it is not known, or there is none."""
 
 SCALINGS = (Scaling.NONE, Scaling.TENSOR, Scaling.BLOCK)
 """The choices of `--scaling`."""
@@ -62,6 +82,116 @@ class Target:
         # A limit that float64 does not hold lies beyond every value.
         start, normal, flushed = (_scaled(end, exponent) for end in ends)
         return Limits(overflow_start=start, min_normal=normal, flush_limit=flushed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsMeasure:
+    """Counts the values of a record, or of each of its samples, against the limits of a format."""
+
+    target: Target
+    """The format, and its scale."""
+    view: View
+    """Which numbers are judged."""
+    per_sample: bool = False
+    """Whether each sample is counted for itself."""
+
+    @property
+    def name(self) -> str:
+        """What the cache knows it by."""
+        whose = "sample_limits" if self.per_sample else "record_limits"
+        return f"{whose}_v{VERSION}_{self.target.name}_{self.target.scaling}_{self.view}"
+
+    def __call__(self, record: Record) -> Payload:
+        """The counts of one record: a row of `NAMES` for it, or for each of its samples."""
+        found = self._rows_of_blocks(record) if self.target.scaling is Scaling.BLOCK else self._rows(record)
+        return {"rows": np.array([[row[name] for name in NAMES] for row in found], dtype=np.float64)}
+
+    def accepts(self, payload: Payload) -> bool:
+        """Whether a payload is one that is made here; what lies in a cache may have been put there by anybody."""
+        rows = payload.get("rows")
+        return rows is not None and rows.shape[1:] == (len(NAMES),) and rows.dtype == np.float64
+
+    def count(self, known: Digest | Payload, *, dtype: str) -> Row | None:
+        """The counts of a record of which something is kept that answers other formats too; None where it does not."""
+        if isinstance(known, Digest):
+            limits = self.target.limits(largest=known.tallies.largest_finite)
+            return row_of(known.count(limits)) if known.is_exact or tells_apart(limits) else None
+        sweep = self.job.answer(self.job.counted(known, dtype=dtype))
+        return None if sweep is None else row_of_sweep(sweep)
+
+    def needs_values(self, dtype: str, compute_dtype: str, keep: str) -> bool:
+        """Whether nothing that is kept of such records answers, whatever their values are."""
+        if self.per_sample:
+            return True
+        if self.target.scaling is Scaling.BLOCK:
+            is_counted = is_narrow(dtype, compute_dtype=compute_dtype, keep=keep, view=self.view)
+            return not (is_counted and self.job.is_counted)
+        row = dtype_row(viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=self.view))
+        is_wide = row.itemsize > 2  # noqa: PLR2004 - bytes of which a digest is exact
+        return keep == Keep.VALUES and is_wide and not tells_apart(self.target.limits())
+
+    @property
+    def job(self) -> Job:
+        """The sweep whose one level is that of the format's own scales of blocks."""
+        options = SweepOptions(mode=SweepMode.MX, num_levels=1, max_scale_exp=0, min_scale_exp=0)
+        return Job(*resolve(self.target.name, options=options), options)
+
+    def _rows(self, record: Record) -> list[Row]:
+        numbers = read_values(record, view=self.view) if self.per_sample else read_numbers(record, view=self.view)
+        limits = self.target.limits()
+        if self.target.scaling is Scaling.TENSOR:
+            limits = self.target.limits(largest=_scanned(numbers, limits).largest_finite)
+        if not self.per_sample:
+            return [row_of(_scanned(numbers, limits))]
+        assert not isinstance(numbers, Histogram), "values were read"
+        dim = record.sample_dim
+        found = scan(numbers if dim is not None else numbers[np.newaxis], limits=limits, sample_dim=dim or 0).per_sample
+        assert found is not None
+        columns = [np.asarray(found[kind]).tolist() for kind in SCANNED]
+        elements = numbers.size // max(1, len(columns[0]))
+        return [
+            unknown_row(elements) | with_total(zip(SCANNED, row, strict=True)) for row in zip(*columns, strict=True)
+        ]
+
+    def _rows_of_blocks(self, record: Record) -> list[Row]:
+        if not self.per_sample:
+            return [row_of_sweep(sweep_one(record, [self.job], view=self.view)[0])]
+        samples = samples_of(record, view=self.view)
+        return [row_of_sweep(sweep_numbers(sample, [self.job])[0]) for sample in samples]
+
+
+def _scanned(numbers: NDArray[Any] | Histogram, limits: Limits) -> Tallies:
+    return scan_histogram(numbers, limits=limits) if isinstance(numbers, Histogram) else scan(numbers, limits=limits)
+
+
+def unknown_row(num_elements: int) -> Row:
+    """What is known where nothing was counted."""
+    return dict.fromkeys(NAMES, math.nan) | {"elements": float(num_elements)}
+
+
+def with_total(counts: Iterable[tuple[str, float]]) -> Row:
+    """The counts of some kinds, and what overflows on either side."""
+    found = {kind: float(count) for kind, count in counts}
+    return {"flushed": 0.0, "spoiled": 0.0} | found | {"total": found["upper"] + found["lower"]}
+
+
+def row_of(tallies: Tallies) -> Row:
+    """What is known of a record of which that was counted."""
+    extremes = {name: getattr(tallies, name) for name in EXTREMES}
+    return {
+        "elements": float(tallies.num_elements),
+        **with_total((kind, getattr(tallies, kind)) for kind in SCANNED),
+        **{name: math.nan if value is None else value for name, value in extremes.items()},
+    }
+
+
+def row_of_sweep(sweep: ScaleSweep) -> Row:
+    """What is known from a sweep at one level: nothing of signs, nor of extremes."""
+    level = sweep.levels[0] if sweep.levels else None
+    counts = {"total": "overflow_count", "underflow": "underflow_count", "flushed": "flushed_count"}
+    found = {kind: 0.0 if level is None else float(getattr(level, name)) for kind, name in counts.items()}
+    found |= {kind: float(getattr(sweep, kind)) for kind in ("nan", "inf", "zero", "spoiled")}
+    return unknown_row(sweep.num_elements) | found | {"total": found["total"] + found["inf"]}
 
 
 def parse_targets(
@@ -138,23 +268,6 @@ def is_sweepable(dtype: str) -> bool:
     """Whether a scale is sought for elements of that type, in torch's words."""
     row = dtype_row(dtype)
     return row.is_floating or row.is_complex
-
-
-def limit_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
-    """The columns that say whose limits count."""
-    scaling = (Column(name="scaling", kind=Kind.TEXT, is_key=True),) if targets else ()
-    return (
-        Column(name="limits_of", kind=Kind.TEXT, head="limits of", is_key=True),
-        Column(name="largest_value", kind=Kind.FLOAT, head="largest value", is_detail=True),
-        *scaling,
-    )
-
-
-def limit_cells(names: Sequence[str], *, target: Target | None) -> tuple[Any, ...]:
-    """What those columns hold: the name of the limits, the largest value if all have the same, and the scaling."""
-    largest = {target.element.maximum} if target is not None else {largest_value(name) for name in names}
-    cells = " ".join(names), largest.pop() if len(largest) == 1 else None
-    return cells if target is None else (*cells, target.scaling.value)
 
 
 def tells_apart(limits: Limits) -> bool:

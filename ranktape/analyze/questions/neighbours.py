@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, role_of, with_stacks
 from ranktape.analyze.metrics.gather import Groups, group_digests, group_records

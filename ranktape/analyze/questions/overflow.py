@@ -13,35 +13,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import (
-    SAMPLE,
-    SAMPLE_COLUMN,
-    are_files,
-    group_columns,
-    group_row,
-    identity_columns,
-    identity_rows,
-    with_stacks,
-)
-from ranktape.analyze.metrics.counts import EXTREMES, KINDS
-from ranktape.analyze.metrics.places import find_places
-from ranktape.analyze.metrics.target import Target, limit_cells, limit_columns, parse_targets
+from ranktape.analyze.identity import SAMPLE, are_files
+from ranktape.analyze.metrics.counts import find_places
+from ranktape.analyze.metrics.target import KINDS, Target, largest_value, parse_targets
 from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MODERATE_RATIO, LossSeverity, severity_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table, json_value
 from ranktape.errors import UsageError
+from ranktape.storage.format.record_info import EXTREMES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.metrics.places import Places
+    from ranktape.analyze.metrics.counts import Places
     from ranktape.storage import Records
 
 SEVERITY_COLUMNS = (
@@ -99,21 +90,19 @@ def overflow(
         raise UsageError("--per-sample and --by exclude each other: --by sample makes a row for each sample")
     targets = parse_targets(format, scaling)
     chosen = view or (View.COMPUTE if targets else View.SEEN)
-    fields = with_stacks(by, records)
     places = find_places(
-        records, targets, by=fields, per_sample=per_sample, view=chosen, engine=engine, on_record=on_record
+        records, targets, by=by, per_sample=per_sample, view=chosen, engine=engine, on_record=on_record
     )
     if first:
-        return overflow_begins(places, by=fields)
-    if fields:
-        columns = group_columns(fields)
-    else:
-        sample = () if places.samples is None else (SAMPLE_COLUMN,)
-        columns = (*identity_columns(places.records), *sample)
+        return overflow_begins(places)
     table = Table(
         title=_title(targets, view=chosen),
-        columns=(*columns, *_count_columns(targets)),
-        rows=tuple(_rows(places, fields)),
+        columns=(*places.columns, *_limit_columns(targets), *_count_columns(targets)),
+        rows=tuple(
+            (*head, *_limit_cells(places, members, target), *_count_cells(places.together(counts, members), targets))
+            for head, members in places.rows()
+            for target, counts in places.counted
+        ),
         notes=places.notes,
         worst_first=worst_first,
     )
@@ -144,6 +133,24 @@ def _kinds(targets: Sequence[Target]) -> tuple[str, ...]:
     return tuple(kind for kind in KINDS if kind not in left_out)
 
 
+def _limit_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
+    """The columns that say whose limits count."""
+    return (
+        Column(name="limits_of", kind=Kind.TEXT, head="limits of", is_key=True),
+        Column(name="largest_value", kind=Kind.FLOAT, head="largest value", is_detail=True),
+        *((Column(name="scaling", kind=Kind.TEXT, is_key=True),) if targets else ()),
+    )
+
+
+def _limit_cells(places: Places, members: Sequence[int], target: Target | None) -> tuple[Any, ...]:
+    """The name of the limits, the largest value if all have the same, and the scaling."""
+    if target is not None:
+        return target.name, target.element.maximum, target.scaling.value
+    names = places.dtypes_of(members)
+    largest = {largest_value(name) for name in names}
+    return " ".join(names), largest.pop() if len(largest) == 1 else None
+
+
 def _count_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
     def pair(kind: str) -> tuple[Column, Column]:
         names = f"overflow.{kind}.count", f"overflow.{kind}.ratio"
@@ -155,30 +162,11 @@ def _count_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
         )
 
     return (
-        *limit_columns(targets),
         Column(name="elements", kind=Kind.INTEGER),
         *(column for kind in _kinds(targets) for column in pair(kind)),
         *(Column(name=f"overflow.{name}", kind=Kind.FLOAT, head=name, is_detail=name != "absmax") for name in EXTREMES),
         *SEVERITY_COLUMNS,
     )
-
-
-def _rows(places: Places, by: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    """A row for each record, sample or group, and each target."""
-    if by:
-        for key, members in places.groups(by):
-            start = group_row(key, num_records=np.unique(places.owners[members]).size)
-            for target, counts in places.counted:
-                limits = limit_cells(places.limits_of(members.tolist(), target), target=target)
-                yield (*start, *limits, *_count_cells(places.together(counts, members), places.targets))
-        return
-    identities = identity_rows(places.records)
-    for place, owner in enumerate(places.owners.tolist()):
-        sample = () if places.samples is None else (str(places.samples[place]),)
-        for target, counts in places.counted:
-            numbers = {name: column[place] for name, column in counts.items()}
-            limits = limit_cells(places.limits_of([place], target), target=target)
-            yield (*identities[owner], *sample, *limits, *_count_cells(numbers, places.targets))
 
 
 def _count_cells(numbers: Mapping[str, float], targets: Sequence[Target]) -> tuple[Any, ...]:
@@ -243,7 +231,7 @@ EVENTS = {
 the legacy tool warns of."""
 
 
-def overflow_begins(places: Places, *, by: Sequence[str]) -> Table:
+def overflow_begins(places: Places) -> Table:
     """Where NaN, overflow and underflow begin: a row for each of them, for each target, and with `by` each group.
 
     That is the first iteration, in it the record with the lowest `counter`, which is the first in execution order,
@@ -254,11 +242,11 @@ def overflow_begins(places: Places, *, by: Sequence[str]) -> Table:
     fields = {name: places.records.column(name)[places.owners] for name in {*PLACE_FIELDS, *_ORDER, "site"}}
     turns = np.argsort(np.lexsort([fields[name] for name in reversed(_ORDER)]))
     rows = []
-    for key, members in places.groups(by):
+    for key, members in places.groups():
         ordered = members[np.argsort(turns[members])]
-        start = group_row(key, num_records=np.unique(places.owners[members]).size) if by else ()
+        start = places.head(key, members) if places.by else ()
         for target, counts in places.counted:
-            limits = limit_cells(places.limits_of(members.tolist(), target), target=target)
+            limits = _limit_cells(places, members.tolist(), target)
             for name, (kind, above) in EVENTS.items():
                 # Nothing is flushed that is stored already.
                 if target is None and name == "flushed":
@@ -269,9 +257,9 @@ def overflow_begins(places: Places, *, by: Sequence[str]) -> Table:
     return Table(
         title="where it begins: the first iteration, in it the first record in execution order, the lowest rank",
         columns=(
-            *(group_columns(by) if by else ()),
+            *(places.columns if places.by else ()),
             Column(name="kind", kind=Kind.TEXT),
-            *limit_columns(places.targets),
+            *_limit_columns(places.targets),
             *_place_columns(places),
         ),
         rows=tuple(rows),

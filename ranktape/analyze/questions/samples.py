@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import (
     SAMPLE,

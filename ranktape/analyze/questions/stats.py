@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import (
     SAMPLE,

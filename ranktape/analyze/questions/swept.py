@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.advice.shared import common_grid, common_scale
-from ranktape.analyze.engine.sweep_measure import Job, sweep_numbers, sweep_records, sweep_samples
+from ranktape.analyze.engine.sweep_measure import Asked, Found, Job, sweep_numbers, sweep_records
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import SAMPLE, identity_rows, sample_names
 from ranktape.analyze.numerics.inputs import numbers_of
@@ -143,42 +143,27 @@ def sweep_selection(
     """
     names = sample_names(records) if SAMPLE in by else None
     columns = {field: records.column(field).tolist() for field in by if field != SAMPLE}
-    keys = [{field: columns[field][row] for field in columns} for row in range(len(records))]
     jobs = jobs_of(request)
-    if names is None:
-        all_sweeps = sweep_records(records, [jobs] * len(records), view=request.view, engine=engine)
-        for row, (identity, sweeps) in enumerate(zip(identity_rows(records), all_sweeps, strict=True)):
-            if isinstance(sweeps, RanktapeError):
-                yield sweeps
-            else:
-                yield [_swept(records, row, source=source, identity=identity, key=keys[row], sweeps=sweeps)]
-        return
-    asked = [dict.fromkeys(range(len(found)), jobs) for found in names]
-    of_samples = sweep_samples(records, asked, view=request.view, engine=engine)
-    for row, (identity, found) in enumerate(zip(identity_rows(records), of_samples, strict=True)):
+    asked: list[Asked] = [{None: jobs}] * len(records)
+    if names is not None:
+        asked = [dict.fromkeys(range(len(found)), jobs) for found in names]
+    all_found = sweep_records(records, asked, view=request.view, engine=engine)
+    for row, (identity, found) in enumerate(zip(identity_rows(records), all_found, strict=True)):
         if isinstance(found, RanktapeError):
             yield found
-        else:
-            keyed = [
-                {field: names[row][sample] if field == SAMPLE else keys[row][field] for field in by} for sample in found
-            ]
-            yield [
-                _swept(records, row, source=source, identity=identity, key=key, sweeps=sweeps, sample=sample)
-                for key, (sample, sweeps) in zip(keyed, found.items(), strict=True)
-            ]
-
-
-def _swept(
-    records: Records,
-    row: int,
-    *,
-    source: str,
-    identity: tuple[Any, ...],
-    key: dict[str, Any],
-    sweeps: tuple[ScaleSweep, ...],
-    sample: int | None = None,
-) -> Swept:
-    return Swept(source=source, identity=identity, key=key, sweeps=sweeps, records=records, index=row, sample=sample)
+            continue
+        yield [
+            Swept(
+                source=source,
+                identity=identity,
+                key={field: names[row][sample or 0] if field == SAMPLE else columns[field][row] for field in by},  # type: ignore[index]
+                sweeps=sweeps,
+                records=records,
+                index=row,
+                sample=sample,
+            )
+            for sample, sweeps in found.items()
+        ]
 
 
 def swept_array(array: Any, request: SweepRequest, *, by: Sequence[str]) -> Swept:
@@ -197,9 +182,6 @@ def num_readings(request: SweepRequest, *, by: Sequence[str]) -> int:
     """How often each record is read: for a common scale a second time, unless levels are common offsets anyway."""
     modes = {resolve(name, options=request.options)[1] for name in request.formats}
     return 2 if by and not all(mode.has_offsets for mode in modes) else 1
-
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,20 +207,12 @@ def grouped(
         DataError: a record that is read again is damaged now.
         StorageError: the store cannot be read.
     """
-    groups = equal_rows(tuple(one.key.values()) for one in swept)
-    ordered = [[swept[row] for row in rows] for _, rows in groups]
+    ordered = [[swept[row] for row in rows] for _, rows in equal_rows(tuple(one.key.values()) for one in swept)]
     again = _sweep_again(ordered, request, engine=engine, on_record=on_record)
     return [
         SweptGroup(key=members[0].key, members=tuple(members), commons=_common_scales(members, again))
         for members in ordered
     ]
-
-
-def _grids(members: Sequence[Swept], request: SweepRequest) -> dict[int, SweepOptions]:
-    """For each format that members were not tried at the same scales in, the scales to try all of them at."""
-    columns = zip(*(member.sweeps for member in members), strict=True)
-    grids = {index: grid for index, sweeps in enumerate(columns) if (grid := common_grid(sweeps)) is not None}
-    return {index: grid for index, grid in grids.items() if grid != request.options}
 
 
 def _sweep_again(
@@ -248,63 +222,41 @@ def _sweep_again(
     engine: Engine | None,
     on_record: Callable[[], object],
 ) -> dict[int, dict[int, ScaleSweep]]:
-    """By the `id` of each member whose group needs it: for each format its sweep at the scales of the group."""
-    asked = {id(member): grids for members in groups if (grids := _grids(members, request)) for member in members}
+    """By the `id` of each member that was not tried at the scales of its group: by format its sweep at these."""
+    grids: dict[int, dict[int, SweepOptions]] = {}
     batches: dict[int, list[Swept]] = {}
     for members in groups:
-        for member in members:
-            if id(member) in asked:
+        columns = enumerate(zip(*(member.sweeps for member in members), strict=True))
+        found = {index: grid for index, sweeps in columns if (grid := common_grid(sweeps)) is not None}
+        if wanted := {index: grid for index, grid in found.items() if grid != request.options}:
+            for member in members:
+                grids[id(member)] = wanted
                 batches.setdefault(id(member.records), []).append(member)
-    found: dict[int, dict[int, ScaleSweep]] = {}
+    again: dict[int, dict[int, ScaleSweep]] = {}
     for batch in batches.values():
         records = batch[0].records
         assert records is not None, "an array is in no group"
         jobs: list[dict[int | None, list[Job]]] = [{} for _ in range(len(records))]
         for member in batch:
-            jobs[member.index][member.sample] = jobs_of(request, asked[id(member)])
-        sweeps = _batch_sweeps(records, jobs, view=request.view, engine=engine, on_record=on_record)
-        for member in batch:
-            pairs = zip(asked[id(member)], sweeps[member.index, member.sample], strict=True)
-            found[id(member)] = dict(pairs)
-    return found
-
-
-def _batch_sweeps(
-    records: Records,
-    jobs: Sequence[Mapping[int | None, Sequence[Job]]],
-    *,
-    view: View,
-    engine: Engine | None,
-    on_record: Callable[[], object],
-) -> dict[tuple[int, int | None], tuple[ScaleSweep, ...]]:
-    """By the place of a record and its sample: the sweeps for its jobs."""
-    found: dict[tuple[int, int | None], tuple[ScaleSweep, ...]] = {}
-    whole = [of_record.get(None, []) for of_record in jobs]
-    samples = [{sample: asked for sample, asked in one.items() if sample is not None} for one in jobs]
-    if any(whole):
-        for row, sweeps in enumerate(sweep_records(records, whole, view=view, engine=engine)):
-            if whole[row]:
-                found[row, None] = _known(sweeps)
+            jobs[member.index][member.sample] = jobs_of(request, grids[id(member)])
+        sweeps: list[Found] = []
+        for asked, one in zip(jobs, sweep_records(records, jobs, view=request.view, engine=engine), strict=True):
+            if isinstance(one, RanktapeError):
+                raise one
+            sweeps.append(one)
+            if asked:
                 on_record()
-    if any(samples):
-        for row, of_samples in enumerate(sweep_samples(records, samples, view=view, engine=engine)):
-            found |= {(row, sample): sweeps for sample, sweeps in _known(of_samples).items()}
-            on_record()
-    return found
-
-
-def _known(found: Found | RanktapeError) -> Found:
-    if isinstance(found, RanktapeError):
-        raise found
-    return found
+        for member in batch:
+            found_again = sweeps[member.index][member.sample]
+            again[id(member)] = dict(zip(grids[id(member)], found_again, strict=True))
+    return again
 
 
 def _common_scales(
     members: Sequence[Swept], again: Mapping[int, Mapping[int, ScaleSweep]]
 ) -> tuple[CommonScale | None, ...]:
-    columns = list(zip(*(member.sweeps for member in members), strict=True))
-    found = []
-    for index, sweeps in enumerate(columns):
-        on_grid = [again[id(member)][index] for member in members if index in again.get(id(member), {})]
-        found.append(common_scale(on_grid or sweeps))
-    return tuple(found)
+    """For each format, that of the sweeps at common scales, or of the first ones where these had the same."""
+    return tuple(
+        common_scale([again.get(id(member), {}).get(index, member.sweeps[index]) for member in members])
+        for index in range(len(members[0].sweeps))
+    )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.engine.digests import digests
+from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import identity_columns, identity_rows, words
 from ranktape.analyze.metrics.metric import parse_metric

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ranktape.analyze.engine.sweep_measure import sweep_records
+from ranktape.analyze.engine.sweep_measure import Asked, sweep_records
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.replicas import parse_placements, placed_copies
 from ranktape.analyze.identity import SAMPLE
-from ranktape.analyze.metrics.counts import EXTREMES, KINDS
+from ranktape.analyze.metrics.counts import Places, find_places
 from ranktape.analyze.metrics.gather import Groups, group_digests
 from ranktape.analyze.metrics.metric import METRICS, parse_metric
-from ranktape.analyze.metrics.places import Places, find_places
+from ranktape.analyze.metrics.target import KINDS
 from ranktape.analyze.numerics.sweeps.metrics import METRICS as SWEPT_METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
 from ranktape.analyze.questions.swept import jobs_of, parse_request
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.format.catalogue import COLUMNS
+from ranktape.storage.format.record_info import EXTREMES
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def values_of(
     if SAMPLE in by and whole:
         raise UsageError(f"{', '.join(whole)} is known of whole records, not of samples: leave sample out of by")
     places = find_places(records, targets, by=by, view=view or (View.COMPUTE if targets else View.SEEN), engine=engine)
-    groups = places.groups(by) if by else [({}, np.array([place])) for place in range(len(places.owners))]
+    groups = places.groups() if by else [({}, np.array([place])) for place in range(len(places.owners))]
     judged = Judged(records=records, places=places, groups=groups, by=by, view=view or View.COMPUTE, engine=engine)
     for origin, values in _VALUES.items():
         wanted = [one for one in operands if one.origin == origin]
@@ -188,13 +189,13 @@ def _swept_values(judged: Judged, operands: Sequence[RuleOperand]) -> dict[str, 
     records, view = judged.records, judged.view
     formats = list(dict.fromkeys(operand.format for operand in operands))
     # Two names may be one format.
-    jobs = [jobs_of(parse_request(name, view=view))[0] for name in formats]
+    jobs: Asked = {None: [jobs_of(parse_request(name, view=view))[0] for name in formats]}
     found = {operand.name: np.full(len(records), math.nan) for operand in operands}
     for place, sweeps in enumerate(sweep_records(records, [jobs] * len(records), view=view, engine=judged.engine)):
         if isinstance(sweeps, RanktapeError):
             raise sweeps
         for operand in operands:
-            level = sweeps[formats.index(operand.format)].recommended
+            level = sweeps[None][formats.index(operand.format)].recommended
             if level is not None:
                 found[operand.name][place] = getattr(level, operand.part)
     is_low = {one.name: one.part in SWEPT_METRICS and not SWEPT_METRICS[one.part].is_error for one in operands}

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.engine.digests import merge_digests
+from ranktape.analyze.engine.digest_measure import merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.identity import SAMPLE, layer_places, sample_names
+from ranktape.analyze.metrics.counts import find_places
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import METRICS
-from ranktape.analyze.metrics.places import find_places
 from ranktape.analyze.metrics.target import parse_targets
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.histograms.histogram import Limits
@@ -216,11 +216,10 @@ class PlotData:
         """Metrics of samples; counts are those against the target's limits, where there is one."""
         samples = self.passed.samples
         if self.target is not None and name in {"overflow", "underflow"} and not samples.is_recounted:
-            found = find_places(
-                self.records, parse_targets(self.target.name), per_sample=True, view=self.view, engine=self._engine
-            )
             fields = ("operation", "layer_stack", "layer_idx", "rank", SAMPLE)
-            groups = [(key, found.together(found.counts[0], places)) for key, places in found.groups(fields)]
+            targets = parse_targets(self.target.name)
+            found = find_places(self.records, targets, by=fields, view=self.view, engine=self._engine)
+            groups = [(key, found.together(found.counts[0], places)) for key, places in found.groups()]
             columns = (self.records.column("layer_stack"), self.records.column("layer_idx"), self.column("layer_idx"))
             rows = zip(*(column.tolist() for column in columns), strict=True)
             samples.recount(groups, places={(stack, layer): place for stack, layer, place in rows})
