@@ -1,42 +1,76 @@
-"""Answers `ranktape analyze sweep`: a table of all tensors, files about each of them, or both."""
+"""Answers `ranktape analyze sweep`: a table of the tensors of several sources, files about each of them, or both.
+
+A source is a run, a folder of `.pt` files, or one such file. A tensor that fails does not end the others. With files,
+tensors are swept one after the other, and the files of each are written before the next is read.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import say
 from ranktape.analyze.engine.progress import progress
-from ranktape.analyze.engine.values import View
+from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.identity import SAMPLE, with_stacks
-from ranktape.analyze.legacy.outputs.text import DOUBLE
-from ranktape.analyze.legacy.outputs.write import DEFAULT_OUTPUT_DIR, OutputOptions, make_folder
-from ranktape.analyze.numerics.formats import Rounding
-from ranktape.analyze.numerics.quantization.schemes import ScaleRule
-from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
+from ranktape.analyze.legacy.outputs.text import DOUBLE, Subject
+from ranktape.analyze.legacy.outputs.write import (
+    DEFAULT_OUTPUT_DIR,
+    FolderNames,
+    OutputOptions,
+    Stopwatch,
+    TensorReport,
+    make_folder,
+    titles_of,
+)
+from ranktape.analyze.metrics.target import is_sweepable, sweepable
+from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
+from ranktape.analyze.options import say_what_is_left_out
 from ranktape.analyze.questions.sweep import check_shape, table_of
-from ranktape.analyze.questions.sweep_sources import ListedTensor, is_file, list_tensors, summary_lines, sweep_tensors
-from ranktape.analyze.questions.swept import answerable, num_readings, parse_request
-from ranktape.errors import DataError, UsageError
+from ranktape.analyze.questions.swept import answerable, num_readings, parse_request, sweep_selection, with_samples
+from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError, WorkersError
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.legacy.open import RecordSource
     from ranktape.analyze.options import Output, Selection
-    from ranktape.analyze.questions.sweep_sources import SweepOutcome
-    from ranktape.analyze.questions.swept import SweepRequest
-    from ranktape.analyze.table import Table
-
-_KINDS: dict[str, Callable[[str], Any]] = {"mode": SweepMode, "scale_rule": ScaleRule, "rounding": Rounding}
-"""The options of which a word is one of a closed set."""
-
-_FIELDS = {"sweep_mode": "mode"}
-"""Options whose names are longer than those of the fields: `--mode` is a filter."""
+    from ranktape.analyze.questions.swept import SweepRequest, Swept
+    from ranktape.storage import Records
 
 MAX_NAMED_FAILURES = 4
 """Reasons that the last message names."""
+
+RULE = "-" * 60
+"""Below the line that says which tensor is next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedTensor:
+    """One tensor that is to be swept, or the reason why it cannot be."""
+
+    title: str
+    """What people call it."""
+    source: str
+    """The source that it is of, as it was given."""
+    folder_name: str = ""
+    """What its directory is called, as far as a file system allows."""
+    records: Records | None = None
+    """A selection that holds its record."""
+    index: int = 0
+    """Where in that selection."""
+    path: Path | None = None
+    """Where the file is that it is, if it is one."""
+    keep: str = ""
+    """What was kept of it; empty where there is no record."""
+    error: RanktapeError | None = None
+    """Why there is no record."""
 
 
 def answer_sweep(
@@ -55,8 +89,8 @@ def answer_sweep(
 ) -> None:
     """Sweep every tensor of the sources, and write the table, the files or both.
 
-    `levels` has the fields of `SweepOptions` as words and numbers; None where an option was not given. The engine
-    counts; what is computed of the counts is computed here.
+    `levels` has the fields of `SweepOptions` as words and numbers, `mode` as `sweep_mode`; None where an option was not
+    given. The engine counts; what is computed of the counts is computed here.
 
     Raises:
         DataError: some tensor could not be swept; the others have been. Of a single one its own error is raised.
@@ -64,71 +98,276 @@ def answer_sweep(
         StorageError: the output directory cannot be made.
         UsageError: an option is not allowed.
     """
-    request = parse_request(formats, options=_sweep_options(levels), view=view or View.COMPUTE)
+    given = {name.removeprefix("sweep_"): value for name, value in levels.items() if value is not None}
+    request = parse_request(formats, options=SweepOptions(**given), view=view or View.COMPUTE)
     check_shape(by=by, with_levels=with_levels, target_sqnr=target_sqnr)
     if SAMPLE in by and output_dir is not None:
         raise UsageError("--by sample and --output-dir exclude each other: files are written about whole tensors")
     asks_for_table = bool(by) or with_levels or output.is_asked_for
-    has_table = asks_for_table or not (output_dir or all(is_file(selection.run) for selection in selections))
+    has_table = asks_for_table or not (output_dir or all(_is_file(selection.run) for selection in selections))
     outputs = None
     if output_dir is not None or not has_table:
         outputs = OutputOptions(output_dir=output_dir or DEFAULT_OUTPUT_DIR, with_plots=with_plots)
-    tensors = list_tensors(selections, by=by)
-    swept = {id(tensor.records): tensor.records for tensor in tensors if tensor.records is not None}
-    fields = with_stacks(by, *swept.values())
+    tensors = _list_tensors(selections, by=by)
+    fields = with_stacks(by, *{id(one.records): one.records for one in tensors if one.records is not None}.values())
     request, left_out = answerable(request, keeps={tensor.keep for tensor in tensors})
     if left_out:
         say(left_out, err=True)
-    shape = {"by": fields, "with_levels": with_levels, "target_sqnr": target_sqnr}
-    outcome, table = _swept(
-        tensors, request, outputs=outputs, shape=shape if has_table else None, by=fields, engine=engine
-    )
-    if table is not None:
-        output.write(table)
-    if outcome.failures and outputs is None and len(tensors) == 1:
-        raise outcome.failures[0].error
-    if outcome.failures:
-        reasons = outcome.reasons()
-        named = "; ".join(reasons[:MAX_NAMED_FAILURES])
-        rest = len(reasons) - MAX_NAMED_FAILURES
-        more = f"; and for {rest} more reasons" if rest > 0 else ""
-        raise DataError(f"{len(outcome.failures)} of {len(tensors)} tensors could not be swept: {named}{more}")
-
-
-def _swept(
-    tensors: Sequence[ListedTensor],
-    request: SweepRequest,
-    *,
-    outputs: OutputOptions | None,
-    shape: dict[str, Any] | None,
-    by: Sequence[str],
-    engine: Engine,
-) -> tuple[SweepOutcome, Table | None]:
-    """What became of all tensors, and the table of that shape; files are written and a log is shown on the way."""
-    # What goes to stdout is the answer: with a table, the log is not it.
-    show = functools.partial(say, err=shape is not None)
-    if outputs is not None:
-        make_folder(outputs.output_dir)
-        show(f"Processing {len(tensors)} tensor(s)...")
-        show(DOUBLE)
-    total = len(tensors) * num_readings(request, by=by) if outputs is None else 0
     # One bar is enough.
     quiet = dataclasses.replace(engine, show_progress=False)
+    # What goes to stdout is the answer: with a table, the log is not it.
+    show = functools.partial(say, err=has_table)
+    run = _SweepOfAll(request, by=fields, outputs=outputs, show=show, engine=quiet)
+    table = None
+    total = len(tensors) * num_readings(request, by=fields) if outputs is None else 0
     with progress(total, description="sweeping") as on_record:
-        outcome = sweep_tensors(tensors, request, outputs=outputs, show=show, on_record=on_record, by=by, engine=quiet)
-        table = None
-        if shape is not None and outcome.swept:
-            table = table_of(outcome.swept, request, **shape, engine=quiet, on_record=on_record)
-    for line in summary_lines(outcome) if outputs is not None else ():
-        show(line)
-    return outcome, table
+        run.sweep(tensors, on_record=on_record)
+        if has_table and run.swept:
+            shape: dict[str, Any] = {"by": fields, "with_levels": with_levels, "target_sqnr": target_sqnr}
+            table = table_of(run.swept, request, **shape, engine=quiet, on_record=on_record)
+    run.show_summary()
+    if table is not None:
+        output.write(table)
+    if run.failures and outputs is None and len(tensors) == 1:
+        raise next(iter(run.failures.values()))[0][1]
+    if reasons := run.reasons():
+        rest = len(reasons) - MAX_NAMED_FAILURES
+        more = f"; and for {rest} more reasons" if rest > 0 else ""
+        named = "; ".join(reasons[:MAX_NAMED_FAILURES])
+        raise DataError(f"{run.num_failed} of {len(tensors)} tensors could not be swept: {named}{more}")
 
 
-def _sweep_options(levels: Mapping[str, Any]) -> SweepOptions:
-    """The words as what they mean.
+class _SweepOfAll:
+    """The sweeps of all tensors; whatever the user can cause to go wrong with one of them ends that one alone."""
+
+    def __init__(
+        self,
+        request: SweepRequest,
+        *,
+        by: Sequence[str],
+        outputs: OutputOptions | None,
+        show: Callable[[str], object],
+        engine: Engine,
+    ) -> None:
+        self._request, self._outputs, self._show = request, outputs, show
+        self._sweeps = functools.partial(sweep_selection, request=request, by=by, engine=engine)
+        self._ahead: dict[int, Iterator[list[Swept] | RanktapeError]] = {}
+        self._names = FolderNames()
+        self.swept: list[Swept] = []
+        """Of the tensors that could be swept, in order."""
+        self.failures: dict[str, list[tuple[ListedTensor, RanktapeError]]] = {}
+        """The others, by the reason in words that are the same for all tensors that failed for it."""
+
+    def sweep(self, tensors: Sequence[ListedTensor], *, on_record: Callable[[], object]) -> None:
+        """Sweep every tensor; with outputs, one after the other, and every line is shown.
+
+        Raises:
+            UsageError: of the engine itself.
+            WorkersError: the processes or the cluster cannot be had, or were lost.
+        """
+        outputs, show = self._outputs, self._show
+        if outputs is not None:
+            make_folder(outputs.output_dir)
+            show(f"Processing {len(tensors)} tensor(s)...")
+            show(DOUBLE)
+        for number, tensor in enumerate(tensors, start=1):
+            if outputs is None:
+                found = self._take(tensor)
+            else:
+                show(f"\n[{number}/{len(tensors)}] Processing: {printable(tensor.title)}\n{RULE}")
+                try:
+                    found = self._write(tensor, outputs)
+                except WorkersError:
+                    raise  # no tensor's fault
+                except RanktapeError as error:
+                    found = error
+            if isinstance(found, RanktapeError):
+                alike = self.failures.setdefault(_reason(tensor, found), [])
+                alike.append((tensor, found))
+                if outputs is not None or (len(alike) == 1 and len(tensors) > 1):
+                    show(f"Failed to process: {printable(tensor.title)}: {found}")
+            else:
+                self.swept += found
+                if outputs is not None:
+                    show(f"Successfully processed: {printable(tensor.title)}")
+            on_record()
+
+    def show_summary(self) -> None:
+        """Say how many tensors could be swept, and which could not, where files are written."""
+        if self._outputs is None:
+            return
+        num_swept, num_failed = len(self.swept), self.num_failed
+        counts = {"Total tensors": num_swept + num_failed, "Successful": num_swept, "Failed": num_failed}
+        lines = ["", DOUBLE, "FINAL SUMMARY", DOUBLE, *(f"{what}: {count}" for what, count in counts.items())]
+        lines += [f"  {reason}" for reason in self.reasons()] or ["All tests completed successfully!"]
+        self._show("\n".join(lines))
+
+    def reasons(self) -> list[str]:
+        """One line for each reason of failures: the tensor that failed for it, or the first of them and how many."""
+        return [
+            f"{f'{len(alike)} tensors, the first of which is ' if len(alike) > 1 else ''}"
+            f"{printable(alike[0][0].title)}: {alike[0][1]}"
+            for alike in self.failures.values()
+        ]
+
+    @property
+    def num_failed(self) -> int:
+        """Tensors that could not be swept."""
+        return sum(map(len, self.failures.values()))
+
+    def _take(self, tensor: ListedTensor) -> list[Swept] | RanktapeError:
+        """The sweeps of the next tensor of its selection, or of its samples where these are asked for."""
+        if tensor.error is not None:
+            return tensor.error
+        assert tensor.records is not None
+        if self._outputs is None:
+            sweeps = self._ahead.get(id(tensor.records)) or self._sweeps(tensor.records, source=tensor.source)
+            self._ahead[id(tensor.records)] = sweeps
+        else:
+            sweeps = self._sweeps(tensor.records[tensor.index : tensor.index + 1], source=tensor.source)
+        found = next(sweeps)
+        if isinstance(found, RanktapeError):
+            return found
+        return [dataclasses.replace(one, records=tensor.records, index=tensor.index) for one in found]
+
+    def _write(self, tensor: ListedTensor, outputs: OutputOptions) -> list[Swept] | RanktapeError:
+        """The sweeps of a tensor, about which files are written."""
+        watch = Stopwatch()
+        if tensor.error is not None:
+            return tensor.error
+        assert tensor.records is not None
+        record = tensor.records[tensor.index]
+        folder_name = self._names.take(tensor.folder_name)
+        subject = Subject(
+            name=printable(tensor.title),
+            source=printable(tensor.source),
+            dtype=record.dtype,
+            judged_as=viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=self._request.view),
+            shape=record.shape,
+        )
+        with contextlib.ExitStack() as stack:
+            reports = [
+                stack.enter_context(
+                    TensorReport(
+                        resolve(name, options=self._request.options)[0].name,
+                        subject=subject,
+                        folder_name=folder_name,
+                        options=outputs,
+                        watch=watch,
+                        show=self._show,
+                    )
+                )
+                for name in self._request.formats
+            ]
+            swept = self._take(tensor)
+            if isinstance(swept, RanktapeError):
+                raise swept
+            for report, sweep in zip(reports, swept[0].sweeps, strict=True):
+                report.say_swept(sweep)
+            for report, sweep in zip(reports, swept[0].sweeps, strict=True):
+                report.finish(sweep)
+        return swept
+
+
+def _reason(tensor: ListedTensor, error: RanktapeError) -> str:
+    """The message without the tensor's own names."""
+    text = str(error)
+    if tensor.records is not None and tensor.error is None:
+        with contextlib.suppress(RanktapeError):
+            text = text.replace(repr(tensor.records[tensor.index]), "")
+    return text.replace(tensor.title, "")
+
+
+def _list_tensors(selections: Sequence[Selection], *, by: Sequence[str]) -> list[ListedTensor]:
+    """Every tensor of the sources; a source or a file that cannot be read is one that failed.
+
+    Of several sources those in which nothing matches the filters are named on stderr, and left out. So are records of
+    integers and bool.
 
     Raises:
-        UsageError: a value is not allowed.
+        NoRecordsError: nothing matches anywhere, or only integers and bool do.
+        UsageError: a filter, an expression or `by` is wrong.
     """
-    values = {_FIELDS.get(name, name): value for name, value in levels.items() if value is not None}
-    return SweepOptions(**{name: _KINDS[name](value) if name in _KINDS else value for name, value in values.items()})
+    tensors: list[ListedTensor] = []
+    unmatched: list[NoRecordsError] = []
+    for selection in selections:
+        source = None
+        try:
+            if _is_file(selection.run) and not Path(selection.run).exists():
+                raise RunNotFoundError(f"there is no file at {printable(selection.run)}: check the path")
+            source = selection.source()
+            tensors += _unreadable(selection, source)
+            tensors += _tensors(selection, source, by=by)
+        except RanktapeError as error:
+            is_empty = source is not None and isinstance(error, NoRecordsError)
+            if source is not None and isinstance(error, UsageError):
+                raise
+            if is_empty and source is not None and source.iterations:
+                unmatched.append(error)  # type: ignore[arg-type]  # it is one
+            elif not is_empty or selection.skip_unreadable or not getattr(source, "unreadable", None):
+                tensors.append(ListedTensor(title=selection.run, source=selection.run, error=error))
+    if unmatched and not tensors:
+        raise unmatched[0]
+    for reason in unmatched:
+        say(f"left out: {reason}", err=True)
+    # Files of one name have folders before it in their titles.
+    titles = iter(titles_of([tensor.path for tensor in tensors if tensor.path is not None]))
+    return [tensor if tensor.path is None else dataclasses.replace(tensor, title=next(titles)) for tensor in tensors]
+
+
+def _is_file(source: str) -> bool:
+    """Whether a source is one file, or a `.pt` file that is not there; everything else may be of many tensors."""
+    try:
+        return "://" not in source and (
+            Path(source).is_file() or (source.endswith(".pt") and not Path(source).is_dir())
+        )
+    except (OSError, ValueError):  # no file system has such a path: opening it says so
+        return False
+
+
+def _unreadable(selection: Selection, source: RecordSource) -> list[ListedTensor]:
+    """The files of a folder that failed already, unless they are to be left out."""
+    say_what_is_left_out(source, with_unreadable=selection.skip_unreadable)
+    if selection.skip_unreadable:
+        return []
+    reasons: dict[str, str] = getattr(source, "unreadable", {})
+    return [ListedTensor(title=name, source=selection.run, error=DataError(why)) for name, why in reasons.items()]
+
+
+def _tensors(selection: Selection, source: RecordSource, *, by: Sequence[str]) -> list[ListedTensor]:
+    """One for each record of the selection, in its order."""
+    chosen = selection.chosen(source)
+    for field in by:
+        if field != SAMPLE:
+            chosen.column(field)  # refuses what is no field before anything is read
+    others = Counter(dtype for dtype in chosen.column("dtype").tolist() if not is_sweepable(dtype))
+    members = sweepable(chosen)
+    counts = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(others.items()))
+    what = f"records of integers or bool, for which no scale is sought: {counts}"
+    if not len(members):
+        raise NoRecordsError(f"{printable(selection.run)} has only {what}")
+    if others:
+        say(f"left out: {what}", err=True)
+    if SAMPLE in by:
+        members, left_out = with_samples(members)
+        if left_out:
+            say(left_out, err=True)
+    paths = {file.site: file.path for file in getattr(source, "files", ())}
+    columns = (members.column(name).tolist() for name in ("site", "attempt", "iteration", "rank", "keep"))
+    tensors = []
+    for index, (site, attempt, iteration, rank, keep) in enumerate(zip(*columns, strict=True)):
+        path = paths.get(site)
+        # No two records of a run are called the same.
+        title = f"{f'attempt{attempt}_' if attempt else ''}iter{iteration:03d}_rank{rank:02d}_{site}"
+        tensors.append(
+            ListedTensor(
+                title=title if path is None else path.name,
+                source=selection.run,
+                folder_name=title if path is None else path.stem,
+                path=path,
+                records=members,
+                index=index,
+                keep=keep,
+            )
+        )
+    return tensors
