@@ -172,7 +172,7 @@ def find_places(
         owners, samples = np.repeat(owners, sizes), [name for found in names for name in found]
         if num_without := sizes.count(0):
             notes.append(f"{num_without} of {len(chosen)} records have no samples, and are left out")
-    source = _Source(chosen, sizes, view=view, engine=engine or Engine(), on_record=on_record)
+    counted = _CountedRecords(chosen, sizes, view=view, engine=engine or Engine(), on_record=on_record)
     return Places(
         records=chosen,
         targets=tuple(targets),
@@ -180,7 +180,7 @@ def find_places(
         owners=owners,
         dtypes=viewed_dtypes(chosen, view=view),
         samples=samples,
-        counts=tuple(source.counts(targets) if targets else [source.own_counts()]),
+        counts=tuple(counted.counts(targets) if targets else [counted.own_counts()]),
         notes=tuple(notes),
     )
 
@@ -196,7 +196,7 @@ def _countable(records: Records, targets: Sequence[Target]) -> tuple[Records, li
     return chosen, [f"{left_out} records of integers or bool left out: no blocks are made of them"] if left_out else []
 
 
-class _Source:
+class _CountedRecords:
     """Counts records, or the samples of those that have some."""
 
     def __init__(
