@@ -43,7 +43,7 @@ def main() -> None:
     """Record and copy the same tensor in turn; print the medians and their ratio."""
     torch.set_num_threads(1)
     ring = RingProducer(RING_NBYTES, keep_alive=lambda: None)
-    consumer = RingConsumer(os.dup(ring.file.descriptor))
+    consumer = RingConsumer(os.dup(ring.descriptor))
     options = CaptureOptions()
     selecting = Selecting(options, rank=0)
     recorder = Recorder(ring=ring, tracker=Tracker(), options=options, selecting=selecting, on_failure=print)

@@ -16,7 +16,7 @@ from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.table import Policy
-from ranktape.capture.staging.ring_file import SlotKind
+from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.status import DISABLED
 
@@ -140,9 +140,10 @@ class Iterations:
         self._recorder.poll()
         self._keep_writer()
         ring = self._process.ring
-        ring.set_step(self._iteration)
-        if ring.news != self._news:
-            self._news = ring.news
+        ring.set_counter(Counter.STEP, self._iteration)
+        # Grows when the writer has something to say about the plan; to look costs the training thread nothing.
+        if (news := ring.counter(Counter.NEWS)) != self._news:
+            self._news = news
             self._keeps_weights = False  # an iteration failed, perhaps the one that has them
             for late in self._schedule.learn(ring.hear() or {}, iteration=iteration):
                 reason = f"the rank learned of it only in iteration {iteration}"
@@ -221,7 +222,7 @@ class Iterations:
                 tally,
                 iterations=self._schedule.iterations,
                 min_iterations=self.options.min_iterations,
-                budget_nbytes=self._process.ring.file.capacity,
+                budget_nbytes=self._process.ring.capacity,
                 url=self._backend.url,
                 coverage=coverage,
             )

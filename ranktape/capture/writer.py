@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.numerics.histograms.moments import warm_up
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.ring import RingConsumer
-from ranktape.capture.staging.ring_file import Slot, SlotKind
+from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind, Words
 from ranktape.capture.writing.committing import Committer
 from ranktape.capture.writing.coordinator import MAX_ASK_SECONDS, Coordinator
 from ranktape.capture.writing.recover import Recovery, read_slots, site_of
@@ -59,7 +59,7 @@ class Writer:
         self._wake_read = wake_read
         self._iterations: dict[int, Staged] = {}
         # Before the first word of this one takes their place.
-        heritage = {} if config.attempt is None else ring.heritage()
+        heritage = {} if config.attempt is None else ring.hear(Words.WRITER) or {}
         self._words: dict[str, Any] = {"state": "starting", "num_committed": heritage.get("num_committed", 0)}
         self._words_lock = threading.Lock()
         self._plan = IterationPlan(iterations=(), is_done=False)
@@ -123,7 +123,7 @@ class Writer:
             is_done=self._plan.is_done,
         )
         if config.attempt is not None:
-            self._ring.announce()
+            self._ring.advance(Counter.NEWS)
             self._take_over()
 
     def _find_attempt(self, backend: Backend) -> Attempt:
@@ -152,7 +152,7 @@ class Writer:
             options=self._config.options,
             cadence=self._config.cadence,
             planned=self._plan.iterations,
-            step=lambda: self._ring.step,
+            step=lambda: self._ring.counter(Counter.STEP),
             given_up=lambda: {int(rank): text for rank, text in (self._ring.hear() or {}).get("given_up", {}).items()},
             lost=lambda: None if self._lease is None else self._lease.lost,
             is_successor=self._config.attempt is not None,
@@ -189,7 +189,7 @@ class Writer:
             return set()
         stored: set[str] = set()
         try:
-            with self._storer.closing():
+            with self._storer.trying():
                 stored = self._recovery.adopt(iteration)
         except RanktapeError as error:
             self._storer.fail(staged, str(error))
@@ -206,7 +206,7 @@ class Writer:
             self._ring.sleep(self._wake_read, seconds=_IDLE_SECONDS)
             _drain(self._wake_read)
             # Look for the end before the slots: what was published before it is taken then.
-            is_finished = self._ring.is_finished
+            is_finished = self._ring.counter(Counter.FINISHED)
             is_orphan = os.getppid() != self._config.trainer_pid
             while (slot := self._ring.take()) is not None:
                 self._handle(slot)
@@ -242,21 +242,21 @@ class Writer:
         staged = self._storer.begin(iteration, may_degrade=may_degrade)
         self._iterations[iteration] = staged
         if self._config.is_first:
-            target = self._storer.spill or self._storer.patient
+            target = self._storer.spill or self._storer.retrying
             self._storer.run(staged, partial(open_iteration, target, attempt=self._attempt, iteration=iteration))
 
     def _speak_of_outages(self) -> None:
-        since = self._storer.patient.failing_since
+        since = self._storer.retrying.failing_since
         is_out = since is not None and time.monotonic() - since > _OUTAGE_SECONDS
         if is_out != self._is_out:
             self._is_out = is_out
-            url = self._storer.patient.url
+            url = self._storer.retrying.url
             self._say(notice=f"{url} does not answer: trying on" if is_out else f"{url} answers again")
 
     def _poll_plan(self) -> None:
         """Once everything planned has ended, learn whether that was enough."""
         plan = self._plan
-        if plan.is_done or self._ring.num_settled < len(plan.iterations):
+        if plan.is_done or self._ring.counter(Counter.SETTLED) < len(plan.iterations):
             self._ask_seconds = _ASK_SECONDS
             return
         if time.monotonic() < self._next_ask:
@@ -271,7 +271,7 @@ class Writer:
         if news is not None and news != plan:
             self._plan = news
             self._say(iterations=list(news.iterations), is_done=news.is_done)
-            self._ring.announce()
+            self._ring.advance(Counter.NEWS)
 
     def _end(self, reason: str) -> None:
         self._storer.trainer_is_gone = True
@@ -284,7 +284,7 @@ class Writer:
             stored = self._storer.interrupt(staged)
             self._committer.mark(iteration, Mark.FAILED, f"cut off after {stored} tensors: {reason}")
         self._committer.close()
-        with self._storer.closing():
+        with self._storer.trying():
             self._storer.rank_writer.close(reason=reason)
         if self._coordinator is not None:
             self._say(state="waiting")

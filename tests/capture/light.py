@@ -12,7 +12,7 @@ import numpy as np
 from ranktape.capture.rendezvous import RankPlace
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.process import WriterProcess
-from ranktape.capture.staging.ring_file import SlotKind
+from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.capture.starting import ring_path, start_writer
 from ranktape.storage.format.dtypes import dtype_name
 
@@ -36,7 +36,7 @@ class LightTrainer:
     def stage(self, iteration: int, arrays: dict[str, np.ndarray[Any, Any]], *, ends: bool = True) -> None:
         """One iteration: tensors by the names of their modules."""
         seconds = self.options.block_timeout_seconds
-        self.process.ring.set_step(iteration)
+        self.process.ring.set_counter(Counter.STEP, iteration)
         self.process.ring.put(SlotKind.BEGIN, {"iteration": iteration}, timeout_seconds=seconds)
         for module, array in arrays.items():
             header = json.dumps(header_of(array, iteration=iteration, module=module, counter=self.num_staged)).encode()

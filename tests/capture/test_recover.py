@@ -165,7 +165,7 @@ def test_rings_that_are_not_ours_to_take(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, [str(tmp_path / "rings"), "--json"])
     [ring] = json.loads(result.stdout)["rings"]
     assert ring["remains"] == "its processes still run"
-    trainer.process.ring.describe({**(json.loads(json.dumps(_about(trainer)))), "boot_id": "another"})
+    trainer.process.ring.say({**(json.loads(json.dumps(_about(trainer)))), "boot_id": "another"}, Words.ABOUT)
     trainer.abandon()
     [report] = recover(tmp_path / "rings")
     assert "--trust-other-boots" in report.remains
@@ -175,7 +175,7 @@ def test_rings_that_are_not_ours_to_take(tmp_path: Path) -> None:
 
 
 def _about(trainer: LightTrainer) -> dict[str, Any]:
-    about = trainer.process.ring.file.hear(Words.ABOUT)
+    about = trainer.process.ring.hear(Words.ABOUT)
     assert about is not None
     assert about["boot_id"] == boot_id()
     return about

@@ -16,7 +16,7 @@ from ranktape.errors import CaptureError
 
 def make(capacity_nbytes: int) -> tuple[RingProducer, RingConsumer]:
     producer = RingProducer(capacity_nbytes, keep_alive=lambda: None)
-    return producer, RingConsumer(os.dup(producer.file.descriptor))
+    return producer, RingConsumer(os.dup(producer.descriptor))
 
 
 def put(producer: RingProducer, index: int, payload: bytes) -> None:
@@ -86,13 +86,13 @@ def test_waiting_for_room_is_bounded() -> None:
 def test_a_long_wait_is_told_once_and_the_writer_knows_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ranktape.capture.staging.ring.LONG_WAIT_SECONDS", 0.02)
     producer, consumer = make(1 << 12)
-    told: list[bool] = []
-    producer.on_long_wait = lambda: told.append(consumer.is_waited_for)
+    told: list[int] = []
+    producer.on_long_wait = lambda: told.append(consumer.counter(Counter.WAITING))
     put(producer, 0, bytes(3000))
     with pytest.raises(CaptureError):
         producer.reserve(SlotKind.TENSOR, b"{}", 3000, timeout_seconds=0.2)
-    assert told == [True]
-    assert not consumer.is_waited_for
+    assert told == [1]
+    assert not consumer.counter(Counter.WAITING)
 
 
 def test_a_ring_in_a_directory_has_its_room_and_its_lock(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_ring_in_a_directory_has_its_room_and_its_lock(tmp_path: Path) -> None
     assert slot is not None
     assert bytes(slot.payload) == b"abc"
     del slot
-    consumer.file.close()
+    consumer.close()
 
 
 def test_a_directory_without_room_is_named(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_directory_without_room_is_named(tmp_path: Path) -> None:
 def test_damage_is_named(place: int) -> None:
     producer, consumer = make(1 << 16)
     put(producer, 0, b"abc")
-    slots = producer.file.slots(0, 64)
+    slots = producer.slots(0, 64)
     slots[place : place + 4] = b"\xff\xff\xff\x7f"
     with pytest.raises(CaptureError, match="the ring is damaged at byte 0"):
         consumer.take()
@@ -145,10 +145,9 @@ def test_words_pass_in_both_directions() -> None:
     assert producer.hear() == {"state": "ready", "attempt": 3}
     consumer.say({"state": "failed", "error": "x" * 2_000_000})
     assert producer.hear() == {"state": "failed", "cut": True}
-    is_finished = consumer.is_finished
-    assert not is_finished
+    assert not consumer.counter(Counter.FINISHED)
     producer.finish({"reason": "done"})
-    assert consumer.is_finished
+    assert consumer.counter(Counter.FINISHED)
     assert consumer.hear() == {"reason": "done"}
 
 
@@ -156,7 +155,7 @@ def test_waking_never_blocks() -> None:
     producer, consumer = make(1 << 22)
     for index in range(70_000 // 100):
         for _ in range(100):
-            producer.file.set_counter(Counter.ASLEEP, 1)
+            producer.set_counter(Counter.ASLEEP, 1)
             producer._wake()
         put(producer, index, b"")
     assert consumer.take() is not None

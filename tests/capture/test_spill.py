@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from ranktape.capture.staging.ring_file import Counter
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
 from ranktape.launch.exchange import push_command as command
 from ranktape.storage import IterationState, open_run
@@ -48,7 +49,7 @@ def spill_one(bench: Bench, error: type[StorageError] = UnreachableError) -> Non
 
     bench.store.put = refuse_later  # type: ignore[assignment, method-assign]
     bench.put(1, tensors(1))
-    bench.wait_for(lambda: bench.ring.num_settled == 2)
+    bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 2)
     bench.store.put = put  # type: ignore[method-assign]
     bench.store.error = None
 

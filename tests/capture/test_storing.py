@@ -85,7 +85,7 @@ class Bench:
             overwrite=False,
         )
         self.producer = RingProducer(budget_nbytes, keep_alive=lambda: None)
-        self.ring = RingConsumer(os.dup(self.producer.file.descriptor))
+        self.ring = RingConsumer(os.dup(self.producer.descriptor))
         self.storer = Storer(
             WriterConfig(
                 url=str(self.url),
@@ -152,9 +152,9 @@ class Bench:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """While the training waits for room."""
-        self.producer.file.set_counter(Counter.WAITING, 1)
+        self.producer.set_counter(Counter.WAITING, 1)
         yield
-        self.producer.file.set_counter(Counter.WAITING, 0)
+        self.producer.set_counter(Counter.WAITING, 0)
 
     def records(self, iteration: int) -> Records:
         """What is committed of an iteration; its commit is made first."""
@@ -225,7 +225,7 @@ def test_what_lasts_fails_its_iteration_by_name_and_no_other(
     bench.store.error = error
     began = time.monotonic()
     bench.put(1, tensors(1, num_small=40, num_large=8))
-    bench.wait_for(lambda: bench.ring.num_settled == 2)
+    bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 2)
     assert time.monotonic() - began < 5
     assert bench.producer.pending_nbytes == 0
     bench.wait_for(lambda: bench.committer.owes)
@@ -267,9 +267,9 @@ def test_while_the_training_waits_large_tensors_are_counted(make: Callable[..., 
     arrays["half"] = arrays["large.0"].astype(numpy_dtype("bfloat16")).repeat(2)
     with bench.waiting():
         bench.put(0, arrays, may_degrade=False)
-        bench.wait_for(lambda: bench.ring.num_settled == 1)
+        bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 1)
         bench.put(1, arrays, may_degrade=True)
-        bench.wait_for(lambda: bench.ring.num_settled == 2)
+        bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 2)
     bench.close()
     assert "iteration 1: 3 of 11 tensors are kept as histograms" in bench.words["notice"]
     bench.check(0, arrays)
@@ -341,8 +341,8 @@ def test_what_stands_for_tensors_fails_as_they_do_in_an_outage(make: Callable[..
     bench.store.error = UnreachableError
     arrays = {f"layer.{number}": np.ones(9000, np.float32) for number in range(40)}
     bench.put(0, arrays, said={name: {"keep": "statistics"} for name in arrays})
-    bench.wait_for(lambda: bench.ring.num_settled == 1)
-    assert bench.ring.used_nbytes == 0
+    bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 1)
+    assert bench.ring.pending_nbytes == 0
     bench.store.error = None
     bench.put(1, arrays, said={name: {"keep": "statistics"} for name in arrays})
     bench.close()
@@ -378,8 +378,8 @@ def test_counts_that_wait_are_bounded_and_the_oldest_iteration_pays(
     with bench.waiting():
         for iteration in range(4):
             bench.put(iteration, arrays, may_degrade=True)
-        bench.wait_for(lambda: bench.ring.num_settled == 3)
-        bench.wait_for(lambda: bench.ring.used_nbytes == 0)
+        bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 3)
+        bench.wait_for(lambda: bench.ring.pending_nbytes == 0)
         bench.store.error = None
     bench.close()
     statuses = {status.iteration: status for status in open_run(bench.url).status()}

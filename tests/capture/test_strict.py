@@ -274,7 +274,7 @@ def test_an_interrupt_in_a_hook_is_the_trainings(tmp_path: Path) -> None:
 def test_a_slot_that_could_not_be_filled_is_passed_over_wherever_it_lies() -> None:
     # Room for three of them: some lie at the end of the file, and some begin anew at its start.
     producer = RingProducer(1 << 20, keep_alive=lambda: None)
-    consumer = RingConsumer(os.dup(producer.file.descriptor))
+    consumer = RingConsumer(os.dup(producer.descriptor))
     for number in range(20):
         slots = [
             producer.reserve(SlotKind.TENSOR, f'{{"number": {number}}}'.encode(), 300_000, timeout_seconds=1)

@@ -21,7 +21,7 @@ from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingProducer
-from ranktape.capture.staging.ring_file import SlotKind, boot_id, new_ring_path
+from ranktape.capture.staging.ring_file import Counter, SlotKind, Words, boot_id, new_ring_path
 from ranktape.errors import CaptureError
 from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.record_info import RecordInfo
@@ -100,9 +100,9 @@ class _Trainer:
         """Go through the iterations and say that it was all."""
         words = self._wait_for({"ready"})
         about = {"url": self._url, "rank": self._rank, "attempt": words["attempt"], "environment": {}}
-        self._ring.describe({**about, "host": "here", "boot_id": boot_id(), "compression": "none"})
+        self._ring.say({**about, "host": "here", "boot_id": boot_id(), "compression": "none"}, Words.ABOUT)
         for iteration in ITERATIONS:
-            self._ring.set_step(iteration)
+            self._ring.set_counter(Counter.STEP, iteration)
             self._ring.put(SlotKind.BEGIN, {"iteration": iteration}, timeout_seconds=TIMEOUT_SECONDS)
             recorded = tensors(iteration, self._rank)
             for array, info in recorded:
@@ -118,7 +118,7 @@ class _Trainer:
 
     def _write(self, config: WriterConfig) -> None:
         sys.stdin = io.TextIOWrapper(io.BytesIO(pickle.dumps(config)))
-        writer.main([str(self._ring.file.descriptor), str(self._ring.wake_read)])
+        writer.main([str(self._ring.descriptor), str(self._ring.wake_read)])
 
     def _wait_for(self, states: set[str]) -> dict[str, Any]:
         deadline = time.monotonic() + TIMEOUT_SECONDS

@@ -84,7 +84,7 @@ class PlanRing(RingProducer):
         nbytes = aligned(PREFIX_NBYTES + len(header)) + aligned(payload_nbytes)
         if kind is SlotKind.TENSOR:
             self.headers.append((header, nbytes))
-        if nbytes > self.file.capacity:
+        if nbytes > self.capacity:
             return Slot(kind=kind, header={}, payload=memoryview(bytearray(payload_nbytes)), end=0)
         return super().reserve(kind, header, payload_nbytes, timeout_seconds=timeout_seconds)
 
@@ -92,7 +92,7 @@ class PlanRing(RingProducer):
         """Free the slot."""
         if slot.end:
             super().publish(slot)
-            self.file.set_counter(Counter.FREED, self.file.counter(Counter.PUBLISHED))
+            self.set_counter(Counter.FREED, self.counter(Counter.PUBLISHED))
 
     def cancel(self, slot: Slot) -> None:
         """Forget the slot."""

@@ -55,7 +55,7 @@ class DeviceStage:
         self._lock = threading.RLock()
         # Who waits for room may be waiting for what is still on its way.
         ring.on_wait = self.poll
-        memory = torch.frombuffer(ring.file.view, dtype=torch.uint8)
+        memory = torch.frombuffer(ring.view, dtype=torch.uint8)
         status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if status != 0:
             raise CaptureError(

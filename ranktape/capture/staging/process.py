@@ -154,7 +154,7 @@ class WriterProcess:
         Raises:
             CaptureError: the system starts no process.
         """
-        descriptors = (self.ring.file.descriptor, self.ring.wake_read)
+        descriptors = (self.ring.descriptor, self.ring.wake_read)
         # -P: a file beside the user's script must not be imported in place of a library.
         command = [sys.executable, "-P", "-m", MODULE, *(str(descriptor) for descriptor in descriptors)]
         try:
@@ -201,7 +201,7 @@ class WriterProcess:
             self._num_in_vain = 1 if num_committed > self._num_committed else self._num_in_vain + 1
             self._num_committed = num_committed
             ending = self.ending()
-            death = f"iteration {self.ring.file.counter(Counter.STEP)}: {ending}"
+            death = f"iteration {self.ring.counter(Counter.STEP)}: {ending}"
             self.start(
                 dataclasses.replace(
                     self._config,

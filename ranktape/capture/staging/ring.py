@@ -7,6 +7,7 @@ trainer; what a killed writer has not freed is that of the next one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -40,11 +41,7 @@ LONG_WAIT_SECONDS = 5.0
 """A wait for room of this length is told."""
 
 
-def _nothing() -> None:
-    pass
-
-
-class RingProducer:
+class RingProducer(RingFile):
     """The trainer's side: reserve, fill, publish. Safe for several threads."""
 
     def __init__(self, capacity_nbytes: int, *, keep_alive: Callable[[], None], path: Path | None = None) -> None:
@@ -58,18 +55,18 @@ class RingProducer:
         Raises:
             CaptureError: there is no room for it.
         """
-        self.file = RingFile(create_ring_file(capacity_nbytes, path=path), populate=True)
+        descriptor = create_ring_file(capacity_nbytes, path=path)
+        super().__init__(descriptor, own=Words.TRAINER, other=Words.WRITER, populate=True)
         self.path = path
-        wake_read, self._wake_write = os.pipe()
-        self.wake_read = wake_read
+        self.wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._keep_alive = keep_alive
-        self.on_wait: Callable[[], None] = _nothing
+        self.on_wait: Callable[[], None] = lambda: None
         """Called again and again while somebody waits for room."""
-        self.on_long_wait: Callable[[], None] = _nothing
+        self.on_long_wait: Callable[[], None] = lambda: None
         """Called once in a wait that is long."""
         self._reserved = 0
-        self._limit = self.file.capacity
+        self._limit = self.capacity
         """Up to where there was room when the writer's counter was read last; there may be more by now."""
         self._slots: deque[Slot] = deque()
         self._ends: deque[tuple[int, int, dict[str, Any]]] = deque()
@@ -81,12 +78,7 @@ class RingProducer:
     @property
     def free_nbytes(self) -> int:
         """Room that is free now."""
-        return self.file.capacity - (self._reserved - self.file.counter(Counter.FREED))
-
-    @property
-    def pending_nbytes(self) -> int:
-        """Bytes that are published and that the writer has not freed."""
-        return self.file.counter(Counter.PUBLISHED) - self.file.counter(Counter.FREED)
+        return self.capacity - (self._reserved - self.counter(Counter.FREED))
 
     def reserve(self, kind: SlotKind, header: bytes, payload_nbytes: int, *, timeout_seconds: float) -> Slot:
         """A slot to fill, waited for until there is room.
@@ -96,13 +88,13 @@ class RingProducer:
         """
         header_nbytes = aligned(PREFIX_NBYTES + len(header))
         total = header_nbytes + aligned(payload_nbytes)
-        if total > self.file.capacity:
+        if total > self.capacity:
             raise CaptureError(
-                f"a tensor of {payload_nbytes} bytes does not fit into the host budget of {self.file.capacity} "
+                f"a tensor of {payload_nbytes} bytes does not fit into the host budget of {self.capacity} "
                 f"bytes: raise --host-budget-nbytes"
             )
         with self._reserve_lock:
-            gap = self.file.capacity - self._reserved % self.file.capacity
+            gap = self.capacity - self._reserved % self.capacity
             if gap < total:
                 self._wait_for_room(gap, timeout_seconds=timeout_seconds)
                 # A gap has no header: its payload is the whole of it, its prefix included.
@@ -120,14 +112,14 @@ class RingProducer:
                 published = slots.popleft().end
             if published is None:
                 return
-            self.file.set_counter(Counter.PUBLISHED, published)
+            self.set_counter(Counter.PUBLISHED, published)
         # A writer that is busy looks again before it sleeps. Should the two miss each other, it looks by itself soon.
-        if self.file.counter(Counter.ASLEEP):
+        if self.counter(Counter.ASLEEP):
             self._wake()
 
     def cancel(self, slot: Slot) -> None:
         """Give a slot that could not be filled back: the writer passes over it."""
-        prefix = self.file.slots((slot.end - slot.nbytes) % self.file.capacity, PREFIX_NBYTES)
+        prefix = self.slots((slot.end - slot.nbytes) % self.capacity, PREFIX_NBYTES)
         prefix[:] = _PREFIX.pack(SlotKind.GAP, 0, slot.nbytes)
         self.publish(slot)
 
@@ -140,7 +132,7 @@ class RingProducer:
         slot = self.reserve(kind, json.dumps(header).encode(), 0, timeout_seconds=timeout_seconds)
         if kind in {SlotKind.END, SlotKind.SKIP}:
             # Its slot is free before the iteration is settled; a writer that follows a killed one must know it then.
-            while self._ends and self._num_forgotten < self.file.counter(Counter.SETTLED):
+            while self._ends and self._num_forgotten < self.counter(Counter.SETTLED):
                 self._ends.popleft()
                 self._num_forgotten += 1
             self._ends.append((slot.end, int(kind), header))
@@ -148,73 +140,48 @@ class RingProducer:
 
     def unsettled(self) -> list[tuple[int, int, dict[str, Any]]]:
         """The slots that ended an iteration on which the rank has not had its word: end, kind and header of each."""
-        return list(self._ends)[self.file.counter(Counter.SETTLED) - self._num_forgotten :]
-
-    def set_step(self, iteration: int) -> None:
-        """Tell the writer which iteration the training is in."""
-        self.file.set_counter(Counter.STEP, iteration)
+        return list(self._ends)[self.counter(Counter.SETTLED) - self._num_forgotten :]
 
     def finish(self, words: dict[str, Any]) -> None:
         """Say that nothing more will be published, and why."""
         self.say(words)
-        self.file.set_counter(Counter.FINISHED, 1)
+        self.set_counter(Counter.FINISHED, 1)
         self._wake()
 
-    def say(self, words: dict[str, Any]) -> None:
-        """Say something beside the slots, which may be full."""
-        self.file.say(Words.TRAINER, words)
-
-    def describe(self, words: dict[str, Any]) -> None:
-        """Say what the ring is about, for whoever finds it when both processes are gone."""
-        self.file.say(Words.ABOUT, words)
-
-    @property
-    def news(self) -> int:
-        """Grows when the writer has something to say about the plan; costs the training thread nothing."""
-        return self.file.counter(Counter.NEWS)
-
-    def hear(self) -> dict[str, Any] | None:
-        """What the writer said last; None while it is speaking or has not spoken."""
-        return self.file.hear(Words.WRITER)
+    def _has_room(self, nbytes: int) -> bool:
+        self._limit = self.counter(Counter.FREED) + self.capacity
+        return self._reserved + nbytes <= self._limit
 
     def _wait_for_room(self, nbytes: int, *, timeout_seconds: float) -> None:
         if self._has_room(nbytes):
             return
-        self.file.set_counter(Counter.WAITING, 1)
+        start = time.monotonic()
+        next_check, is_told = start + _LIVENESS_SECONDS, False
+        self.set_counter(Counter.WAITING, 1)
         # The writer may hold small tensors back, to write them together: it learns that they are in the way.
-        if self.file.counter(Counter.ASLEEP):
+        if self.counter(Counter.ASLEEP):
             self._wake()
         try:
-            self._wait(nbytes, timeout_seconds=timeout_seconds)
+            while not self._has_room(nbytes):
+                time.sleep(_WAIT_SECONDS)
+                self.on_wait()
+                now = time.monotonic()
+                if now - start > LONG_WAIT_SECONDS and not is_told:
+                    is_told = True
+                    self.on_long_wait()
+                if now > next_check:
+                    next_check = now + _LIVENESS_SECONDS
+                    self._keep_alive()
+                if now - start > timeout_seconds:
+                    raise CaptureError(
+                        f"the writer freed no room for {nbytes} bytes within --block-timeout-seconds "
+                        f"{timeout_seconds:g}: raise it or --host-budget-nbytes, or capture less"
+                    )
         finally:
-            self.file.set_counter(Counter.WAITING, 0)
-
-    def _has_room(self, nbytes: int) -> bool:
-        self._limit = self.file.counter(Counter.FREED) + self.file.capacity
-        return self._reserved + nbytes <= self._limit
-
-    def _wait(self, nbytes: int, *, timeout_seconds: float) -> None:
-        start = time.monotonic()
-        next_check = start + _LIVENESS_SECONDS
-        is_told = False
-        while not self._has_room(nbytes):
-            time.sleep(_WAIT_SECONDS)
-            self.on_wait()
-            now = time.monotonic()
-            if now - start > LONG_WAIT_SECONDS and not is_told:
-                is_told = True
-                self.on_long_wait()
-            if now > next_check:
-                next_check = now + _LIVENESS_SECONDS
-                self._keep_alive()
-            if now - start > timeout_seconds:
-                raise CaptureError(
-                    f"the writer freed no room for {nbytes} bytes within --block-timeout-seconds {timeout_seconds:g}: "
-                    f"raise it or --host-budget-nbytes, or capture less"
-                )
+            self.set_counter(Counter.WAITING, 0)
 
     def _append(self, kind: SlotKind, header: bytes, *, header_nbytes: int, payload_nbytes: int, nbytes: int) -> Slot:
-        room = self.file.slots(self._reserved % self.file.capacity, nbytes)
+        room = self.slots(self._reserved % self.capacity, nbytes)
         room[: PREFIX_NBYTES + len(header)] = _PREFIX.pack(kind, len(header), payload_nbytes) + header
         self._reserved += nbytes
         payload = room[header_nbytes : header_nbytes + payload_nbytes]
@@ -224,23 +191,20 @@ class RingProducer:
 
     def _wake(self) -> None:
         # One call wakes it, however many slots are published until it runs: what comes now need not call again.
-        self.file.set_counter(Counter.ASLEEP, 0)
-        try:
+        self.set_counter(Counter.ASLEEP, 0)
+        # It may have more wake-up calls waiting than it needs; or be gone, and whoever waits for it finds out.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._wake_write, b"\0")
-        except BlockingIOError:
-            return  # the writer has more wake-up calls waiting than it needs
-        except BrokenPipeError:
-            return  # the writer is gone; whoever waits for it finds out
 
     def close(self) -> None:
         """Close the wake-up pipe and the file; nothing can be reserved after it."""
         os.close(self._wake_write)
         os.close(self.wake_read)
-        self.on_wait = self.on_long_wait = _nothing
-        self.file.close()
+        self.on_wait = self.on_long_wait = lambda: None
+        super().close()
 
 
-class RingConsumer:
+class RingConsumer(RingFile):
     """The writer's side: take published slots in order, free them in any order. One thread takes."""
 
     def __init__(self, descriptor: int) -> None:
@@ -249,42 +213,17 @@ class RingConsumer:
         Raises:
             CaptureError: the file is not a ring.
         """
-        self.file = RingFile(descriptor, populate=False)
-        self._taken = self.file.counter(Counter.FREED)
+        super().__init__(descriptor, own=Words.WRITER, other=Words.TRAINER, populate=False)
+        self._taken = self.counter(Counter.FREED)
         self._slots: deque[Slot] = deque()
         self._lock = threading.Lock()
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the trainer said that it will publish nothing more."""
-        return self.file.counter(Counter.FINISHED) == 1
-
-    @property
-    def step(self) -> int:
-        """The iteration that the training is in."""
-        return self.file.counter(Counter.STEP)
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether the trainer waits for room now."""
-        return self.file.counter(Counter.WAITING) == 1
-
-    @property
-    def used_nbytes(self) -> int:
-        """Bytes of slots that are published and not freed."""
-        return self.file.counter(Counter.PUBLISHED) - self.file.counter(Counter.FREED)
-
-    @property
-    def about(self) -> dict[str, Any] | None:
-        """What the trainer said of the ring as a whole; None where it did not come to it."""
-        return self.file.hear(Words.ABOUT)
-
     def sleep(self, descriptor: int, *, seconds: float) -> None:
         """Wait until the trainer wakes us through the pipe, or the time is over; not at all where slots are waiting."""
-        self.file.set_counter(Counter.ASLEEP, 1)
-        if self.file.counter(Counter.PUBLISHED) == self._taken:
+        self.set_counter(Counter.ASLEEP, 1)
+        if self.counter(Counter.PUBLISHED) == self._taken:
             select.select([descriptor], [], [], seconds)
-        self.file.set_counter(Counter.ASLEEP, 0)
+        self.set_counter(Counter.ASLEEP, 0)
 
     def take(self, before: int | None = None) -> Slot | None:
         """The next published slot; None where there is none yet, or none before that many bytes.
@@ -292,7 +231,7 @@ class RingConsumer:
         Raises:
             CaptureError: the ring is damaged.
         """
-        published = self.file.counter(Counter.PUBLISHED) if before is None else before
+        published = self.counter(Counter.PUBLISHED) if before is None else before
         while self._taken < published:
             slot = self._read(published)
             self._taken = slot.end
@@ -304,22 +243,22 @@ class RingConsumer:
         return None
 
     def _read(self, published: int) -> Slot:
-        offset = self._taken % self.file.capacity
-        prefix = self.file.slots(offset, PREFIX_NBYTES)
+        offset = self._taken % self.capacity
+        prefix = self.slots(offset, PREFIX_NBYTES)
         kind, header_size, payload_nbytes = _PREFIX.unpack(prefix)
         header_nbytes = aligned(PREFIX_NBYTES + header_size)
         # A gap has no header: its payload is the whole of it, its prefix included.
         total = payload_nbytes if kind == SlotKind.GAP else header_nbytes + aligned(payload_nbytes)
-        if kind not in set(SlotKind) or not 0 < total <= min(published - self._taken, self.file.capacity - offset):
+        if kind not in set(SlotKind) or not 0 < total <= min(published - self._taken, self.capacity - offset):
             raise CaptureError(f"the ring is damaged at byte {offset} of its slots: what it held from there on is lost")
         end = self._taken + total
         if kind == SlotKind.GAP:
             return Slot(kind=SlotKind.GAP, header={}, payload=prefix, end=end)
         try:
-            header = json.loads(bytes(self.file.slots(offset + PREFIX_NBYTES, header_size)))
+            header = json.loads(bytes(self.slots(offset + PREFIX_NBYTES, header_size)))
         except ValueError as error:
             raise CaptureError(f"the ring is damaged at byte {offset} of its slots: {error}") from error
-        payload = self.file.slots(offset + header_nbytes, payload_nbytes)
+        payload = self.slots(offset + header_nbytes, payload_nbytes)
         return Slot(kind=SlotKind(kind), header=header, payload=payload, end=end)
 
     def free(self, slot: Slot) -> None:
@@ -330,29 +269,8 @@ class RingConsumer:
             while self._slots and self._slots[0].is_done:
                 freed = self._slots.popleft().end
             if freed is not None:
-                self.file.set_counter(Counter.FREED, freed)
+                self.set_counter(Counter.FREED, freed)
 
-    @property
-    def num_settled(self) -> int:
-        """Iterations on which the rank has had its word, by this writer and by those before it."""
-        return self.file.counter(Counter.SETTLED)
-
-    def count_settled(self) -> None:
-        """Say that the rank has had its word on the next iteration that the trainer ended or did not take."""
-        self.file.set_counter(Counter.SETTLED, self.num_settled + 1)
-
-    def say(self, words: dict[str, Any]) -> None:
-        """Say something to the trainer."""
-        self.file.say(Words.WRITER, words)
-
-    def announce(self) -> None:
-        """Ask the trainer to listen."""
-        self.file.set_counter(Counter.NEWS, self.file.counter(Counter.NEWS) + 1)
-
-    def hear(self) -> dict[str, Any] | None:
-        """What the trainer said beside its slots; None where it said nothing."""
-        return self.file.hear(Words.TRAINER)
-
-    def heritage(self) -> dict[str, Any]:
-        """What the writer before this one said last."""
-        return self.file.hear(Words.WRITER) or {}
+    def advance(self, counter: Counter) -> None:
+        """Add one to a counter that this side alone writes."""
+        self.set_counter(counter, self.counter(counter) + 1)

@@ -113,15 +113,16 @@ def aligned(nbytes: int) -> int:
 
 
 class RingFile:
-    """The mapped file, as both sides see it."""
+    """The mapped file, as both sides see it; each says its words at one place, and hears those at another."""
 
-    def __init__(self, descriptor: int, *, populate: bool) -> None:
+    def __init__(self, descriptor: int, *, own: Words, other: Words, populate: bool) -> None:
         """Map a ring; its descriptor is ours to close from then on.
 
         Raises:
             CaptureError: the file is not one.
         """
         self.descriptor = descriptor
+        self._own, self._other = own, other
         size = os.fstat(descriptor).st_size
         if size <= _SLOTS:
             raise CaptureError(f"the file has {size} bytes, and a ring has more than {_SLOTS}")
@@ -143,12 +144,18 @@ class RingFile:
         """Set a counter; eight aligned bytes are written at once."""
         self._counters[counter] = value
 
+    @property
+    def pending_nbytes(self) -> int:
+        """Bytes of slots that are published and not freed."""
+        return self.counter(Counter.PUBLISHED) - self.counter(Counter.FREED)
+
     def slots(self, offset: int, nbytes: int) -> memoryview:
         """The bytes of the slots from an offset on."""
         return self.view[_SLOTS + offset : _SLOTS + offset + nbytes]
 
-    def say(self, place: Words, words: dict[str, Any]) -> None:
-        """Replace the words at a place; a reader meets the old or the new ones, or knows that it met neither."""
+    def say(self, words: dict[str, Any], place: Words | None = None) -> None:
+        """Replace our words, or those at a place; a reader meets the old or the new ones, or knows that it did not."""
+        place = self._own if place is None else place
         text = json.dumps(words).encode()
         if len(text) > _WORDS_NBYTES - 8:
             short = {key: value for key, value in words.items() if len(json.dumps(value)) < _PAGE}
@@ -156,8 +163,9 @@ class RingFile:
         self.view[place : place + 8] = len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little")
         self.view[place + 8 : place + 8 + len(text)] = text
 
-    def hear(self, place: Words) -> dict[str, Any] | None:
-        """The words at a place; None where there are none, or while they are being replaced."""
+    def hear(self, place: Words | None = None) -> dict[str, Any] | None:
+        """The other side's words, or those at a place; None where there are none, or while they are being replaced."""
+        place = self._other if place is None else place
         size = int.from_bytes(self.view[place : place + 4], "little")
         if not 0 < size <= _WORDS_NBYTES - 8:
             return None
@@ -190,16 +198,17 @@ def create_ring_file(capacity_nbytes: int, *, path: Path | None = None) -> int:
     """
     size = _SLOTS + aligned(capacity_nbytes)
     try:
-        descriptor = _unnamed_file_of(size) if path is None else _create_at(path, size)
+        if path is None:
+            descriptor = unnamed_file("ranktape-ring")
+            os.ftruncate(descriptor, size)
+        else:
+            descriptor = _create_at(path, size)
     except OSError as error:
+        place, ways = "memory", "lower --host-budget-nbytes"
         if path is not None:
-            raise CaptureError(
-                f"cannot make a ring of {capacity_nbytes} bytes in {path.parent} ({error.strerror or error}): make "
-                f"room there, lower --host-budget-nbytes, or give another --ring-dir"
-            ) from error
-        raise CaptureError(
-            f"cannot make a ring of {capacity_nbytes} bytes in memory ({error}): lower --host-budget-nbytes"
-        ) from error
+            place, ways = str(path.parent), f"make room there, {ways}, or give another --ring-dir"
+        reason = error if path is None else error.strerror or error
+        raise CaptureError(f"cannot make a ring of {capacity_nbytes} bytes in {place} ({reason}): {ways}") from error
     os.pwrite(descriptor, _FORMAT.to_bytes(8, "little"), 8 * Counter.FORMAT)
     return descriptor
 
@@ -239,12 +248,6 @@ def unnamed_file(name: str) -> int:
         return os.memfd_create(name)
     descriptor, path = tempfile.mkstemp(prefix=name)
     Path(path).unlink()
-    return descriptor
-
-
-def _unnamed_file_of(size: int) -> int:
-    descriptor = unnamed_file("ranktape-ring")
-    os.ftruncate(descriptor, size)
     return descriptor
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ranktape.capture.staging.ring_file import Counter
 from ranktape.capture.writing.recover import expectations
 from ranktape.errors import RanktapeError
 from ranktape.storage.format import layout
@@ -139,7 +140,7 @@ class Committer:
 
     def _recover(self, recovery: Recovery, iteration: int, left: Left) -> None:
         try:
-            with self._storer.closing():
+            with self._storer.trying():
                 recovery.settle(iteration, left)
         except RanktapeError as error:
             self._rank_writer.abandon(iteration)
@@ -171,7 +172,7 @@ class Committer:
         self._had_word(word.iteration)
 
     def _had_word(self, iteration: int) -> None:
-        self._ring.count_settled()
+        self._ring.advance(Counter.SETTLED)
         self._say(num_committed=self.num_committed)
         self._on_word(iteration)
 

@@ -175,9 +175,15 @@ class Coordinator:
                     return progress
                 complete, dropped = set(progress.complete), set(progress.dropped)
                 for iteration in progress.ready():
-                    if self._finish_iteration(iteration):
-                        complete.add(iteration)
-                        self._retain(complete, dropped)
+                    try:
+                        finish_iteration(self._backend, attempt=self._attempt, iteration=iteration)
+                    except StorageError:
+                        raise
+                    except RanktapeError as error:
+                        self.problems[f"iteration {iteration}"] = str(error)
+                        continue
+                    complete.add(iteration)
+                    self._retain(complete, dropped)
                 self._retain(complete, dropped)
             except StorageError as error:
                 # The store may come back; the verdict, at the latest, reports that it did not.
@@ -205,16 +211,6 @@ class Coordinator:
                 dropped.add(iteration)
             else:
                 self._earlier.remove((attempt, iteration))
-
-    def _finish_iteration(self, iteration: int) -> bool:
-        try:
-            finish_iteration(self._backend, attempt=self._attempt, iteration=iteration)
-        except StorageError:
-            raise
-        except RanktapeError as error:
-            self.problems[f"iteration {iteration}"] = str(error)
-            return False
-        return True
 
     def _decide(self, progress: Progress) -> None:
         self.complete |= progress.complete | progress.dropped

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, BlockCounts, pack_histogram, padded
+from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, pack_histogram, padded
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import Keep, RecordInfo
 from ranktape.storage.format.statistics import STATISTICS
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from ranktape.capture.staging.ring_file import Slot
 
 BLOCK_SIZE = 32
@@ -31,8 +28,6 @@ BLOCK_SIZE = 32
 _MAX_ROUNDED = 1 << 20
 """Wide values that are rounded at once: a copy of a whole tensor could be larger than the budget."""
 
-
-STATISTICS_NBYTES = 8 * len(STATISTICS)
 
 _TYPICAL_CELLS = 28_000
 """Kinds of elements in blocks along one axis, where values are normally distributed; heavier tails have up to ten times
@@ -74,7 +69,7 @@ def reduce_to(
 
         kept = statistics_of(array).to_vector()
     elif keep == Keep.HISTOGRAM and (dtype := counted_dtype(info.dtype, info.compute_dtype)) is not None:
-        kept = pack_histogram(count_codes(array, dtype=dtype), list(count_block_kinds(array, dtype=dtype)))
+        kept = _histogram(array, dtype=dtype)
     else:
         return None
     return kept, dataclasses.replace(info, keep=keep, nbytes=kept.nbytes)
@@ -94,38 +89,34 @@ def kept_nbytes(keep: str, *, nbytes: int, dtype: str, compute_dtype: str) -> in
     of that.
     """
     if keep == Keep.STATISTICS:
-        return STATISTICS_NBYTES
+        return 8 * len(STATISTICS)
     if keep == Keep.HISTOGRAM and counted_dtype(dtype, compute_dtype) is not None:
         num_cells = min(nbytes // numpy_dtype(dtype).itemsize, _TYPICAL_CELLS)
         return _WORD_NBYTES * padded(NUM_CODES + 1 + len(BLOCK_AXES) * _CELL_WORDS * num_cells)
     return nbytes
 
 
-def count_codes(array: np.ndarray[Any, Any], *, dtype: str) -> NDArray[np.int64]:
-    """How often each of the 65,536 patterns of the dtype occurs."""
-    from ranktape.analyze.numerics.histograms.histogram import count_values
+def _histogram(array: np.ndarray[Any, Any], *, dtype: str) -> np.ndarray[Any, Any]:
+    """How often each of the 65,536 patterns of the dtype occurs, and each kind of element in blocks.
 
-    flat = array.reshape(-1)
-    target = numpy_dtype(dtype)
-    if flat.dtype == target:
-        return count_values(flat, threads=1).counts
-    counts = np.zeros(NUM_CODES, dtype=np.int64)
-    for start in range(0, flat.size, _MAX_ROUNDED):
-        with np.errstate(over="ignore", invalid="ignore"):
-            rounded = flat[start : start + _MAX_ROUNDED].astype(target)
-        counts += count_values(rounded, threads=1).counts
-    return counts
-
-
-def count_block_kinds(array: np.ndarray[Any, Any], *, dtype: str) -> Iterator[BlockCounts]:
-    """The same in blocks along both axes of the matrix that a multiplication sees: [all dimensions but last, last].
-
-    An array of one dimension is one row of it, one without dimensions a single element.
+    The blocks are those along both axes of the matrix that a multiplication sees: [all dimensions but last, last]. An
+    array of one dimension is one row of it, one without dimensions a single element.
     """
     from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
+    from ranktape.analyze.numerics.histograms.histogram import count_values
 
+    flat, target = array.reshape(-1), numpy_dtype(dtype)
+    step = flat.size if flat.dtype == target else _MAX_ROUNDED
+    counts = np.zeros(NUM_CODES, dtype=np.int64)
+    for start in range(0, flat.size, max(1, step)):
+        with np.errstate(over="ignore", invalid="ignore"):
+            counts += count_values(flat[start : start + step].astype(target, copy=False), threads=1).counts
     shape = array.shape or (1,)
     matrix = array.reshape(math.prod(shape[:-1]), shape[-1])
-    for name, axis in zip(BLOCK_AXES, (1, 0), strict=True):
-        counted = count_blocks(matrix, axis=axis, block_size=BLOCK_SIZE, threads=1, rounded_to=numpy_dtype(dtype))
-        yield dataclasses.replace(counted, axis=name)
+    blocks = [
+        dataclasses.replace(
+            count_blocks(matrix, axis=axis, block_size=BLOCK_SIZE, threads=1, rounded_to=target), axis=name
+        )
+        for name, axis in zip(BLOCK_AXES, (1, 0), strict=True)
+    ]
+    return pack_histogram(counts, blocks)

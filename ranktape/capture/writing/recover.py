@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.staging.ring import RingConsumer
-from ranktape.capture.staging.ring_file import RING_SUFFIX, Counter, Slot, SlotKind, boot_id, lock_ring
+from ranktape.capture.staging.ring_file import RING_SUFFIX, Counter, Slot, SlotKind, Words, boot_id, lock_ring
 from ranktape.capture.writing.counting import reduce_to, staged_record
 from ranktape.errors import CaptureError, DataError, RanktapeError, StorageError
 from ranktape.storage.format import layout
@@ -129,14 +129,14 @@ def recover_ring(path: Path, *, open_run: Callable[[str], Backend], trusts_other
         if report.remains is None:
             path.unlink(missing_ok=True)
     finally:
-        ring.file.close()
+        ring.close()
     return report
 
 
 def _recover(
     ring: RingConsumer, report: RingReport, *, open_run: Callable[[str], Backend], trusts_other_boots: bool
 ) -> None:
-    about = ring.about
+    about = ring.hear(Words.ABOUT)
     if about is None:
         return  # it is described before the first tensor: nothing is lost with it
     try:
@@ -180,7 +180,7 @@ def read_slots(ring: RingConsumer, *, ends: Iterable[tuple[int, int, Mapping[str
         CaptureError: the ring is damaged.
     """
     left: dict[int, Left] = {}
-    published = ring.file.counter(Counter.PUBLISHED)
+    published = ring.counter(Counter.PUBLISHED)
     for end, kind, header in ends:
         if end <= published:
             left.setdefault(int(header["iteration"]), Left()).learn(SlotKind(kind), header)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.settings.table import Policy
+from ranktape.capture.staging.ring_file import Counter
 from ranktape.capture.writing.counting import counted_dtype, reduce_to, staged_record
 from ranktape.errors import CaptureError, NoSpaceError, RanktapeError, UnreachableError
 from ranktape.storage.format.record_info import Keep
@@ -104,22 +105,23 @@ class Storer:
         """
         self.config = config
         self.backend = backend
-        """The store, asked without patience: for markers and plans."""
+        """The store, asked once: for markers and plans."""
         self.attempt, self.ring = attempt, ring
         options = config.options
         self._is_histogram = options.policy == Policy.HISTOGRAM
-        # What is worth waiting for depends on what a thread is storing: the store asks it after each failure. Counts
-        # are worth more than values, which hold up the training.
+        # What is worth waiting for depends on what a thread is storing (`trying`): the store asks after each failure.
+        # Counts are worth more than values, which hold up the training.
         longest = max(options.store_timeout_seconds, HOLD_SECONDS if self._is_histogram else 0.0)
-        self.patient = backend.with_deadline(timeout_seconds=longest, give_up=_is_given_up)
-        """The same with patience."""
+        give_up = lambda: _gives_up.get()()  # noqa: E731, PLW0108  (each thread and each time anew)
+        self.retrying = backend.with_deadline(timeout_seconds=longest, give_up=give_up)
+        """The same, tried again."""
         self.spill: SpillingBackend | None = None
         """The same with a directory for what it does not take; None without one."""
         if options.spill_dir is not None:
             directory = Path(options.spill_dir)
-            self.spill = SpillingBackend(self.patient, directory=directory, attempt=attempt, rank=config.rank)
+            self.spill = SpillingBackend(self.retrying, directory=directory, attempt=attempt, rank=config.rank)
         self.rank_writer = RankWriter(
-            self.spill or self.patient,
+            self.spill or self.retrying,
             attempt=attempt,
             rank=config.rank,
             environment=config.environment,
@@ -159,7 +161,7 @@ class Storer:
 
     def relieve(self) -> None:
         """Write the small tensors that are held, where they are in the way of the training."""
-        is_full = self.ring.used_nbytes > self.ring.file.capacity // 2
+        is_full = self.ring.pending_nbytes > self.ring.capacity // 2
         if is_full or self._is_waited_for:
             self._start_flush()
 
@@ -206,7 +208,7 @@ class Storer:
 
         def work() -> None:
             nonlocal is_committed
-            with self._patiently(staged):
+            with self.trying(staged, is_held=True):
                 commit()
             is_committed = True
 
@@ -217,11 +219,28 @@ class Storer:
         return None if is_committed else staged.failure
 
     @contextmanager
-    def closing(self) -> Iterator[None]:
-        """While this thread writes what belongs to no iteration."""
-        none = Staged(iteration=-1, may_degrade=False)
-        with _asking(self._gives_up(none, seconds=self.config.options.store_timeout_seconds)):
+    def trying(
+        self, staged: Staged | None = None, *, is_held: bool = False, unless: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
+        """While this thread writes: each write is tried again as long as there is hope.
+
+        There is none once the iteration, if it is one, has failed, `unless` says so, the time is over, or the store has
+        not answered for too long: what is held of an iteration that may be incomplete waits longer.
+        """
+        may_wait = is_held and staged is not None and staged.may_degrade
+        seconds = HOLD_SECONDS if may_wait else self.config.options.store_timeout_seconds
+        began = time.monotonic()
+
+        def gives_up() -> bool:
+            since = self.retrying.failing_since
+            is_late = since is not None and time.monotonic() - max(since, began) > seconds
+            return is_late or (staged is not None and staged.has_failed()) or self._is_over() or unless()
+
+        token = _gives_up.set(gives_up)
+        try:
             yield
+        finally:
+            _gives_up.reset(token)
 
     def shutdown(self) -> None:
         """Wait for what is being stored; nothing new is begun."""
@@ -230,7 +249,7 @@ class Storer:
 
     @property
     def _is_waited_for(self) -> bool:
-        return self.ring.is_waited_for and not self.trainer_is_gone
+        return self.ring.counter(Counter.WAITING) == 1 and not self.trainer_is_gone
 
     def _run(self, staged: Staged, work: Callable[[], None]) -> bool:
         """Whether the work was begun: nothing is done for an iteration that has failed."""
@@ -269,9 +288,8 @@ class Storer:
         is_countable = counted_dtype(info.dtype, info.compute_dtype) is not None
         may_count = self._is_histogram and staged.may_degrade and is_countable
         if not (may_count and self._is_waited_for):
-            gives_up = self._gives_up(staged, seconds=self.config.options.store_timeout_seconds)
             try:
-                with _asking(lambda: gives_up() or (may_count and self._is_waited_for)):
+                with self.trying(staged, unless=lambda: may_count and self._is_waited_for):
                     self.rank_writer.write(array, info=info)
             except UnreachableError:
                 # With a place to spill into, the error is that place's: there is nothing left to hope for.
@@ -288,10 +306,10 @@ class Storer:
         # What is held in the ring keeps the room behind it, too; counting would not help the training then.
         is_to_move = self._is_histogram and not self.config.ring_is_kept
         if is_to_move and self._take_room(array.nbytes):
-            release = partial(self._give_room_back, array.nbytes)
+            release = partial(self._let_go, array.nbytes, None)
             array = array.copy()
             self.ring.free(slot)
-        with self._patiently(staged):
+        with self.trying(staged, is_held=True):
             self.rank_writer.write(array, info=info, on_release=release)
 
     def _count(self, array: np.ndarray[Any, Any], *, info: RecordInfo, staged: Staged) -> None:
@@ -304,7 +322,7 @@ class Storer:
     def _write_reduced(self, kept: np.ndarray[Any, Any], info: RecordInfo, staged: Staged, slot: Slot | None) -> None:
         """Write what stands for a tensor; its slot is free then, at the latest."""
         self._make_room(kept.nbytes, staged)
-        with self._patiently(staged):
+        with self.trying(staged, is_held=True):
             self.rank_writer.write(kept, info=info, on_release=partial(self._let_go, kept.nbytes, slot))
 
     def _take_room(self, nbytes: int) -> bool:
@@ -314,12 +332,9 @@ class Storer:
             self._room_nbytes -= nbytes if is_there else 0
             return is_there
 
-    def _give_room_back(self, nbytes: int) -> None:
+    def _let_go(self, nbytes: int, slot: Slot | None) -> None:
         with self._room_lock:
             self._room_nbytes += nbytes
-
-    def _let_go(self, nbytes: int, slot: Slot | None) -> None:
-        self._give_room_back(nbytes)
         if slot is not None:
             self.ring.free(slot)
 
@@ -330,7 +345,7 @@ class Storer:
             CaptureError: this is the iteration, or the time is over.
         """
         while not self._take_room(nbytes):
-            if self.patient.failing_since is not None and self._is_histogram:
+            if self.retrying.failing_since is not None and self._is_histogram:
                 self._fail_oldest()
             else:
                 self._start_flush()
@@ -346,12 +361,6 @@ class Storer:
         if oldest is not None:
             self.fail(oldest, _TOO_MUCH.format(nbytes=HELD_NBYTES))
 
-    @contextmanager
-    def _patiently(self, staged: Staged) -> Iterator[None]:
-        """While this thread writes what was held of an iteration."""
-        with _asking(self._gives_up(staged, seconds=self._held_seconds(staged))):
-            yield
-
     def _start_flush(self) -> None:
         with self._lock:
             is_running = self._flush is not None and not self._flush.done()
@@ -364,36 +373,8 @@ class Storer:
         # One after the other, so that one that fails takes none of the others with it; and counted as at work, so
         # that none is failed for the room that another one is about to give back.
         for staged in waiting:
-            with self._patiently(staged):
+            with self.trying(staged, is_held=True):
                 self._run(staged, partial(self.rank_writer.flush_stacks, staged.iteration))
-
-    def _held_seconds(self, staged: Staged) -> float:
-        return HOLD_SECONDS if staged.may_degrade else self.config.options.store_timeout_seconds
-
-    def _gives_up(self, staged: Staged, *, seconds: float) -> Callable[[], bool]:
-        """Whether the iteration has failed, or the store has not answered for so long, or the time is over."""
-        began = time.monotonic()
-
-        def gives_up() -> bool:
-            since = self.patient.failing_since
-            is_late = since is not None and time.monotonic() - max(since, began) > seconds
-            return is_late or staged.has_failed() or self._is_over()
-
-        return gives_up
 
     def _is_over(self) -> bool:
         return self.give_up_at is not None and time.monotonic() > self.give_up_at
-
-
-def _is_given_up() -> bool:
-    return _gives_up.get()()
-
-
-@contextmanager
-def _asking(gives_up: Callable[[], bool]) -> Iterator[None]:
-    """In this thread, have the store ask whether to give up."""
-    token = _gives_up.set(gives_up)
-    try:
-        yield
-    finally:
-        _gives_up.reset(token)
