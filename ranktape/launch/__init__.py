@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ranktape.launch.maintain import rm as rm
     from ranktape.launch.maintain import runs as runs
     from ranktape.launch.run_status import status as status
+    from ranktape.launch.watching import watch as watch
 else:
     __all__, __getattr__, __dir__ = public_names(
         __name__,
@@ -26,5 +27,6 @@ else:
             "exchange": ["cp", "export", "import_files", "push", "recover"],
             "maintain": ["check", "prune", "repair", "rm", "runs"],
             "run_status": ["status"],
+            "watching": ["watch"],
         },
     )

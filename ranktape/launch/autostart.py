@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ranktape.errors import CaptureError, FailedElsewhereError, LateError, RanktapeError, UsageError
-from ranktape.launch.worker import HEAD_START_SECONDS, LAUNCHED, OWNER, Worker, one_line, stand_aside
+from ranktape.launch.worker import HEAD_START_SECONDS, LAUNCHED, OWNER, complain, one_line, report, say, stand_aside
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -117,7 +117,7 @@ class AutoStart:
     def tell_of_evaluation(self) -> None:
         """Say so where models ran, none of them in training: nothing is recorded then without being asked for."""
         if not self._standby.is_over and self._standby.has_evaluated and _is_to_be_recorded(os.environ):
-            _worker().say(f"nothing was recorded: {in_variables(self.explain_nothing())}")
+            say(f"nothing was recorded: {in_variables(self.explain_nothing())}")
 
     def _begin_by_hand(self, first_iteration: int) -> None:
         """Begin it before the training, of which there may be none: the script saves tensors itself."""
@@ -252,12 +252,11 @@ def _text_of(error: BaseException) -> str:
 
 
 def _fail(error: BaseException, text: str, *, is_strict: bool) -> None:
-    worker = _worker()
     if not is_strict:
         if not _is_said_by_rank_0(error, text=text):
-            worker.complain(f"{text}; the training goes on without a capture")
+            complain(f"{text}; the training goes on without a capture")
         return
-    worker.report(text)
+    report(text)
     if threading.current_thread() is not threading.main_thread():
         raise error
     raise SystemExit(error.exit_code if isinstance(error, RanktapeError) else 1) from error
@@ -318,7 +317,7 @@ class _End:
         from ranktape.capture.guard import StrictCaptureError
 
         if isinstance(error, StrictCaptureError):
-            _worker().report(str(error))
+            report(str(error))
         else:
             self._show(kind, error, trace)
 
@@ -339,9 +338,9 @@ class _End:
                 from ranktape.launch.place import shown
 
                 command = f"'ranktape status {shown(self._order.given_url)} --require-minimum' tells a shell"
-                _worker().say(f"{in_variables(verdict.message())} ({command})")
+                say(f"{in_variables(verdict.message())} ({command})")
         except BaseException as error:  # noqa: BLE001  (the training has ended well, and says so by its exit code)
-            _worker().complain(one_line(f"the capture did not end well: {error}"))
+            complain(one_line(f"the capture did not end well: {error}"))
 
     def _failure(self) -> str | None:
         """Why the capture ends where the training failed; None where it did not, as far as can be known."""
@@ -356,12 +355,3 @@ class _End:
             return str(error)  # a strict capture has ended the training itself
         how = f"exit code {error.code}" if isinstance(error, SystemExit) else type(error).__name__
         return f"the training failed ({how})"
-
-
-def _worker() -> Worker:
-    """This process among the ranks; where torch.distributed knows it and the environment does not, by that."""
-    distributed = sys.modules.get("torch.distributed")
-    worker = Worker.from_environment(os.environ)
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return worker
-    return dataclasses.replace(worker, rank=distributed.get_rank())

@@ -12,7 +12,7 @@ COMMANDS = {
     "demo": "ranktape.launch.demo:command",
     "plan": "ranktape.launch.plan:command",
     "status": "ranktape.launch.run_status:status_command",
-    "watch": "ranktape.launch.watch:command",
+    "watch": "ranktape.launch.watching:command",
     "runs": "ranktape.launch.maintain:runs_command",
     "check": "ranktape.launch.maintain:check_command",
     "repair": "ranktape.launch.maintain:repair_command",

@@ -129,14 +129,15 @@ def plan_capture(values: Mapping[str, Any], *, steps: int, quant_type: str) -> d
         UsageError: the training ends before the guaranteed iterations are captured.
     """
     # Not at the top: the help page does without what it needs.
+    from ranktape.capture.settings.config import given_settings
     from ranktape.capture.settings.options import CaptureOptions
 
-    target = CaptureOptions.from_mapping(values).target_iterations
+    target = CaptureOptions(**given_settings(values)).target_iterations
     # Evenly over the training, and neither its first step nor its last.
     share = steps // (target + 2)
     defaults = {"start": share, "every": max(1, share), "quant_type": quant_type}
     settings = {**values, **{name: default for name, default in defaults.items() if values.get(name) is None}}
-    options = CaptureOptions.from_mapping(settings)
+    options = CaptureOptions(**given_settings(settings))
     last = options.start + (options.min_iterations - 1) * options.every
     if last >= steps:
         raise UsageError(
@@ -198,10 +199,11 @@ what is wrong, a plot, and all of it in one page."""
 
 def _refuse_existing(url: str, *, settings: Mapping[str, Any]) -> None:
     """The launcher refuses too, but under torchrun that takes seconds and a page of output."""
+    from ranktape.capture.settings.config import given_settings
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.storage import open_run
 
-    options = CaptureOptions.from_mapping(settings)
+    options = CaptureOptions(**given_settings(settings))
     if options.overwrite or options.resume or options.add:
         return
     try:

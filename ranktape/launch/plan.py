@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,34 +18,26 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ranktape.analyze.console import say, say_json
-from ranktape.errors import CaptureError, RanktapeError
-from ranktape.launch.options import capture_options, capture_request
+from ranktape.errors import CaptureError
+from ranktape.launch.options import SCRIPT_CONTEXT, capture_request, run_command, script_options
 from ranktape.launch.place import MAX_NAMED, by_reason, count_text
-from ranktape.launch.script import Script
-from ranktape.launch.worker import Worker
 
 if TYPE_CHECKING:
     from ranktape.capture.plans.forecast import Forecast, RankPlan
     from ranktape.capture.plans.planning import PlanningCapture
+    from ranktape.launch.script import Script
 
 PROGRAM = "torchrun [its options] -m ranktape.launch.plan"
 """What the help page calls us under torchrun."""
 
 
-@click.command(
-    name="plan",
-    # What follows the script is the script's, though it begins with a dash.
-    context_settings={"allow_interspersed_args": False, "help_option_names": ["--help"]},
-)
+@click.command(name="plan", context_settings=SCRIPT_CONTEXT)
 @click.option("--capture", "url", metavar="URL", help="Where the run would be recorded.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document, with every module named.")
 @click.option("--verbose", is_flag=True, help="Name the modules that match.")
 @click.option("--num-ranks", type=click.IntRange(1), help="Plan for so many ranks, each of which takes as much.")
 @click.option("--num-hosts", type=click.IntRange(1), default=1, show_default=True, help="Machines that they share.")
-@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in 'python -m'.")
-@capture_options()
-@click.argument("script", metavar="SCRIPT")
-@click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
+@script_options
 def command(
     url: str | None,
     *,
@@ -54,9 +45,7 @@ def command(
     verbose: bool,
     num_ranks: int | None,
     num_hosts: int,
-    is_module: bool,
-    script: str,
-    arguments: tuple[str, ...],
+    script: Script,
     **values: Any,
 ) -> None:
     """Say what a capture of SCRIPT would take, and whether it fits; nothing is recorded.
@@ -64,42 +53,7 @@ def command(
     The script is run with its hooks on for a few training steps and stopped: it does what it does in them. Fails,
     and names the option to change, if the capture could not work.
     """
-    _plan(
-        *capture_request(url, values),
-        Script(name=script, arguments=arguments, is_module=is_module),
-        as_json=as_json,
-        verbose=verbose,
-        num_ranks=num_ranks,
-        num_hosts=num_hosts,
-    )
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Plan with these command line arguments, on one of several ranks; returns the exit code of the process."""
-    from ranktape.launch.worker import stand_aside
-
-    stand_aside()
-    worker = Worker.from_environment(os.environ)
-    try:
-        return int(command.main(list(arguments), prog_name=PROGRAM, standalone_mode=False) or 0)
-    except click.ClickException as error:
-        worker.report(f"{error.format_message()} See 'ranktape plan --help'.")
-        return error.exit_code
-    except RanktapeError as error:
-        worker.report(str(error))
-        return error.exit_code
-
-
-def _plan(
-    url: str,
-    settings: dict[str, Any],
-    script: Script,
-    *,
-    as_json: bool,
-    verbose: bool,
-    num_ranks: int | None,
-    num_hosts: int,
-) -> None:
+    url, settings = capture_request(url, values)
     script.check()
     # Before the heavy imports, so that a folder called `zarr` in the working directory is not taken for the package.
     script.enter()
@@ -228,4 +182,4 @@ def _time(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(command, sys.argv[1:], program=PROGRAM, help_of="ranktape plan"))

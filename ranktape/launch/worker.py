@@ -1,13 +1,12 @@
-"""Knows one process of a launch, whose training is recorded, and how it says that it failed."""
+"""Knows the process of a launch whose training is recorded, and says there what goes well and what fails."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from ranktape.capture.console import write_line
@@ -18,12 +17,6 @@ OWNER = "RANKTAPE_OWNER_PID"
 LAUNCHED = "RANKTAPE_LAUNCHED"
 """Variable in which the launcher says what it records, to ranks that its script starts: JSON."""
 
-
-def stand_aside() -> None:
-    """From now on neither this process nor one that it starts begins a capture by itself."""
-    os.environ[OWNER] = str(os.getpid())
-
-
 HEAD_START_SECONDS = 3.0
 """How long the other ranks leave the word to rank 0.
 
@@ -32,66 +25,55 @@ so the same line does not appear N times; where only one rank has the trouble, i
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
-    """One process of a launch, as torchrun's environment describes it; alone, where there is none."""
+def stand_aside() -> None:
+    """From now on neither this process nor one that it starts begins a capture by itself."""
+    os.environ[OWNER] = str(os.getpid())
 
-    rank: int
-    """Global rank."""
-    restart_count: int
-    """How many times torchrun has restarted the group, from 0."""
-    max_restarts: int
-    """How many times it may."""
-    error_file: Path | None
-    """Where torchrun looks for the reason of a failure."""
 
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Worker:
-        """The process that these environment variables describe."""
-        error_file = environment.get("TORCHELASTIC_ERROR_FILE")
-        return cls(
-            rank=int(environment.get("RANK", "0")),
-            restart_count=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            max_restarts=int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")),
-            error_file=Path(error_file) if error_file else None,
-        )
+def global_rank() -> int:
+    """The rank of this process: by torch.distributed where that knows it, else by the environment, else 0."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return int(os.environ.get("RANK", "0"))
 
-    @property
-    def is_last_attempt(self) -> bool:
-        """Whether torchrun gives up, rather than train again, when this process fails."""
-        return self.restart_count >= self.max_restarts
 
-    def say(self, message: str) -> None:
-        """Write one line on stderr, from rank 0 only."""
-        if self.rank == 0:
-            write_line(one_line(message))
+def restarts() -> tuple[int, int]:
+    """How many times torchrun has restarted the group of workers, and how many times it will yet if this one fails."""
+    done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return done, max(0, most - done)
 
-    def complain(self, message: str) -> None:
-        """Write one line on stderr of what went wrong; any rank but the first names itself."""
-        prefix = "" if self.rank == 0 else f"[rank {self.rank}] "
-        # A process that ends may have closed its stderr, or have none: there is nobody to tell.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            write_line(f"error: {prefix}{one_line(message)}")
 
-    def report(self, message: str) -> None:
-        """Say why this process ends: one line on stderr, and the same line in torchrun's summary.
+def say(message: str) -> None:
+    """Write one line on stderr, from rank 0 only."""
+    if global_rank() == 0:
+        write_line(one_line(message))
 
-        Rank 0 speaks at once, the others after `HEAD_START_SECONDS`, if they still live.
-        """
-        line = one_line(message)
-        if self.rank != 0:
-            time.sleep(HEAD_START_SECONDS)
-        self._write_error_file(line)
-        self.complain(line)
 
-    def _write_error_file(self, line: str) -> None:
-        if self.error_file is None:
-            return
+def complain(message: str) -> None:
+    """Write one line on stderr of what went wrong; any rank but the first names itself."""
+    rank = global_rank()
+    prefix = "" if rank == 0 else f"[rank {rank}] "
+    # A process that ends may have closed its stderr, or have none: there is nobody to tell.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        write_line(f"error: {prefix}{one_line(message)}")
+
+
+def report(message: str) -> None:
+    """Say why this process ends: one line on stderr, and the same line in torchrun's summary.
+
+    Rank 0 speaks at once, the others after `HEAD_START_SECONDS`, if they still live.
+    """
+    line = one_line(message)
+    if global_rank() != 0:
+        time.sleep(HEAD_START_SECONDS)
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # The layout that torch.distributed.elastic reads. Without `py_callstack` it prints the message alone.
         document = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
         # Where the file cannot be written, the line on stderr still says all.
         with contextlib.suppress(OSError):
-            self.error_file.write_text(json.dumps(document), encoding="utf-8")
+            Path(error_file).write_text(json.dumps(document), encoding="utf-8")
+    complain(line)
 
 
 def one_line(text: str) -> str:

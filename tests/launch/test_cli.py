@@ -121,7 +121,7 @@ def test_a_command_and_its_function_take_the_same_words(name: str) -> None:
     command = cli.get_command(click.Context(cli), name.partition("_")[0])
     assert command is not None
     words = {parameter.name for parameter in command.params} - {"as_json", "yes"}
-    arguments = set(inspect.signature(getattr(launch, name)).parameters) - {"on_done", "on_progress"}
+    arguments = set(inspect.signature(getattr(launch, name)).parameters) - {"on_done", "on_look", "on_progress"}
     if arguments & {"records", "filters"}:
         # The options by which records are chosen.
         words -= {*FILTERS, "skip_unreadable"}

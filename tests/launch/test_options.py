@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from torch.distributed.run import get_args_parser as torch_parser
 
+from ranktape.capture.settings.config import given_settings
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.table import SETTINGS
 from ranktape.launch.options import capture_arguments, capture_options, capture_request
@@ -63,7 +64,7 @@ def test_a_setting_goes_to_words_and_back(setting: Any) -> None:
     assert result.exit_code == 0, result.output
     assert capture_arguments(received) == words
     given = {setting.name: received[setting.name]}
-    settings = CaptureOptions.from_mapping(given)
+    settings = CaptureOptions(**given_settings(given))
     if setting.name == "max_iterations":
         assert settings.max_iterations == 2097152
     assert settings == dataclasses.replace(CaptureOptions(), **{setting.name: getattr(settings, setting.name)})

@@ -15,10 +15,9 @@ from rich.console import Console
 
 from ranktape.errors import CheckFoundError, RunNotFoundError
 from ranktape.launch.cli import cli
-from ranktape.launch.watch import WatchGoal, WatchView, _moving_table, _ranks_text, lines, watch
+from ranktape.launch.watching import WatchView, _moving_table, _ranks_text, lines, watch
 from ranktape.storage.format.progress import write_verdict
 from ranktape.storage.maintenance.watch import RankWatch, Snapshot
-from ranktape.storage.places.urls import open_backend
 from tests.storage.whole_run import record, whole_run
 
 FAST = 0.05
@@ -79,6 +78,7 @@ def test_a_script_waits_until_the_minimum_is_there(tmp_path: Path) -> None:
     thread = meanwhile(lambda: record(backend, attempt, writers, iteration=10))
     result = invoke(url, "--until-complete", "--timeout", 60)
     thread.join()
+    assert watch(url, until_complete=True).complete == (0, 10)
     assert result.exit_code == 0
     assert "iteration 10: complete\n2 of 2 guaranteed iterations complete; 24 records, " in result.stdout
 
@@ -112,22 +112,16 @@ def test_a_run_that_never_appears_is_told(tmp_path: Path) -> None:
     assert result.exit_code == 3
     assert "after 0.1 s no attempt has begun" in result.stderr
     with pytest.raises(RunNotFoundError):
-        watch(open_backend(tmp_path), goal=WatchGoal(), timeout_seconds=None, interval_seconds=FAST, show=print)
+        watch(tmp_path / "run", interval=FAST)
 
 
-def test_a_run_that_closes_without_its_minimum_ends_the_watch(tmp_path: Path) -> None:
+def test_a_run_that_closes_without_its_minimum_ends_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ranktape.launch.watching.RESTART_SECONDS", 0.2)
     backend, attempt, _ = whole_run(str(tmp_path / "run"), iterations=(0,), close=False, min_iterations=2)
     write_verdict(backend, attempt=attempt)
     shown: list[WatchView] = []
     with pytest.raises(CheckFoundError, match=r"is closed, and 1 of 2 guaranteed iterations are complete$"):
-        watch(
-            backend,
-            goal=WatchGoal(until_complete=True),
-            timeout_seconds=60,
-            interval_seconds=FAST,
-            show=shown.append,
-            restart_seconds=0.2,
-        )
+        watch(tmp_path / "run", until_complete=True, timeout=60, interval=FAST, on_look=shown.append)
     # A restarted worker group has a while to take it up again.
     assert len(shown) > 1
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,8 +21,7 @@ from ranktape.launch.place import count_text, open_backend_of, read_options, sho
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ranktape.storage.maintenance.watch import RankWatch, Snapshot, Watcher
-    from ranktape.storage.places.backend import Backend
+    from ranktape.storage.maintenance.watch import RankWatch, Snapshot
 
 RESTART_SECONDS = 30.0
 """A run that is closed without its minimum may be taken up again by a restarted worker group for so long."""
@@ -31,61 +31,6 @@ _RATE_LOOKS = 10
 
 _MAX_ROWS = 40
 """Ranks that a terminal shows; the ones that are furthest behind."""
-
-
-@click.command(name="watch")
-@click.argument("run", metavar="RUN")
-@click.option("--until-complete", is_flag=True, help="Watch until the guaranteed minimum is stored complete.")
-@click.option(
-    "--min-records", type=click.IntRange(min=1), help="Watch until so many records are in complete iterations."
-)
-@click.option("--timeout", type=click.FloatRange(min=0), help="Seconds to watch at most; also waits for RUN to appear.")
-@click.option(
-    "--interval", type=click.FloatRange(min=0.05), default=2.0, show_default=True, help="Seconds between looks."
-)
-@storage_options_option
-def command(
-    run: str,
-    *,
-    until_complete: bool,
-    min_records: int | None,
-    timeout: float | None,
-    interval: float,
-    storage_options: str | None,
-) -> None:
-    """Show live which ranks of RUN have committed what.
-
-    Without a condition it ends when the run is closed. With one it exits with 0 as soon as all conditions hold, and
-    with 3 when the time is up or the run is closed without them. A table that moves on a terminal, a line for each
-    change in a pipe.
-    """
-    goal = WatchGoal(until_complete=until_complete, min_records=min_records)
-    with open_backend_of(run, read_options(storage_options)) as backend, _screen(shown(run)) as show:
-        watch(backend, goal=goal, timeout_seconds=timeout, interval_seconds=interval, show=show)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchGoal:
-    """What a run is watched for."""
-
-    until_complete: bool = False
-    """The guaranteed minimum is stored complete."""
-    min_records: int | None = None
-    """So many records are in complete iterations."""
-
-    @property
-    def is_given(self) -> bool:
-        """Whether anything is; otherwise a run is watched until it is closed."""
-        return self.until_complete or self.min_records is not None
-
-    def missing(self, snapshot: Snapshot) -> list[str]:
-        """What does not hold yet, in words."""
-        found = []
-        if self.until_complete and not snapshot.is_met:
-            found.append(f"{len(snapshot.complete)} of {snapshot.required} guaranteed iterations are complete")
-        if self.min_records is not None and snapshot.num_records < self.min_records:
-            found.append(f"{snapshot.num_records} of {self.min_records} records are in complete iterations")
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,16 +45,48 @@ class WatchView:
     """Bytes per second of all ranks, lately."""
 
 
+@click.command(name="watch")
+@click.argument("run", metavar="RUN")
+@click.option("--until-complete", is_flag=True, help="Watch until the guaranteed minimum is stored complete.")
+@click.option(
+    "--min-records", type=click.IntRange(min=1), help="Watch until so many records are in complete iterations."
+)
+@click.option("--timeout", type=click.FloatRange(min=0), help="Seconds to watch at most; also waits for RUN to appear.")
+@click.option(
+    "--interval", type=click.FloatRange(min=0.05), default=2.0, show_default=True, help="Seconds between looks."
+)
+@storage_options_option
+def command(run: str, *, storage_options: str | None, **given: Any) -> None:
+    """Show live which ranks of RUN have committed what.
+
+    Without a condition it ends when the run is closed. With one it exits with 0 as soon as all conditions hold, and
+    with 3 when the time is up or the run is closed without them. A table that moves on a terminal, a line for each
+    change in a pipe.
+    """
+    with _screen(shown(run)) as on_look:
+        watch(run, storage_options=read_options(storage_options), on_look=on_look, **given)
+
+
 def watch(
-    backend: Backend,
+    run: str | os.PathLike[str],
     *,
-    goal: WatchGoal,
-    timeout_seconds: float | None,
-    interval_seconds: float,
-    show: Callable[[WatchView], object],
-    restart_seconds: float = RESTART_SECONDS,
-) -> None:
-    """Look at a run until its goal is reached, or without a goal until it is closed.
+    until_complete: bool = False,
+    min_records: int | None = None,
+    timeout: float | None = None,
+    interval: float = 2.0,
+    storage_options: Mapping[str, Any] | None = None,
+    on_look: Callable[[WatchView], object] = lambda _: None,
+) -> Snapshot:
+    """Watch RUN until all conditions hold, or without one until it is closed; the last look at it.
+
+    Args:
+        run: Its URL or path.
+        until_complete: Watch until the guaranteed minimum is stored complete.
+        min_records: Watch until so many records are in complete iterations.
+        timeout: Seconds to watch at most; also waits for the run to appear.
+        interval: Seconds between looks.
+        storage_options: Of its store.
+        on_look: Called with each look.
 
     Raises:
         CheckFoundError: the time is up, or the run is closed and what was waited for is not there.
@@ -118,30 +95,43 @@ def watch(
     """
     from ranktape.storage.maintenance.watch import Watcher
 
-    watcher = Watcher(backend)
-    started = time.monotonic()
-    deadline = None if timeout_seconds is None else started + timeout_seconds
+    has_goal = until_complete or min_records is not None
+    deadline = None if timeout is None else time.monotonic() + timeout
     looks: deque[Snapshot] = deque(maxlen=_RATE_LOOKS)
     closed_since: float | None = None
-    while True:
-        snapshot = _look(watcher, may_appear=deadline is not None and not looks)
-        now = time.monotonic()
-        if snapshot is not None:
-            looks.append(snapshot)
-            show(_view(looks))
-            missing = goal.missing(snapshot)
-            if goal.is_given and not missing:
-                return
-            closed_since = (closed_since or now) if snapshot.is_closed else None
-            if closed_since is not None and not goal.is_given:
-                return
-            if closed_since is not None and now - closed_since >= restart_seconds:
-                raise CheckFoundError(f"the run at {backend.url} is closed, and {' and '.join(missing)}")
-        if deadline is not None and now >= deadline:
-            state = "no attempt has begun" if snapshot is None else " and ".join(goal.missing(snapshot))
-            raise CheckFoundError(f"after {timeout_seconds:g} s {state or 'the run is not closed'} ({backend.url})")
-        left = interval_seconds if deadline is None else min(interval_seconds, deadline - now)
-        time.sleep(max(0.0, left))
+    with open_backend_of(os.fspath(run), storage_options) as backend:
+        watcher = Watcher(backend)
+        while True:
+            look, lacks = None, ["no attempt has begun"]
+            try:
+                look = watcher.look()
+            except RunNotFoundError:
+                if deadline is None or looks:
+                    raise
+            now = time.monotonic()
+            if look is not None:
+                looks.append(look)
+                on_look(_view(looks))
+                lacks = _missing(look, until_complete=until_complete, min_records=min_records)
+                closed_since = (closed_since or now) if look.is_closed else None
+                if not lacks and (has_goal or closed_since is not None):
+                    return look
+                if closed_since is not None and now - closed_since >= RESTART_SECONDS:
+                    raise CheckFoundError(f"the run at {backend.url} is closed, and {' and '.join(lacks)}")
+            if deadline is not None and now >= deadline:
+                state = " and ".join(lacks) or "the run is not closed"
+                raise CheckFoundError(f"after {timeout:g} s {state} ({backend.url})")
+            time.sleep(interval if deadline is None else max(0.0, min(interval, deadline - now)))
+
+
+def _missing(now: Snapshot, *, until_complete: bool, min_records: int | None) -> list[str]:
+    """What does not hold yet."""
+    found = []
+    if until_complete and not now.is_met:
+        found.append(f"{len(now.complete)} of {now.required} guaranteed iterations are complete")
+    if min_records is not None and now.num_records < min_records:
+        found.append(f"{now.num_records} of {min_records} records are in complete iterations")
+    return found
 
 
 def lines(view: WatchView, *, before: Snapshot | None) -> list[str]:
@@ -161,15 +151,6 @@ def lines(view: WatchView, *, before: Snapshot | None) -> list[str]:
     if told or (before is not None and before.is_closed != now.is_closed):
         told.append(_summary(view))
     return told
-
-
-def _look(watcher: Watcher, *, may_appear: bool) -> Snapshot | None:
-    try:
-        return watcher.look()
-    except RunNotFoundError:
-        if not may_appear:
-            raise
-        return None
 
 
 def _view(looks: Sequence[Snapshot]) -> WatchView:
