@@ -23,12 +23,13 @@ from ranktape.capture.recorder import Recorder
 from ranktape.capture.rendezvous import Rendezvous, find_place
 from ranktape.capture.roles.known import known_layer_types
 from ranktape.capture.settings.cadence import Schedule
-from ranktape.capture.settings.config import checked, given_arguments, merge, stray_variables, with_config
+from ranktape.capture.settings.config import given_arguments, resolve, stray_variables, with_config
 from ranktape.capture.settings.options import CaptureOptions, check_layer_types
 from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.source import Source, Tags, TensorRole, site_of
 from ranktape.capture.staging.process import WriterProcess, default_host_budget_nbytes
+from ranktape.capture.staging.ring_file import Counter
 from ranktape.capture.starting import judge_end, open_place, ring_path, start_writer
 from ranktape.capture.tensors.master import MasterWeights
 from ranktape.errors import CaptureError, UsageError
@@ -110,8 +111,8 @@ class Capture(Iterations):
         Raises:
             UsageError: an option's value is not allowed.
         """
-        url, values = merge(given_arguments(args))
-        return NoCapture() if url is None else cls(url, model=model, **checked(values))
+        url, settings = resolve(given_arguments(args))
+        return NoCapture() if url is None else cls(url, model=model, **settings)
 
     @property
     def rank(self) -> int:
@@ -286,7 +287,7 @@ class Capture(Iterations):
         num_ranks = self._place.num_local_ranks
         budget = self.options.host_budget_nbytes or default_host_budget_nbytes(num_local_ranks=num_ranks)
         self._process = self._new_process(budget)
-        self._process.ring.set_step(self._iteration)
+        self._process.ring.set_counter(Counter.STEP, self._iteration)
         self._process.on_restart = self._console.warn_once
         self._process.ring.on_long_wait = self._tell_of_wait
         self._recorder = Recorder(

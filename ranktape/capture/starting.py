@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import platform
 import secrets
@@ -24,7 +25,7 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.settings.table import SETTINGS
 from ranktape.capture.staging.process import WriterConfig
-from ranktape.capture.staging.ring_file import boot_id, new_ring_path
+from ranktape.capture.staging.ring_file import Words, boot_id, new_ring_path
 from ranktape.errors import LateError, RanktapeError, UsageError
 from ranktape.lazy_names import __version__
 from ranktape.storage.format.attempt import Launch
@@ -150,6 +151,10 @@ def start_writer(
         LateError: the writer, or another rank, was not ready in time.
         RanktapeError: the writer could not start; the class and the text are its own.
     """
+    # Where ranks wait for each other in a circle, our wait for rank 0 must be the first to end.
+    training, meeting_seconds = collective_seconds(), options.begin_timeout_seconds
+    if meeting_seconds is None:
+        meeting_seconds = START_TIMEOUT_SECONDS if training is None else training / 2
     words: dict[str, Any] = {}
     rendezvous: Rendezvous | None = None
 
@@ -158,7 +163,7 @@ def start_writer(
         return bool(words)
 
     try:
-        rendezvous = Rendezvous(place, seconds=_meeting_seconds(options), on_wait=on_wait)
+        rendezvous = Rendezvous(place, seconds=meeting_seconds, on_wait=on_wait)
         path = process.ring.path
         config = _writer_config(options, url=url, place=place, launch_id=rendezvous.launch_id, path=path)
         process.start(config)
@@ -173,24 +178,30 @@ def start_writer(
         process.close(has_captured=False)
         raise
     if path is not None:
-        process.ring.describe(_about(config, url=shown_url, attempt=str(words["attempt"])))
+        # What `ranktape recover` must know of it; no secrets.
+        about = {
+            "url": shown_url,
+            "attempt": str(words["attempt"]),
+            "rank": config.rank,
+            "environment": config.environment,
+            "compression": config.options.compression,
+            "host": socket.gethostname(),
+            "boot_id": boot_id(),
+            "started": time.time(),
+        }
+        process.ring.say(about, Words.ABOUT)
     return words, rendezvous
-
-
-def _meeting_seconds(options: CaptureOptions) -> float:
-    """How long rank 0 is waited for: where ranks wait for each other in a circle, ours must be the first to end."""
-    if options.begin_timeout_seconds is not None:
-        return options.begin_timeout_seconds
-    seconds = collective_seconds()
-    return START_TIMEOUT_SECONDS if seconds is None else seconds / 2
 
 
 def _writer_config(
     options: CaptureOptions, *, url: str, place: RankPlace, launch_id: str, path: Path | None
 ) -> WriterConfig:
-    needless = {one.name: one.default for one in SETTINGS if one.is_filter or one.is_free}
-    spill_dir = None if options.spill_dir is None else str(_absolute(options.spill_dir))
-    told = {**needless, "storage_options": dict(options.storage_options or {}), "spill_dir": spill_dir, "where": None}
+    # As plain values: those of classes that a script has defined cannot be passed on.
+    own = [one for one in SETTINGS if not (one.is_filter or one.is_free)]
+    plain = dataclasses.replace(options, **{one.name: _plain(one.kind, getattr(options, one.name)) for one in own})
+    told = {one.name: one.default for one in SETTINGS if one not in own}
+    told["storage_options"] = json.loads(json.dumps(dict(options.storage_options or {})))
+    told["spill_dir"] = None if options.spill_dir is None else str(_absolute(options.spill_dir))
     return WriterConfig(
         url=url,
         rank=place.rank,
@@ -198,26 +209,16 @@ def _writer_config(
         launch=Launch(
             launch_id=launch_id, restart=place.restart, world_size=place.world_size, first_rank=place.first_rank
         ),
-        options=dataclasses.replace(options, **told),
+        options=dataclasses.replace(plain, **told, where=None),
         document=options.document(),
         environment=describe_environment(),
-        cadence=cadence_of(options),
+        cadence=cadence_of(plain),
         ring_path=path,
     )
 
 
-def _about(config: WriterConfig, *, url: str, attempt: str) -> dict[str, Any]:
-    """What `ranktape recover` must know of a ring; no secrets."""
-    return {
-        "url": url,
-        "attempt": attempt,
-        "rank": config.rank,
-        "environment": config.environment,
-        "compression": config.options.compression,
-        "host": socket.gethostname(),
-        "boot_id": boot_id(),
-        "started": time.time(),
-    }
+def _plain(kind: type, value: Any) -> Any:
+    return value if value is None else kind(os.fspath(value)) if kind is str else kind(value)
 
 
 def _absolute(directory: str) -> Path:
@@ -249,18 +250,15 @@ def judge_end(
     if ring is not None and state not in {"late", "closed"}:
         console.warn_once(f"what was staged and not stored is in {ring}: 'ranktape recover {ring.parent}' stores it")
     missing = [] if problem is None else [f"rank {console.rank}: {problem}"]
-    if console.rank == 0 and (stored := _stored_verdict(backend, console)) is not None:
-        return stored if stored.met else dataclasses.replace(stored, missing=[*stored.missing, *missing])
     # Only rank 0 has a coordinator; the others answer for what they stored themselves.
+    if console.rank == 0:
+        try:
+            judged = read_verdict(backend)
+        except RanktapeError as error:
+            judged = None
+            console.warn(str(error))
+        if judged is not None:
+            stored = judged[0]
+            return stored if stored.met else dataclasses.replace(stored, missing=[*stored.missing, *missing])
     is_met = console.rank != 0 and problem is None
     return RunVerdict(met=is_met, required=required, complete=[], missing=missing, final=False)
-
-
-def _stored_verdict(backend: Backend, console: Console) -> RunVerdict | None:
-    """What the store says, where the writer could not; None where it cannot be read either."""
-    try:
-        judged = read_verdict(backend)
-    except RanktapeError as error:
-        console.warn(str(error))
-        return None
-    return None if judged is None else judged[0]

@@ -20,7 +20,7 @@ from ranktape.capture.console import Console
 from ranktape.capture.roles.table import UNSAMPLED
 from ranktape.capture.session import Capture
 from ranktape.capture.settings.cadence import Schedule, ScheduleOfOne
-from ranktape.capture.settings.config import DEFAULT_SAVE_DIR, checked, legacy_environment, legacy_values, merge
+from ranktape.capture.settings.config import DEFAULT_SAVE_DIR, legacy_environment, resolve
 from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.source import Source, TensorRole
 from ranktape.errors import RanktapeError, UsageError
@@ -219,7 +219,7 @@ class TensorSaver:
 
     def _begin(self) -> None:
         given = {"capture": self.save_dir, "manual": True, "first_iteration": self.current_iteration}
-        options = checked(legacy_values(merge(given)[1], iteration=self.current_iteration))
+        _, options = resolve(given, iteration=self.current_iteration)
         own = _OwnCapture(self.save_dir, **options)
         try:
             own.__enter__()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import os
+import pickle
 import re
 import shlex
 from pathlib import Path
@@ -12,9 +14,11 @@ from typing import Any
 import pytest
 
 from ranktape.capture import Capture, add_arguments
-from ranktape.capture.settings.config import given_arguments, merge, read_config, resolve, stray_variables
+from ranktape.capture.rendezvous import RankPlace
+from ranktape.capture.settings.config import given_arguments, read_config, resolve, stray_variables
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.table import SETTINGS
+from ranktape.capture.starting import _writer_config
 from ranktape.errors import UsageError
 
 YAML = """\
@@ -117,9 +121,12 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
     url, settings = resolve(given, environment=environment)
     first = next((source for source in SOURCES if speaks[source]), None)
     assert url == first
-    every = {"command line": 1, "environment": 2, "file": 3, None: CaptureOptions().every}
+    if first is None:
+        assert settings == {}
+        return
+    every = {"command line": 1, "environment": 2, "file": 3}
     assert settings["every"] == every[first]
-    types = {"command line": ("embedding",), "environment": ("attention", "hidden"), "file": ("linear",), None: ()}
+    types = {"command line": ("embedding",), "environment": ("attention", "hidden"), "file": ("linear",)}
     assert settings["layer_type"] == types[first]
     # A flag is on or not given on a command line: it is never taken back by it.
     assert settings["manual"] is speaks["environment"]
@@ -127,7 +134,7 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
 
 def test_the_environment_can_name_the_file_and_every_setting(tmp_path: Path) -> None:
     path = write(tmp_path, "every: 7\ncapture: here\n")
-    url, values = merge({"every": None, "module": ()}, environment={"RANKTAPE_CAPTURE_CONFIG": str(path)})
+    url, values = resolve({"every": None, "module": ()}, environment={"RANKTAPE_CAPTURE_CONFIG": str(path)})
     assert (url, values["every"]) == ("here", 7)
     environment = {
         "RANKTAPE_MIN_ITERATIONS": "3",
@@ -141,8 +148,10 @@ def test_the_environment_can_name_the_file_and_every_setting(tmp_path: Path) -> 
         "RANKTAPE_SELECT": "layer_type=linear,attention every=10; keep=histogram",
         "RANKTAPE_STORAGE_OPTIONS": '{"anon": true}',
         "RANKTAPE_EVERY": "",
+        "RANKTAPE_CAPTURE": "run",
     }
-    assert merge({}, environment=environment)[1] == {
+    defaults = {setting.name: setting.default for setting in SETTINGS}
+    assert resolve({}, environment=environment)[1] == defaults | {
         "min_iterations": 3,
         "block_timeout_seconds": 0.5,
         "module": ("a.*", "b"),
@@ -318,6 +327,26 @@ def test_the_examples_on_the_page_are_settings(tmp_path: Path) -> None:
     variables = dict(re.findall(r"`(RANKTAPE_\w+)=\"?([^`\"]+)\"?`", page))
     assert len(variables) == 4
     resolve({}, environment=variables)
+
+
+def test_values_of_a_scripts_own_classes_reach_the_writer() -> None:
+    class Text(str):
+        __slots__ = ()
+
+    class Options(dict[str, Any]):
+        pass
+
+    class Many(enum.IntEnum):
+        TWO = 2
+
+    options = CaptureOptions(
+        storage_options=Options(client_kwargs=Options(endpoint_url=Text("x"))), quant_type=Text("mine"), every=Many.TWO
+    )
+    place = RankPlace(rank=0, world_size=1, num_local_ranks=1, restart=0)
+    config = _writer_config(options, url="run", place=place, launch_id="one", path=None)
+    received = pickle.loads(pickle.dumps(config)).options  # noqa: S301  (as the writer does)
+    assert received.storage_options == {"client_kwargs": {"endpoint_url": "x"}}
+    assert (received.quant_type, received.every) == ("mine", 2)
 
 
 # The doors.

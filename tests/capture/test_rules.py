@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranktape.capture.settings.options import CaptureOptions, check_layer_types
-from ranktape.capture.settings.rules import parse_rules, read_layers, read_selection
+from ranktape.capture.settings.rules import parse_rules, read_numbers, read_selection
 from ranktape.errors import UnknownFieldError, UsageError
 
 KNOWN = ("linear", "attention", "embedding", "hidden")
@@ -236,7 +236,7 @@ def test_layers_alone_name_no_kind(*, given: Any, is_named: bool) -> None:
 )
 def test_decoder_layers_are_counted_from_0(layers: Any, wanted: list[int]) -> None:
     options = CaptureOptions(layers=layers)
-    assert [index for index in range(4) if read_layers(options.layers).holds(index)] == wanted
+    assert [index for index in range(4) if read_numbers("layers", options.layers).holds(index)] == wanted
     assert options.wants_layers
     assert options.wanted_modes == ("train", "eval")
     assert not CaptureOptions().wants_layers

@@ -25,7 +25,7 @@ from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.stacks import Stack, StackLayer, embedding_path, module_path
 from ranktape.capture.passes.circumstances import in_backward, is_traced
 from ranktape.capture.roles.table import OUTPUT, Ports, port_of
-from ranktape.capture.settings.rules import Numbers, read_layers
+from ranktape.capture.settings.rules import Numbers, read_numbers
 from ranktape.capture.source import Source
 from ranktape.errors import UsageError
 
@@ -73,7 +73,7 @@ class LayerHooks:
 
     def __init__(self, watch: Watch) -> None:
         options = watch.recorder.options
-        self._wanted = read_layers(options.layers) if options.wants_layers else None
+        self._wanted = read_numbers("layers", options.layers) if options.wants_layers else None
         self._watch = watch
         self._firsts: list[weakref.ref[nn.Module]] = []
         watch.handles.append(self)
@@ -156,7 +156,7 @@ def check_layers(options: CaptureOptions, root: nn.Module, stack: Stack) -> None
     Raises:
         UsageError: one of those that were asked for is not there; says which there are.
     """
-    asked = read_layers(options.layers).filter if options.wants_layers else None
+    asked = read_numbers("layers", options.layers).filter if options.wants_layers else None
     # In one process the stack itself is the truth.
     is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     total = None if is_alone else _num_layers(root)

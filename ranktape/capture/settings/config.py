@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ranktape.capture.settings.options import CaptureOptions, given_settings, in_python
-from ranktape.capture.settings.table import SETTINGS, SWITCH_WORDS, Setting, shown
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.settings.rules import FIELDS
+from ranktape.capture.settings.table import SETTINGS, SWITCH_WORDS, Setting, is_given, shown, split_texts
 from ranktape.errors import UsageError
+from ranktape.storage.places.urls import parse_storage_options
 
 DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
 """Where the legacy tools saved when they were told nothing."""
@@ -37,16 +39,6 @@ def legacy_environment(environment: Mapping[str, str] = os.environ) -> tuple[boo
     return SWITCH_WORDS.get(enabled, False), save_dir, int(iteration)
 
 
-def legacy_values(values: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
-    """The settings of a capture in the legacy tools' place: it begins at once, and adds to what is there.
-
-    What was set otherwise counts for more.
-    """
-    first = values.get("first_iteration", iteration)
-    adds = not (values.get("resume") or values.get("overwrite"))
-    return {"start": first, "add": adds, **values, "first_iteration": first}
-
-
 PREFIX = "RANKTAPE_"
 """What our variables begin with."""
 
@@ -61,33 +53,23 @@ _BY_ALIAS: dict[str, Setting] = {alias: setting for setting in SETTINGS for alia
 
 
 def resolve(
-    given: Mapping[str, Any], *, environment: Mapping[str, str] | None = None
+    given: Mapping[str, Any], *, environment: Mapping[str, str] | None = None, iteration: int | None = None
 ) -> tuple[str | None, dict[str, Any]]:
-    """Where to record, None for nowhere, and every setting, checked: keyword arguments for `Capture`.
+    """Where to record, and every setting, checked: keyword arguments for `Capture`; None and nothing for nowhere.
+
+    Where nothing else says where to record, the legacy tools' variables are honoured: `TENSOR_SAVE_ENABLED`,
+    `TENSOR_SAVE_DIR`, `TENSOR_SAVER_ITERATION`.
 
     Args:
         given: Values as a command line has them, by the settings' names, and by `capture` the URL; what is None was
             not given.
         environment: The variables; those of the process by default.
+        iteration: The number of the first iteration of a capture in the legacy tools' place: it begins at once, and
+            adds to what is there, where that was not set otherwise.
 
     Raises:
         UsageError: a value is not allowed, a name in the file is unknown, or the file cannot be read; the message
             names where it was said.
-    """
-    url, values = merge(given, environment=environment)
-    return url, checked(values)
-
-
-def merge(
-    given: Mapping[str, Any], *, environment: Mapping[str, str] | None = None
-) -> tuple[str | None, dict[str, Any]]:
-    """As `resolve`, with only the settings that were given somewhere, in Python's form.
-
-    Where nothing else says where to record, the legacy tools' variables are honoured: `TENSOR_SAVE_ENABLED`,
-    `TENSOR_SAVE_DIR`, `TENSOR_SAVER_ITERATION`.
-
-    Raises:
-        UsageError: as `resolve`.
     """
     variables = os.environ if environment is None else environment
     said = _from_environment(variables)
@@ -96,20 +78,46 @@ def merge(
     values = {**({} if path is None else read_config(path)), **said, **asked}
     if path is not None:
         values["capture_config"] = os.path.abspath(path)  # noqa: PTH100  (Path.resolve follows links)
-    url = given.get(_URL) or variables.get(PREFIX + "CAPTURE") or values.get(_URL)
-    values.pop(_URL, None)
-    is_enabled, save_dir, iteration = legacy_environment(variables) if url is None else (False, "", 0)
-    return (save_dir, legacy_values(values, iteration=iteration)) if is_enabled else (url, values)
+    in_file = values.pop(_URL, None)
+    url = given.get(_URL) or variables.get(PREFIX + "CAPTURE") or in_file
+    if url is None:
+        is_enabled, save_dir, iteration = legacy_environment(variables)
+        url = save_dir if is_enabled else None
+    if url is None:
+        return None, {}
+    if iteration is not None:
+        first = values.get("first_iteration", iteration)
+        adds = not (values.get("resume") or values.get("overwrite"))
+        values = {"start": first, "add": adds, **values, "first_iteration": first}
+    options = CaptureOptions(**values)
+    return url, {setting.name: getattr(options, setting.name) for setting in SETTINGS}
 
 
-def checked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting, as keyword arguments for `Capture`.
+def given_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of parsed command line values that were given, in Python's form; None stands for 'not given'.
 
     Raises:
-        UsageError: a value is not allowed; the message names its option.
+        UsageError: `storage_options` is not a JSON object.
     """
-    options = CaptureOptions(**values)
-    return {setting.name: getattr(options, setting.name) for setting in SETTINGS}
+    return {one.name: _in_python(one, values[one.name]) for one in SETTINGS if is_given(values.get(one.name))}
+
+
+def _in_python(setting: Setting, value: Any) -> Any:
+    """A setting's value in Python's form, as a command line, a file or the environment says it."""
+    several = value if isinstance(value, list | tuple) else [value]
+    if setting.name == "storage_options" and isinstance(value, str):
+        return parse_storage_options(value)
+    if setting.name == "select":
+        return tuple(_rule_in_python(rule) if isinstance(rule, Mapping) else rule for rule in several)
+    return split_texts(several) if setting.is_filter else value
+
+
+def _rule_in_python(rule: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {name for name, value in rule.items() if name.replace("-", "_") in FIELDS and value is not None}
+    return {
+        name: split_texts(value if isinstance(value, list) else [value]) if name in fields else value
+        for name, value in rule.items()
+    }
 
 
 def with_config(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +161,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         if setting.name == "capture_config":
             raise UsageError(f"{label} is not allowed: a file names no other file")
         if value is not None:
-            values[setting.name] = _alone(setting, label, lambda: in_python(setting.name, value))  # noqa: B023  (called here)
+            values[setting.name] = _alone(setting, value, label=label)
     return values
 
 
@@ -189,36 +197,33 @@ def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:
     for alias, setting in _BY_ALIAS.items():
         name = PREFIX + alias.upper()
         text = variables.get(name, "").strip()
-        if not text:
-            continue
-        if setting.name in values:
+        if text and setting.name in values:
             raise UsageError(f"{name} is given twice, by two of its names: set one of them")
-        values[setting.name] = _alone(setting, name, lambda: _of_text(setting, text, label=name))  # noqa: B023  (as above)
+        if text:
+            values[setting.name] = _alone(setting, _of_text(setting, text, label=name), label=name)
     return values
 
 
-def _alone(setting: Setting, label: str, read: Callable[[], Any]) -> Any:
-    """A value, checked by itself, so that the message can say where it was given."""
+def _alone(setting: Setting, value: Any, *, label: str) -> Any:
+    """A value in Python's form, checked by itself, so that the message can say where it was given."""
     try:
-        value = read()
-        CaptureOptions(**{setting.name: value})
+        read = _in_python(setting, value)
+        CaptureOptions(**{setting.name: read})
     except UsageError as error:
-        text = str(error)
-        raise type(error)(text if text.startswith(label) else f"{label}: {text}") from error
-    return value
+        raise type(error)(f"{label}: {error}") from error
+    return read
 
 
 def _of_text(setting: Setting, text: str, *, label: str) -> Any:
+    """What the text of a variable stands for, as a file would say it."""
     if setting.kind is bool:
         if text.lower() not in SWITCH_WORDS:
             raise UsageError(f"{label}={text!r:.60} is not allowed: set it to true or false")
         return SWITCH_WORDS[text.lower()]
-    if setting.kind in {int, float}:
-        try:
-            return setting.kind(text)
-        except ValueError as error:
-            raise UsageError(f"{label}={text!r:.60} is not allowed: set it to a number") from error
-    return in_python(setting.name, text)
+    try:
+        return setting.kind(text)
+    except ValueError as error:
+        raise UsageError(f"{label}={text!r:.60} is not allowed: set it to a number") from error
 
 
 def _nearest(name: str, known: Collection[str]) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,22 +14,18 @@ import numpy as np
 from ranktape.capture.settings.rules import (
     CLOSED,
     DEFAULT_LAYER_TYPES,
-    FIELDS,
     LAYER_OUTPUTS,
     CaptureRule,
     cadence_of,
     fits,
-    leaves_out,
     listed,
-    read_layers,
+    read_numbers,
     read_selection,
     rule_words,
-    wants_layers,
 )
-from ranktape.capture.settings.table import SETTINGS, Settings, is_given, split_texts
+from ranktape.capture.settings.table import SETTINGS, Settings, is_given
 from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import Keep, Mode
-from ranktape.storage.places.urls import parse_storage_options
 from ranktape.storage.query.columns import StringColumn, glob
 
 
@@ -50,8 +46,8 @@ class CaptureOptions(Settings):
         # What lies before the first step may be complete already in a run that is continued.
         first = 0 if self.resume else self.first_iteration
         cadence = dataclasses.replace(cadence_of(self), first=first)
-        read_layers(self.layers)
-        self._find_modes()
+        read_numbers("layers", self.layers)
+        _ = self.wanted_modes
         count = len(cadence.following(count=self.min_iterations)) if cadence.is_limited else self.min_iterations
         if count < self.min_iterations:
             raise UsageError(
@@ -60,24 +56,9 @@ class CaptureOptions(Settings):
             )
 
     @property
-    def target_iterations(self) -> int:
-        """How many complete iterations end the capture."""
-        return self.min_iterations if self.max_iterations is None else self.max_iterations
-
-    @property
     def selects(self) -> bool:
         """Whether anything of what the hooks see is left out, or kept in another form."""
         return self.keep != Keep.VALUES or bool(self.selection_flags)
-
-    @property
-    def selection_flags(self) -> list[str]:
-        """The options that were given and leave tensors out."""
-        return leaves_out(self)
-
-    @property
-    def wants_layers(self) -> bool:
-        """Whether the outputs of the embedding and of decoder layers are recorded."""
-        return wants_layers(self)
 
     @property
     def wanted_layer_types(self) -> tuple[str, ...]:
@@ -86,7 +67,8 @@ class CaptureOptions(Settings):
         if is_given(self.layer_type):
             found = listed(self.layer_type)
         elif is_given(self.select):
-            found = [one for words in rule_words(self.select) for one in _types_of(words)]
+            asked = [words.get("layer_type") for words in rule_words(self.select)]
+            found = [one for types in asked for one in (listed(types) if is_given(types) else DEFAULT_LAYER_TYPES)]
         else:
             found = [] if outputs else list(DEFAULT_LAYER_TYPES)
         return tuple(dict.fromkeys((*found, *outputs)))
@@ -105,11 +87,7 @@ class CaptureOptions(Settings):
 
     @property
     def wanted_modes(self) -> tuple[str, ...]:
-        """The modes of the passes that are recorded: those that the options and rules ask for, by default `train`."""
-        return self._find_modes()
-
-    def _find_modes(self) -> tuple[str, ...]:
-        """As `wanted_modes`.
+        """The modes of the passes that are recorded: those that the options and rules ask for, by default `train`.
 
         Raises:
             UsageError: a rule, or `where`, is for a mode that the options leave out, or for none.
@@ -141,52 +119,6 @@ class CaptureOptions(Settings):
         written: dict[str, Any] = json.loads(json.dumps(public, default=_plain))
         return written
 
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> CaptureOptions:
-        """Options from parsed command line values; None stands for 'not given'.
-
-        Raises:
-            UsageError: a value is not allowed, or `storage_options` is not a JSON object.
-        """
-        return cls(**given_settings(values))
-
-
-def given_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of parsed command line values that were given, in Python's form; None stands for 'not given'.
-
-    Raises:
-        UsageError: `storage_options` is not a JSON object.
-    """
-    return {name: in_python(name, values[name]) for name in _NAMES if is_given(values.get(name))}
-
-
-def in_python(name: str, value: Any) -> Any:
-    """A setting's value in Python's form, as a command line, a file or the environment says it.
-
-    Raises:
-        UsageError: `storage_options` is not a JSON object.
-    """
-    several = value if isinstance(value, list | tuple) else [value]
-    if name == "storage_options" and isinstance(value, str):
-        return parse_storage_options(value)
-    if name == "select":
-        return tuple(_rule_in_python(rule) for rule in several)
-    return split_texts(several) if _NAMES[name].is_filter else value
-
-
-_NAMES = {setting.name: setting for setting in SETTINGS}
-
-
-def _rule_in_python(rule: Any) -> Any:
-    if not isinstance(rule, Mapping):
-        return rule
-    return {
-        name: split_texts(value if isinstance(value, list) else [value])
-        if name.replace("-", "_") in FIELDS and value is not None
-        else value
-        for name, value in rule.items()
-    }
-
 
 def check_layer_types(options: CaptureOptions, *, known: Sequence[str]) -> None:
     """Let kinds of layers pass that there are; besides these, one that is recorded by hand.
@@ -209,16 +141,10 @@ def _modes_that_fit(rule: CaptureRule) -> tuple[str, ...]:
     return tuple(mode for mode, fits_it in zip(modes, fitting, strict=True) if fits_it)
 
 
-def _types_of(words: Mapping[str, Any]) -> Sequence[str]:
-    return listed(words["layer_type"]) if is_given(words.get("layer_type")) else DEFAULT_LAYER_TYPES
-
-
 def _plain(value: Any) -> Any:
     """What JSON has no word for, in one that it has."""
     if isinstance(value, set | frozenset):
         return sorted(value, key=str)
-    return value.tolist() if hasattr(value, "tolist") else str(value) if _is_data(value) else type(value).__name__
-
-
-def _is_data(value: Any) -> bool:
-    return isinstance(value, range | slice | os.PathLike)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value) if isinstance(value, range | slice | os.PathLike) else type(value).__name__

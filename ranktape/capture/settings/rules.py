@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.capture.settings.cadence import Beat, Cadence
-from ranktape.capture.settings.table import MAX_NUMBER, SETTINGS, Settings, is_given, shown, split_texts
+from ranktape.capture.settings.table import COLLECTIONS, MAX_NUMBER, SETTINGS, Settings, is_given, shown, split_texts
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.fields import FieldKind, field_names
 from ranktape.storage.format.record_info import Keep, Mode, Operation
@@ -47,8 +47,7 @@ FIELDS = (*TEXT_FIELDS, *NUMBER_FIELDS)
 CLOSED = {"operation": tuple(map(str, Operation)), "mode": tuple(map(str, Mode))}
 """Fields of which all values are known."""
 
-KEEPS = tuple(keep.value for keep in Keep)
-"""What can be kept of a tensor."""
+KEEPS = tuple(map(str, Keep))
 
 DEFAULT_LAYER_TYPES = ("linear", "attention")
 LAYER_OUTPUTS = ("embedding", "hidden")
@@ -111,8 +110,9 @@ class CaptureRule:
         """The fields that it asks for."""
         return frozenset({one.field for one in self.filters} | set(self.where.names if self.where else ()))
 
-    def can_hold(self, source: ColumnSource, *, known: Collection[str], num_rows: int) -> Mask:
-        """The rows that it can fit, where only these fields are known; `source` has their columns."""
+    def can_hold(self, source: ColumnSource, *, num_rows: int, known: Collection[str] | None = None) -> Mask:
+        """The rows that it can fit, where only some fields are known, by default all; `source` has their columns."""
+        known = self.names if known is None else known
         found = np.ones(num_rows, dtype=np.bool_)
         for one in self.filters:
             if one.field in known:
@@ -140,41 +140,24 @@ def read_selection(options: Settings) -> tuple[CaptureRule, tuple[CaptureRule, .
     return general, rules or (alone,)
 
 
-def wants_layers(options: Settings) -> bool:
-    """Whether the outputs of the embedding and of decoder layers are recorded."""
-    return is_given(options.layers) and options.layers is not False
-
-
-def leaves_out(options: Settings) -> list[str]:
-    """The options that were given and leave tensors out."""
-    return [
-        setting.flag
-        for setting in SETTINGS
-        if (setting.is_filter or setting.name in {"where", "select", "samples"})
-        and is_given(getattr(options, setting.name))
-    ]
-
-
 def cadence_of(options: Settings) -> Cadence:
     """The iterations that a capture's options ask for.
 
     Raises:
         UsageError: their rules are none.
     """
-    if options.keep == Keep.VALUES and not leaves_out(options):
+    if options.keep == Keep.VALUES and not options.selection_flags:
         return Cadence.regular(start=options.start, every=options.every, first=options.first_iteration)
     general, rules = read_selection(options)
-    beats = tuple(_beat(general, rule) for rule in rules)
-    return Cadence(start=options.start, beats=beats, first=options.first_iteration)
-
-
-def _beat(general: CaptureRule, rule: CaptureRule) -> Beat:
-    both = (general, rule)
-    return Beat(
-        every=rule.every,
-        filters=tuple(one for each in both for one in each.filters if one.field == "iteration"),
-        wheres=tuple(each.where.text for each in both if each.where is not None and "iteration" in each.where.names),
-    )
+    beats = [
+        Beat(
+            every=rule.every,
+            filters=tuple(one for one in (*general.filters, *rule.filters) if one.field == "iteration"),
+            wheres=tuple(each.where.text for each in (general, rule) if each.where and "iteration" in each.where.names),
+        )
+        for rule in rules
+    ]
+    return Cadence(start=options.start, beats=tuple(beats), first=options.first_iteration)
 
 
 def parse_rules(text: str, *, label: str) -> list[dict[str, str]]:
@@ -217,42 +200,48 @@ def rule_words(given: Any) -> list[dict[str, Any]]:
     Raises:
         UsageError: they are not rules.
     """
-    several = given if isinstance(given, list | tuple) else (given,)
     rules: list[dict[str, Any]] = []
-    for rule in several if is_given(given) else ():
+    for rule in (given if isinstance(given, list | tuple) else (given,)) if is_given(given) else ():
         if isinstance(rule, str):
             rules += [
-                {name: _alternatives(name, text) for name, text in words.items()}
+                {name: split_texts([text]) if name in FIELDS else text for name, text in words.items()}
                 for words in parse_rules(rule, label="--select")
             ]
-        elif isinstance(rule, Mapping):
-            if not rule:
-                raise UsageError(f"select: rule {len(rules) + 1} is empty: give it a field, every, samples or keep")
-            rules.append(_named_once(rule, number=len(rules) + 1))
-        else:
+            continue
+        if not isinstance(rule, Mapping):
             raise UsageError(f"select: {shown(rule)} is no rule: give a mapping of fields, or a text for --select")
+        number = len(rules) + 1
+        if not rule:
+            raise UsageError(f"select: rule {number} is empty: give it a field, every, samples or keep")
+        rules.append({})
+        for written, value in rule.items():
+            name = str(written).replace("-", "_")
+            if name in rules[-1]:
+                raise UsageError(f"select: rule {number} says {name} twice, by two of its names: give it once")
+            rules[-1][name] = value
     return rules
 
 
-def _named_once(rule: Mapping[Any, Any], *, number: int) -> dict[str, Any]:
-    words: dict[str, Any] = {}
-    for given, value in rule.items():
-        name = str(given).replace("-", "_")
-        if name in words:
-            raise UsageError(f"select: rule {number} says {name} twice, by two of its names: give it once")
-        words[name] = value
-    return words
+_EXAMPLES = {
+    "layers": "all, or numbers such as 0,30,61 or 0-3",
+    "samples": "numbers such as 0, 0-3 or 0:8:2",
+}
 
 
-def _read_numbers(value: Any, label: str, example: str) -> Numbers:
+def read_numbers(name: str, value: Any) -> Numbers:
+    """The numbers that the setting `layers` or `samples` gives.
+
+    Raises:
+        UsageError: it gives none.
+    """
     if value is True or value == "all":
         return Numbers(filter=None)
     if value is False or not is_given(value):
-        return Numbers(filter=Filter(field=label, alternatives=()))
-    chosen = parse_filter(label, split_texts(value if isinstance(value, list | tuple | set | frozenset) else [value]))
+        return Numbers(filter=Filter(field=name, alternatives=()))
+    chosen = parse_filter(name, split_texts(value if isinstance(value, COLLECTIONS) else [value]))
     chosen.mask(lambda _: np.arange(1), 1)  # texts are read here, and refused
     if not all(map(_counts_from_zero, chosen.alternatives)):
-        raise UsageError(f"--{label} {shown(value)} is not allowed: give {example}, counted from 0")
+        raise UsageError(f"--{name} {shown(value)} is not allowed: give {_EXAMPLES[name]}, counted from 0")
     return Numbers(filter=chosen)
 
 
@@ -267,31 +256,13 @@ def _counts_from_zero(alternative: Any) -> bool:
     return isinstance(alternative, int) and not isinstance(alternative, bool) and alternative >= 0
 
 
-def read_layers(value: Any) -> Numbers:
-    """The decoder layers that `layers` names.
-
-    Raises:
-        UsageError: it names none.
-    """
-    return _read_numbers(value, "layers", "all, or numbers such as 0,30,61 or 0-3")
-
-
-def read_samples(value: Any) -> Numbers:
-    """The samples that `samples` names.
-
-    Raises:
-        UsageError: it names none.
-    """
-    return _read_numbers(value, "samples", "numbers such as 0, 0-3 or 0:8:2")
-
-
 def _top_level(options: Settings) -> dict[str, Any]:
     words = {
         setting.name: getattr(options, setting.name)
         for setting in SETTINGS
         if setting.is_filter and is_given(getattr(options, setting.name))
     }
-    if "layer_type" in words and wants_layers(options):
+    if "layer_type" in words and options.wants_layers:
         words["layer_type"] = [*listed(words["layer_type"]), *LAYER_OUTPUTS]
     return {**words, "where": options.where, "samples": options.samples, "keep": options.keep}
 
@@ -304,12 +275,14 @@ def _rule(words: Mapping[str, Any], *, options: Settings, label: str) -> Capture
     samples = given.pop("samples", options.samples)
     keep = given.pop("keep", options.keep)
     try:
+        if keep not in KEEPS:
+            raise UsageError(f"keep {shown(keep)} is not allowed: give one of {', '.join(KEEPS)}")
         return CaptureRule(
             filters=tuple(_checked_filter(name, value) for name, value in given.items()),
             where=None if where is None else _checked_where(where),
             every=_checked_every(every, least=options.every),
-            samples=None if samples is None else read_samples(samples),
-            keep=_checked_keep(keep),
+            samples=None if samples is None else read_numbers("samples", samples),
+            keep=str(keep),
         )
     except UsageError as error:
         raise type(error)(label + str(error)) from error
@@ -346,12 +319,6 @@ def _checked_every(value: Any, *, least: int) -> int:
     return every
 
 
-def _checked_keep(value: Any) -> str:
-    if value not in KEEPS:
-        raise UsageError(f"keep {shown(value)} is not allowed: give one of {', '.join(KEEPS)}")
-    return str(value)
-
-
 def _check_names(names: Sequence[str], *, others: Sequence[str]) -> None:
     for name in names:
         if name in FIELDS:
@@ -372,10 +339,6 @@ def _no_rows(name: str, /) -> Column:
     if name in TEXT_FIELDS:
         return StringColumn(codes=np.empty(0, dtype=np.int64), table=[])
     return np.empty(0, dtype=np.float64 if name == "batch_size" else np.int64)
-
-
-def _alternatives(name: str, text: str) -> Any:
-    return split_texts([text]) if name in FIELDS else text
 
 
 @functools.lru_cache(maxsize=1 << 16)

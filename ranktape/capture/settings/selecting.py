@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from ranktape.storage.query.filters import Filter
 if TYPE_CHECKING:
     from ranktape.capture.passes.passes import Call
     from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.capture.settings.rules import CaptureRule, Numbers
+    from ranktape.capture.settings.rules import Numbers
     from ranktape.capture.source import Source, TensorRole
     from ranktape.storage.query.columns import Column
 
@@ -55,7 +56,7 @@ class Sightings:
             return np.array([self.rank])
         if name in self.values:
             return _texts(sorted(self.values[name]))
-        found = [_of_site(name, source, role, suffix) for source, role, suffix in self.sites]
+        found = [_site_values(*site)[name] for site in self.sites]
         return _texts(found) if name in TEXT_FIELDS else np.array(found, dtype=np.int64)
 
 
@@ -71,7 +72,7 @@ def find_unmatched(options: CaptureOptions, seen: Sightings, *, paths: Collectio
     )
     for number, rule in enumerate(rules, start=1):
         found = [f"{one.field} {text}" for one in rule.filters for text in _unmatched_of(one, seen, paths=paths)]
-        if not found and not _can_fit(rule, seen):
+        if not found and not rule.can_hold(seen.column, known=OF_SITES, num_rows=len(seen.sites)).any():
             found = ["matches nothing of the first iteration: check it against what 'ranktape plan' shows"]
         yield from (f"--select, rule {number}: {text}" for text in found)
 
@@ -102,14 +103,14 @@ def _hint(given: str, column: Column, *, paths: Collection[str]) -> str:
     return f" (seen were {', '.join(names)})" if 0 < len(names) <= _MAX_LISTED else ""
 
 
-def _can_fit(rule: CaptureRule, seen: Sightings) -> bool:
-    return bool(rule.can_hold(seen.column, known=OF_SITES, num_rows=len(seen.sites)).any())
-
-
-def _of_site(name: str, source: Source, role: TensorRole, suffix: str) -> Any:
-    if name == "tensor_name":
-        return role.tensor_name + suffix
-    return getattr(role if name in {"operation", "phase"} else source, name)
+def _site_values(source: Source, role: TensorRole, suffix: str) -> dict[str, Any]:
+    """The fields of a site, of a tensor whose name has a suffix."""
+    return {
+        **source._asdict(),
+        "operation": str(role.operation),
+        "phase": role.phase,
+        "tensor_name": role.tensor_name + suffix,
+    }
 
 
 def _texts(values: Sequence[Any]) -> StringColumn:
@@ -123,6 +124,14 @@ MAX_ANSWERS = 1 << 17
 
 _ALWAYS_KNOWN = frozenset({*OF_SITES, "rank", "iteration"})
 """What is known before a tensor is seen."""
+
+_OF_CALL = ("microbatch", "compute_dtype", "batch_size", "mode")
+"""What is known when a module is called; not `call`, which is counted on where two backward passes bring a gradient."""
+
+_call_values = operator.attrgetter(*_OF_CALL)
+
+_OF_TENSOR = (*_OF_CALL, "call", "quant_type", "dtype", "shape", "nbytes", "numel")
+"""What is known when a tensor is seen."""
 
 _SUFFIXES = ("", "_codes", "_scales")
 """What may follow the name of a tensor: quantised operands are recorded as codes and scales."""
@@ -162,9 +171,8 @@ class Selecting:
         self.cadence = cadence_of(options)
         names = self._general.names.union(*(rule.names for rule in self._rules))
         self._is_general = not names
-        self._getters = [_GETTERS[name] for name in sorted(names & _GETTERS.keys())]
-        self._call_getters = [_OF_CALL[name] for name in sorted(names & _OF_CALL.keys())]
-        self.asks_for_calls = bool(self._call_getters)
+        self._asked = [number for number, name in enumerate(_OF_TENSOR) if name in names]
+        self.asks_for_calls = not names.isdisjoint(_OF_CALL)
         """Whether it is in the call whether a tensor is taken: its microbatch, dtype, batch or mode."""
         self._is_by_iteration = "iteration" in names
         self._is_by_name = "tensor_name" in names
@@ -201,8 +209,8 @@ class Selecting:
         """What is kept of a tensor, whose name may have a suffix; None where it is not taken in this iteration."""
         if self._is_general:
             return self._decisions[0] if self._due[0] else None
-        seen = _SeenTensor(call, dtype, shape, nbytes, quant_type)
-        key = (source, role, suffix, *[get(seen) for get in self._getters])
+        seen = (*_call_values(call), call.index, quant_type, dtype, shape, nbytes, math.prod(shape))
+        key = (source, role, suffix, *[seen[number] for number in self._asked])
         number = self._answers.get(key)
         if number is None:
             number = self._find(source, role, seen, suffix=suffix)
@@ -218,92 +226,45 @@ class Selecting:
         """
         if self._is_general:
             return self._due[0]
-        key = (source, role, None if call is None else tuple(get(call) for get in self._call_getters))
+        key = (source, role, _call_values(call) if call is not None and self.asks_for_calls else call is None)
         found = self._possible.get(key)
         if found is None:
             found = self._possible[key] = self._can_take(source, role, call)
         return found
 
-    def _find(self, source: Source, role: TensorRole, seen: _SeenTensor, *, suffix: str) -> int:
-        values = self._values(source, role, suffix=suffix)
-        for name, get in _GETTERS.items():
-            values[name] = get(seen)
+    def _find(self, source: Source, role: TensorRole, seen: Sequence[Any], *, suffix: str) -> int:
+        values = self._values(source, role, suffix) | dict(zip(_OF_TENSOR, seen, strict=True))
         if self.sightings is not None:
             self.sightings.sites[source, role, suffix] = None
             for name, texts in self.sightings.values.items():
                 texts.add(values[name])
-        values["shape"] = "[" + ",".join(map(str, seen.shape)) + "]"
+        values["shape"] = "[" + ",".join(map(str, values["shape"])) + "]"
         column = _source_of(values)
-        if not _holds(self._general, column):
+        if not self._general.can_hold(column, num_rows=1)[0]:
             return -1
-        return next((number for number, rule in enumerate(self._rules) if _holds(rule, column)), -1)
+        return next((number for number, rule in enumerate(self._rules) if rule.can_hold(column, num_rows=1)[0]), -1)
 
     def _can_take(self, source: Source, role: TensorRole, call: Call | None) -> bool:
         if self.sightings is not None:
             self.sightings.sites[source, role, ""] = None
-        known = _ALWAYS_KNOWN if call is None else _ALWAYS_KNOWN | _OF_CALL.keys()
-        for suffix in _SUFFIXES if self._is_by_name else ("",):
-            values = self._values(source, role, suffix=suffix)
-            if call is not None:
-                values |= {name: get(call) for name, get in _OF_CALL.items()}
-            if self._can_take_part(_source_of(values), known=known):
-                return True
-        return False
+        known = _ALWAYS_KNOWN if call is None else _ALWAYS_KNOWN.union(_OF_CALL)
+        of_call = {} if call is None else dict(zip(_OF_CALL, _call_values(call), strict=True))
+        suffixes = _SUFFIXES if self._is_by_name else ("",)
+        columns = [_source_of(self._values(source, role, suffix) | of_call) for suffix in suffixes]
+        return any(self._can_take_part(column, known=known) for column in columns)
 
     def _can_take_part(self, column: Callable[[str], Column], *, known: frozenset[str]) -> bool:
-        if not _can_hold(self._general, column, known=known):
+        if not self._general.can_hold(column, known=known, num_rows=1)[0]:
             return False
         for rule, is_due in zip(self._rules, self._due, strict=True):
-            if is_due and _can_hold(rule, column, known=known):
+            if is_due and rule.can_hold(column, known=known, num_rows=1)[0]:
                 return True
-            if rule.names <= known and _holds(rule, column):
+            if rule.names <= known and rule.can_hold(column, num_rows=1)[0]:
                 return False  # it decides, and is not due
         return False
 
-    def _values(self, source: Source, role: TensorRole, *, suffix: str) -> dict[str, Any]:
-        return {
-            **source._asdict(),
-            "operation": str(role.operation),
-            "phase": role.phase,
-            "tensor_name": role.tensor_name + suffix,
-            "rank": self._rank,
-            "iteration": self._iteration,
-        }
-
-
-@dataclass(slots=True)
-class _SeenTensor:
-    """What is known of a tensor only when it is there."""
-
-    call: Call
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    quant_type: str
-
-
-_OF_CALL: Mapping[str, Callable[[Call], Any]] = {
-    "microbatch": lambda call: call.microbatch,
-    "compute_dtype": lambda call: call.compute_dtype,
-    "batch_size": lambda call: call.batch_size,
-    "mode": lambda call: str(call.mode),
-}
-"""What is known when a module is called; not `call`, which is counted on where two backward passes bring a gradient."""
-
-
-def _of_seen(get: Callable[[Call], Any]) -> Callable[[_SeenTensor], Any]:
-    return lambda seen: get(seen.call)
-
-
-_GETTERS: Mapping[str, Callable[[_SeenTensor], Any]] = {
-    **{name: _of_seen(get) for name, get in _OF_CALL.items()},
-    "call": lambda seen: seen.call.index,
-    "quant_type": lambda seen: seen.quant_type,
-    "dtype": lambda seen: seen.dtype,
-    "shape": lambda seen: seen.shape,
-    "numel": lambda seen: math.prod(seen.shape),
-    "nbytes": lambda seen: seen.nbytes,
-}
+    def _values(self, source: Source, role: TensorRole, suffix: str) -> dict[str, Any]:
+        return {**_site_values(source, role, suffix), "rank": self._rank, "iteration": self._iteration}
 
 
 def _source_of(values: Mapping[str, Any]) -> Callable[[str], Column]:
@@ -312,19 +273,9 @@ def _source_of(values: Mapping[str, Any]) -> Callable[[str], Column]:
     def column(name: str, /) -> Column:
         value = values[name]
         if name in TEXT_FIELDS:
-            return StringColumn(codes=np.zeros(1, dtype=np.int64), table=[value])
+            return StringColumn(codes=np.zeros(1, dtype=np.int64), table=[str(value)])
         if name == "batch_size":
             return np.array([np.nan if value is None else value], dtype=np.float64)
         return np.array([value], dtype=np.int64)
 
     return column
-
-
-def _holds(rule: CaptureRule, column: Callable[[str], Column]) -> bool:
-    return all(one.mask(column, 1)[0] for one in rule.filters) and (
-        rule.where is None or bool(rule.where.mask(column, 1)[0])
-    )
-
-
-def _can_hold(rule: CaptureRule, column: Callable[[str], Column], *, known: frozenset[str]) -> bool:
-    return bool(rule.can_hold(column, known=known, num_rows=1)[0])

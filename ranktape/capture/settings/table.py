@@ -28,6 +28,9 @@ SWITCH_WORDS: Mapping[str, bool] = {
 }
 """What a variable of the environment may say of a switch."""
 
+COLLECTIONS = (list, tuple, set, frozenset)
+"""What Python gives several values in."""
+
 _SHOWN = 60
 """Characters of a wrong value that a message shows."""
 
@@ -80,33 +83,35 @@ class Setting:
         Raises:
             UsageError: it does not; the message names the option.
         """
-        name = self.flag
         if value is None or self.is_free or (self.is_filter and not self.choices):
             return
-        for item in value if self.takes_several and isinstance(value, list | tuple | set | frozenset) else (value,):
-            self._check_kind(item, name=name)
-            if self.least is not None and not item >= self.least:
-                raise UsageError(f"{name} {item} is not allowed: give {self.least} or more")
-            if self.choices and item not in self.choices:
-                raise UsageError(f"{name} {item} is not allowed: give one of {', '.join(self.choices)}")
+        for item in value if self.takes_several and isinstance(value, COLLECTIONS) else (value,):
+            if (allowed := self._allowed(item)) is not None:
+                text = item if self.choices and isinstance(item, str) else shown(item)
+                raise UsageError(f"{self.flag} {text} is not allowed: give {allowed}")
 
-    def _check_kind(self, item: Any, *, name: str) -> None:
-        if self.kind is bool:
-            fits, wanted = isinstance(item, bool), "true or false"
-        elif self.kind is str:
-            fits, wanted = isinstance(item, str | os.PathLike), "a text"
-        elif self.kind is int:
-            fits, wanted = isinstance(item, numbers.Integral) and not isinstance(item, bool), "a whole number"
-        else:
-            fits, wanted = isinstance(item, numbers.Real) and not isinstance(item, bool), "a number"
-        if not fits:
-            raise UsageError(f"{name} {shown(item)} is not allowed: give {wanted}")
+    def _allowed(self, item: Any) -> str | None:
+        """What is allowed in the place of one value; None where it is allowed itself."""
+        types, wanted = _KINDS[self.kind]
+        if not isinstance(item, types) or (isinstance(item, bool) and self.kind is not bool):
+            return wanted
         if self.kind is int and abs(item) > MAX_NUMBER:
-            raise UsageError(f"{name} {shown(item)} is not allowed: give {MAX_NUMBER} or less")
+            return f"{MAX_NUMBER} or less"
         if self.kind is float and not abs(item) <= MAX_NUMBER:
             # Documents in JSON have no word for infinity.
-            allowed = "a number" if math.isnan(item) else f"a finite number, {MAX_NUMBER} or less"
-            raise UsageError(f"{name} {shown(item)} is not allowed: give {allowed}")
+            return "a number" if math.isnan(item) else f"a finite number, {MAX_NUMBER} or less"
+        if self.least is not None and not item >= self.least:
+            return f"{self.least} or more"
+        return f"one of {', '.join(self.choices)}" if self.choices and item not in self.choices else None
+
+
+_KINDS: Mapping[type, tuple[Any, str]] = {
+    bool: (bool, "true or false"),
+    str: (str | os.PathLike, "a text"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+}
+"""For each kind of setting, the types that a value may have, and what they are called."""
 
 
 def shown(value: Any) -> str:
@@ -130,12 +135,24 @@ def split_texts(values: Iterable[Any]) -> tuple[Any, ...]:
 
 def is_given(value: Any) -> bool:
     """Whether a value says anything: None and an empty list stand for 'not given'."""
-    return not (value is None or (isinstance(value, list | tuple | set | frozenset) and not value))
+    return not (value is None or (isinstance(value, COLLECTIONS) and not value))
 
 
-def option(default: Any, *, is_secret: bool = False, **about: Any) -> Any:
-    """A field of `Settings`, with what `Setting` says of it."""
-    return field(default=default, metadata={"setting": Setting(default=default, **about)}, repr=not is_secret)
+def option(default: Any, help_: str, *, is_secret: bool = False, **about: Any) -> Any:
+    """A field of `Settings`, with what `Setting` says of it; its kind is the default's where there is one."""
+    kind = {"kind": type(default)} if isinstance(default, bool | int | float | str) else {}
+    setting = Setting(default=default, help=help_, **{**kind, **about})
+    return field(default=default, metadata={"setting": setting}, repr=not is_secret)
+
+
+def filters(help_: str, **about: Any) -> Any:
+    """A field of `Settings` that filters that field of a record."""
+    return option((), help_, is_filter=True, **about)
+
+
+def switch(help_: str, **about: Any) -> Any:
+    """A field of `Settings` that is on or off."""
+    return option(False, help_, **about)  # noqa: FBT003  (what it is off by)
 
 
 class Policy(enum.StrEnum):
@@ -161,177 +178,145 @@ class Settings:
     """
 
     # torchrun takes --start, wherever it stands, for an abbreviation of two options of its own.
-    start: int = option(0, kind=int, least=0, long_name="start_at", help="First iteration to capture, counted from 0.")
-    every: int = option(1, kind=int, least=1, help="Capture each N-th iteration from the first one on.")
-    min_iterations: int = option(
-        1, kind=int, least=1, help="Iterations guaranteed to be stored complete from all ranks."
-    )
+    start: int = option(0, "First iteration to capture, counted from 0.", least=0, long_name="start_at")
+    every: int = option(1, "Capture each N-th iteration from the first one on.", least=1)
+    min_iterations: int = option(1, "Iterations guaranteed to be stored complete from all ranks.", least=1)
     max_iterations: int | None = option(
-        None, kind=int, least=1, help="Go on to this many complete iterations; the guaranteed minimum by default."
+        None, "Go on to this many complete iterations; the guaranteed minimum by default.", kind=int, least=1
     )
     first_iteration: int = option(
-        0,
-        kind=int,
-        least=0,
-        help="Number of the first training step, after a checkpoint; none before it is captured.",
+        0, "Number of the first training step, after a checkpoint; none before it is captured.", least=0
     )
     quant_type: str | None = option(
-        None, metavar="TAG", help="Tag: what the run computes in (bf16, mxfp8, ...); the compute dtype by default."
+        None, "Tag: what the run computes in (bf16, mxfp8, ...); the compute dtype by default.", metavar="TAG"
     )
-    module: Any = option(
-        (), is_filter=True, metavar="GLOB", help="Only modules of these dotted paths, such as 'layers.*.attn.*'."
-    )
-    layer_type: Any = option(
-        (),
-        is_filter=True,
-        metavar="TYPE",
-        help="Only these kinds of layers: linear, attention, embedding, hidden, or one of your own; "
+    module: Any = filters("Only modules of these dotted paths, such as 'layers.*.attn.*'.", metavar="GLOB")
+    layer_type: Any = filters(
+        "Only these kinds of layers: linear, attention, embedding, hidden, or one of your own; "
         "linear and attention by default.",
+        metavar="TYPE",
     )
-    layer_idx: Any = option(
-        (), is_filter=True, help="Only these layers of the stack, as in 0-3 or 0:32:8; -1 is outside of it."
-    )
-    layer_stack: Any = option(
-        (),
-        is_filter=True,
-        help="Only layers of these stacks, where a model has several: decoder.block, '*encoder*'.",
-    )
-    operation: Any = option((), is_filter=True, help="Only forward, or only backward.")
-    phase: Any = option((), is_filter=True, help="Only pre, or only post.")
-    component: Any = option((), is_filter=True, help="Only these components: FA, linear.")
-    tensor_name: Any = option((), is_filter=True, help="Only these tensors, such as 'grad_*'.")
-    dtype: Any = option((), is_filter=True, help="Only tensors of these dtypes: bfloat16.")
-    compute_dtype: Any = option((), is_filter=True, help="Only what is computed in these dtypes.")
-    rank: Any = option((), is_filter=True, help="Only these ranks: 0-3.")
-    microbatch: Any = option((), is_filter=True, help="Only these passes of an iteration: 0.")
-    call: Any = option((), is_filter=True, help="Only these calls of a module within a pass: 0.")
-    iteration: Any = option(
-        (), is_filter=True, help="Only these of the iterations that --start-at and --every name: 100-199."
-    )
-    mode: Any = option(
-        (),
-        is_filter=True,
-        choices=tuple(map(str, Mode)),
-        help="Passes in training mode, in evaluation mode, or both; by default what --where and --select name, "
+    layer_idx: Any = filters("Only these layers of the stack, as in 0-3 or 0:32:8; -1 is outside of it.")
+    layer_stack: Any = filters("Only layers of these stacks, where a model has several: decoder.block, '*encoder*'.")
+    operation: Any = filters("Only forward, or only backward.")
+    phase: Any = filters("Only pre, or only post.")
+    component: Any = filters("Only these components: FA, linear.")
+    tensor_name: Any = filters("Only these tensors, such as 'grad_*'.")
+    dtype: Any = filters("Only tensors of these dtypes: bfloat16.")
+    compute_dtype: Any = filters("Only what is computed in these dtypes.")
+    rank: Any = filters("Only these ranks: 0-3.")
+    microbatch: Any = filters("Only these passes of an iteration: 0.")
+    call: Any = filters("Only these calls of a module within a pass: 0.")
+    iteration: Any = filters("Only these of the iterations that --start-at and --every name: 100-199.")
+    mode: Any = filters(
+        "Passes in training mode, in evaluation mode, or both; by default what --where and --select name, "
         "else train, and both with --layers.",
+        choices=tuple(map(str, Mode)),
     )
     where: str | None = option(
-        None, metavar="EXPR", help="Only tensors for which it holds, as in \"layer_idx < 4 or phase == 'post'\"."
+        None, "Only tensors for which it holds, as in \"layer_idx < 4 or phase == 'post'\".", metavar="EXPR"
     )
     samples: Any = option(
         None,
+        "Samples kept of activations, counted within the batch: 0, 0-3 or 0:8:2; all by default.",
         is_free=True,
         metavar="SAMPLES",
-        help="Samples kept of activations, counted within the batch: 0, 0-3 or 0:8:2; all by default.",
     )
-    keep: str = option("values", choices=tuple(map(str, Keep)), help="What is kept of each tensor.")
+    keep: str = option("values", "What is kept of each tensor.", choices=tuple(map(str, Keep)))
     select: Any = option(
         (),
+        "Fields, cadence and what is kept, as in 'layer_type=attention every=100 keep=histogram'; "
+        "of several rules the first that fits a tensor decides, and what none fits is not captured.",
         is_multiple=True,
         metavar="RULE",
         is_free=True,
-        help="Fields, cadence and what is kept, as in 'layer_type=attention every=100 keep=histogram'; "
-        "of several rules the first that fits a tensor decides, and what none fits is not captured.",
     )
     layers: Any = option(
         None,
+        "Record the embedding's output and those of all decoder layers ('all'), or of some: 0,30,61. "
+        "Linear and attention layers are left out unless --layer-type names them.",
         is_free=True,
         metavar="LAYERS",
-        help="Record the embedding's output and those of all decoder layers ('all'), or of some: 0,30,61. "
-        "Linear and attention layers are left out unless --layer-type names them.",
     )
-    layer_offset: int = option(
-        0, kind=int, least=0, help="Added to the index of each layer, on a later pipeline stage."
-    )
-    master: bool = option(
-        # torchrun takes --master for an abbreviation of several options of its own.
-        default=False,
-        kind=bool,
-        long_name="with_master",
-        help="Record the weights that the optimizer updates, and their reduced gradients, too.",
+    layer_offset: int = option(0, "Added to the index of each layer, on a later pipeline stage.", least=0)
+    # torchrun takes --master for an abbreviation of several options of its own.
+    master: bool = switch(
+        "Record the weights that the optimizer updates, and their reduced gradients, too.", long_name="with_master"
     )
     advance_on: Any = option(
         "optimizer",
+        "What ends an iteration: optimizer (the first that steps), optimizer:N (the N-th, from 0), forward "
+        "(each outermost forward pass), or step (the script calls capture.step()).",
         is_free=True,
         metavar="EVENT",
-        help="What ends an iteration: optimizer (the first that steps), optimizer:N (the N-th, from 0), forward "
-        "(each outermost forward pass), or step (the script calls capture.step()).",
     )
     sample_dim: int | None = option(
-        None, kind=int, least=0, help="Dimension of activations that holds samples; found from the batch by default."
+        None, "Dimension of activations that holds samples; found from the batch by default.", kind=int, least=0
     )
     policy: str = option(
         Policy.BLOCK.value,
+        "What to do, once the minimum is there, when an iteration does not fit into the budget.",
         choices=tuple(policy.value for policy in Policy),
-        help="What to do, once the minimum is there, when an iteration does not fit into the budget.",
     )
     host_budget_nbytes: int | None = option(
         None,
+        "Host memory for staged tensors, in bytes per rank; from the free memory by default.",
         kind=int,
         least=1 << 20,
-        help="Host memory for staged tensors, in bytes per rank; from the free memory by default.",
     )
     begin_timeout_seconds: float | None = option(
         None,
+        "Longest wait of a rank at its first forward for rank 0 to reach its own; then no rank is recorded and "
+        "the training goes on. By default half of what a collective of the training waits.",
         kind=float,
         least=0,
-        help="Longest wait of a rank at its first forward for rank 0 to reach its own; then no rank is recorded and "
-        "the training goes on. By default half of what a collective of the training waits.",
     )
     block_timeout_seconds: float = option(
-        120.0, kind=float, least=0, help="Longest wait of the training for the writer; then capture disables itself."
+        120.0, "Longest wait of the training for the writer; then capture disables itself.", least=0
     )
-    finish_timeout_seconds: float = option(
-        300.0, kind=float, least=0, help="Longest wait at the end for what is not stored yet."
-    )
+    finish_timeout_seconds: float = option(300.0, "Longest wait at the end for what is not stored yet.", least=0)
     store_timeout_seconds: float = option(
         120.0,
-        kind=float,
+        "Longest time that a write is tried again while the store does not answer; then its iteration fails.",
         least=0,
-        help="Longest time that a write is tried again while the store does not answer; then its iteration fails.",
     )
     store_concurrency: int = option(
         STORE_CONCURRENCY,
-        kind=int,
+        "Tensors, or stacks of small ones, that each rank sends to the store at the same time.",
         least=1,
-        help="Tensors, or stacks of small ones, that each rank sends to the store at the same time.",
     )
     compression: str = option(
         Compression.NONE.value,
+        "How values are packed: zstd leaves about four fifths of bf16, blosc (bits shuffled first) seven tenths.",
         choices=tuple(compression.value for compression in Compression),
-        help="How values are packed: zstd leaves about four fifths of bf16, blosc (bits shuffled first) seven tenths.",
     )
     keep_last: int | None = option(
         None,
+        "Delete all but the last N complete iterations, as --max-iterations of them come: never more than N are "
+        "there, and one while the next is committed; all stay by default.",
         kind=int,
         least=1,
-        help="Delete all but the last N complete iterations, as --max-iterations of them come: never more than N are "
-        "there, and one while the next is committed; all stay by default.",
     )
     ring_dir: str | None = option(
-        None, help="Directory for the staged tensors, from which 'ranktape recover' stores them should all be killed."
+        None, "Directory for the staged tensors, from which 'ranktape recover' stores them should all be killed."
     )
     spill_dir: str | None = option(
-        None, help="Directory that takes an iteration when the store cannot, until 'ranktape push' brings it there."
+        None, "Directory that takes an iteration when the store cannot, until 'ranktape push' brings it there."
     )
-    strict: bool = option(
-        default=False, kind=bool, help="End the training with an error when the capture fails inside."
-    )
+    strict: bool = switch("End the training with an error when the capture fails inside.")
     capture_config: str | None = option(
-        None, metavar="FILE", help="YAML or TOML file with settings by these names; the command line has the last word."
+        None, "YAML or TOML file with settings by these names; the command line has the last word.", metavar="FILE"
     )
-    manual: bool = option(default=False, kind=bool, help="Attach no hooks: record only what save_tensor is given.")
-    resume: bool = option(default=False, kind=bool, help="Continue the run that is at the URL, as a new attempt.")
-    overwrite: bool = option(default=False, kind=bool, help="Delete the run that is at the URL first.")
-    add: bool = option(
-        default=False, kind=bool, help="Add to the run that is at the URL: what it holds is shown beside what comes."
-    )
+    manual: bool = switch("Attach no hooks: record only what save_tensor is given.")
+    resume: bool = switch("Continue the run that is at the URL, as a new attempt.")
+    overwrite: bool = switch("Delete the run that is at the URL first.")
+    add: bool = switch("Add to the run that is at the URL: what it holds is shown beside what comes.")
     storage_options: Mapping[str, Any] | None = option(
         None,
+        'JSON object for fsspec, such as \'{"endpoint_url": "http://host:9000"}\'.',
         is_secret=True,
         is_free=True,
         metavar="JSON",
-        help='JSON object for fsspec, such as \'{"endpoint_url": "http://host:9000"}\'.',
     )
 
     def __post_init__(self) -> None:
@@ -355,7 +340,7 @@ class Settings:
             kind = type(given).__name__
             raise UsageError(f"--storage-options is a {kind}: give an object such as {{'anon': True}}")
         try:
-            json.dumps(self.storage_options)
+            json.dumps(given)
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"--storage-options cannot be passed on as JSON ({error}): give text and numbers"
@@ -363,23 +348,35 @@ class Settings:
         if self.resume + self.overwrite + self.add > 1:
             raise UsageError("--resume, --overwrite and --add exclude each other: give one")
 
+    @property
+    def target_iterations(self) -> int:
+        """How many complete iterations end the capture."""
+        return self.min_iterations if self.max_iterations is None else self.max_iterations
+
+    @property
+    def selection_flags(self) -> list[str]:
+        """The options that were given and leave tensors out."""
+        return [
+            setting.flag
+            for setting in SETTINGS
+            if (setting.is_filter or setting.name in {"where", "select", "samples"})
+            and is_given(getattr(self, setting.name))
+        ]
+
+    @property
+    def wants_layers(self) -> bool:
+        """Whether the outputs of the embedding and of decoder layers are recorded."""
+        return is_given(self.layers) and self.layers is not False
+
 
 def _check_advance_on(value: Any) -> None:
-    """Let the name of an event pass, or an optimizer.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    events = ("optimizer", "forward", "step")
+    events, most_digits = ("optimizer", "forward", "step"), 9
     name, _, number = value.partition(":") if isinstance(value, str) else ("", "", "")
-    is_numbered = name == "optimizer" and number.isdecimal() and len(number) < _MAX_DIGITS
+    is_numbered = name == "optimizer" and number.isdecimal() and len(number) <= most_digits
     if value not in events and not is_numbered and not callable(getattr(value, "step", None)):
         raise UsageError(
             f"--advance-on {value!r:.60} is not allowed: give {', '.join(events)}, optimizer:N, or an optimizer"
         )
-
-
-_MAX_DIGITS = 10
 
 
 SETTINGS: Sequence[Setting] = tuple(
