@@ -7,11 +7,10 @@ it: what no record can hold ends the reading of that file.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import DataError, UsageError
@@ -67,17 +66,7 @@ _UNTAGGED: dict[str, Any] = {
 """What a file is taken for that says nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class About:
-    """What a folder says of one of its files."""
-
-    said: Any = None
-    """In its own words, for the record's `metadata`; None where it says nothing."""
-    told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of the record."""
-
-
-def told_fields(words: Any, *, stem: str) -> dict[str, Any]:
+def given_fields(words: Any, *, stem: str) -> dict[str, Any]:
     """The fields of one output of a layer that the `metadata.pt` of its folder says; none that no record can hold.
 
     Our export writes those of all outputs together, and under `RECORD_KEY` those of each.
@@ -91,22 +80,21 @@ def told_fields(words: Any, *, stem: str) -> dict[str, Any]:
 
 
 def named_fields(
-    file_name: TensorFileName | None, layer: LayerOutputName | None, told: Mapping[str, Any] | None = None
+    file_name: TensorFileName | None, layer: LayerOutputName | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The fields of the record that the file's name settles, so that the file need not be opened for them.
 
-    What the name of the output of a layer does not say is what its folder tells of it.
+    What the name of the output of a layer does not say is what its folder gives for it.
     """
     if layer is not None:
         layer_type = "embedding" if layer.file is LayerFile.EMBEDDING else "hidden"
         fixed = {"layer_type": layer_type, "layer_idx": layer.layer_idx, "phase": "post", "tensor_name": "output"}
-        return _UNTAGGED | {field: value for field, value in (told or {}).items() if field in _UNTAGGED} | fixed
+        return _UNTAGGED | {field: value for field, value in given.items() if field in _UNTAGGED} | fixed
     if file_name is None:
         return {}
     fields: dict[str, Any] = {tag: str(getattr(file_name, tag)) for tag in TAGS[:-1]}
-    fields |= {
-        number: getattr(file_name, number) for number in ("iteration", "rank") if getattr(file_name, number) is not None
-    }
+    numbers = {number: getattr(file_name, number) for number in ("iteration", "rank")}
+    fields |= {number: value for number, value in numbers.items() if value is not None}
     fields["layer_idx"] = -1 if file_name.layer_idx is None else file_name.layer_idx
     # A name of theirs that is another one of ours may stand in a file of ours, which says so inside.
     if recorded_tensor_name(file_name) == file_name.tensor_name:
@@ -117,13 +105,13 @@ def named_fields(
 def described_fields(
     header: TensorFile,
     *,
+    path: Path,
     file_name: TensorFileName | None,
     layer: LayerOutputName | None,
-    stem: str,
-    about: About,
-    place: str,
+    said: Any,
+    given: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Every field of the record but those that take its values: `overflow` and `checksum`.
+    """Every field of the record but those that take its values, `overflow` and `checksum`, and `call`.
 
     `metadata` comes as JSON text. With `record_checksum` comes what our export says of the values, "" if nothing.
 
@@ -143,39 +131,32 @@ def described_fields(
         "compute_dtype": header.dtype,
         "placement": None,
         "mode": Mode.TRAIN.value,
-        "metadata": _rest(embedded, file_name, header, about.said),
+        "metadata": _rest(embedded, file_name, header, said),
         "counter": 0 if file_name is None else file_name.counter,
         "timestamp": 0.0 if file_name is None else name_seconds(file_name),
         "record_checksum": "",
+        "quant_type": _QUANT_TYPES.get(header.dtype, header.dtype),
+        "tensor_name": _printable(path.stem),
         **_UNTAGGED,
         **_tags_of(embedded),
         **({} if file_name is None else {"tensor_name": recorded_tensor_name(file_name)}),
     }
-    fields.setdefault("tensor_name", _printable(stem))
-    sample_idx = (
-        embedded.get("sample_idx") if file_name is None or file_name.sample_idx is None else file_name.sample_idx
-    )
-    if _is_number(sample_idx):
+    named = None if file_name is None else file_name.sample_idx
+    sample_idx = embedded.get("sample_idx") if named is None else named
+    if is_one := _is_number(sample_idx):
         fields["sample_ids"] = [sample_idx]
-    fields |= _samples_of(embedded, header, layer, is_one=_is_number(sample_idx), tensor_name=fields["tensor_name"])
-    fields.setdefault("quant_type", _QUANT_TYPES.get(header.dtype, header.dtype))
+    fields |= _samples_of(embedded, header, layer, is_one=is_one, tensor_name=fields["tensor_name"])
     if isinstance(own, Mapping):
-        fields |= _own_fields(own, header, place=place)
-    elif about.told:
-        rest = fields["metadata"]
-        fields |= _own_fields(about.told, header, place=place)
-        fields["metadata"] = (about.told.get("metadata") or {}) | (rest or {}) or None
-    fields |= named_fields(file_name, layer, about.told) | {
-        "dtype": header.dtype,
-        "shape": header.shape,
-        "nbytes": header.nbytes,
-    }
+        fields |= _own_fields(own, header, place=path)
+    elif given:
+        rest = (given.get("metadata") or {}) | (fields["metadata"] or {}) or None
+        fields |= _own_fields(given, header, place=path) | {"metadata": rest}
     fields["metadata"] = json.dumps(fields["metadata"], separators=(",", ":"))
-    return fields
+    return fields | {"dtype": header.dtype, "shape": header.shape, "nbytes": header.nbytes}
 
 
 def _rest(
-    embedded: Mapping[str, Any], file_name: TensorFileName | None, header: TensorFile, about: Any
+    embedded: Mapping[str, Any], file_name: TensorFileName | None, header: TensorFile, said: Any
 ) -> dict[str, Any] | None:
     """What a file of somebody else says beyond the fields; the record's `metadata`."""
     rest = {key: value for key, value in embedded.items() if key not in _SAID_ELSEWHERE}
@@ -183,8 +164,8 @@ def _rest(
         rest["tensor_info"] = header.tensor_info
     if file_name is not None and file_name.group_idx is not None:
         rest["group_idx"] = file_name.group_idx
-    if about is not None:
-        rest["folder"] = about
+    if said is not None:
+        rest["folder"] = said
     return rest or None
 
 
@@ -202,11 +183,11 @@ def _samples_of(
         return {"sample_dim": 0, "batch_size": shape[0], "layout": _HIDDEN_LAYOUT} if is_known else {}
     if is_parameter(tensor_name):
         return {}
-    told = embedded.get("batch_size")
-    if not _is_number(told):
+    size = embedded.get("batch_size")
+    if not _is_number(size):
         return {"batch_size": min(shape[:2])} if len(shape) >= len(_HIDDEN_LAYOUT) else {}
-    dim = next((dim for dim in range(min(2, len(shape) - 1)) if shape[dim] == told), None)
-    return {"sample_dim": None if is_one else dim, "batch_size": told}
+    dim = next((dim for dim in range(min(2, len(shape) - 1)) if shape[dim] == size), None)
+    return {"sample_dim": None if is_one else dim, "batch_size": size}
 
 
 def _tags_of(embedded: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,14 +216,6 @@ def _is_term(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_TERM_LENGTH and value.isprintable()
 
 
-def _is_document(value: Any) -> bool:
-    return value is None or isinstance(value, dict)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_sample_ids(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(type(entry) in {int, str} for entry in value))
 
@@ -254,20 +227,18 @@ _OWN_FIELDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("layer_type", "phase", "component", "quant_type", "tensor_name"), _is_term),
     "operation": lambda value: value in tuple(Operation),
     "mode": lambda value: value in tuple(Mode),
-    **dict.fromkeys(("module", "layer_stack"), _is_text),
+    **dict.fromkeys(("module", "layer_stack", "record_checksum"), lambda value: isinstance(value, str)),
     # It becomes part of a name in the store.
     "layout": lambda value: isinstance(value, str) and re.fullmatch("[A-Za-z]{0,32}", value) is not None,
     "compute_dtype": lambda value: isinstance(value, str) and value in DTYPES,
-    "placement": _is_document,
-    "metadata": _is_document,
+    **dict.fromkeys(("placement", "metadata"), lambda value: value is None or isinstance(value, dict)),
     "sample_ids": _is_sample_ids,
     "timestamp": lambda value: type(value) in {int, float} and 0 <= value <= LAST_SECOND,
-    "record_checksum": _is_text,
 }
 """The fields that our export embeds, and what each may hold."""
 
 
-def _own_fields(own: Mapping[str, Any], header: TensorFile, *, place: str) -> dict[str, Any]:
+def _own_fields(own: Mapping[str, Any], header: TensorFile, *, place: Path) -> dict[str, Any]:
     found = {field: own[field] for field in _OWN_FIELDS if field in own}
     for field, value in found.items():
         if not _OWN_FIELDS[field](value):

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from ranktape.analyze.legacy.described import LAST_SECOND, RECORD_KEY
 from ranktape.analyze.legacy.payload import read_header, read_plain, read_values
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, NoRecordsError, StorageError, UsageError
-from ranktape.storage.format.dtypes import DTYPES, dtype_row
+from ranktape.storage.format.dtypes import DTYPES, dtype_row, to_torch
 from ranktape.storage.format.encode import checksum
 from ranktape.storage.format.legacy_names import (
     LayerFile,
@@ -107,52 +107,40 @@ def export_records(
     names: set[str] = set()
     for record in records:
         values = record.read()
-        for sample, part in _parts(record, values, per_sample=per_sample):
+        dim = record.sample_dim if per_sample else None
+        for sample in [None] if dim is None else range(record.shape[dim]):
+            # It stays a batch, of one: that is what the legacy tools saved, and how axes keep their numbers.
+            part = values if sample is None else values.take([sample], axis=dim)
             name = _file_name(record, sample=sample, names=names)
-            own = _embedded(record, part, sample=sample)
-            files.put(name, part, record=record, own=own)
+            files.put(name, part, record=record, own=_embedded(record, part, sample=sample))
         on_record()
     return files.report
 
 
-def _parts(record: Record, values: Any, *, per_sample: bool) -> Iterator[tuple[int | None, Any]]:
-    if not per_sample or record.sample_dim is None:
-        yield None, values
-        return
-    for sample in range(record.shape[record.sample_dim]):
-        # It stays a batch, of one: that is what the legacy tools saved, and how axes keep their numbers.
-        yield sample, values.take([sample], axis=record.sample_dim)
-
-
 def _file_name(record: Record, *, sample: int | None, names: set[str]) -> str:
-    counter = record.counter
+    """A name that no other one of `names` has, and is among them then.
+
+    It has the number of the sample in the tensor, or the user's own where the tensor is one sample.
+    """
     if not 0 <= record.timestamp <= LAST_SECOND:
         raise DataError(f"{record!r} was recorded {record.timestamp} s after 1970, which no name can hold")
+    only = record.sample_ids[0] if record.sample_ids is not None and len(record.sample_ids) == 1 else None
     shared = ("iteration", "layer_type", "phase", "component", "quant_type", "rank", "tensor_name")
     fields: dict[str, Any] = {field: getattr(record, field) for field in shared}
     fields |= {
         "timestamp": name_timestamp(record.timestamp),
         "layer_idx": None if record.layer_idx < 0 else record.layer_idx,
         "operation": Operation(record.operation),
-        "sample_idx": _sample_idx(record, sample=sample),
+        "sample_idx": only if sample is None and type(only) is int and only >= 0 else sample,
     }
-    while True:
-        name = format_tensor_file_name(TensorFileName(**fields, counter=counter))
-        if name not in names:
-            names.add(name)
-            return name
+    counter = record.counter
+    while (name := format_tensor_file_name(TensorFileName(**fields, counter=counter))) in names:
         counter += _COUNTER_STEP
+    names.add(name)
+    return name
 
 
-def _sample_idx(record: Record, *, sample: int | None) -> int | None:
-    """The number in the name: of the sample in the tensor, or the user's own where the tensor is one sample."""
-    if sample is not None:
-        return sample
-    only = record.sample_ids[0] if record.sample_ids is not None and len(record.sample_ids) == 1 else None
-    return only if type(only) is int and only >= 0 else None
-
-
-def _embedded(record: Record, values: Any, *, sample: int | None) -> dict[str, Any]:
+def _embedded(record: Record, values: Any, *, sample: int | None = None) -> dict[str, Any]:
     """The record as the file has it under `RECORD_KEY`."""
     own = {name: value for name, value in record.info.to_json().items() if name not in _NOT_EMBEDDED}
     own["record_checksum"] = checksum(values)
@@ -174,12 +162,11 @@ def _placement_of_one(record: Record) -> dict[str, Any] | None:
 
 def _words(record: Record, values: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     """What stands beside the tensor, as the legacy saver had it."""
-    overflow = measure(values, sample_dim=None)
     shared = ("layer_type", "operation", "quant_type", "tensor_name", "layer_idx", "phase", "component", "rank")
     only = own["sample_ids"][0] if own["sample_ids"] is not None and len(own["sample_ids"]) == 1 else None
     date, time = name_timestamp(record.timestamp).split("_")
     return {
-        "tensor_info": _tensor_info(record.dtype, values, overflow),
+        "tensor_info": _tensor_info(record.dtype, values, measure(values, sample_dim=None)),
         "metadata": {
             **(record.metadata or {}),
             **{name: getattr(record, name) for name in shared},
@@ -192,9 +179,7 @@ def _words(record: Record, values: Any, own: Mapping[str, Any]) -> dict[str, Any
 
 
 def _tensor_info(dtype: str, values: Any, overflow: Overflow) -> dict[str, Any]:
-    row = dtype_row(dtype)
-    reals = np.abs(values) if row.is_complex else values
-    mean, deviation = _mean_and_deviation(reals)
+    mean, deviation = _mean_and_deviation(np.abs(values) if dtype_row(dtype).is_complex else values)
     return {
         "shape": list(values.shape),
         "dtype": f"torch.{dtype}",
@@ -227,6 +212,35 @@ def _mean_and_deviation(values: Any) -> tuple[float, float]:
 
 
 def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], object]) -> None:
+    chosen = _layer_outputs(records)
+    statistics: dict[str, dict[str, Any]] = {}
+    of_each: dict[str, dict[str, Any]] = {}
+    for stem, record in chosen.items():
+        values = record.read()
+        files.put(f"{stem}.pt", values, record=record, own=None)
+        overflow = measure(values, sample_dim=None)
+        info = _tensor_info(record.dtype, values, overflow)
+        statistics[stem] = {
+            **{key: info[key] for key in ("shape", "dtype", "min", "max", "mean", "std")},
+            "has_nan": overflow.nan.count > 0,
+            "has_inf": overflow.inf.count > 0,
+        }
+        rest = {key: value for key, value in (record.metadata or {}).items() if key != "folder"}
+        of_each[stem] = _embedded(record, values) | {"metadata": rest or None}
+        # Files may be put together from several folders.
+        del of_each[stem]["record_checksum"]
+        on_record()
+    files.put_plain(LayerFile.STATISTICS.value, statistics)
+    first = next(iter(chosen.values()))
+    # What the folder that the records come from says of itself, if they come from one.
+    said = [((record.metadata or {}).get("folder") or {}).get("metadata") for record in chosen.values()]
+    folder = said[0] if isinstance(said[0], dict) and all(one == said[0] for one in said) else {}
+    of_all = {name: getattr(first, name) for name in ("iteration", "rank", "microbatch", "call", "quant_type")}
+    files.put_plain(LayerFile.METADATA.value, {**folder, "num_outputs": len(chosen), **of_all, RECORD_KEY: of_each})
+
+
+def _layer_outputs(records: Records) -> dict[str, Record]:
+    """The outputs of layers by the stem of the file of each."""
     wanted = {"layer_type": ["embedding", "hidden"], "operation": "forward", "phase": "post"}
     outputs = records.select(**wanted, tensor_name="output")
     if not len(outputs):
@@ -243,44 +257,14 @@ def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], o
         is_hidden = record.layer_type == "hidden"
         file = LayerFile.HIDDEN if is_hidden else LayerFile.EMBEDDING
         name = format_layer_output_name(LayerOutputName(file=file, layer_idx=record.layer_idx if is_hidden else -1))
-        if name in chosen:
+        stem = name.removesuffix(".pt")
+        if stem in chosen:
             raise UsageError(
-                f"{chosen[name]!r} and {record!r} are both {name}: choose one with --iteration, --rank, --microbatch, "
+                f"{chosen[stem]!r} and {record!r} are both {name}: choose one with --iteration, --rank, --microbatch, "
                 f"--module and --call"
             )
-        chosen[name] = record
-    statistics: dict[str, dict[str, Any]] = {}
-    of_each: dict[str, dict[str, Any]] = {}
-    for name, record in chosen.items():
-        values = record.read()
-        files.put(name, values, record=record, own=None)
-        overflow = measure(values, sample_dim=None)
-        info = _tensor_info(record.dtype, values, overflow)
-        statistics[name.removesuffix(".pt")] = {
-            **{key: info[key] for key in ("shape", "dtype", "min", "max", "mean", "std")},
-            "has_nan": overflow.nan.count > 0,
-            "has_inf": overflow.inf.count > 0,
-        }
-        own = _embedded(record, values, sample=None) | {"metadata": _without_folder(record.metadata)}
-        # Files may be put together from several folders.
-        del own["record_checksum"]
-        of_each[name.removesuffix(".pt")] = own
-        on_record()
-    files.put_plain(LayerFile.STATISTICS.value, statistics)
-    first = next(iter(chosen.values()))
-    of_all = {name: getattr(first, name) for name in ("iteration", "rank", "microbatch", "call", "quant_type")}
-    about = {**_folder_of(chosen.values()), "num_outputs": len(chosen), **of_all, RECORD_KEY: of_each}
-    files.put_plain(LayerFile.METADATA.value, about)
-
-
-def _folder_of(records: Iterable[Record]) -> dict[str, Any]:
-    """What the folder that the records come from says of itself, if they come from one."""
-    said = [((record.metadata or {}).get("folder") or {}).get("metadata") for record in records]
-    return said[0] if isinstance(said[0], dict) and all(one == said[0] for one in said) else {}
-
-
-def _without_folder(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
-    return {key: value for key, value in (metadata or {}).items() if key != "folder"} or None
+        chosen[stem] = record
+    return chosen
 
 
 class _Files:
@@ -314,9 +298,10 @@ class _Files:
         path = self._folder / name
         if not os.path.lexists(path):
             return False
-        if not path.is_symlink() and _is_same_file(path, is_same):
-            self.report.num_kept += 1
-            return True
+        with contextlib.suppress(DataError):  # what cannot be read is not the same
+            if not path.is_symlink() and is_same(path):
+                self.report.num_kept += 1
+                return True
         if self._overwrite:
             return False
         raise UsageError(f"{path} is there and holds something else: add --overwrite, or choose another folder")
@@ -348,29 +333,16 @@ def _holds(path: Path, values: Any, own: Mapping[str, Any] | None) -> bool:
     return same_words and header.shape == values.shape and checksum(read_values(path, header)) == checksum(values)
 
 
-def _is_same_file(path: Path, is_same: Callable[[Path], bool]) -> bool:
-    """Whether a file holds what it is compared with; one that cannot be read does not."""
-    try:
-        return is_same(path)
-    except DataError:
-        return False
-
-
 def as_tensor(values: Any, dtype: str) -> torch.Tensor:
     """The values as a tensor of their dtype, in torch's words.
 
     Raises:
         UsageError: torch has no such dtype.
     """
-    import torch
-
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise UsageError(f"torch has no dtype {dtype}: leave such records out with --dtype or --where")
-    if not values.size:
-        return torch.empty(values.shape, dtype=kind)
-    raw = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
-    return raw.view(kind).reshape(values.shape)
+    try:
+        return to_torch(values, dtype=dtype, shape=values.shape)
+    except UsageError as error:
+        raise UsageError(f"torch has no dtype {dtype}: leave such records out with --dtype or --where") from error
 
 
 def with_tensors(entry: Any) -> Any:

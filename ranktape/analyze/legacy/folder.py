@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ranktape.analyze.legacy.described import RECORD_KEY, About, told_fields
+from ranktape.analyze.legacy.described import RECORD_KEY, given_fields
 from ranktape.analyze.legacy.payload import read_plain
-from ranktape.analyze.legacy.table import FileRecords, FileTable, FolderReader, SourceFile, for_each
+from ranktape.analyze.legacy.table import FileRecords, FileTable, SourceFile, for_each
 from ranktape.errors import DataError, StorageError
 from ranktape.storage.format.legacy_names import LayerFile, parse_layer_output_name, parse_tensor_file_name
 from ranktape.storage.records.records import Records
@@ -42,41 +42,33 @@ class Folder:
         self.unreadable: dict[str, str] = {}
         """For each file that was left out the reason."""
         paths = [path] if path.is_file() else self._list(path)
-        about = _Folder(paths)
         self._any_name = any_name
-        files = list(filter(None, (self._file(entry, about=about, is_alone=path.is_file()) for entry in paths)))
+        self._said = self._descriptions(paths)
+        files = list(filter(None, (self._file(entry, is_alone=path.is_file()) for entry in paths)))
         if skip_unreadable:
             files = self._readable(files)
-            self.unreadable |= about.unreadable
-        elif about.unreadable:
-            raise DataError(next(iter(about.unreadable.values())))
+        elif self.unreadable:
+            raise DataError(next(iter(self.unreadable.values())))
         if any_name:
             self._readable(file for file in files if not file.named)
             files = [file for file in files if file.path.name not in self.unreadable]
-        unnamed = [file for file in files if not {"iteration", "rank"} <= file.named.keys()]
-        for_each(unnamed, SourceFile.fields)
+        for_each([file for file in files if not {"iteration", "rank"} <= file.named.keys()], SourceFile.fields)
         foreign = set(self.foreign)
         self.paths = [entry for entry in paths if entry.name not in foreign]
         """Every file that was taken for one of ours, whether it can be read or not."""
-        self._files = sorted(files, key=_order)
-        _number_calls(self._files)
-        _name_sites(self._files)
-        self.iterations = sorted({file.field("iteration") for file in self._files})
+        self.files: Sequence[SourceFile] = sorted(files, key=_order)
+        """The files with a tensor, in the order of iteration, rank and writing."""
+        _number_calls(self.files)
+        _name_sites(self.files)
+        self.iterations = sorted({file.field("iteration") for file in self.files})
         """The iterations that files are of, ascending."""
-        self._reader = FolderReader(self.url)
-        self._reader.files = {file.site: file for file in self._files}
 
     def __repr__(self) -> str:
         return f"<Folder {self.url}: {len(self)} files>"
 
     def __len__(self) -> int:
         """Files with a tensor."""
-        return len(self._files)
-
-    @property
-    def files(self) -> Sequence[SourceFile]:
-        """The files with a tensor, in the order of iteration, rank and writing."""
-        return self._files
+        return len(self.files)
 
     def select(self, **filters: Any) -> Records:
         """The records whose fields have the values asked for, as `Run.select` gives them.
@@ -86,7 +78,7 @@ class Folder:
             UsageError: a field cannot have such a value.
             DataError: a file that must be opened for it cannot be.
         """
-        return FileRecords(self._reader, FileTable(self._files)).select(**filters)
+        return FileRecords(FileTable(self.url, self.files)).select(**filters)
 
     def _list(self, folder: Path) -> list[Path]:
         try:
@@ -103,23 +95,41 @@ class Folder:
                 paths.append(folder / name)
         return paths
 
-    def _file(self, path: Path, *, about: _Folder, is_alone: bool) -> SourceFile | None:
+    def _descriptions(self, paths: Iterable[Path]) -> dict[str, Any]:
+        """What a folder of layer outputs says beside its tensors, by the stem of the file that says it."""
+        found = {}
+        for path in paths:
+            if path.name in {LayerFile.STATISTICS.value, LayerFile.METADATA.value}:
+                try:
+                    found[path.stem] = read_plain(path)
+                except (DataError, StorageError) as error:
+                    self.unreadable[path.name] = str(error)
+        return found
+
+    def _file(self, path: Path, *, is_alone: bool) -> SourceFile | None:
         layer = parse_layer_output_name(path.name)
-        file_name = parse_tensor_file_name(path.name) if layer is None else None
-        if layer is None and file_name is None and not is_alone and not (self._any_name and path.suffix == ".pt"):
-            self.foreign.append(path.name)
+        if layer is None:
+            file_name = parse_tensor_file_name(path.name)
+            if file_name is None and not is_alone and not (self._any_name and path.suffix == ".pt"):
+                self.foreign.append(path.name)
+                return None
+            return SourceFile(path, file_name=file_name, layer=None, is_first_enough=self._any_name)
+        if layer.file in {LayerFile.STATISTICS, LayerFile.METADATA}:
             return None
-        if layer is not None and layer.file in {LayerFile.STATISTICS, LayerFile.METADATA}:
-            return None
+        statistics, words = self._said.get("statistics"), self._said.get("metadata")
+        keys = (path.stem, path.stem.removesuffix("_output"), "layer_0" if path.stem.startswith("embedding") else "")
+        known = statistics if isinstance(statistics, dict) else {}
+        own = next((known[key] for key in keys if key in known), None)
+        shown = {key: word for key, word in words.items() if key != RECORD_KEY} if isinstance(words, dict) else words
+        said = {name: entry for name, entry in (("metadata", shown), ("statistics", own)) if entry is not None}
+        fields = given_fields(words, stem=path.stem)
         return SourceFile(
-            path,
-            file_name=file_name,
-            layer=layer,
-            about=None if layer is None else about.of(path.stem),
-            is_first_enough=self._any_name,
+            path, file_name=None, layer=layer, said=said or None, fields=fields, is_first_enough=self._any_name
         )
 
     def _readable(self, files: Iterable[SourceFile]) -> list[SourceFile]:
+        """Those that can be read; why others cannot is noted."""
+
         def reason(file: SourceFile) -> str | None:
             try:
                 file.fields()
@@ -131,31 +141,6 @@ class Folder:
         reasons = for_each(listed, reason)
         self.unreadable |= {file.path.name: why for file, why in zip(listed, reasons, strict=True) if why is not None}
         return [file for file, why in zip(listed, reasons, strict=True) if why is None]
-
-
-class _Folder:
-    """What a folder of layer outputs says beside its tensors."""
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self.unreadable: dict[str, str] = {}
-        self._said: dict[str, Any] = {}
-        for path in paths:
-            if path.name in {LayerFile.STATISTICS.value, LayerFile.METADATA.value}:
-                try:
-                    self._said[path.stem] = read_plain(path)
-                except (DataError, StorageError) as error:
-                    self.unreadable[path.name] = str(error)
-
-    def of(self, stem: str) -> About:
-        """What it says of the output in the file of that name."""
-        statistics = self._said.get("statistics")
-        keys = (stem, stem.removesuffix("_output"), "layer_0" if stem.startswith("embedding") else "")
-        known = statistics if isinstance(statistics, dict) else {}
-        own = next((known[key] for key in keys if key in known), None)
-        words = self._said.get("metadata")
-        shown = {key: word for key, word in words.items() if key != RECORD_KEY} if isinstance(words, dict) else words
-        said = {name: entry for name, entry in (("metadata", shown), ("statistics", own)) if entry is not None}
-        return About(said=said or None, told=told_fields(words, stem=stem))
 
 
 def _order(file: SourceFile) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -93,11 +93,13 @@ def import_folder(
     # What is wrong is said before a run is begun, as far as it can be seen without reading every value.
     for_each(folder.files, lambda file: file.fields())
     files = _of_fitting_ranks(folder, left_out, is_skipping=skip_unreadable)
-    iterations = {file.field("iteration") for file in files}
+    places: dict[int, dict[int, list[SourceFile]]] = {}
+    for file in files:
+        places.setdefault(file.field("iteration"), {}).setdefault(file.field("rank"), []).append(file)
     num_ranks = 1 + max(file.field("rank") for file in files)
     backend = open_backend(url, storage_options=storage_options)
     launch = Launch(launch_id=_launch_id(folder), restart=0, world_size=num_ranks)
-    before = _imported_before(backend, launch=launch, iterations=iterations, source=folder.url, overwrite=overwrite)
+    before = _imported_before(backend, launch=launch, iterations=places.keys(), source=folder.url, overwrite=overwrite)
     if before is not None:
         return ImportReport(verdict=before, left_out=left_out)
     source = {"imported_from": folder.url, "num_files": len(files), "ranktape": __version__}
@@ -105,15 +107,29 @@ def import_folder(
         attempt = begin_attempt(
             backend,
             launch=launch,
-            options={"min_iterations": len(iterations)},
+            options={"min_iterations": len(places)},
             environment=source,
             resume=False,
             overwrite=overwrite,
         )
-        job = _Import(
-            backend, attempt, source=source, left_out=left_out, is_skipping=skip_unreadable, on_record=on_record
-        )
-        return job.run(files)
+        writers = [RankWriter(backend, attempt=attempt, rank=rank, environment=source) for rank in launch.ranks]
+        job = _Import(writers, attempt, left_out=left_out, is_skipping=skip_unreadable, on_record=on_record)
+        problems: dict[str, str] = {}
+        reason = "the import was interrupted"
+        try:
+            for iteration in sorted(places.keys() - set(attempt.completed)):
+                open_iteration(backend, attempt=attempt, iteration=iteration)
+                job.store(iteration, places[iteration])
+                finish_iteration(backend, attempt=attempt, iteration=iteration)
+            reason = "the folder is imported"
+        except RanktapeError as error:
+            reason = problems["import"] = f"the import failed: {error}"
+            raise
+        finally:
+            for writer in writers:
+                writer.close(reason=reason)
+            verdict = write_verdict(backend, attempt=attempt, problems=problems)
+        return ImportReport(verdict=verdict, num_records=job.num_records, nbytes=job.nbytes, left_out=left_out)
 
 
 def _of_fitting_ranks(folder: Folder, left_out: dict[str, str], *, is_skipping: bool) -> Sequence[SourceFile]:
@@ -181,69 +197,38 @@ class _Import:
 
     def __init__(
         self,
-        backend: Backend,
+        writers: Sequence[RankWriter],
         attempt: Attempt,
         *,
-        source: Mapping[str, Any],
         left_out: dict[str, str],
         is_skipping: bool,
         on_record: Callable[[], object],
     ) -> None:
-        self._backend = backend
-        self._attempt = attempt
-        self._left_out = left_out
-        self._is_skipping = is_skipping
-        self._on_record = on_record
-        self._num_records = 0
-        self._nbytes = 0
-        ranks = attempt.launch.ranks
-        self._writers = [RankWriter(backend, attempt=attempt, rank=rank, environment=source) for rank in ranks]
+        self.num_records = self.nbytes = 0
+        self._writers, self._attempt = writers, attempt
+        self._left_out, self._is_skipping, self._on_record = left_out, is_skipping, on_record
 
-    def run(self, files: Iterable[SourceFile]) -> ImportReport:
-        """Store every iteration that is not stored yet."""
-        by_place: dict[tuple[int, int], list[SourceFile]] = {}
-        for file in files:
-            by_place.setdefault((file.field("iteration"), file.field("rank")), []).append(file)
-        problems: dict[str, str] = {}
-        reason = "the import was interrupted"
-        try:
-            for iteration in sorted({iteration for iteration, _ in by_place}):
-                if iteration not in self._attempt.completed:
-                    self._store(iteration, by_place)
-            reason = "the folder is imported"
-        except RanktapeError as error:
-            reason = f"the import failed: {error}"
-            problems["import"] = reason
-            raise
-        finally:
-            for writer in self._writers:
-                writer.close(reason=reason)
-            verdict = write_verdict(self._backend, attempt=self._attempt, problems=problems)
-        return ImportReport(
-            verdict=verdict, num_records=self._num_records, nbytes=self._nbytes, left_out=self._left_out
-        )
-
-    def _store(self, iteration: int, files: Mapping[tuple[int, int], list[SourceFile]]) -> None:
-        open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
+    def store(self, iteration: int, files: Mapping[int, Sequence[SourceFile]]) -> None:
+        """Store and commit an iteration of every rank."""
         for rank, writer in enumerate(self._writers):
+            own = files.get(rank, ())
             taken: set[str] = set()
-            stored = [self._store_file(file, writer, taken) for file in files.get((iteration, rank), ())]
+            stored = [self._store_file(file, writer, taken) for file in own]
             missed = {
                 name: reason
                 for name, reason in self._left_out.items()
                 if (file_name := parse_tensor_file_name(name)) is not None
                 and (file_name.iteration, file_name.rank) == (iteration, rank)
             }
-            expected = sorted({*missed, *(file.path.name for file in files.get((iteration, rank), ()))})
+            expected = sorted({*missed, *(file.path.name for file in own)})
             writer.commit(iteration, expected=expected if any(stored) else [], silent_sites=missed)
-        finish_iteration(self._backend, attempt=self._attempt, iteration=iteration)
 
     def _store_file(self, file: SourceFile, writer: RankWriter, taken: set[str]) -> bool:
         """Store one tensor; whether it could be read."""
         try:
             values, overflow, checksum = file.values_measured()
             fields = {name: value for name, value in file.fields().items() if name != "record_checksum"}
-            fields |= {**file.named, "metadata": json.loads(fields["metadata"]), "attempt": self._attempt.number}
+            fields |= {"metadata": json.loads(fields["metadata"]), "attempt": self._attempt.number}
             info = _distinct(RecordInfo(**fields, overflow=overflow, checksum=checksum), taken, place=str(file.path))
         except (DataError, StorageError, UsageError) as error:
             if not self._is_skipping:
@@ -251,8 +236,8 @@ class _Import:
             self._left_out[file.path.name] = str(error)
             return False
         writer.write(np.ascontiguousarray(values).reshape(info.shape), info=info)
-        self._num_records += 1
-        self._nbytes += info.nbytes
+        self.num_records += 1
+        self.nbytes += info.nbytes
         self._on_record()
         return True
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -217,10 +217,6 @@ class _Bounded(io.BufferedReader):
         """At most `MAX_NBYTES` bytes."""
         return super().read(MAX_NBYTES if size is None or size < 0 else min(size, MAX_NBYTES))
 
-    def readline(self, size: int | None = -1, /) -> bytes:  # noqa: ARG002 - the signature of files
-        """At most as many bytes as a name takes."""
-        return super().readline(256)
-
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_Bounded]:
@@ -299,18 +295,17 @@ def _bytes_of(file: _Bounded, extent: _Extent) -> bytes:
 
 def _legacy_contents(file: _Bounded, *, place: str) -> tuple[Any, dict[str, _Extent]]:
     size = os.fstat(file.fileno()).st_size
-    head = io.BytesIO(file.read(_HEAD_NBYTES))
+    source = io.BytesIO(file.read(_HEAD_NBYTES))
     try:
-        payload, keys, storages = _legacy_pickles(head, place=place)
+        payload, keys, storages = _legacy_pickles(source, place=place)
     except DataError:
         if size <= len(_LEGACY_MAGIC) + _HEAD_NBYTES:
             raise
         # Its words may be longer than those of most files.
         file.seek(len(_LEGACY_MAGIC))
-        payload, keys, storages = _legacy_pickles(cast("IO[bytes]", file), place=place)
-        position = file.tell()
-    else:
-        position = len(_LEGACY_MAGIC) + head.tell()
+        source = io.BytesIO(file.read(MAX_NBYTES))
+        payload, keys, storages = _legacy_pickles(source, place=place)
+    position = len(_LEGACY_MAGIC) + source.tell()
     extents: dict[str, _Extent] = {}
     for key in keys:
         file.seek(position)
@@ -323,7 +318,7 @@ def _legacy_contents(file: _Bounded, *, place: str) -> tuple[Any, dict[str, _Ext
     return payload, extents
 
 
-def _legacy_pickles(source: IO[bytes], *, place: str) -> tuple[Any, list[str], dict[str, Storage]]:
+def _legacy_pickles(source: io.BytesIO, *, place: str) -> tuple[Any, list[str], dict[str, Storage]]:
     """What the file holds, the order of its storages, and what is known of each."""
     storages: dict[str, Storage] = {}
     read_pickle(source, place=place)  # the version of the form, of which there is one
@@ -340,20 +335,15 @@ def _legacy_pickles(source: IO[bytes], *, place: str) -> tuple[Any, list[str], d
 
 def _tensor_of(payload: Any, *, place: str, is_first_enough: bool) -> TensorData:
     is_list = isinstance(payload, list | tuple) and not isinstance(payload, TensorData)
-    if is_list and (len(payload) == 1 or (is_first_enough and payload)):
-        return payload[0] if isinstance(payload[0], TensorData) else _no_tensor(payload, place)
     found = payload.get("tensor") if isinstance(payload, Pairs) else payload
-    return found if isinstance(found, TensorData) else _no_tensor(payload, place)
-
-
-def _no_tensor(payload: Any, place: str) -> Any:
+    if is_list and (len(payload) == 1 or (is_first_enough and payload)):
+        found = payload[0]
+    if isinstance(found, TensorData):
+        return found
+    what = f"{len(payload)} values" if is_list else f"a {type(payload).__name__}"
     if isinstance(payload, Pairs):
         named = ", ".join(name[:40] for name in payload.names()[:8])
         what = f"a dictionary of {named or 'nothing'}, without a tensor under 'tensor'"
-    elif isinstance(payload, list | tuple):
-        what = f"{len(payload)} values"
-    else:
-        what = f"a {type(payload).__name__}"
     raise DataError(f"{place} holds {what}: give files that hold one tensor each")
 
 

@@ -8,19 +8,20 @@ alone.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import pickle
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ranktape.errors import DataError
 from ranktape.storage.format.dtypes import DTYPES
 
 MAX_NBYTES = 1 << 22
-"""Length of a pickle; those that describe one tensor take hundreds of bytes."""
+"""Length of the pickles of a file; those that describe one tensor take hundreds of bytes."""
 
 MAX_DIMENSIONS = 32
 """More than any tensor that was trained with; numpy ends at 64."""
@@ -118,7 +119,7 @@ class _RefusedError(Exception):
     """The pickle holds what is neither a dense tensor nor plain data; its text says what."""
 
 
-def read_pickle(source: IO[bytes], *, place: str, storages: dict[str, Storage] | None = None) -> Any:
+def read_pickle(source: io.BytesIO, *, place: str, storages: dict[str, Storage] | None = None) -> Any:
     """What the pickle at the position of `source` says; the position is behind it then.
 
     Dictionaries come as `Pairs`, tensors as `TensorData`, sets as lists. The storages that it names are added to
@@ -128,7 +129,7 @@ def read_pickle(source: IO[bytes], *, place: str, storages: dict[str, Storage] |
         DataError: it is cut off or damaged, or names something that is neither a tensor nor plain data.
     """
     try:
-        return _Machine(_BoundedSource(source), {} if storages is None else storages).load()
+        return _Machine(source, {} if storages is None else storages).load()
     except _RefusedError as error:
         raise DataError(
             f"{place} is not read: its pickle holds {error}, which is neither a dense tensor nor plain data; "
@@ -138,28 +139,6 @@ def read_pickle(source: IO[bytes], *, place: str, storages: dict[str, Storage] |
         raise DataError(f"{place} is damaged: its pickle has no end") from error
     except (ValueError, LookupError, TypeError, AttributeError, struct.error, pickle.UnpicklingError) as error:
         raise DataError(f"{place} is damaged: its pickle cannot be read ({error})") from error
-
-
-class _BoundedSource:
-    """A file of which no more is read than a pickle is long."""
-
-    def __init__(self, source: IO[bytes]) -> None:
-        self._source = source
-        self._left = MAX_NBYTES
-
-    def read(self, size: int) -> bytes:
-        """So many bytes, or what there is."""
-        return self._counted(self._source.read(size))
-
-    def readline(self) -> bytes:
-        """A module or a name."""
-        return self._counted(self._source.readline())
-
-    def _counted(self, data: bytes) -> bytes:
-        self._left -= len(data)
-        if self._left < 0:
-            _refuse(f"more than {MAX_NBYTES} bytes")
-        return data
 
 
 def _refuse(what: str) -> NoReturn:
@@ -188,7 +167,7 @@ _KNOWN = b"".join(
 class _Machine(_Unpickler):  # type: ignore[misc]  # torch's own reader narrows it in the same way
     """Python's unpickler with the instructions that are known, for stand-ins of ours."""
 
-    def __init__(self, source: _BoundedSource, storages: dict[str, Storage]) -> None:
+    def __init__(self, source: io.BytesIO, storages: dict[str, Storage]) -> None:
         super().__init__(source, encoding="latin-1")
         self._storages = storages
 
@@ -262,7 +241,7 @@ def _set(entries: Any = ()) -> Any:
 
 def _tensor_v2(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorData:
     """As `_rebuild_tensor_v2` has it; what follows `rest` of two is what makes it no plain tensor."""
-    return _tensor(storage, offset, shape, strides, dtype=None, extra=rest[2:])
+    return _tensor(storage, offset, shape, strides, dtype=getattr(storage, "dtype", None), extra=rest[2:])
 
 
 def _tensor_v3(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorData:
@@ -272,7 +251,7 @@ def _tensor_v3(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) 
     return _tensor(storage, offset, shape, strides, dtype=rest[2].rpartition(".")[2], extra=rest[3:])
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *, dtype: str | None, extra: Any) -> TensorData:
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *, dtype: Any, extra: Any) -> TensorData:
     if not isinstance(storage, Storage) or any(extra):
         _refuse(
             "a tensor that is conjugated, negated or without a storage, so that the values in the file are not its "
@@ -283,11 +262,9 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *, dtype: str |
     numbers = (offset, *shape, *strides) if len(shape) == len(strides) else (None,)
     if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers):
         _refuse("a tensor of an impossible shape")
-    if dtype is not None and dtype not in DTYPES:
+    if dtype not in DTYPES:
         _refuse(f"elements of the type {dtype[:100]}")
-    return TensorData(
-        storage=storage, dtype=dtype or storage.dtype, offset=offset, shape=tuple(shape), strides=tuple(strides)
-    )
+    return TensorData(storage, dtype, offset, tuple(shape), tuple(strides))
 
 
 _WORDS = (str, int)

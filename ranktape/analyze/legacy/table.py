@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from ranktape.analyze.legacy.described import About, described_fields, named_fields
+from ranktape.analyze.legacy.described import described_fields, named_fields
 from ranktape.analyze.legacy.payload import TensorFile, read_header, read_values
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, UsageError
 from ranktape.fields import JSON_FIELDS, OPTIONAL_INT_FIELDS
 from ranktape.storage.format.catalogue import Catalogue, empty_catalogue
 from ranktape.storage.format.encode import checksum
-from ranktape.storage.format.legacy_names import LayerOutputName, TensorFileName
 from ranktape.storage.format.parts import split
 from ranktape.storage.format.record_info import EXTREMES, Keep, Overflow
 from ranktape.storage.query.columns import StringColumn
@@ -31,6 +30,7 @@ from ranktape.storage.records.records import Records
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
 
+    from ranktape.storage.format.legacy_names import LayerOutputName, TensorFileName
     from ranktape.storage.query.columns import Column
 
 NUM_THREADS = min(8, os.cpu_count() or 1)
@@ -38,7 +38,6 @@ NUM_THREADS = min(8, os.cpu_count() or 1)
 
 _FIXED: dict[str, Any] = {"attempt": 0, "index": -1, "stack": "", "keep": Keep.VALUES.value}
 """Columns that are the same for every file."""
-
 
 _LARGE_NBYTES = 1 << 26
 """Values of which only one tensor at a time is in memory to be counted: the threads would hold one each."""
@@ -55,22 +54,22 @@ class SourceFile:
         *,
         file_name: TensorFileName | None,
         layer: LayerOutputName | None,
-        about: About | None = None,
+        said: Any = None,
+        fields: Mapping[str, Any] | None = None,
         is_first_enough: bool = False,
     ) -> None:
+        """What its name and its folder say: in the folder's own words as `said`, and as fields of the record."""
         self.path = path
         """Where it is."""
         self.file_name = file_name
         """What its name says, if it is one of a single tensor."""
-        self.about = about or About()
-        """What its folder says of it."""
-        self.named = named_fields(file_name, layer, self.about.told)
+        self.named = named_fields(file_name, layer, fields or {})
         """The fields of the record that need not be looked up in the file."""
         self.call = 0
         """How many tensors of the same fields were written before it."""
         self.site = path.name
         """What the record says of where it is: the name, or where that is not plain ASCII what stands for it."""
-        self._layer = layer
+        self._layer, self._said, self._given = layer, said, fields or {}
         self._is_first_enough = is_first_enough
         self._header: TensorFile | None = None
         self._fields: dict[str, Any] | None = None
@@ -92,15 +91,10 @@ class SourceFile:
         """
         if self._fields is None:
             header = read_header(self.path, is_first_enough=self._is_first_enough)
-            fields = described_fields(
-                header,
-                file_name=self.file_name,
-                layer=self._layer,
-                stem=self.path.stem,
-                about=self.about,
-                place=str(self.path),
+            described = described_fields(
+                header, path=self.path, file_name=self.file_name, layer=self._layer, said=self._said, given=self._given
             )
-            self._header, self._fields = header.without_words(), {"call": self.call} | fields
+            self._header, self._fields = header.without_words(), {"call": self.call} | described | self.named
         return self._fields
 
     def values(self) -> Any:
@@ -143,72 +137,19 @@ class SourceFile:
         return values, *self._measured
 
 
-class FolderReader:
-    """Where the records of a folder get their values."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.files: dict[str, SourceFile] = {}
-
-    def read(self, record: Record, *, sample: int | None) -> Any:
-        """The values of a record; with `sample` of one sample, without the dimension of samples.
-
-        Raises:
-            DataError: the file has changed since it was listed, or is damaged.
-            StorageError: it cannot be read.
-        """
-        file = self.files[record.location.site]
-        values = file.values()
-        if checksum(values) != record.checksum:
-            raise DataError(f"{file.path} has changed since it was listed: its checksum is not {record.checksum} now")
-        return values if sample is None else values.take(sample, axis=record.sample_dim)
-
-    def parts(self, record: Record) -> Iterator[Any]:
-        """The values of a record in parts, of which all are in memory.
-
-        Raises:
-            DataError: the file has changed since it was listed, or is damaged.
-            StorageError: it cannot be read.
-        """
-        return split(self.read(record, sample=None), sample_dim=record.sample_dim)
-
-    def only(self, files: Iterable[SourceFile]) -> FolderReader:
-        """A reader of some files, which is sent to another process with less."""
-        narrow = FolderReader(self.url)
-        narrow.files = {file.site: file for file in files}
-        return narrow
-
-    def open_array(self, path: str) -> Any:
-        """Nothing.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(f"{self.url}/{path} is a .pt file, not a Zarr array: use read(), or 'ranktape import'")
-
-    def siblings(self, record: Record) -> Any:
-        """Nothing.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            f"{self.url} holds files, and {record.location.site} does not say which other ones are parts of the same "
-            f"tensor: select them and use assemble(), or 'ranktape import' the folder first"
-        )
-
-
 class FileTable:
-    """The records of some files as columns; a file is opened for what its name does not say."""
+    """The records of some files as columns, and where they get their values; what names do not say is read."""
 
-    def __init__(self, files: Sequence[SourceFile]) -> None:
+    def __init__(self, url: str, files: Sequence[SourceFile]) -> None:
+        self.url = url
+        """The folder."""
         self.files = files
         """One for each row."""
         self.num_rows = len(files)
 
     def narrow(self, rows: np.ndarray[Any, Any]) -> FileTable:
         """The table of some of the rows."""
-        return FileTable([self.files[row] for row in rows.tolist()])
+        return FileTable(self.url, [self.files[row] for row in rows.tolist()])
 
     def group_of(self, row: int) -> str:  # noqa: ARG002 - the Protocol's signature
         """The folder itself: files lie side by side."""
@@ -237,22 +178,59 @@ class FileTable:
             return [_FIXED[name]] * self.num_rows
         if name == "site":
             return [file.site for file in self.files]
-        if name == "checksum":
-            return [int(checksum.partition(":")[2], 16) for _, checksum in self._measured()]
-        if name.startswith("overflow."):
+        if name == "checksum" or name.startswith("overflow."):
+            measured = for_each(self.files, SourceFile.measured)
+            if name == "checksum":
+                return [int(text.partition(":")[2], 16) for _, text in measured]
             _, *path = name.split(".")
-            found = [_inner(overflow, path) for overflow, _ in self._measured()]
+            found = [functools.reduce(getattr, path, overflow) for overflow, _ in measured]
             return [_number(value) for value in found] if path[0] in EXTREMES else found
         if name == "numel":
             return [int(np.prod(shape, dtype=np.int64)) for shape in self._values("shape")]
-        return [_number(value) if name in OPTIONAL_INT_FIELDS else value for value in self._fields(name)]
+        for_each([file for file in self.files if name not in file.named], SourceFile.fields)
+        values = [file.field(name) for file in self.files]
+        return [_number(value) for value in values] if name in OPTIONAL_INT_FIELDS else values
 
-    def _fields(self, name: str) -> list[Any]:
-        for_each([file for file in self.files if name not in file.named], lambda file: file.fields())
-        return [file.field(name) for file in self.files]
+    def read(self, record: Record, *, sample: int | None) -> Any:
+        """The values of a record; with `sample` of one sample, without the dimension of samples.
 
-    def _measured(self) -> list[Any]:
-        return for_each(self.files, lambda file: file.measured())
+        Raises:
+            DataError: the file has changed since it was listed, or is damaged.
+            StorageError: it cannot be read.
+        """
+        file = next(file for file in self.files if file.site == record.location.site)
+        values = file.values()
+        if checksum(values) != record.checksum:
+            raise DataError(f"{file.path} has changed since it was listed: its checksum is not {record.checksum} now")
+        return values if sample is None else values.take(sample, axis=record.sample_dim)
+
+    def parts(self, record: Record) -> Iterator[Any]:
+        """The values of a record in parts, of which all are in memory.
+
+        Raises:
+            DataError: the file has changed since it was listed, or is damaged.
+            StorageError: it cannot be read.
+        """
+        return split(self.read(record, sample=None), sample_dim=record.sample_dim)
+
+    def open_array(self, path: str) -> Any:
+        """Nothing.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(f"{self.url}/{path} is a .pt file, not a Zarr array: use read(), or 'ranktape import'")
+
+    def siblings(self, record: Record) -> Any:
+        """Nothing.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"{self.url} holds files, and {record.location.site} does not say which other ones are parts of the same "
+            f"tensor: select them and use assemble(), or 'ranktape import' the folder first"
+        )
 
 
 class FileRecords(Records):
@@ -260,9 +238,8 @@ class FileRecords(Records):
 
     is_costly = True
 
-    def __init__(self, reader: FolderReader, table: FileTable) -> None:
-        super().__init__(reader, [table], np.arange(table.num_rows))
-        self._folder = reader
+    def __init__(self, table: FileTable) -> None:
+        super().__init__(table, [table], np.arange(table.num_rows))
         self._table = table
 
     @overload
@@ -277,7 +254,7 @@ class FileRecords(Records):
         return self._take(self._rows[[index]])[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FileRecords, (self._folder.only(self._table.files), self._table)
+        return FileRecords, (self._table,)
 
     @property
     def files(self) -> Sequence[SourceFile]:
@@ -286,9 +263,8 @@ class FileRecords(Records):
 
     def _read(self, rows: np.ndarray[Any, Any]) -> Iterator[Record]:
         # Each with a reader of its own file, so that it can be sent to another process without the others.
-        for record, row in zip(super()._read(rows), rows.tolist(), strict=True):
-            reader = self._folder.only([self._table.files[row]])
-            yield Record(record.info, location=record.location, reader=reader)
+        for record, row in zip(super()._read(rows), rows, strict=True):
+            yield Record(record.info, location=record.location, reader=self._table.narrow(row[None]))
 
     def select(self, **filters: Any) -> Records:
         """As of a run; what names say is asked first."""
@@ -308,10 +284,10 @@ class FileRecords(Records):
         """0 for what names say, 1 for what files say, 2 for what values say."""
         if field.startswith("overflow") or field == "checksum":
             return 2
-        return 0 if field in _FIXED or field == "site" or all(field in file.named for file in self._table.files) else 1
+        return 0 if field in _FIXED or field == "site" or all(field in file.named for file in self.files) else 1
 
     def _take(self, rows: np.ndarray[Any, Any]) -> Records:
-        return FileRecords(self._folder, self._table.narrow(rows))
+        return FileRecords(self._table.narrow(rows))
 
     def _source(self, rows: np.ndarray[Any, Any]) -> Callable[[str], Column]:
         return self._table.narrow(rows).column
@@ -329,12 +305,6 @@ def for_each(files: Sequence[SourceFile], function: Callable[[SourceFile], Any])
 def _empty() -> Catalogue:
     """What has every column in the type that a run's catalogue has."""
     return empty_catalogue()
-
-
-def _inner(value: Any, path: Sequence[str]) -> Any:
-    for name in path:
-        value = getattr(value, name)
-    return value
 
 
 def _number(value: Any) -> Any:
