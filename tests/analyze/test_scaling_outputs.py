@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze.advice.recommendation import recommend
+from ranktape.analyze.advice.recommendation import Recommendation
 from ranktape.analyze.legacy.outputs.plots import draw_panels
 from ranktape.analyze.legacy.outputs.text import Subject, analysis_lines, level_lines, limit_lines, results_text
 from ranktape.analyze.legacy.outputs.words import cosine_text, factor_text, share_text, statistics_lines
@@ -20,8 +21,6 @@ from ranktape.analyze.legacy.outputs.write import (
     MAX_NAME_NBYTES,
     FolderNames,
     OutputOptions,
-    Stopwatch,
-    SweepLog,
     TensorReport,
     files_of,
     safe_name,
@@ -36,6 +35,7 @@ from ranktape.errors import AccessDeniedError, DataError, NoSpaceError, StorageE
 
 NORMAL = np.random.default_rng(0).standard_normal((64, 128)).astype(ml_dtypes.bfloat16)
 WHOLE = np.random.default_rng(1).integers(-8, 9, (16, 16)).astype(ml_dtypes.bfloat16)
+START = datetime.now().astimezone()
 SUBJECT = Subject(name="a.pt", source="folder/a.pt", dtype="bfloat16", judged_as="bfloat16", shape=(64, 128))
 
 SWEEPS: dict[str, tuple[Any, str, dict[str, Any]]] = {
@@ -72,13 +72,13 @@ def sweep_of(name: str) -> ScaleSweep:
 def test_one_is_not_many() -> None:
     sweep = sweep_array(np.ones(1, np.float32), format="fp8_e4m3", options=SweepOptions(num_levels=1))
     assert draw_panels(sweep, name="x").get_suptitle().endswith(": 1 element, 1 level")
-    text = results_text(sweep, recommend(sweep), subject=SUBJECT)
+    text = results_text(Recommendation(sweep), subject=SUBJECT)
     assert "Tested 1 scaling level from" in text
     assert "Analyzed 1 scaling level\n" in text
 
 
 def test_a_ratio_just_below_zero_is_zero() -> None:
-    text = results_text(sweep_of("flushed"), recommend(sweep_of("flushed")), subject=SUBJECT)
+    text = results_text(Recommendation(sweep_of("flushed")), subject=SUBJECT)
     assert "SQNR: 0.00 dB" in text
     assert "-0.00 dB" not in text
     assert "No level keeps anything" in text
@@ -86,7 +86,7 @@ def test_a_ratio_just_below_zero_is_zero() -> None:
 
 def test_counts_of_a_legacy_sweep_are_said_to_be_the_original_s() -> None:
     sweep = sweep_of("legacy")
-    lines = results_text(sweep, recommend(sweep), subject=SUBJECT).splitlines()
+    lines = results_text(Recommendation(sweep), subject=SUBJECT).splitlines()
     assert "Rounding: away" in lines
     assert "  rounding       away" in statistics_lines(sweep)
     for line in [*level_lines(sweep), *lines]:
@@ -98,7 +98,7 @@ def test_counts_of_a_legacy_sweep_are_said_to_be_the_original_s() -> None:
 @pytest.mark.parametrize("name", SWEEPS)
 def test_reports_hold_the_headings_of_the_legacy_tool_in_ascii(name: str) -> None:
     sweep = sweep_of(name)
-    text = results_text(sweep, recommend(sweep), subject=SUBJECT)
+    text = results_text(Recommendation(sweep), subject=SUBJECT)
     assert text.isascii()
     assert not re.search(r"(?<![a-z])nan(?![a-z])", text.replace("original_score", "")) or name == "legacy"
     headings = ["SCALING FACTOR ANALYSIS & RECOMMENDATIONS"]
@@ -120,7 +120,7 @@ def test_reports_hold_the_headings_of_the_legacy_tool_in_ascii(name: str) -> Non
 
 def test_the_table_of_results_gives_every_figure_back() -> None:
     sweep = sweep_of("e2m1")
-    lines = results_text(sweep, recommend(sweep), subject=SUBJECT).split("ALL LEVELS:\n")[1].splitlines()
+    lines = results_text(Recommendation(sweep), subject=SUBJECT).split("ALL LEVELS:\n")[1].splitlines()
     names = lines[0].split()
     assert len(lines) > len(sweep.levels) == 21
     for line, level in zip(lines[1:], sweep.levels, strict=False):
@@ -130,8 +130,8 @@ def test_the_table_of_results_gives_every_figure_back() -> None:
 
 def test_the_report_names_the_best_level_of_each_metric() -> None:
     sweep = sweep_of("e2m1")
-    found = recommend(sweep)
-    text = "\n".join(analysis_lines(sweep, found))
+    found = Recommendation(sweep)
+    text = "\n".join(analysis_lines(found))
     for name, label in (("mse", "MSE"), ("cosine", "Cosine Similarity"), ("psnr", "PSNR")):
         level = sweep.best(METRICS[name].goodness)
         assert level is not None
@@ -142,7 +142,7 @@ def test_the_report_names_the_best_level_of_each_metric() -> None:
 
 def test_the_report_lists_the_levels_that_lose_more_than_a_thousandth() -> None:
     sweep = sweep_of("many levels")
-    lines = list(limit_lines(sweep, recommend(sweep)))
+    lines = list(limit_lines(Recommendation(sweep)))
     listed = [line for line in lines if line.startswith("    Overflow: ")]
     assert len(listed) == sum(level.overflow_ratio > 0.001 for level in sweep.levels) > 0
     severities = [line.split()[-1] for line in lines if line.startswith("    Severity: ")]
@@ -152,7 +152,7 @@ def test_the_report_lists_the_levels_that_lose_more_than_a_thousandth() -> None:
 
 def test_offsets_are_called_offsets() -> None:
     assert next(level_lines(sweep_of("mx"))).startswith("Level  1/21: Scale Offset: 10.00 (Factor: 1024.000000)")
-    text = results_text(sweep_of("mx"), recommend(sweep_of("mx")), subject=SUBJECT)
+    text = results_text(Recommendation(sweep_of("mx")), subject=SUBJECT)
     assert "Scale Offsets: 10.00 to -10.00, 21 levels" in text
     assert "Block Size: 32, Axis: -1" in text
     assert "Scale Rule: floor, Scale Bits: 8" in text
@@ -164,12 +164,15 @@ def test_figures_keep_what_they_would_lose_by_rounding() -> None:
     assert [share_text(share) for share in (0.0, 0.5, 1e-6)] == ["0.00%", "50.00%", "1.00e-04%"]
 
 
+def report_on(folder: Path, shown: list[str], **options: Any) -> TensorReport:
+    """A report on a tensor called `a`."""
+    chosen = OutputOptions(output_dir=folder, **options)
+    return TensorReport("fp8_e4m3", subject=SUBJECT, folder_name="a", options=chosen, start=START, show=shown.append)
+
+
 def test_all_files_are_written_and_the_log_is_what_was_shown(tmp_path: Path) -> None:
     shown: list[str] = []
-    options = OutputOptions(output_dir=tmp_path / "deep" / "down")
-    with TensorReport(
-        "fp8_e4m3", subject=SUBJECT, folder_name="a", options=options, watch=Stopwatch(), show=shown.append
-    ) as report:
+    with report_on(tmp_path / "deep" / "down", shown) as report:
         assert report.files.log.read_text().splitlines() == shown
         assert any("Tensor: a.pt" in line for line in shown)
         report.say_swept(sweep_of("e4m3"))
@@ -195,23 +198,18 @@ def test_all_files_are_written_and_the_log_is_what_was_shown(tmp_path: Path) -> 
 
 
 def test_pictures_are_left_out_if_asked(tmp_path: Path) -> None:
-    options = OutputOptions(output_dir=tmp_path, with_plots=False)
     shown: list[str] = []
-    with TensorReport(
-        "fp8_e4m3", subject=SUBJECT, folder_name="a", options=options, watch=Stopwatch(), show=shown.append
-    ) as report:
+    with report_on(tmp_path, shown, with_plots=False) as report:
         report.finish(sweep_of("zeros"))
     assert sorted(path.suffix for path in (tmp_path / "a").iterdir()) == [".log", ".txt"]
     assert any("no scale to recommend: all zero: exact at any scale" in line for line in shown)
 
 
 def test_a_sweep_that_fails_is_the_last_line_of_its_log(tmp_path: Path) -> None:
-    options, shown = OutputOptions(output_dir=tmp_path), list[str]()
+    shown: list[str] = []
     with (
         pytest.raises(DataError, match="cut off"),
-        TensorReport(
-            "fp8_e4m3", subject=SUBJECT, folder_name="a", options=options, watch=Stopwatch(), show=shown.append
-        ) as report,
+        report_on(tmp_path, shown) as report,
     ):
         raise DataError("cut off")
     lines = report.files.log.read_text().splitlines()
@@ -268,15 +266,14 @@ def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
     assert titles_of([]) == []
 
 
-def test_a_full_disk_is_named_as_one() -> None:
-    device = Path("/dev/full")
-    if not device.exists():
+def test_a_full_disk_is_named_as_one(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full here")
-    with (
-        pytest.raises(NoSpaceError, match="to /dev/full: No space left on device: free space"),
-        SweepLog(device, show=lambda _: None) as log,
-    ):
-        log.write(["x" * 100])
+    log = files_of(tmp_path / "a", format="fp8_e4m3").log
+    log.parent.mkdir()
+    log.symlink_to("/dev/full")
+    with pytest.raises(NoSpaceError, match="No space left on device: free space"):
+        report_on(tmp_path, [])
 
 
 @pytest.mark.parametrize(
@@ -310,7 +307,7 @@ def test_every_scheme_has_a_report_and_pictures() -> None:
         sweep = sweep_array(
             NORMAL[:8], format=scheme, options=SweepOptions(num_levels=3, max_scale_exp=1, min_scale_exp=-1)
         )
-        found = recommend(sweep)
-        assert f"use offset {sweep.recommended.exponent:.4g}" in results_text(sweep, found, subject=SUBJECT)  # type: ignore[union-attr]
+        found = Recommendation(sweep)
+        assert f"use offset {sweep.recommended.exponent:.4g}" in results_text(found, subject=SUBJECT)  # type: ignore[union-attr]
         assert math.isfinite(sweep.levels[0].mse)
         assert len(draw_panels(sweep, name=scheme).axes) == 6

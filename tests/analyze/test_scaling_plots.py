@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ranktape.analyze.advice.recommendation import recommend
+from ranktape.analyze.advice.recommendation import Recommendation
 from ranktape.analyze.legacy.outputs.plots import PANELS, draw_panels, draw_summary
 from ranktape.analyze.legacy.outputs.text import results_text
 from ranktape.analyze.legacy.outputs.words import limits_of, statistics_lines
@@ -115,7 +115,7 @@ def test_errors_beyond_float64_are_not_taken_for_none(factor: float) -> None:
         assert "nothing is lost at any level" not in shown
         assert "beyond float64, or nearly so, at every level" in shown
     assert "  MSE            beyond float64" in statistics_lines(sweep)
-    report = results_text(sweep, recommend(sweep), subject=SUBJECT)
+    report = results_text(Recommendation(sweep), subject=SUBJECT)
     assert "     - MSE: beyond float64\n" in report
     assert "MSE Range: beyond float64\n" in report
     assert "nothing is lost" not in report

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from ranktape.analyze.advice.recommendation import recommend
+from ranktape.analyze.advice.recommendation import Recommendation
 from ranktape.analyze.advice.shared import common_scale
 from ranktape.analyze.numerics.sweeps.metrics import SAME_RATIO, SAME_SQNR, Level, settled
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
@@ -49,7 +49,7 @@ def test_of_scales_that_lose_nothing_the_one_in_the_middle() -> None:
 
 def test_where_the_tensor_scale_makes_up_for_it_no_offset_is_named() -> None:
     found = sweep_array(GAUSS, format="nvfp4")
-    assert {verdict.level.exponent for verdict in recommend(found).best.values()} == {0.0}
+    assert {level.exponent for level in Recommendation(found).best.values()} == {0.0}
     common = common_scale([found, sweep_array(2 * GAUSS, format="nvfp4")])
     assert common is not None
     assert common.exponent == 0

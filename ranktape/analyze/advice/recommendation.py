@@ -1,17 +1,15 @@
 """Recommends one of the levels of a sweep, says how sure that is, and what is lost by it.
 
-`recommend` judges one tensor. What is beyond the format's limits has a severity, the metrics have a spread over
+`Recommendation` judges one tensor. What is beyond the format's limits has a severity, the metrics have a spread over
 the levels, and `advice` says in words what follows. All of it is the same for a tensor and a multiple of it,
 metrics in the tensor's own unit aside, and nothing is NaN.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,36 +17,29 @@ from ranktape.analyze.advice.verdict import (
     Direction,
     Position,
     Range,
-    Stability,
+    Spread,
     Stretch,
     Variation,
     Verdict,
     clean_range,
     direction_of,
-    extremes,
     is_lossless,
     is_square_beyond,
     keeps_nothing,
     position_of,
-    range_after,
-    range_before,
     range_of,
-    stability_of,
+    spread_of,
     stretches,
-    verdict_of,
 )
 from ranktape.analyze.numerics.quantization.encoded import LossSeverity
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level, is_as_good
-from ranktape.analyze.numerics.sweeps.options import SweepMode
-from ranktape.analyze.table import json_value
 
 if TYPE_CHECKING:
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class Advice(NamedTuple):
     """Sentences without a full stop; empty where there is nothing to advise on."""
 
     metrics: tuple[str, ...]
@@ -59,117 +50,68 @@ class Advice:
     """Which level to use, and where among the others it is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """What follows from a sweep.
+    """The level to use, and all that speaks for and against it.
 
-    Without levels (no finite number other than zero) everything that needs one is None or empty, and `note` says why.
+    Levels without any error, a single level and no level at all are fine. Without levels (no finite number other than
+    zero) everything that needs one is None or empty, and the note of the sweep says why. NaN and infinities of the
+    tensor are in no metric.
     """
 
-    scheme: str
-    """Name of the format and its scaling."""
-    mode: str
-    """What the levels are, in the words of `SweepMode`."""
-    note: str
-    """What is unusual about the tensor; empty for an ordinary one."""
-    recommended: Verdict | None
-    """The level with the best composite score, or one that is as good: see `ties.settled`."""
-    as_good: Range | None
-    """Of the exponents or offsets next to the recommended one, itself included, at which no more is lost: see
-    `ties.is_as_good`."""
-    keeps_nothing: bool
-    """Whether nothing is left of the tensor at any level: see `verdict.keeps_nothing`."""
-    best: dict[str, Verdict]
-    """For each metric, by its field in `Level`, the best level: see `best_by`."""
-    original_choice: Verdict | None
-    """Of a legacy sweep the level that the legacy tool recommended, the first of those that it scored NaN if there are
-    any; None in other modes."""
-    verdicts: tuple[Verdict, ...]
-    """One for each level, in their order."""
-    stability: Stability | None
-    """How far the metrics move over the levels."""
-    before: Range | None
-    """Smallest and largest finite value of the tensor: see `range_before`."""
-    after: tuple[Range, ...]
-    """For each level, what these become: see `range_after`."""
-    worst_overflow: Verdict | None
-    """The level that overflows most; None where none does."""
-    best_overflow: Verdict | None
-    """The level that overflows least; None where none overflows."""
-    worst_underflow: Verdict | None
-    """The level that underflows most; None where none does."""
-    best_underflow: Verdict | None
-    """The level that underflows least; None where none underflows."""
-    optimal: Range | None
-    """Of the exponents or offsets of the longest run of clean levels; None where none is clean."""
-    avoid: tuple[Stretch, ...]
-    """Runs of levels of high severity, each with its cause; the recommended one and those as good are in none."""
-    least_bad: Verdict | None
-    """Where no level is without severity, the one at which the fewest values overflow or become zero."""
-    position: Position | None
-    """Where the recommended level is."""
-    direction: Direction | None
-    """Which scales that were not tried may be better."""
-    advice: Advice
-    """What follows, in sentences."""
-
-    @property
-    def num_severe(self) -> int:
-        """Levels that are not clean."""
-        return sum(not verdict.is_clean for verdict in self.verdicts)
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it as one document for `json.dumps`; what is infinite is the string "inf" or "-inf"."""
-        document = json_value(dataclasses.asdict(self))
-        assert isinstance(document, dict)
-        return document | {"num_severe": self.num_severe}
-
-
-def recommend(sweep: ScaleSweep) -> Recommendation:
-    """The level to use and all that speaks for and against it.
-
-    Levels without any error, a single level and no level at all are fine. NaN and infinities of the tensor are
-    in no metric.
-    """
-    verdicts = tuple(map(verdict_of, sweep.levels))
-    chosen = sweep.recommended
-    recommended = next((verdict for verdict in verdicts if verdict.level is chosen), None)
-    stability = stability_of(sweep.levels) if verdicts else None
-    optimal = clean_range(verdicts)
-    as_good = [] if chosen is None else _as_good(sweep.levels, chosen)
-    worst_overflow, best_overflow = extremes(verdicts, lambda verdict: verdict.overflow_ratio)
-    worst_underflow, best_underflow = extremes(verdicts, lambda verdict: verdict.underflow_ratio)
-    found = Recommendation(
-        scheme=sweep.scheme.name,
-        mode=sweep.mode.value,
-        note=sweep.note,
-        recommended=recommended,
-        as_good=range_of(as_good) if as_good else None,
-        keeps_nothing=keeps_nothing(sweep.levels),
-        best={name: verdict_of(level) for name in METRICS if (level := best_by(sweep, name)) is not None},
-        original_choice=_original_choice(verdicts),
-        verdicts=verdicts,
-        stability=stability,
-        before=range_before(sweep) if verdicts else None,
-        after=tuple(range_after(sweep, level=level) for level in sweep.levels),
-        worst_overflow=worst_overflow,
-        best_overflow=best_overflow,
-        worst_underflow=worst_underflow,
-        best_underflow=best_underflow,
-        optimal=optimal,
-        avoid=stretches(verdicts, severity=LossSeverity.HIGH, but=[] if keeps_nothing(sweep.levels) else as_good),
-        least_bad=None
-        if chosen is None or optimal is not None
-        else min(verdicts, key=lambda verdict: (verdict.gone_ratio, verdict.level is not chosen)),
-        position=None if chosen is None else position_of(sweep.levels, chosen),
-        direction=None if chosen is None else direction_of(sweep.levels, chosen, is_tapered=bool(sweep.target.taper)),
-        advice=Advice(metrics=(), limits=(), conclusion=()),
-    )
-    return dataclasses.replace(found, advice=advise(found))
+    def __init__(self, sweep: ScaleSweep) -> None:
+        self.sweep = sweep
+        """What is judged."""
+        levels, chosen = sweep.levels, sweep.recommended
+        self.verdicts = tuple(map(Verdict, levels))
+        """One for each level, in their order."""
+        self.recommended = None if chosen is None else Verdict(chosen)
+        """The level with the best composite score, or one that is as good: see `metrics.settled`."""
+        as_good = [] if chosen is None else _as_good(list(levels), chosen)
+        self.as_good: Range | None = range_of(as_good) if as_good else None
+        """Of the exponents or offsets next to the recommended one, itself included, at which no more is lost: see
+        `metrics.is_as_good`."""
+        self.keeps_nothing = keeps_nothing(levels)
+        """Whether nothing is left of the tensor at any level: see `verdict.keeps_nothing`."""
+        self.best = {name: level for name in METRICS if (level := best_by(sweep, name)) is not None}
+        """For each metric, by its field in `Level`, the best level: see `best_by`."""
+        scores = [level.original_score for level in levels if isinstance(level, LegacyLevel)]
+        # As the tool: numpy's argmax takes NaN for the largest.
+        self.original_choice = levels[int(np.argmax(scores))] if scores else None
+        """Of a legacy sweep the level that the legacy tool recommended, the first of those that it scored NaN if there
+        are any; None in other modes."""
+        self.spreads: dict[str, Spread] = (
+            {name: spread_of(levels, name) for name in ("mse", "cosine", "psnr")} if levels else {}
+        )
+        """How far these metrics move over the levels."""
+        self.is_mse_beyond = any(map(is_square_beyond, levels))
+        """Whether the mean squared error of a level is too large or too small for float64."""
+        self.extremes = {kind: ends for kind in ("overflow", "underflow") if (ends := _extremes(self.verdicts, kind))}
+        """Of overflow and of underflow, where any level has some, the worst and the best one; the first on a tie."""
+        self.optimal = clean_range(self.verdicts)
+        """Of the exponents or offsets of the longest run of clean levels; None where none is clean."""
+        spared = [] if self.keeps_nothing else as_good
+        self.avoid: tuple[Stretch, ...] = stretches(self.verdicts, severity=LossSeverity.HIGH, but=spared)
+        """Runs of levels of high severity, each with its cause; the recommended one and those as good are in none."""
+        self.least_bad: Verdict | None = None
+        """Where no level is without severity, the one at which the fewest values overflow or become zero."""
+        self.position: Position | None = None
+        """Where the recommended level is."""
+        self.direction: Direction | None = None
+        """Which scales that were not tried may be better."""
+        if chosen is not None:
+            self.position = position_of(levels, chosen)
+            self.direction = direction_of(levels, chosen, is_tapered=bool(sweep.target.taper))
+            if self.optimal is None:
+                gone = min(levels, key=lambda one: (one.overflow_ratio + one.flushed_ratio, one is not chosen))
+                self.least_bad = Verdict(gone)
+        self.word = "offset" if sweep.has_offsets else "scale exponent"
+        """What the exponent of a level is: of the scale itself, or an offset to the exponents of many scales."""
+        self.advice = _advice(self)
+        """What follows, in sentences."""
 
 
 def best_by(sweep: ScaleSweep, name: str) -> Level | None:
-    """The best level by one metric alone, or one that is as good: see `ties.settled`; None without levels.
+    """The best level by one metric alone, or one that is as good: see `metrics.settled`; None without levels.
 
     Squares beyond float64 are all the same: then their roots, which are not, tell the levels apart.
     """
@@ -180,42 +122,34 @@ def best_by(sweep: ScaleSweep, name: str) -> Level | None:
     return sweep.settled(max(sweep.levels, key=metric.goodness))
 
 
-def _as_good(levels: Sequence[Level], chosen: Level) -> list[Level]:
+def _extremes(verdicts: Sequence[Verdict], kind: str) -> tuple[Verdict, Verdict] | None:
+    if not any(verdict.ratio(kind) > 0 for verdict in verdicts):
+        return None
+    return max(verdicts, key=lambda one: one.ratio(kind)), min(verdicts, key=lambda one: one.ratio(kind))
+
+
+def _as_good(levels: list[Level], chosen: Level) -> list[Level]:
     """The run of levels around the chosen one at which no more is lost; all of one tie, or of none."""
     index = next(number for number, level in enumerate(levels) if level is chosen)
     before = list(itertools.takewhile(lambda level: is_as_good(level, chosen), reversed(levels[:index])))
-    after = list(itertools.takewhile(lambda level: is_as_good(level, chosen), levels[index + 1 :]))
+    after = itertools.takewhile(lambda level: is_as_good(level, chosen), levels[index + 1 :])
     return [*reversed(before), chosen, *after]
 
 
-def _original_choice(verdicts: Sequence[Verdict]) -> Verdict | None:
-    scores = [verdict.level.original_score for verdict in verdicts if isinstance(verdict.level, LegacyLevel)]
-    # As the tool: numpy's argmax takes NaN for the largest.
-    return verdicts[int(np.argmax(scores))] if scores else None
-
-
-def advise(found: Recommendation) -> Advice:
+def _advice(found: Recommendation) -> Advice:
     """What follows from all that was found of a sweep."""
-    if found.recommended is None or found.stability is None:
-        return Advice(metrics=(), limits=(), conclusion=(f"no scale to recommend: {found.note}",))
-    word = level_word(found.mode)
-    return Advice(
-        metrics=tuple(_on_metrics(found.stability)) if len(found.verdicts) > 1 and not found.keeps_nothing else (),
-        limits=tuple(_on_limits(found, word=word)),
-        conclusion=tuple(_conclusion(found, found.recommended, word=word)),
-    )
+    if found.recommended is None:
+        return Advice((), (), (f"no scale to recommend: {found.sweep.note}",))
+    is_varied = len(found.verdicts) > 1 and not found.keeps_nothing
+    metrics = _on_metrics(found) if is_varied else []
+    return Advice(tuple(metrics), tuple(_on_limits(found)), tuple(_conclusion(found, found.recommended.level)))
 
 
-def level_word(mode: str) -> str:
-    """What the exponent of a level is: of the scale itself, or an offset to the exponents of many scales."""
-    return "offset" if SweepMode(mode).has_offsets else "scale exponent"
-
-
-def _on_metrics(stability: Stability) -> list[str]:
-    mse, cosine, psnr = stability.mse, stability.cosine, stability.psnr
+def _on_metrics(found: Recommendation) -> list[str]:
+    mse, cosine, psnr = (found.spreads[name] for name in ("mse", "cosine", "psnr"))
     return [
         "MSE of some levels is beyond float64, too large or too small a square: PSNR tells the levels apart"
-        if stability.is_mse_beyond
+        if found.is_mse_beyond
         else "MSE hardly depends on the scale: any of the levels will do"
         if mse.variation is Variation.STABLE
         else f"MSE varies with the scale, from {mse.lowest:.4g} to {mse.highest:.4g}: choose the scale with care",
@@ -234,24 +168,27 @@ _OF_PSNR = {
 }
 
 
-def _on_limits(found: Recommendation, *, word: str) -> list[str]:
-    said = [
-        f"avoid {_levels(stretch.exponents, word=word)}: more than 1 % of the values {_what(stretch)}"
-        for stretch in found.avoid
-    ]
+def _on_limits(found: Recommendation) -> list[str]:
+    said = []
+    for stretch in found.avoid:
+        both = stretch.overflows and stretch.underflows
+        what = "overflow, and more than 1 % underflow" if both else "overflow" if stretch.overflows else "underflow"
+        said.append(f"avoid {_levels(found, stretch.exponents)}: more than 1 % of the values {what}")
     if any(stretch.overflows for stretch in found.avoid):
         said.append("values that overflow are saturated: the largest of the tensor are lost")
     if any(stretch.underflows for stretch in found.avoid):
         said.append("values that underflow keep fewer significand bits or become zero: the smallest are lost")
     if found.optimal is not None:
-        said.append(f"free of significant overflow and underflow: {_levels(found.optimal, word=word)}")
-    if found.least_bad is not None and not found.keeps_nothing:
+        said.append(f"free of significant overflow and underflow: {_levels(found, found.optimal)}")
+    if found.keeps_nothing:
+        return said
+    if found.least_bad is not None:
         said.append(
-            f"no level is free of overflow and underflow: the fewest values are saturated or become zero at {word} "
-            f"{found.least_bad.level.exponent:.4g}, {_parts(found.least_bad)}"
+            f"no level is free of overflow and underflow: the fewest values are saturated or become zero at "
+            f"{found.word} {found.least_bad.level.exponent:.4g}, {_parts(found.least_bad)}"
         )
     chosen = found.recommended
-    if chosen is not None and not found.keeps_nothing and chosen.severity is not LossSeverity.NONE:
+    if chosen is not None and chosen.severity is not LossSeverity.NONE:
         said.append(
             f"the recommended level has {chosen.severity} overflow or underflow itself ({_parts(chosen)}) "
             "and still the best score"
@@ -259,29 +196,23 @@ def _on_limits(found: Recommendation, *, word: str) -> list[str]:
     return said
 
 
-def _conclusion(found: Recommendation, chosen: Verdict, *, word: str) -> list[str]:
-    level = chosen.level
+def _conclusion(found: Recommendation, level: Level) -> list[str]:
+    scheme, word, ties = found.sweep.scheme.name, found.word, found.as_good
     if found.keeps_nothing:
-        said = [f"no level keeps anything of the tensor in {found.scheme}: try {found.direction} scales"]
+        said = [f"no level keeps anything of the tensor in {scheme}: try {found.direction} scales"]
     else:
-        said = [f"use {word} {level.exponent:.4g} (factor {level.scale:.6g}) for {found.scheme}"]
-        said += _on_ties(found, word=word)
+        said = [f"use {word} {level.exponent:.4g} (factor {level.scale:.6g}) for {scheme}"]
+        if ties is not None and ties.minimum != ties.maximum:
+            said.append(f"{_levels(found, ties)} are equally good: no more is lost there, to 0.01 dB of SQNR")
         if is_lossless(level):
             said.append("nothing is lost there")
         elif found.position is not None and found.direction is not None:
-            said.append(_OF_POSITION[found.position] + _OF_DIRECTION[found.position, found.direction])
+            said.append(_OF_POSITION[found.position] + _OF_DIRECTION.get((found.position, found.direction), ""))
     if found.original_choice is not None:
-        exponent = found.original_choice.level.exponent
+        exponent = found.original_choice.exponent
         same = " as well" if exponent == level.exponent else ""
         said.append(f"the tool that legacy mode reproduces would recommend {word} {exponent:.4g}{same}")
     return said
-
-
-def _on_ties(found: Recommendation, *, word: str) -> list[str]:
-    ties = found.as_good
-    if ties is None or ties.minimum == ties.maximum:
-        return []
-    return [f"{_levels(ties, word=word)} are equally good: no more is lost there, to 0.01 dB of SQNR"]
 
 
 _OF_POSITION = {
@@ -292,35 +223,22 @@ _OF_POSITION = {
 }
 
 _OF_DIRECTION = {
-    (Position.BALANCED, Direction.NEITHER): "",
     (Position.LARGEST, Direction.LARGER): "a larger one may be better",
     (Position.LARGEST, Direction.NEITHER): "nothing overflows there, so that a larger one will hardly be better",
     (Position.SMALLEST, Direction.SMALLER): "a smaller one may be better",
     (Position.SMALLEST, Direction.NEITHER): "nothing underflows there, so that a smaller one will hardly be better",
     (Position.ONLY, Direction.LARGER): ": values overflow, a larger one may be better",
     (Position.ONLY, Direction.SMALLER): ": values underflow, a smaller one may be better",
-    (Position.ONLY, Direction.NEITHER): "",
 }
 
 
-def _levels(exponents: Range, *, word: str) -> str:
+def _levels(found: Recommendation, exponents: Range) -> str:
     low, high = f"{exponents.minimum:.4g}", f"{exponents.maximum:.4g}"
-    return f"{word} {low}" if low == high else f"{word}s {low} to {high}"
-
-
-def _what(stretch: Stretch) -> str:
-    if stretch.overflows and stretch.underflows:
-        return "overflow, and more than 1 % underflow"
-    return "overflow" if stretch.overflows else "underflow"
+    return f"{found.word} {low}" if low == high else f"{found.word}s {low} to {high}"
 
 
 def _parts(verdict: Verdict) -> str:
+    overflow, underflow, flushed = (f"{verdict.ratio(kind):.2%}" for kind in ("overflow", "underflow", "flushed"))
     if isinstance(verdict.level, LegacyLevel):
-        return (
-            f"as the original counts: overflow {verdict.overflow_ratio:.2%}, underflow {verdict.underflow_ratio:.2%}, "
-            f"flushed {verdict.flushed_ratio:.2%}"
-        )
-    return (
-        f"overflow {verdict.overflow_ratio:.2%}, underflow {verdict.underflow_ratio:.2%}, "
-        f"of which {verdict.flushed_ratio:.2%} become zero"
-    )
+        return f"as the original counts: overflow {overflow}, underflow {underflow}, flushed {flushed}"
+    return f"overflow {overflow}, underflow {underflow}, of which {flushed} become zero"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,72 +20,60 @@ from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
+KEPT_SQNR = 1.0
+"""In dB: a level that has no more than this keeps nothing of a tensor; 0 dB is what zeros in its place have."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one level puts beyond the format's limits.
+    """What one level puts beyond the format's limits, by its kind: `overflow`, `underflow` or `flushed`.
 
     The counts are those of `Level`; of a legacy sweep they are the original's: see `LegacyLevel`.
     """
 
     level: Level
     """What is judged."""
-    overflow_count: int
-    """Values beyond the largest one."""
-    overflow_ratio: float
-    """`overflow_count` as a part of the values that ratios are of."""
-    underflow_count: int
-    """Nonzero values below the limit of underflow."""
-    underflow_ratio: float
-    """`underflow_count` as a part."""
-    flushed_count: int
-    """Values that are said to become zero."""
-    flushed_ratio: float
-    """`flushed_count` as a part."""
 
-    @property
-    def overflow(self) -> LossSeverity:
-        """Of `overflow_ratio`."""
-        return severity_of(self.overflow_ratio)
+    def count(self, kind: str) -> int:
+        """How many values."""
+        return int(self._of(kind, "count"))
 
-    @property
-    def underflow(self) -> LossSeverity:
-        """Of `underflow_ratio`."""
-        return severity_of(self.underflow_ratio)
+    def ratio(self, kind: str) -> float:
+        """The same as a part of the values that ratios are of."""
+        return float(self._of(kind, "ratio"))
 
-    @property
-    def flushed(self) -> LossSeverity:
-        """Of `flushed_ratio`."""
-        return severity_of(self.flushed_ratio)
+    def severity_by(self, *kinds: str) -> LossSeverity:
+        """That of the worst of some kinds."""
+        return severity_of(max(map(self.ratio, kinds)))
 
     @property
     def severity(self) -> LossSeverity:
         """The worse of overflow and underflow."""
-        return severity_of(self.worst_ratio)
-
-    @property
-    def worst_ratio(self) -> float:
-        """The larger of the parts that overflow and underflow."""
-        return max(self.overflow_ratio, self.underflow_ratio)
-
-    @property
-    def gone_ratio(self) -> float:
-        """The parts that overflow and that become zero, by the level's own counts: what is left of them is wrong."""
-        return self.level.overflow_ratio + self.level.flushed_ratio
+        return self.severity_by("overflow", "underflow")
 
     @property
     def is_clean(self) -> bool:
         """Whether the level is without severity; the original asks for the flushed as well."""
-        worst = max(self.worst_ratio, self.flushed_ratio) if isinstance(self.level, LegacyLevel) else self.worst_ratio
-        return severity_of(worst) is LossSeverity.NONE
+        kinds = ("overflow", "underflow", "flushed")
+        return self.severity_by(*kinds[: 3 if isinstance(self.level, LegacyLevel) else 2]) is LossSeverity.NONE
+
+    def _of(self, kind: str, what: str) -> float:
+        is_legacy = isinstance(self.level, LegacyLevel)
+        name = f"original_{kind.replace('flushed', 'flush')}" if is_legacy else kind
+        found: float = getattr(self.level, f"{name}_{what}")
+        return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class Range(NamedTuple):
+    """From one value to another, both included."""
+
+    minimum: float
+    maximum: float
+
+
+class Stretch(NamedTuple):
     """Levels of one severity that follow one another, in the order of the sweep."""
 
     exponents: Range
@@ -99,16 +87,13 @@ class Stretch:
 
 
 class Position(enum.StrEnum):
-    """Where among the levels the recommended one is."""
+    """Where among the levels the recommended one is; of the first and the last see `Direction`."""
 
     BALANCED = "balanced"
     """Between others: larger and smaller scales are no better."""
     LARGEST = "largest"
-    """It is the largest scale that was tried: see `Direction`."""
     SMALLEST = "smallest"
-    """It is the smallest scale that was tried: see `Direction`."""
     ONLY = "only"
-    """No other scale was tried."""
 
 
 class Direction(enum.StrEnum):
@@ -122,10 +107,6 @@ class Direction(enum.StrEnum):
     """The limits of the format are not what is lost by."""
 
 
-KEPT_SQNR = 1.0
-"""In dB: a level that has no more than this keeps nothing of a tensor; 0 dB is what zeros in its place have."""
-
-
 def is_lossless(level: Level) -> bool:
     """Whether nothing at all is lost; squares of errors may be too small for float64, errors hardly."""
     return level.max_abs_error == 0
@@ -136,56 +117,26 @@ def keeps_nothing(levels: Sequence[Level]) -> bool:
     return bool(levels) and all(level.sqnr <= KEPT_SQNR for level in levels)
 
 
-def verdict_of(level: Level) -> Verdict:
-    """What a level puts beyond the limits, by its own counts or, of a legacy sweep, the original's."""
-    is_legacy = isinstance(level, LegacyLevel)
-    names = {
-        "overflow": "original_overflow" if is_legacy else "overflow",
-        "underflow": "original_underflow" if is_legacy else "underflow",
-        "flushed": "original_flush" if is_legacy else "flushed",
-    }
-    counts = {f"{kind}_{what}": getattr(level, f"{name}_{what}") for kind, name in names.items() for what in _COUNTED}
-    return Verdict(level=level, **counts)
-
-
-_COUNTED = ("count", "ratio")
-
-
-def extremes(
-    verdicts: Sequence[Verdict], ratio: Callable[[Verdict], float]
-) -> tuple[Verdict, Verdict] | tuple[None, None]:
-    """The worst and the best level by a part of the values, the first of them on a tie; None where all are 0."""
-    if not any(ratio(verdict) > 0 for verdict in verdicts):
-        return None, None
-    return max(verdicts, key=ratio), min(verdicts, key=ratio)
-
-
 def stretches(verdicts: Sequence[Verdict], *, severity: LossSeverity, but: Sequence[Level] = ()) -> tuple[Stretch, ...]:
     """The runs of levels of that severity, parted where what has it changes from overflow to underflow or both.
 
     The levels of `but` belong to no run, and part those on their two sides.
     """
     spared = {id(level) for level in but}
-    keys = [
-        (verdict.overflow is severity, verdict.underflow is severity)
-        if verdict.severity is severity and id(verdict.level) not in spared
-        else None
-        for verdict in verdicts
-    ]
-    found = []
-    for key, run in itertools.groupby(zip(keys, verdicts, strict=True), key=lambda pair: pair[0]):
-        levels = [verdict.level for _, verdict in run]
-        if key is not None:
-            found.append(
-                Stretch(exponents=range_of(levels), num_levels=len(levels), overflows=key[0], underflows=key[1])
-            )
-    return tuple(found)
+
+    def causes(verdict: Verdict) -> tuple[bool, bool] | None:
+        if verdict.severity is not severity or id(verdict.level) in spared:
+            return None
+        return verdict.severity_by("overflow") is severity, verdict.severity_by("underflow") is severity
+
+    runs = ((key, [verdict.level for verdict in run]) for key, run in itertools.groupby(verdicts, key=causes))
+    return tuple(Stretch(range_of(levels), len(levels), *key) for key, levels in runs if key is not None)
 
 
 def range_of(levels: Sequence[Level]) -> Range:
     """From the lowest to the highest exponent of at least one level."""
     exponents = [level.exponent for level in levels]
-    return Range(minimum=min(exponents), maximum=max(exponents))
+    return Range(min(exponents), max(exponents))
 
 
 def clean_range(verdicts: Sequence[Verdict]) -> Range | None:
@@ -197,12 +148,12 @@ def clean_range(verdicts: Sequence[Verdict]) -> Range | None:
 
 def position_of(levels: Sequence[Level], recommended: Level) -> Position:
     """Where among the levels one of them is."""
-    exponents = [level.exponent for level in levels]
-    if min(exponents) == max(exponents):
+    lowest, highest = range_of(levels)
+    if lowest == highest:
         return Position.ONLY
-    if recommended.exponent == max(exponents):
+    if recommended.exponent == highest:
         return Position.LARGEST
-    return Position.SMALLEST if recommended.exponent == min(exponents) else Position.BALANCED
+    return Position.SMALLEST if recommended.exponent == lowest else Position.BALANCED
 
 
 def direction_of(levels: Sequence[Level], recommended: Level, *, is_tapered: bool) -> Direction:
@@ -223,24 +174,13 @@ def direction_of(levels: Sequence[Level], recommended: Level, *, is_tapered: boo
     return Direction.NEITHER
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """From one value to another, both included."""
-
-    minimum: float
-    """The smaller one."""
-    maximum: float
-    """The larger one."""
-
-
 def range_before(sweep: ScaleSweep) -> Range:
     """The smallest and the largest finite value of a tensor that has levels.
 
     Where only magnitudes were counted, the largest of them with either sign.
     """
     low = -sweep.largest if sweep.minimum is None else max(sweep.minimum, -sweep.largest)
-    high = sweep.largest if sweep.maximum is None else min(sweep.maximum, sweep.largest)
-    return Range(minimum=low, maximum=high)
+    return Range(low, sweep.largest if sweep.maximum is None else min(sweep.maximum, sweep.largest))
 
 
 def range_after(sweep: ScaleSweep, *, level: Level) -> Range:
@@ -249,37 +189,30 @@ def range_after(sweep: ScaleSweep, *, level: Level) -> Range:
     Where elements share a scale in blocks or channels, each end becomes what it is as the largest of its own, which
     the larger of the two always is. What chance would decide goes to the nearest value.
     """
-    before = range_before(sweep)
-    ends = np.array([before.minimum, before.maximum])
+    ends = np.array(range_before(sweep))
+    is_drawn = sweep.rounding in {Rounding.STOCHASTIC, Rounding.HYBRID}
+    rounding = sweep.target.rounding if is_drawn else sweep.rounding
     if sweep.mode is SweepMode.LEGACY:
         results = legacy_result(ends, target=sweep.target, exponent=level.exponent)
+    elif sweep.mode is SweepMode.TENSOR:
+        with np.errstate(over="ignore"):
+            results = round_to(ends / level.scale, target=sweep.target, rounding=rounding) * level.scale
     else:
-        is_drawn = sweep.rounding in {Rounding.STOCHASTIC, Rounding.HYBRID}
-        rounding = sweep.target.rounding if is_drawn else sweep.rounding
-        if sweep.mode is SweepMode.TENSOR:
-            with np.errstate(over="ignore"):
-                results = round_to(ends / level.scale, target=sweep.target, rounding=rounding) * level.scale
-        else:
-            results = _in_groups(ends, sweep=sweep, offset=int(level.exponent), rounding=rounding)
-    minimum, maximum = (results + 0.0).tolist()
-    return Range(minimum=minimum, maximum=maximum)
-
-
-def _in_groups(ends: NDArray[np.float64], *, sweep: ScaleSweep, offset: int, rounding: Rounding) -> NDArray[np.float64]:
-    is_mx = sweep.mode is SweepMode.MX
-    has_rule = is_mx and not sweep.scheme.has_tensor_scale
-    quantized = quantize(
-        ends.reshape(-1, 1),
-        sweep.scheme.name if sweep.scheme.name in SCHEMES else sweep.target.name,
-        scaling=Scaling.BLOCK if is_mx else Scaling.CHANNEL,
-        axis=-1 if is_mx else 0,
-        scale_rule=sweep.options.rule if has_rule else None,
-        scale_bits=sweep.options.bits if has_rule else MAX_SCALE_BITS,
-        rounding=rounding,
-        scale_offset=offset,
-        warn=False,
-    )
-    return np.asarray(quantized.values, dtype=np.float64).ravel()
+        is_mx = sweep.mode is SweepMode.MX
+        has_rule = is_mx and not sweep.scheme.has_tensor_scale
+        quantized = quantize(
+            ends.reshape(-1, 1),
+            sweep.scheme.name if sweep.scheme.name in SCHEMES else sweep.target.name,
+            scaling=Scaling.BLOCK if is_mx else Scaling.CHANNEL,
+            axis=-1 if is_mx else 0,
+            scale_rule=sweep.options.rule if has_rule else None,
+            scale_bits=sweep.options.bits if has_rule else MAX_SCALE_BITS,
+            rounding=rounding,
+            scale_offset=int(level.exponent),
+            warn=False,
+        )
+        results = np.asarray(quantized.values, dtype=np.float64).ravel()
+    return Range(*(results + 0.0).tolist())
 
 
 class Variation(enum.StrEnum):
@@ -293,8 +226,7 @@ class Variation(enum.StrEnum):
     """Much: the level has to be chosen with care."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class Spread(NamedTuple):
     """How far one metric moves over the levels."""
 
     lowest: float
@@ -312,20 +244,6 @@ class Spread:
         return 0.0 if self.lowest == self.highest else self.highest - self.lowest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stability:
-    """How far the metrics move over the levels."""
-
-    mse: Spread
-    """Of the mean squared error."""
-    cosine: Spread
-    """Of the cosine similarity."""
-    psnr: Spread
-    """Of the peak signal-to-noise ratio, in dB."""
-    is_mse_beyond: bool
-    """Whether the mean squared error of a level is too large or too small for float64."""
-
-
 def is_square_beyond(level: Level) -> bool:
     """Whether the mean square of an error, which is itself a float64, is not: infinite, or 0 though something is lost.
 
@@ -334,30 +252,20 @@ def is_square_beyond(level: Level) -> bool:
     return (level.mse == math.inf and level.rmse < math.inf) or (level.mse == 0 and level.max_abs_error > 0)
 
 
-def stability_of(levels: Sequence[Level]) -> Stability:
-    """How far the metrics move over at least one level; metrics may be infinite, and are never NaN."""
-    return Stability(
-        **{name: _spread([getattr(level, name) for level in levels], name) for name in ("mse", "cosine", "psnr")},
-        is_mse_beyond=any(is_square_beyond(level) for level in levels),
-    )
-
-
-def _spread(metrics: Sequence[float], name: str) -> Spread:
+def spread_of(levels: Sequence[Level], name: str) -> Spread:
+    """How far a metric, `mse`, `cosine` or `psnr`, moves over at least one level; it may be infinite, and is no NaN."""
+    metrics = [float(getattr(level, name)) for level in levels]
     lowest, highest = min(metrics), max(metrics)
+    if lowest == highest:
+        return Spread(lowest, highest, 0.0, Variation.STABLE)
     finite = np.array([metric for metric in metrics if math.isfinite(metric)])
     # Divided by the largest first: squares of metrics near the ends of float64 are beyond it.
     largest = float(np.abs(finite).max(initial=0.0))
     deviation = largest * float(np.std(finite / largest)) if largest > 0 else 0.0
-    if lowest == highest:
-        return Spread(lowest=lowest, highest=highest, deviation=0.0, variation=Variation.STABLE)
-    return Spread(
-        lowest=lowest, highest=highest, deviation=deviation, variation=_variation(name, lowest, highest - lowest)
-    )
-
-
-def _variation(name: str, lowest: float, width: float) -> Variation:
-    """What it means that a metric moves so far, by the legacy tool's limits."""
     if name == "psnr":
-        varies, stable = 20, 10
-        return Variation.VARIES if width > varies else Variation.MODERATE if width > stable else Variation.STABLE
-    return Variation.STABLE if width < (0.1 * lowest if name == "mse" else 0.01) else Variation.VARIES
+        varies, stable = highest - lowest > 20, highest - lowest <= 10  # noqa: PLR2004 - the legacy tool's limits
+    else:
+        stable = highest - lowest < (0.1 * lowest if name == "mse" else 0.01)
+        varies = not stable
+    variation = Variation.VARIES if varies else Variation.STABLE if stable else Variation.MODERATE
+    return Spread(lowest, highest, deviation, variation)

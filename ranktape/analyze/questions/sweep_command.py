@@ -12,6 +12,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from ranktape.analyze.legacy.outputs.write import (
     DEFAULT_OUTPUT_DIR,
     FolderNames,
     OutputOptions,
-    Stopwatch,
     TensorReport,
     make_folder,
     titles_of,
@@ -232,7 +232,7 @@ class _SweepOfAll:
 
     def _write(self, tensor: ListedTensor, outputs: OutputOptions) -> list[Swept] | RanktapeError:
         """The sweeps of a tensor, about which files are written."""
-        watch = Stopwatch()
+        start = datetime.now().astimezone()
         if tensor.error is not None:
             return tensor.error
         assert tensor.records is not None
@@ -253,7 +253,7 @@ class _SweepOfAll:
                         subject=subject,
                         folder_name=folder_name,
                         options=outputs,
-                        watch=watch,
+                        start=start,
                         show=self._show,
                     )
                 )

@@ -18,10 +18,13 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from ranktape.analyze.advice.verdict import is_lossless, verdict_of
-from ranktape.analyze.legacy.outputs.words import figure_text, limits_of, number_of, statistics_lines
+from ranktape.analyze.advice.verdict import Verdict, is_lossless
+from ranktape.analyze.legacy.outputs.words import exponent_text, limits_of, number_of, statistics_lines
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.analyze.views.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILION
+from ranktape.analyze.views.plots.axes import scale_shares
+from ranktape.analyze.views.plots.style import dress, empty, say
+from ranktape.analyze.views.plots.style import name as entitle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,9 +43,6 @@ TITLE_WIDTH, MAX_TITLE_LINES = 100, 2
 
 MARGIN = 0.04
 """Of the levels' width, left and right of them."""
-
-SMALLEST_RATIO = 1e-5
-"""Below this part an axis of parts is linear at most; above it each tenth has the same height."""
 
 SMALLEST_DRAWN, LARGEST_DRAWN = 1e-280, 1e280
 """Between these a logarithmic axis can show what there is, with room beside it."""
@@ -101,38 +101,24 @@ def _no_scale(axes: Axes) -> None:
 
 def ratio_scale(axes: Axes, metrics: Sequence[float]) -> None:
     """Logarithmic up to 100 %, with a true zero at its foot."""
-    smallest = min((metric for metric in metrics if metric > 0), default=SMALLEST_RATIO)
-    lowest = min(-3, max(math.floor(math.log10(smallest)), round(math.log10(SMALLEST_RATIO))))
-    ticks = [0.0, *(10.0**power for power in range(lowest, 1))]
-    axes.set_yscale("symlog", linthresh=10.0**lowest, linscale=0.6)
-    axes.set_ylim(0, 1.4)
-    axes.yaxis.set_major_locator(FixedLocator(ticks))
-    axes.yaxis.set_major_formatter(FixedFormatter([f"{100 * tick:.3g} %" for tick in ticks]))
-    axes.yaxis.set_minor_locator(NullLocator())
+    scale_shares(axes, "y", metrics)
 
 
 class MetricLine(NamedTuple):
-    """One metric in a panel."""
+    """One metric of each level in a panel; the legend of a panel of one line has no label."""
 
     metric: Callable[[Level], float]
-    """What is drawn of each level."""
     label: str = ""
-    """What the legend calls it; empty where the panel has one line."""
     color: str = BLUE
-    """From Okabe and Ito."""
 
 
 class MetricPanel(NamedTuple):
-    """One panel: metrics in the same unit."""
+    """Metrics in the same unit, and how their axis is divided, given all of them."""
 
     title: str
-    """Above it."""
     unit: str
-    """Beside its axis."""
     scale: Callable[[Axes, Sequence[float]], None]
-    """How the axis is divided, given all metrics that are drawn."""
     lines: tuple[MetricLine, ...]
-    """What is drawn."""
 
 
 MSE = MetricPanel(
@@ -150,9 +136,9 @@ ERRORS = (
     MetricLine(lambda level: level.mae, "mean (MAE)"),
 )
 LOSSES = (
-    MetricLine(lambda level: verdict_of(level).overflow_ratio, "overflow", VERMILION),
-    MetricLine(lambda level: verdict_of(level).underflow_ratio, "underflow"),
-    MetricLine(lambda level: verdict_of(level).flushed_ratio, "flushed to zero", ORANGE),
+    MetricLine(lambda level: Verdict(level).ratio("overflow"), "overflow", VERMILION),
+    MetricLine(lambda level: Verdict(level).ratio("underflow"), "underflow"),
+    MetricLine(lambda level: Verdict(level).ratio("flushed"), "flushed to zero", ORANGE),
 )
 PANELS = (
     MSE,
@@ -202,23 +188,17 @@ def draw_summary(sweep: ScaleSweep, *, name: str) -> Figure:
 
 def _draw_panel(axes: Axes, panel: MetricPanel, *, sweep: ScaleSweep, is_labelled: bool) -> None:
     whose = ", as the original counts" if sweep.mode is SweepMode.LEGACY and panel.scale is ratio_scale else ""
-    axes.set_title(panel.title + whose, fontsize=11, pad=20 if len(panel.lines) > 1 else 6)
-    axes.set_ylabel(panel.unit, fontsize=9)
-    axes.grid(visible=True, color="0.92", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=9)
+    dress(axes)
+    entitle(axes, title=panel.title + whose, y=panel.unit, pad=20 if len(panel.lines) > 1 else 6)
     if not sweep.levels:
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.text(0.5, 0.5, f"no level: {sweep.note}", transform=axes.transAxes, ha="center", va="center")
+        empty(axes, f"no level: {sweep.note}")
         return
     panel.scale(axes, [line.metric(level) for line in panel.lines for level in sweep.levels])
     left, right = _ends(sweep)
     axes.set_xlim(left, right)
     axes.xaxis.set_major_locator(MaxNLocator(9, integer=True, min_n_ticks=1))
     if is_labelled:
-        axes.set_xlabel(_levels_label(sweep), fontsize=9)
+        entitle(axes, x=_levels_label(sweep))
     for limit in limits_of(sweep):
         if left <= limit.place <= right:
             axes.axvline(limit.place, color=_LIMIT_COLORS[limit.kind], linestyle="--", linewidth=1.2, zorder=1)
@@ -227,7 +207,7 @@ def _draw_panel(axes: Axes, panel: MetricPanel, *, sweep: ScaleSweep, is_labelle
     for index, line in enumerate(panel.lines):
         _draw_line(axes, line, sweep=sweep, index=index, is_log=panel.scale is log_scale)
     if panel.scale is ratio_scale and not any(line.metric(level) for line in panel.lines for level in sweep.levels):
-        axes.text(0.5, 0.5, "nothing is beyond them", transform=axes.transAxes, ha="center", va="center")
+        say(axes, "nothing is beyond them")
         return
     if len(panel.lines) > 1 and axes.get_legend_handles_labels()[0]:
         # Above the panel: within it no place is free of points for all tensors.
@@ -256,9 +236,7 @@ def _draw_line(axes: Axes, line: MetricLine, *, sweep: ScaleSweep, index: int, i
     if beyond:
         axes.plot(*zip(*beyond, strict=True), **at_edge, marker="x", markersize=6, color=line.color)
     if len(missing) == len(places) and index == 0:
-        what = "beyond float64, or nearly so, at every level" if beyond else "nothing is lost at any level"
-        frame = {"facecolor": "white", "edgecolor": "none"}
-        axes.text(0.5, 0.5, what, transform=axes.transAxes, ha="center", va="center", bbox=frame)
+        say(axes, "beyond float64, or nearly so, at every level" if beyond else "nothing is lost at any level")
     chosen = sweep.recommended
     assert chosen is not None
     if len(places) == 1:
@@ -293,13 +271,13 @@ def _finish(figure: Figure, *, sweep: ScaleSweep, name: str, num_columns: int) -
     def explain(label: str, **style: Any) -> None:
         handles.append(Line2D([], [], label=label, **style))
 
-    recommended = f"recommended: {figure_text(chosen.exponent)} (scale factor {chosen.scale:.6g})"
+    recommended = f"recommended: {exponent_text(chosen.exponent)} (scale factor {chosen.scale:.6g})"
     explain(recommended, color=GREEN, marker="*", markersize=11, linewidth=1.2)
     left, right = _ends(sweep)
     for limit in limits_of(sweep):
         # What lies outside of the plot is said, not drawn.
         where = "" if left <= limit.place <= right else ", outside"
-        label = f"{limit.text}: at {figure_text(limit.place)}{where}"
+        label = f"{limit.text}: at {exponent_text(limit.place)}{where}"
         explain(label, color=_LIMIT_COLORS[limit.kind], linestyle="--", linewidth=1.2)
     if any(map(is_lossless, sweep.levels)):
         edge: dict[str, Any] = {"marker": "^", "markersize": 7, "markerfacecolor": "white"}

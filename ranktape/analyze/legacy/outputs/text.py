@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ranktape.analyze.advice.verdict import verdict_of
+from ranktape.analyze.advice.verdict import Verdict, range_after, range_before
 from ranktape.analyze.legacy.outputs.words import (
     cosine_text,
     counted_as,
     decibel_text,
+    exponent_text,
     factor_text,
-    figure_text,
     level_name,
     level_text,
     metric_text,
@@ -27,7 +27,6 @@ from ranktape.analyze.numerics.sweeps.options import SweepMode
 
 if TYPE_CHECKING:
     from ranktape.analyze.advice.recommendation import Recommendation
-    from ranktape.analyze.advice.verdict import Range, Verdict
     from ranktape.analyze.numerics.sweeps.metrics import Level
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
@@ -87,7 +86,7 @@ def parameter_lines(sweep: ScaleSweep) -> Iterator[str]:
     if sweep.levels:
         first, last = sweep.levels[0].exponent, sweep.levels[-1].exponent
         what = "Scale Offsets" if sweep.has_offsets else "Scale Exponents"
-        yield f"{what}: {figure_text(first)} to {figure_text(last)}, {number_of(len(sweep.levels), 'level')}"
+        yield f"{what}: {exponent_text(first)} to {exponent_text(last)}, {number_of(len(sweep.levels), 'level')}"
     if sweep.note:
         yield f"Note: {sweep.note}"
 
@@ -97,16 +96,15 @@ def level_lines(sweep: ScaleSweep) -> Iterator[str]:
     digits = len(str(len(sweep.levels)))
     for number, level in enumerate(sweep.levels, start=1):
         head = f"Level {number:{digits}d}/{len(sweep.levels)}: {level_text(sweep, level)}"
-        yield f"{head} (Factor: {factor_text(level.scale)}) - {_metrics(level)}, {_shares(sweep, verdict_of(level))}"
+        yield f"{head} (Factor: {factor_text(level.scale)}) - {_metrics(level)}, {_shares(sweep, Verdict(level))}"
 
 
-def analysis_lines(sweep: ScaleSweep, found: Recommendation) -> Iterator[str]:
+def analysis_lines(found: Recommendation) -> Iterator[str]:
     """Which level is best by each metric, which is recommended, and how much the choice matters."""
-    yield DOUBLE
-    yield "SCALING FACTOR ANALYSIS & RECOMMENDATIONS"
-    yield DOUBLE
+    sweep = found.sweep
+    yield from _section("SCALING FACTOR ANALYSIS & RECOMMENDATIONS", around=DOUBLE)
     yield f"Format: {_format_name(sweep)}"
-    if found.recommended is None or found.stability is None:
+    if found.recommended is None:
         yield "Tested 0 scaling levels"
         yield from found.advice.conclusion
         yield DOUBLE
@@ -114,68 +112,64 @@ def analysis_lines(sweep: ScaleSweep, found: Recommendation) -> Iterator[str]:
     exponents = [level.exponent for level in sweep.levels]
     yield (
         f"Tested {number_of(len(exponents), 'scaling level')} "
-        f"from {figure_text(min(exponents))} to {figure_text(max(exponents))}"
+        f"from {exponent_text(min(exponents))} to {exponent_text(max(exponents))}"
     )
-    yield SINGLE
-    yield "INDIVIDUAL METRIC OPTIMA:"
-    yield SHORT
+    yield from _section("INDIVIDUAL METRIC OPTIMA:")
     for name, label in (("mse", "MSE"), ("cosine", "Cosine Similarity"), ("psnr", "PSNR"), ("mae", "MAE")):
-        level = found.best[name].level
+        level = found.best[name]
         yield f"Best {label}: {level_text(sweep, level, sign=' =')}, Factor = {factor_text(level.scale)}"
         yield f"    {_metrics(level)}"
-    yield SINGLE
     yield from _composite_lines(sweep, found.recommended)
     if found.keeps_nothing:
         yield "   No level keeps anything: this one is no worse than the others"
-    yield SINGLE
     yield from _performance_lines(found)
     if found.advice.metrics:
-        yield SINGLE
-        yield "RECOMMENDATIONS:"
-        yield SHORT
+        yield from _section("RECOMMENDATIONS:")
         yield from found.advice.metrics
-    yield SINGLE
-    yield "FINAL RECOMMENDATION:"
-    yield SHORT
+    yield from _section("FINAL RECOMMENDATION:")
     yield from found.advice.conclusion
     yield DOUBLE
 
 
-def limit_lines(sweep: ScaleSweep, found: Recommendation) -> Iterator[str]:
+def _section(heading: str, *, around: str = "") -> Iterator[str]:
+    yield around or SINGLE
+    yield heading
+    yield around or SHORT
+
+
+def limit_lines(found: Recommendation) -> Iterator[str]:
     """Which levels put how much of the tensor beyond the format's limits."""
-    yield DOUBLE
-    yield "OVERFLOW/UNDERFLOW ANALYSIS SUMMARY"
-    yield DOUBLE
+    sweep = found.sweep
+    num_severe = sum(not verdict.is_clean for verdict in found.verdicts)
+    yield from _section("OVERFLOW/UNDERFLOW ANALYSIS SUMMARY", around=DOUBLE)
     yield f"Format: {sweep.scheme.name}"
     yield f"Analyzed {number_of(len(sweep.levels), 'scaling level')}"
-    yield f"Significant overflow/underflow detected in {number_of(found.num_severe, 'level')}"
+    yield f"Significant overflow/underflow detected in {number_of(num_severe, 'level')}"
     yield SINGLE
-    pairs = list(zip(found.verdicts, found.after, strict=True))
-    for kind, is_one in (("overflow", _overflows), ("underflow", _underflows)):
-        issues = [(verdict, after) for verdict, after in pairs if is_one(verdict)]
+    for kinds in (("overflow",), ("underflow", "flushed")):
+        issues = [verdict for verdict in found.verdicts if verdict.severity_by(*kinds) is not LossSeverity.NONE]
         if issues:
-            yield f"{kind.upper()} ISSUES:"
+            yield f"{kinds[0].upper()} ISSUES:"
             yield SHORT
-        for verdict, after in issues:
-            yield from _issue(sweep, found, verdict, after, kind=kind)
-    yield from _extreme_lines(sweep, found)
-    yield SINGLE
-    yield "OVERFLOW/UNDERFLOW RECOMMENDATIONS:"
-    yield SHORT
+        for verdict in issues:
+            yield from _issue(sweep, verdict, kinds=kinds)
+    yield from _extreme_lines(found)
+    yield from _section("OVERFLOW/UNDERFLOW RECOMMENDATIONS:")
     yield from found.advice.limits or ("Nothing to avoid",)
     if found.least_bad is not None:
-        yield f"Least problematic scaling: {figure_text(found.least_bad.level.exponent)}"
+        yield f"Least problematic scaling: {exponent_text(found.least_bad.level.exponent)}"
         yield f"   {_shares(sweep, found.least_bad)}"
     yield DOUBLE
 
 
-def results_text(sweep: ScaleSweep, found: Recommendation, *, subject: Subject) -> str:
-    """The file of results: the parameters, every figure of every level, and what follows."""
+def results_text(found: Recommendation, *, subject: Subject) -> str:
+    """The file of results: the parameters, every metric of every level, and what follows."""
+    sweep = found.sweep
     lines = ["MXFP SCALING TEST RESULTS", DOUBLE, *subject_lines(subject), *parameter_lines(sweep), DOUBLE]
     lines += ["ALL LEVELS:", *_table(sweep), DOUBLE, ""]
-    lines += [*analysis_lines(sweep, found), ""]
+    lines += [*analysis_lines(found), ""]
     if sweep.levels:
-        lines += limit_lines(sweep, found)
+        lines += limit_lines(found)
     return "\n".join(lines) + "\n"
 
 
@@ -198,10 +192,9 @@ def _scale_lines(sweep: ScaleSweep) -> Iterator[str]:
 
 def _composite_lines(sweep: ScaleSweep, chosen: Verdict) -> Iterator[str]:
     level = chosen.level
-    yield "COMPOSITE RECOMMENDATION:"
-    yield SHORT
+    yield from _section("COMPOSITE RECOMMENDATION:")
     yield f"RECOMMENDED Scaling Factor: {factor_text(level.scale)}"
-    yield f"   {'Scale Offset' if sweep.has_offsets else 'Scale Exponent'}: {figure_text(level.exponent)}"
+    yield f"   {'Scale Offset' if sweep.has_offsets else 'Scale Exponent'}: {exponent_text(level.exponent)}"
     yield f"   Composite Score: {level.score:.4f}"
     yield "   Balanced Performance:"
     named = {"cosine": "Cosine Similarity", "max_abs_error": "Max Absolute Error", "relative_error": "Relative Error"}
@@ -212,77 +205,52 @@ def _composite_lines(sweep: ScaleSweep, chosen: Verdict) -> Iterator[str]:
 
 
 def _performance_lines(found: Recommendation) -> Iterator[str]:
-    assert found.stability is not None
-    mse, cosine, psnr = found.stability.mse, found.stability.cosine, found.stability.psnr
-    yield "PERFORMANCE ANALYSIS:"
-    yield SHORT
-    is_beyond = found.stability.is_mse_beyond
-    if is_beyond:
+    mse, cosine, psnr = (found.spreads[name] for name in ("mse", "cosine", "psnr"))
+    yield from _section("PERFORMANCE ANALYSIS:")
+    if found.is_mse_beyond:
         yield "MSE Range: beyond float64"
     else:
         yield f"MSE Range: {mse.lowest:.6e} to {mse.highest:.6e} (delta: {mse.width:.6e})"
     yield f"Cosine Range: {cosine_text(cosine.lowest)} to {cosine_text(cosine.highest)} (delta: {cosine.width:.6f})"
     yield f"PSNR Range: {psnr.lowest:.2f} to {psnr.highest:.2f} dB (delta: {psnr.width:.2f} dB)"
-    if not is_beyond:
+    if not found.is_mse_beyond:
         yield f"MSE Stability (std): {mse.deviation:.6e} ({mse.variation.value})"
     yield f"Cosine Stability (std): {cosine.deviation:.6f} ({cosine.variation.value})"
     yield f"PSNR Stability (std): {psnr.deviation:.2f} dB ({psnr.variation.value})"
 
 
-def _overflows(verdict: Verdict) -> bool:
-    return verdict.overflow is not LossSeverity.NONE
-
-
-def _underflows(verdict: Verdict) -> bool:
-    return not (verdict.underflow is verdict.flushed is LossSeverity.NONE)
-
-
-def _issue(sweep: ScaleSweep, found: Recommendation, verdict: Verdict, after: Range, *, kind: str) -> Iterator[str]:
-    whose, row, before = counted_as(sweep), sweep.target, found.before
-    assert before is not None
+def _issue(sweep: ScaleSweep, verdict: Verdict, *, kinds: Sequence[str]) -> Iterator[str]:
+    row, before, after = sweep.target, range_before(sweep), range_after(sweep, level=verdict.level)
     yield f"  {level_text(sweep, verdict.level)} (Factor: {factor_text(verdict.level.scale)})"
-    if kind == "overflow":
-        severity, limit = verdict.overflow, f"Max Normal: {row.maximum:.2e}"
-        yield f"    {whose}Overflow: {verdict.overflow_count} ({share_text(verdict.overflow_ratio)})"
-    else:
-        severity, limit = verdict.underflow, f"Min Normal: {row.min_normal:.2e}"
-        yield f"    {whose}Underflow: {verdict.underflow_count} ({share_text(verdict.underflow_ratio)})"
-        yield f"    {whose}Flush to Zero: {verdict.flushed_count} ({share_text(verdict.flushed_ratio)})"
-    yield f"    {limit}"
-    ends = (f"[{one.minimum:.2e}, {one.maximum:.2e}]" for one in (before, after))
-    yield f"    Tensor Range: {' -> '.join(ends)}"
-    yield f"    Severity: {severity.value.upper()}"
+    for kind in kinds:
+        label = {"flushed": "Flush to Zero"}.get(kind, kind.capitalize())
+        yield f"    {counted_as(sweep)}{label}: {verdict.count(kind)} ({share_text(verdict.ratio(kind))})"
+    is_overflow = kinds[0] == "overflow"
+    yield f"    Max Normal: {row.maximum:.2e}" if is_overflow else f"    Min Normal: {row.min_normal:.2e}"
+    yield f"    Tensor Range: {' -> '.join(f'[{one.minimum:.2e}, {one.maximum:.2e}]' for one in (before, after))}"
+    yield f"    Severity: {verdict.severity_by(kinds[0]).value.upper()}"
 
 
-def _extreme_lines(sweep: ScaleSweep, found: Recommendation) -> Iterator[str]:
-    whose = counted_as(sweep).lower()
-    for kind, worst, best in (
-        ("overflow", found.worst_overflow, found.best_overflow),
-        ("underflow", found.worst_underflow, found.best_underflow),
-    ):
+def _extreme_lines(found: Recommendation) -> Iterator[str]:
+    whose = counted_as(found.sweep).lower()
+    for kind in ("overflow", "underflow"):
         yield f"{kind.upper()} EXTREMES:"
         yield SHORT
-        if worst is None or best is None:
+        if kind not in found.extremes:
             yield f"No level {kind}s"
-            continue
-        for word, verdict in (("Worst", worst), ("Best", best)):
-            yield f"{word} {kind.capitalize()}: {level_name(sweep)} {figure_text(verdict.level.exponent)}"
-            flushed = f", {share_text(verdict.flushed_ratio)} {whose}flushed to zero" if kind == "underflow" else ""
-            ratio = verdict.overflow_ratio if kind == "overflow" else verdict.underflow_ratio
-            yield f"  {share_text(ratio)} {whose}{kind}{flushed}"
+        for word, verdict in zip(("Worst", "Best"), found.extremes.get(kind, ()), strict=False):
+            yield f"{word} {kind.capitalize()}: {level_name(found.sweep)} {exponent_text(verdict.level.exponent)}"
+            flushed = f", {share_text(verdict.ratio('flushed'))} {whose}flushed to zero" if kind == "underflow" else ""
+            yield f"  {share_text(verdict.ratio(kind))} {whose}{kind}{flushed}"
 
 
 def _metrics(level: Level) -> str:
-    cosine, psnr = cosine_text(level.cosine), decibel_text(level.psnr, level)
-    return f"MSE: {square_text(level.mse, level)}, Cosine: {cosine}, PSNR: {psnr}"
+    return f"MSE: {square_text(level)}, Cosine: {cosine_text(level.cosine)}, PSNR: {decibel_text(level.psnr, level)}"
 
 
 def _shares(sweep: ScaleSweep, verdict: Verdict) -> str:
-    whose = counted_as(sweep)
-    return (
-        f"{whose}Overflow: {share_text(verdict.overflow_ratio)}, "
-        f"{whose}Underflow: {share_text(verdict.underflow_ratio)}, {whose}Flushed: {share_text(verdict.flushed_ratio)}"
-    )
+    kinds = ("overflow", "underflow", "flushed")
+    return ", ".join(f"{counted_as(sweep)}{kind.capitalize()}: {share_text(verdict.ratio(kind))}" for kind in kinds)
 
 
 def _table(sweep: ScaleSweep) -> Iterator[str]:

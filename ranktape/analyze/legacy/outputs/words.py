@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ranktape.analyze.advice.recommendation import best_by
-from ranktape.analyze.advice.verdict import is_lossless, is_square_beyond, verdict_of
+from ranktape.analyze.advice.verdict import Verdict, is_lossless, is_square_beyond
 from ranktape.analyze.numerics.formats import Rounding
 from ranktape.analyze.numerics.sweeps.metrics import METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepMode
@@ -21,11 +19,10 @@ PLAIN_FROM, PLAIN_BELOW = 1e-3, 1e6
 """Scales within these are written without an exponent."""
 
 BOX_METRICS = ("mse", "cosine", "psnr", "sqnr", "mae", "relative_error")
-"""The figures of the recommended level that the box of statistics names."""
+"""The metrics of the recommended level that the box of statistics names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
+class Limit(NamedTuple):
     """A place among the levels where the format ends for the tensor."""
 
     kind: str
@@ -38,7 +35,7 @@ class Limit:
 
 def level_text(sweep: ScaleSweep, level: Level, *, sign: str = ":") -> str:
     """Which level it is: what people call it, and its factor."""
-    return f"{level_name(sweep)}{sign} {figure_text(level.exponent)}"
+    return f"{level_name(sweep)}{sign} {exponent_text(level.exponent)}"
 
 
 def level_name(sweep: ScaleSweep) -> str:
@@ -46,7 +43,7 @@ def level_name(sweep: ScaleSweep) -> str:
     return "Scale Offset" if sweep.has_offsets else "Scale Exp"
 
 
-def figure_text(exponent: float) -> str:
+def exponent_text(exponent: float) -> str:
     """An exponent or offset, with two decimals as the legacy tool has it."""
     return f"{exponent:.2f}"
 
@@ -62,14 +59,14 @@ def cosine_text(cosine: float) -> str:
     return text if text != "1.000000" or cosine == 1 else f"{cosine:.12f}"
 
 
-def decibel_text(figure: float, level: Level) -> str:
+def decibel_text(ratio: float, level: Level) -> str:
     """A ratio of a level in dB; infinite where nothing is lost. Minus zero is zero."""
-    return f"{round(figure, 2) + 0.0:.2f} dB" + (" (nothing is lost)" if is_lossless(level) else "")
+    return f"{round(ratio, 2) + 0.0:.2f} dB" + (" (nothing is lost)" if is_lossless(level) else "")
 
 
-def square_text(figure: float, level: Level) -> str:
+def square_text(level: Level) -> str:
     """The mean square of a level's errors, which float64 does not always hold."""
-    return "beyond float64" if is_square_beyond(level) else f"{figure:.6e}"
+    return "beyond float64" if is_square_beyond(level) else f"{level.mse:.6e}"
 
 
 def number_of(count: int, thing: str) -> str:
@@ -84,15 +81,14 @@ def share_text(ratio: float) -> str:
 
 
 def metric_text(name: str, level: Level) -> str:
-    """A figure of a level with its unit."""
-    figure = METRICS[name].of(level)
-    if name == "cosine":
-        return cosine_text(figure)
-    if name == "relative_error":
-        return share_text(figure)
+    """A metric of a level with its unit."""
+    value = METRICS[name].of(level)
+    special = {"cosine": cosine_text, "relative_error": share_text}
+    if name in special:
+        return special[name](value)
     if name == "mse":
-        return square_text(figure, level)
-    return decibel_text(figure, level) if METRICS[name].unit == "dB" else f"{figure:.6e}"
+        return square_text(level)
+    return decibel_text(value, level) if METRICS[name].unit == "dB" else f"{value:.6e}"
 
 
 def counted_as(sweep: ScaleSweep) -> str:
@@ -110,85 +106,66 @@ def limits_of(sweep: ScaleSweep) -> list[Limit]:
     if not sweep.levels:
         return []
     if sweep.scheme.has_tensor_scale:
-        return [Limit(kind="rule", place=0.0, text="tensor scale from the largest value")]
+        return [Limit("rule", 0.0, "tensor scale from the largest value")]
     if sweep.mode is SweepMode.MX:
-        return [Limit(kind="rule", place=0.0, text=f"scales as rule {sweep.options.rule.value!r} gives them")]
+        return [Limit("rule", 0.0, f"scales as rule {sweep.options.rule.value!r} gives them")]
     if sweep.mode is SweepMode.CHANNEL:
-        return [Limit(kind="rule", place=0.0, text="largest value of each channel just fits")]
-    row = sweep.target
-    ends = (
-        ("largest", sweep.largest, row.maximum, f"largest |x| becomes {row.maximum:.4g}, the largest value"),
-        ("normal", sweep.smallest, row.min_normal, f"smallest |x| becomes {row.min_normal:.3g}, the smallest normal"),
-        (
-            *("flush", sweep.smallest, row.min_subnormal),
-            f"smallest |x| becomes {row.min_subnormal:.3g}, the smallest nonzero",
-        ),
-    )
-    return [Limit(kind=kind, place=math.log2(end) - math.log2(limit), text=text) for kind, end, limit, text in ends]
+        return [Limit("rule", 0.0, "largest value of each channel just fits")]
+    row, smallest = sweep.target, math.log2(sweep.smallest)
+    flush = f"smallest |x| becomes {row.min_subnormal:.3g}, the smallest nonzero"
+    normal = f"smallest |x| becomes {row.min_normal:.3g}, the smallest normal"
+    largest = f"largest |x| becomes {row.maximum:.4g}, the largest value"
+    return [
+        Limit("largest", math.log2(sweep.largest) - math.log2(row.maximum), largest),
+        Limit("normal", smallest - math.log2(row.min_normal), normal),
+        Limit("flush", smallest - math.log2(row.min_subnormal), flush),
+    ]
 
 
 def statistics_lines(sweep: ScaleSweep) -> list[str]:
     """The box of statistics: the tensor, the format, the best levels, and the recommended one."""
-    return [*_tensor_lines(sweep), "", *_format_lines(sweep), *_best_lines(sweep), *_chosen_lines(sweep)]
-
-
-def _tensor_lines(sweep: ScaleSweep) -> Iterator[str]:
-    yield "TENSOR"
-    yield _entry("elements", f"{sweep.num_elements:,}")
-    yield _entry("NaN", f"{sweep.nan:,}")
-    yield _entry("Inf", f"{sweep.inf:,}")
-    if sweep.spoiled:
-        yield _entry("spoiled", f"{sweep.spoiled:,}")
-    yield _entry("zeros", f"{sweep.zero:,}")
-    for name, end in (("minimum", sweep.minimum), ("maximum", sweep.maximum)):
-        if end is not None:
-            yield _entry(name, f"{end:.4g}")
-    if sweep.largest:
-        yield _entry("largest |x|", f"{sweep.largest:.4g}")
-        yield _entry("smallest |x|", f"{sweep.smallest:.4g}")
-
-
-def _format_lines(sweep: ScaleSweep) -> Iterator[str]:
-    row = sweep.target
-    yield f"FORMAT {sweep.scheme.name}"
-    yield _entry("largest", f"{row.maximum:.6g}")
-    yield _entry("min normal", f"{row.min_normal:.4g}")
-    yield _entry("min subnormal", f"{row.min_subnormal:.4g}")
-    yield _entry("rounding", rounding_of(sweep))
-    if sweep.scheme.block_size:
-        yield _entry("block", f"{sweep.scheme.block_size} along axis {sweep.options.axis}")
-
-
-def _best_lines(sweep: ScaleSweep) -> Iterator[str]:
-    if not sweep.levels:
-        return
-    yield ""
-    yield f"BEST {level_name(sweep).upper()}"
-    for name, label in (("mse", "by MSE"), ("cosine", "by cosine"), ("psnr", "by PSNR")):
-        level = best_by(sweep, name)
-        assert level is not None
-        yield _entry(label, figure_text(level.exponent))
-
-
-def _chosen_lines(sweep: ScaleSweep) -> Iterator[str]:
-    level = sweep.recommended
-    if level is None:
-        return
-    verdict = verdict_of(level)
-    yield ""
-    yield "RECOMMENDED"
-    yield _entry("offset" if sweep.has_offsets else "exponent", figure_text(level.exponent))
-    yield _entry("factor", factor_text(level.scale))
-    yield _entry("score", f"{level.score:.4f}")
-    labels = {"cosine": "cosine", "relative_error": "rel. error"}
-    for name in BOX_METRICS:
-        yield _entry(labels.get(name, METRICS[name].label), metric_text(name, level).removesuffix(" (nothing is lost)"))
-    if counted_as(sweep):
-        yield "AS THE ORIGINAL COUNTS"
-    yield _entry("overflow", share_text(verdict.overflow_ratio))
-    yield _entry("underflow", share_text(verdict.underflow_ratio))
-    yield _entry("flushed", share_text(verdict.flushed_ratio))
-
-
-def _entry(name: str, text: str) -> str:
-    return f"  {name:<15}{text}"
+    row, level = sweep.target, sweep.recommended
+    sections: dict[str, dict[str, str]] = {
+        "TENSOR": {
+            "elements": f"{sweep.num_elements:,}",
+            "NaN": f"{sweep.nan:,}",
+            "Inf": f"{sweep.inf:,}",
+            "spoiled": f"{sweep.spoiled:,}" if sweep.spoiled else "",
+            "zeros": f"{sweep.zero:,}",
+            "minimum": "" if sweep.minimum is None else f"{sweep.minimum:.4g}",
+            "maximum": "" if sweep.maximum is None else f"{sweep.maximum:.4g}",
+            "largest |x|": f"{sweep.largest:.4g}" if sweep.largest else "",
+            "smallest |x|": f"{sweep.smallest:.4g}" if sweep.largest else "",
+        },
+        f"\nFORMAT {sweep.scheme.name}": {
+            "largest": f"{row.maximum:.6g}",
+            "min normal": f"{row.min_normal:.4g}",
+            "min subnormal": f"{row.min_subnormal:.4g}",
+            "rounding": rounding_of(sweep),
+            "block": f"{sweep.scheme.block_size} along axis {sweep.options.axis}" if sweep.scheme.block_size else "",
+        },
+    }
+    if level is not None:
+        bests = {name: best_by(sweep, name) or level for name in ("mse", "cosine", "psnr")}
+        labels = {"mse": "by MSE", "cosine": "by cosine", "psnr": "by PSNR"}
+        sections[f"\nBEST {level_name(sweep).upper()}"] = {
+            labels[name]: exponent_text(best.exponent) for name, best in bests.items()
+        }
+        labels = {"cosine": "cosine", "relative_error": "rel. error"}
+        sections["\nRECOMMENDED"] = {
+            "offset" if sweep.has_offsets else "exponent": exponent_text(level.exponent),
+            "factor": factor_text(level.scale),
+            "score": f"{level.score:.4f}",
+        } | {
+            labels.get(name, METRICS[name].label): metric_text(name, level).removesuffix(" (nothing is lost)")
+            for name in BOX_METRICS
+        }
+        losses = {kind: share_text(Verdict(level).ratio(kind)) for kind in ("overflow", "underflow", "flushed")}
+        if counted_as(sweep):
+            sections["AS THE ORIGINAL COUNTS"] = losses
+        else:
+            sections["\nRECOMMENDED"] |= losses
+    lines = []
+    for heading, entries in sections.items():
+        lines += [*heading.splitlines(), *(f"  {name:<15}{text}" for name, text in entries.items() if text)]
+    return lines

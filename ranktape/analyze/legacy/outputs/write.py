@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from ranktape.analyze.advice.recommendation import recommend
+from ranktape.analyze.advice.recommendation import Recommendation
 from ranktape.analyze.legacy.outputs.text import (
     DOUBLE,
     analysis_lines,
@@ -46,16 +45,12 @@ _PLAIN = "._-+=@"
 
 
 class SweepFiles(NamedTuple):
-    """The files about one tensor in one format."""
+    """The files about one tensor in one format: the metrics of every level, the plots, and what was done and said."""
 
     results: Path
-    """The metrics of every level."""
     panels: Path
-    """The plot of six panels."""
     summary: Path
-    """The plot of what matters most."""
     log: Path
-    """What was done, said and saved."""
 
 
 def files_of(folder: Path, *, format: str) -> SweepFiles:  # noqa: A002 - the option's name
@@ -128,49 +123,6 @@ def _key(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
 
 
-def stamped(text: str) -> str:
-    """A line with the time now before it: local, to the millisecond."""
-    return f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S.%f}"[:-3] + f"  {text}".rstrip()
-
-
-class SweepLog:
-    """A file of lines with time stamps, each of which is shown as well.
-
-    A line is in the file before the next one is written: whoever is interrupted has all that was said.
-    """
-
-    def __init__(self, path: Path, *, show: Callable[[str], object]) -> None:
-        """Begin a log, in place of the one that is there.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
-        self._path, self._show = path, show
-        with writing(path, **_LOG):
-            self._file = path.open("w", encoding="utf-8", errors="backslashreplace", buffering=1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        with writing(self._path, **_LOG):
-            self._file.close()
-
-    def write(self, lines: Iterable[str]) -> None:
-        """Add lines, each with the time now.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
-        for text in lines:
-            line = stamped(text)
-            with writing(self._path, **_LOG):
-                self._file.write(line + "\n")
-            self._show(line)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
     """Where the files go, and which are written."""
@@ -181,24 +133,11 @@ class OutputOptions:
     """Whether plots are drawn."""
 
 
-class Stopwatch:
-    """When the work on a tensor began, and how long ago that is."""
-
-    def __init__(self) -> None:
-        self.start = datetime.now().astimezone()
-        """Local time."""
-        self._seconds = time.perf_counter()
-
-    @property
-    def elapsed_seconds(self) -> float:
-        """Since the start."""
-        return time.perf_counter() - self._seconds
-
-
 class TensorReport:
     """The files about one tensor in one format, from before it is swept.
 
-    A context: an error inside it is the last line of the log, unless the report is finished.
+    A context: an error inside it is the last line of the log, unless the report is finished. Each line is shown too,
+    and is in the file before the next one is written: whoever is interrupted has all that was said.
     """
 
     def __init__(
@@ -208,12 +147,12 @@ class TensorReport:
         subject: Subject,
         folder_name: str,
         options: OutputOptions,
-        watch: Stopwatch,
+        start: datetime,
         show: Callable[[str], object],
     ) -> None:
-        """Begin the log of a format and its scaling, by name, with what is known so far; each line of it is shown too.
+        """Begin the log of a format and its scaling, by name, with what is known so far.
 
-        What was there of an earlier sweep of the same format is replaced.
+        What was there of an earlier sweep of the same format is replaced. `start` is when the work on the tensor began.
 
         Raises:
             StorageError: the log cannot be written; the kind says why.
@@ -221,15 +160,15 @@ class TensorReport:
         folder = options.output_dir / folder_name
         self.files = files_of(folder, format=scheme)
         """Where they are."""
-        self._subject, self._watch, self._with_plots = subject, watch, options.with_plots
-        self._is_finished = False
+        self._subject, self._start, self._with_plots = subject, start, options.with_plots
+        self._show, self._is_finished = show, False
         make_folder(folder)
-        self._log = SweepLog(self.files.log, show=show)
-        start = f"Start: {watch.start.isoformat(timespec='milliseconds')}"
+        with writing(self.files.log, **_LOG):
+            self._file = self.files.log.open("w", encoding="utf-8", errors="backslashreplace", buffering=1)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._log)
-            self._log.write([DOUBLE, "MXFP SCALING TEST", DOUBLE, start])
-            self._log.write([*subject_lines(subject), f"Sweeping: {scheme}"])
+            stack.callback(self._close)
+            self._log(DOUBLE, "MXFP SCALING TEST", DOUBLE, f"Start: {start.isoformat(timespec='milliseconds')}")
+            self._log(*subject_lines(subject), f"Sweeping: {scheme}")
             stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -238,11 +177,11 @@ class TensorReport:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._log:
-            if isinstance(error, RanktapeError) and not self._is_finished:
-                # Where the log itself cannot be written, the console has the reason.
-                with contextlib.suppress(StorageError):
-                    self._log.write([f"Failed: {error}"])
+        if isinstance(error, RanktapeError) and not self._is_finished:
+            # Where the log itself cannot be written, the console has the reason.
+            with contextlib.suppress(StorageError):
+                self._log(f"Failed: {error}")
+        self._close()
 
     def say_swept(self, sweep: ScaleSweep) -> None:
         """Say in the log that the sweep has just come to its end.
@@ -250,8 +189,7 @@ class TensorReport:
         Raises:
             StorageError: the log cannot be written; the kind says why.
         """
-        seconds = self._watch.elapsed_seconds
-        self._log.write([f"Swept: {number_of(len(sweep.levels), 'level')}, {seconds:.3f} s after the start"])
+        self._log(f"Swept: {number_of(len(sweep.levels), 'level')}, {self._elapsed(datetime.now().astimezone())}")
 
     def finish(self, sweep: ScaleSweep) -> None:
         """Write the results and the plots, and the rest of the log.
@@ -259,30 +197,40 @@ class TensorReport:
         Raises:
             StorageError: a file cannot be written; the kind says why.
         """
-        log, files, watch = self._log, self.files, self._watch
-        found = recommend(sweep)
-        log.write(parameter_lines(sweep))
-        log.write([DOUBLE])
-        log.write(level_lines(sweep))
-        log.write(analysis_lines(sweep, found))
+        files, found = self.files, Recommendation(sweep)
+        self._log(*parameter_lines(sweep), DOUBLE, *level_lines(sweep), *analysis_lines(found))
         if sweep.levels:
-            log.write(limit_lines(sweep, found))
-        results = results_text(sweep, found, subject=self._subject)
-        data = results.encode("utf-8", "backslashreplace")
+            self._log(*limit_lines(found))
+        data = results_text(found, subject=self._subject).encode("utf-8", "backslashreplace")
         write_whole(files.results, data, what="results", option=_OPTION)
-        log.write([f"Results saved to: {files.results}"])
+        self._log(f"Results saved to: {files.results}")
         if self._with_plots:
-            _draw(sweep, files=files, name=self._subject.name, log=log)
-        log.write([f"Log saved to: {files.log}"])
-        end = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        log.write([f"End: {end}, {watch.elapsed_seconds:.3f} s after the start"])
+            self._draw(sweep)
+        now = datetime.now().astimezone()
+        self._log(f"Log saved to: {files.log}")
+        self._log(f"End: {now.isoformat(timespec='milliseconds')}, {self._elapsed(now)}")
         self._is_finished = True
 
+    def _draw(self, sweep: ScaleSweep) -> None:
+        from ranktape.analyze.legacy.outputs.plots import draw_panels, draw_summary
+        from ranktape.analyze.views.plots.style import plot_bytes
 
-def _draw(sweep: ScaleSweep, *, files: SweepFiles, name: str, log: SweepLog) -> None:
-    from ranktape.analyze.legacy.outputs.plots import draw_panels, draw_summary
-    from ranktape.analyze.views.plots.style import plot_bytes
+        plots = ((self.files.panels, draw_panels, "Plots"), (self.files.summary, draw_summary, "Summary plot"))
+        for path, draw, what in plots:
+            write_whole(path, plot_bytes(draw(sweep, name=self._subject.name)), option=_OPTION)
+            self._log(f"{what} saved to: {path}")
 
-    for path, draw, what in ((files.panels, draw_panels, "Plots"), (files.summary, draw_summary, "Summary plot")):
-        write_whole(path, plot_bytes(draw(sweep, name=name)), option=_OPTION)
-        log.write([f"{what} saved to: {path}"])
+    def _elapsed(self, now: datetime) -> str:
+        return f"{(now - self._start).total_seconds():.3f} s after the start"
+
+    def _log(self, *lines: str) -> None:
+        """Add lines, each with the time before it: local, to the millisecond."""
+        for text in lines:
+            line = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S.%f}"[:-3] + f"  {text}".rstrip()
+            with writing(self.files.log, **_LOG):
+                self._file.write(line + "\n")
+            self._show(line)
+
+    def _close(self) -> None:
+        with writing(self.files.log, **_LOG):
+            self._file.close()
