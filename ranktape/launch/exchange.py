@@ -1,4 +1,4 @@
-"""The commands that bring tensors from one place to another, each with its function: `cp`, `push`, `recover` and more.
+"""Gives the commands that bring tensors from one place to another, each with its function: `cp`, `push` and more.
 
 `push` and `recover` are two ends of one outbox: what the store did not take lies in a directory of the host, under the
 keys that it would have had, and what the writer did not come to lies in its ring.
@@ -7,28 +7,18 @@ keys that it would have had, and what the writer did not come to lies in its rin
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ranktape.analyze.console import say, say_json
-from ranktape.analyze.options import MAX_NAMED_FILES, NamedPath, Selection, selection_options
+from ranktape.analyze.console import say
+from ranktape.analyze.options import MAX_NAMED_FILES, NamedPath, Selection
 from ranktape.analyze.table import nbytes_text
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.launch.place import (
-    CommandAnswer,
-    Progress,
-    command_of,
-    count_text,
-    json_option,
-    quiet,
-    read_options,
-    shown,
-    work_bar,
-)
+from ranktape.launch.place import CommandAnswer, Progress, command_of, count_text, quiet, shown
 
 if TYPE_CHECKING:
     from ranktape.analyze.legacy.export import ExportReport
@@ -38,6 +28,9 @@ if TYPE_CHECKING:
     from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
     from ranktape.storage.maintenance.outbox import PushReport, Spill
     from ranktape.storage.places.retry import RetryingBackend
+
+Pushed = tuple["Spill", "PushReport | None", "str | None"]
+"""What a rank left, and what became of it, or why it could not be pushed."""
 
 
 def cp(
@@ -74,38 +67,26 @@ def cp(
         opened = selection.source()
         if not isinstance(opened, Run):
             raise UsageError(f"{run} is a folder of files and no run: use 'ranktape import'")
-        words = [f"--{field.replace('_', '-')} {text}" for field, texts in chosen.items() for text in texts]
-        said = " ".join([*words, *([f"--where {where!r}"] if where else [])])
+        said = [f"--{field.replace('_', '-')} {text}" for field, texts in chosen.items() for text in texts]
+        said += [f"--where {where!r}"] if where else []
         records = selection.chosen(opened)
-        return copy_records(source, target, run=opened, records=records, filters=said, on_progress=on_progress)
+        return copy_records(
+            source, target, run=opened, records=records, filters=" ".join(said), on_progress=on_progress
+        )
 
 
-@click.command(name="cp", help=inspect.cleandoc(cp.__doc__ or ""))
-@selection_options
-@click.argument("url", metavar="URL")
-@click.option("--no-verify", is_flag=True, help="Trust the sizes of values instead of reading them back.")
-@json_option
-@click.option("--target-storage-options", metavar="JSON", help="The same for URL; those of RUN by default.")
-def cp_command(
-    *, selection: Selection, url: str, no_verify: bool, as_json: bool, target_storage_options: str | None
-) -> None:
-    """Copy, and say what was copied."""
+@command_of(
+    cp,
+    helps={
+        "no_verify": "Trust the sizes of values instead of reading them back.",
+        "target_storage_options": {"metavar": "JSON", "help": "The same for URL; those of RUN by default."},
+    },
+    working="copying",
+)
+def cp_command(report: CopyReport | SelectionReport, given: Mapping[str, Any]) -> CommandAnswer:
+    """What was copied."""
     from ranktape.storage.maintenance.copy import CopyReport
 
-    with work_bar("copying") as on_progress:
-        report = cp(
-            selection.run,
-            url,
-            filters=selection.filters,
-            where=selection.where,
-            no_verify=no_verify,
-            storage_options=selection.storage_options,
-            target_storage_options=read_options(target_storage_options),
-            on_progress=on_progress,
-        )
-    if as_json:
-        say_json({"run": shown(selection.run), "url": shown(url), **dataclasses.asdict(report)})
-        return
     if isinstance(report, CopyReport):
         text = f"{report.num_copied} objects ({nbytes_text(report.nbytes_copied)}) copied"
         if report.num_present:
@@ -115,7 +96,8 @@ def cp_command(
     else:
         text = f"{count_text(report.num_records, 'record')} ({nbytes_text(report.nbytes)}) of "
         text += f"{count_text(len(report.iterations), 'iteration')} copied; {report.num_left_out} others left out"
-    say(f"{shown(url)}: {text}")
+    places = {"run": shown(given["run"]), "url": shown(given["url"])}
+    return CommandAnswer(text=f"{places['url']}: {text}", document={**places, **dataclasses.asdict(report)})
 
 
 def _open(url: str, options: Mapping[str, Any] | None) -> RetryingBackend:
@@ -127,7 +109,7 @@ def _open(url: str, options: Mapping[str, Any] | None) -> RetryingBackend:
 
 def push(
     directory: Path, *, to: str | None = None, keep: bool = False, storage_options: Mapping[str, Any] | None = None
-) -> list[tuple[Spill, PushReport | None, str | None]]:
+) -> list[Pushed]:
     """Bring the iterations that wait in DIR, the --spill-dir of a capture, to the run that they belong to.
 
     Everything that a commit names is read back from the run and compared before the commit is made. What was brought
@@ -137,7 +119,7 @@ def push(
 
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory: give the --spill-dir of a capture")
-    results: list[tuple[Spill, PushReport | None, str | None]] = []
+    results: list[Pushed] = []
     for spill in find_spills(directory):
         try:
             report = push_spill(spill, _open(to or spill.url, storage_options), keep=keep)
@@ -155,43 +137,35 @@ def push(
         "keep": "Leave everything in DIR, too.",
     },
 )
-def push_command(
-    results: Sequence[tuple[Spill, PushReport | None, str | None]], given: Mapping[str, Any]
-) -> CommandAnswer:
+def push_command(results: Sequence[Pushed], given: Mapping[str, Any]) -> CommandAnswer:
     """What was brought of each rank, and what stays."""
     directory = given["directory"]
-    lines = [line for result in results for line in _push_lines(*result)]
-    stays = [spill for spill, report, _ in results if report is None or report.problems or report.unfinished]
-    spills = [
-        {
-            "url": spill.url,
-            "attempt": spill.attempt,
-            "rank": spill.rank,
-            "error": error,
-            "pushed": None if report is None else dataclasses.asdict(report),
+    lines: list[str] = []
+    spills = []
+    num_staying = 0
+    for spill, report, error in results:
+        head = f"rank {spill.rank} of {spill.url}, {spill.attempt}"
+        about = {"url": spill.url, "attempt": spill.attempt, "rank": spill.rank, "error": error}
+        spills.append({**about, "pushed": None if report is None else dataclasses.asdict(report)})
+        if report is None:
+            num_staying += 1
+            lines.append(f"{head}: not pushed: {error}")
+            continue
+        num_staying += bool(report.problems or report.unfinished)
+        named = _listed(report.iterations) or "none"
+        lines.append(f"{head}: iterations {named} pushed ({report.num_objects} objects, {nbytes_text(report.nbytes)})")
+        others = {
+            "complete with all ranks": report.finished,
+            "never committed": report.uncommitted,
+            "still being recorded": report.unfinished,
         }
-        for spill, report, error in results
-    ]
+        lines += [f"  {what}: iterations {_listed(iterations)}" for what, iterations in others.items() if iterations]
+        lines += [f"  stays: iteration {iteration}: {reason}" for iteration, reason in report.problems.items()]
     return CommandAnswer(
         text="\n".join(lines or [f"nothing waits in {directory}"]),
         document={"directory": str(directory), "spills": spills},
-        problem=f"something of {len(stays)} of {len(results)} ranks stays in {directory}" if stays else None,
+        problem=f"something of {num_staying} of {len(results)} ranks stays in {directory}" if num_staying else None,
     )
-
-
-def _push_lines(spill: Spill, report: PushReport | None, error: str | None) -> list[str]:
-    head = f"rank {spill.rank} of {spill.url}, {spill.attempt}"
-    if report is None:
-        return [f"{head}: not pushed: {error}"]
-    named = _listed(report.iterations) or "none"
-    lines = [f"{head}: iterations {named} pushed ({report.num_objects} objects, {nbytes_text(report.nbytes)})"]
-    others = {
-        "complete with all ranks": report.finished,
-        "never committed": report.uncommitted,
-        "still being recorded": report.unfinished,
-    }
-    lines += [f"  {what}: iterations {_listed(iterations)}" for what, iterations in others.items() if iterations]
-    return lines + [f"  stays: iteration {iteration}: {reason}" for iteration, reason in report.problems.items()]
 
 
 def _listed(iterations: Sequence[int]) -> str:
@@ -231,6 +205,19 @@ def recover(
 def recover_command(reports: Sequence[RingReport], given: Mapping[str, Any]) -> CommandAnswer:
     """What was stored of each ring, and what is lost."""
     directory = given["directory"]
+    lines: list[str] = []
+    for report in reports:
+        if report.remains is not None:
+            lines.append(f"{report.path} remains: {report.remains}")
+            continue
+        whose = f"rank {report.rank} of {report.url}" if report.url else "nothing was captured"
+        lines.append(f"{report.path} ({whose}) is settled and removed")
+        if report.committed:
+            tensors = f"{report.num_tensors} tensors from the ring"
+            lines.append(f"  committed: iterations {_listed(report.committed)} ({tensors})")
+        if report.finished:
+            lines.append(f"  complete with all ranks: iterations {_listed(report.finished)}")
+        lines += [f"  lost: iteration {iteration}: {reason}" for iteration, reason in report.failed.items()]
     left = sum(report.remains is not None for report in reports)
     lost = sum(len(report.failed) for report in reports)
     problem = f"{left} of {len(reports)} rings remain in {directory}" if left else None
@@ -238,27 +225,20 @@ def recover_command(reports: Sequence[RingReport], given: Mapping[str, Any]) -> 
         problem = f"{lost} iterations are lost; the status of the run says why"
     rings = [{**dataclasses.asdict(report), "path": str(report.path)} for report in reports]
     return CommandAnswer(
-        text="\n".join(line for report in reports for line in _ring_lines(report)) or f"no ring in {directory}",
+        text="\n".join(lines) or f"no ring in {directory}",
         document={"directory": str(directory), "rings": rings},
         problem=problem,
     )
 
 
-def _ring_lines(report: RingReport) -> list[str]:
-    if report.remains is not None:
-        return [f"{report.path} remains: {report.remains}"]
-    whose = f"rank {report.rank} of {report.url}" if report.url else "nothing was captured"
-    lines = [f"{report.path} ({whose}) is settled and removed"]
-    if report.committed:
-        tensors = f"{report.num_tensors} tensors from the ring"
-        lines.append(f"  committed: iterations {_listed(report.committed)} ({tensors})")
-    if report.finished:
-        lines.append(f"  complete with all ranks: iterations {_listed(report.finished)}")
-    return lines + [f"  lost: iteration {iteration}: {reason}" for iteration, reason in report.failed.items()]
-
-
 def export(
-    records: Records, folder: Path, *, form: str = "tensors", per_sample: bool = False, overwrite: bool = False
+    records: Records,
+    folder: Path,
+    *,
+    form: str = "tensors",
+    per_sample: bool = False,
+    overwrite: bool = False,
+    on_progress: Progress = quiet,
 ) -> ExportReport:
     """Write the tensors of RUN as .pt files into DIR.
 
@@ -266,37 +246,39 @@ def export(
     run of them. Files that are there and hold the same are left as they are. Filters are those of the analyze
     commands.
     """
-    from ranktape.analyze.engine.progress import progress
     from ranktape.analyze.legacy.export import ExportForm, export_records
 
-    with progress(len(records), description="exporting") as on_record:
-        return export_records(
-            records,
-            folder,
-            form=ExportForm(form),
-            per_sample=per_sample,
-            overwrite=overwrite,
-            on_record=on_record,
-        )
+    done = itertools.count(1)
+    return export_records(
+        records,
+        folder,
+        form=ExportForm(form),
+        per_sample=per_sample,
+        overwrite=overwrite,
+        on_record=lambda: on_progress(next(done), len(records)),
+    )
 
 
-@click.command(name="export", help=inspect.cleandoc(export.__doc__ or ""))
-@selection_options
-@click.argument("folder", metavar="DIR", type=NamedPath(path_type=Path, file_okay=False))
-@click.option(
-    "--form",
-    type=click.Choice(["tensors", "layers"]),
-    default="tensors",
-    show_default=True,
-    help="One tagged file for each tensor, or embedding_output.pt, layer_N_output.pt and their statistics.",
+@command_of(
+    export,
+    helps={
+        "folder": {"metavar": "DIR", "type": NamedPath(path_type=Path, file_okay=False)},
+        "form": {
+            "type": click.Choice(["tensors", "layers"]),
+            "show_default": True,
+            "help": "One tagged file for each tensor, or embedding_output.pt, layer_N_output.pt and their statistics.",
+        },
+        "per_sample": "One file for each sample, where a tensor has samples.",
+        "overwrite": "Replace files that hold something else.",
+    },
+    working="exporting",
+    has_json=False,
 )
-@click.option("--per-sample", is_flag=True, help="One file for each sample, where a tensor has samples.")
-@click.option("--overwrite", is_flag=True, help="Replace files that hold something else.")
-def export_command(*, selection: Selection, folder: Path, **options: Any) -> None:
-    """Export, and say what was written."""
-    report = export(selection.records(), folder, **options)
+def export_command(report: ExportReport, given: Mapping[str, Any]) -> CommandAnswer:
+    """What was written."""
     kept = f"; {report.num_kept} were there already" if report.num_kept else ""
-    say(f"{report.num_written} files written to {folder}, {nbytes_text(report.nbytes)} of values{kept}")
+    values = nbytes_text(report.nbytes)
+    return CommandAnswer(text=f"{report.num_written} files written to {given['folder']}, {values} of values{kept}")
 
 
 def import_files(
@@ -306,26 +288,26 @@ def import_files(
     skip_unreadable: bool = False,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    on_progress: Progress = quiet,
 ) -> ImportReport:
     """Store the .pt files of DIR as the run RUN.
 
     DIR holds files under the names of the legacy tools, tagged ones or the outputs of layers; nothing in them is
     ever executed. An import that was interrupted goes on where it was when the command is given again.
     """
-    from ranktape.analyze.engine.progress import progress
     from ranktape.analyze.legacy.into_run import import_folder
     from ranktape.analyze.legacy.open import open_folder
 
     opened = open_folder(folder, skip_unreadable=skip_unreadable)
-    with progress(len(opened), description="importing") as on_record:
-        return import_folder(
-            opened,
-            run,
-            storage_options=None if storage_options is None else dict(storage_options),
-            overwrite=overwrite,
-            skip_unreadable=skip_unreadable,
-            on_record=on_record,
-        )
+    done = itertools.count(1)
+    return import_folder(
+        opened,
+        run,
+        storage_options=None if storage_options is None else dict(storage_options),
+        overwrite=overwrite,
+        skip_unreadable=skip_unreadable,
+        on_record=lambda: on_progress(next(done), len(opened)),
+    )
 
 
 @command_of(
@@ -335,6 +317,7 @@ def import_files(
         "skip_unreadable": "Name and leave out files that cannot be read or are not known.",
         "overwrite": "Delete the run that is at RUN.",
     },
+    working="importing",
     has_json=False,
 )
 def import_command(report: ImportReport, given: Mapping[str, Any]) -> CommandAnswer:

@@ -1,4 +1,4 @@
-"""The commands that look after runs, each with its function: `runs`, `check`, `repair`, `prune` and `rm`."""
+"""Gives the commands that look after runs, each with its function: `runs`, `check`, `repair`, `prune` and `rm`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def runs_command(found: Sequence[RunSummary], given: Mapping[str, Any]) -> Comma
             run.num_attempts,
             run.num_records,
             run.nbytes,
-            _created_text(run.created),
+            # A time of UTC to the second; empty where it is not known.
+            "" if run.created is None else datetime.fromtimestamp(run.created, UTC).strftime("%Y-%m-%d %H:%M:%SZ"),
         )
         for run in found
     )
@@ -70,11 +71,6 @@ def runs_command(found: Sequence[RunSummary], given: Mapping[str, Any]) -> Comma
         text=Table(title=shown(given["url"]), columns=COLUMNS, rows=rows, notes=notes),
         document={"url": shown(given["url"]), "runs": [dataclasses.asdict(run) for run in found]},
     )
-
-
-def _created_text(created: float | None) -> str:
-    """A time of UTC to the second; empty where it is not known."""
-    return "" if created is None else datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def check(
@@ -104,9 +100,9 @@ def check_command(report: CheckReport, _given: Mapping[str, Any]) -> CommandAnsw
     )
     how = "every byte was read" if report.deep else "sizes and documents were compared, --deep reads every byte"
     errors = count_text(len(report.errors), "error")
-    told = f"{errors}, {count_text(len(report.notes), 'note')}; {looked} ({how})"
+    summary = f"{errors}, {count_text(len(report.notes), 'note')}; {looked} ({how})"
     return CommandAnswer(
-        text="\n".join([*(one.text() for one in (*report.errors, *report.notes)), told]),
+        text="\n".join([*(one.text() for one in (*report.errors, *report.notes)), summary]),
         document=report.to_json(),
         problem=f"{errors} in {report.url}" if report.errors else None,
     )
@@ -156,9 +152,9 @@ def repair_command(report: RepairReport, given: Mapping[str, Any]) -> CommandAns
     lines = [f"would {_mend(finding)}" for finding in report.done] if report.dry_run else []
     lines += [f"left alone, as it is younger than {given['min_age']:g} s: {_mend(one)}" for one in report.young]
     lines += [f"cannot be mended: {finding.text()}" for finding in report.left]
-    told = f"{len(report.done)} {word}, {len(report.young)} left alone, {len(report.left)} cannot be mended"
+    lines.append(f"{len(report.done)} {word}, {len(report.young)} left alone, {len(report.left)} cannot be mended")
     return CommandAnswer(
-        text="\n".join((*lines, told)),
+        text="\n".join(lines),
         document=report.to_json(),
         problem=f"{count_text(len(report.left), 'error')} left in {report.url}" if report.left else None,
     )
@@ -240,12 +236,12 @@ def rm(run: str, *, dry_run: bool = False, storage_options: Mapping[str, Any] | 
 @command_of(
     rm,
     helps={"dry_run": "Change nothing, and say what would be deleted."},
-    question=lambda told: f"Delete {told.partition(': ')[2]}?",
+    question=lambda answer: f"Delete {answer.partition(': ')[2]}?",
     has_json=False,
 )
-def rm_command(told: str, _given: Mapping[str, Any]) -> CommandAnswer:
+def rm_command(answer: str, _given: Mapping[str, Any]) -> CommandAnswer:
     """What was deleted."""
-    return CommandAnswer(text=told)
+    return CommandAnswer(text=answer)
 
 
 def _described(backend: Backend) -> str:

@@ -1,9 +1,10 @@
-"""What commands share: the place of a run, how it is named, and a command made from the signature of its function."""
+"""Gives commands what they share: the place of a run, how it is named, and a command made from a signature."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ranktape.storage.places.failures import printable
 from ranktape.storage.places.urls import parse_storage_options
 
 if TYPE_CHECKING:
+    from ranktape.analyze.options import Selection
     from ranktape.analyze.table import Table
     from ranktape.storage.places.retry import RetryingBackend
 
@@ -73,10 +75,10 @@ MAX_NAMED = 4
 """Things that text names before it counts the rest; JSON names all."""
 
 
-def by_reason(told: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """For each reason, the first of each pair, what it is told of: the first few by name."""
+def by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """For each reason, the first of each pair, what has it: the first few by name."""
     found: dict[str, dict[str, None]] = {}
-    for reason, what in told:
+    for reason, what in pairs:
         found.setdefault(reason, {})[what] = None
     rests = {reason: len(names) - MAX_NAMED for reason, names in found.items()}
     return {
@@ -138,8 +140,9 @@ def command_of(
 ) -> Callable[[Callable[..., CommandAnswer]], click.Command]:
     """A decorator that makes a function's command: it is given what the function returns, and gives the answer.
 
-    The function's own arguments become those of the command, what can only be named its options; `--storage-options`
-    is read as JSON, and `on_progress` is a bar.
+    The function's own arguments become those of the command, what can only be named its options; storage options
+    are read as JSON, and `on_progress` is a bar. Where it takes `filters` or `records`, RUN and the options of a
+    selection give them.
 
     Args:
         function: Named as the command is, with the help page as its docstring.
@@ -152,59 +155,66 @@ def command_of(
     """
     from ranktape.analyze.console import say
 
-    def decorate(tell: Callable[..., CommandAnswer]) -> click.Command:
-        def run(*, as_json: bool = False, yes: bool = False, **given: Any) -> None:
+    parameters = inspect.signature(function).parameters
+    selected = {"run", "filters", "where", "storage_options"} & parameters.keys() if "filters" in parameters else set()
+    selected |= {"records"} & parameters.keys()
+
+    def decorate(answer_of: Callable[..., CommandAnswer]) -> click.Command:
+        def run(*, as_json: bool = False, yes: bool = False, selection: Selection | None = None, **given: Any) -> None:
             alone = {flag: given.pop(flag) for flag in flags or {}}
-            if "storage_options" in given:
-                given["storage_options"] = read_options(given["storage_options"])
+            given |= {name: read_options(given[name]) for name in given if name.endswith("storage_options")}
+            if selection is not None:
+                given |= {
+                    name: selection.records() if name == "records" else getattr(selection, name) for name in selected
+                }
             if question is not None and not given["dry_run"]:
                 confirm(question(function(**{**given, "dry_run": True})), is_yes=yes)
             with work_bar(working) if working else contextlib.nullcontext(quiet) as on_progress:
-                told: dict[str, Any] = {"on_progress": on_progress} if working else {}
+                calls: dict[str, Any] = {"on_progress": on_progress} if working else {}
                 if each is not None and not as_json:
-                    told["on_done"] = lambda one: say(each(one))
-                found = function(**given, **told)
-            _write(tell(found, given | alone), as_json=as_json)
+                    calls["on_done"] = lambda one: say(each(one))
+                found = function(**given, **calls)
+            _write(answer_of(found, given | alone), as_json=as_json)
 
-        parameters = inspect.signature(function).parameters
-        options = [
-            _option(one, helps.get(one.name, {}))
-            for one in parameters.values()
-            if one.name not in {"storage_options", "on_done", "on_progress", *(flags or {})}
-        ]
+        own = parameters.keys() - selected - {"storage_options", "on_done", "on_progress", *(flags or {})}
+        options = [_option(one, helps.get(one.name, {})) for one in parameters.values() if one.name in own]
         options += [json_option] if has_json else []
         options += [_flag(name, about) for name, about in (flags or {}).items()]
-        options += [storage_options_option] if "storage_options" in parameters else []
+        options += [storage_options_option] if "storage_options" in parameters.keys() - selected else []
         options += [_flag("yes", "Do not ask.")] if question is not None else []
         made: Any = run
         for option in reversed(options):
             made = option(made)
         name = function.__name__.partition("_")[0]
+        if selected:
+            from ranktape.analyze.options import selection_options
+
+            made = selection_options(made)
         return click.command(name=name, help=inspect.cleandoc(function.__doc__ or ""))(made)
 
     return decorate
 
 
-def _flag(name: str, about: str) -> Callable[[Any], Any]:
-    return click.option("--" + name.replace("_", "-"), name, is_flag=True, help=about)
+def _flag(name: str, help: str) -> Callable[[Any], Any]:  # noqa: A002  # click's word
+    return click.option("--" + name.replace("_", "-"), name, is_flag=True, help=help)
 
 
 def _option(parameter: inspect.Parameter, about: str | Mapping[str, Any]) -> Callable[[Any], Any]:
     """What click is told of one of a function's arguments."""
-    told: dict[str, Any] = {"help": about} if isinstance(about, str) else dict(about)
-    kind = _KINDS[parameter.annotation.partition(" ")[0]]
+    fields: dict[str, Any] = {"help": about} if isinstance(about, str) else dict(about)
+    kind = _KINDS[re.split(r"[ \[]", parameter.annotation)[0]]
     if kind is Path:
-        told.setdefault("type", click.Path(path_type=Path))
+        fields.setdefault("type", click.Path(path_type=Path))
     if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-        return click.argument(parameter.name, **{"metavar": parameter.name.upper(), **told})
-    flag = told.pop("flag", "--" + parameter.name.replace("_", "-"))
+        return click.argument(parameter.name, **{"metavar": parameter.name.upper(), **fields})
     if kind is bool:
-        return click.option(flag, parameter.name, is_flag=True, **told)
-    return click.option(flag, parameter.name, default=parameter.default, **{"type": kind, **told})
+        return _flag(parameter.name, **fields)
+    flag = "--" + parameter.name.replace("_", "-")
+    return click.option(flag, parameter.name, default=parameter.default, **{"type": kind, **fields})
 
 
-_KINDS: Mapping[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "Path": Path}
-"""What an annotation, which is text, may begin with."""
+_KINDS: Mapping[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "Path": Path, "Mapping": str}
+"""What an annotation, which is text, may begin with; a mapping is JSON."""
 
 
 def _write(answer: CommandAnswer, *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""`ranktape status`: what of a run is stored, what is missing and why, and whether the guaranteed minimum is there."""
+"""Gives `ranktape status`: what of a run is stored, what is missing and why, and whether its minimum is there."""
 
 from __future__ import annotations
 
@@ -63,13 +63,15 @@ class RunStatus:
             (
                 *(status.iteration, status.attempt, status.state.value),
                 *(len(status.committed_ranks), len(status.expected_ranks)),
-                *(status.num_records, status.nbytes, tensors_text(status), missing_text(status)),
+                *(status.num_records, status.nbytes, _tensors_text(status), missing),
             )
             for status in self.iterations
+            # The ranks that have not committed, each with the reason, and what is wrong with the commit.
+            for missing in ["; ".join(filter(None, [status.lacks(max_named=MAX_NAMED), status.problem]))]
         )
         counted = (COUNTED,) if any(status.num_expected for status in self.iterations) else ()
-        told = (*silent_notes(self.iterations), *rank_notes(self.troubles), *rank_notes(self.disabled))
-        notes = (*counted, *told, verdict_line(self.verdict))
+        notes = (*counted, *_silent_notes(self.iterations), *_rank_notes(self.troubles), *_rank_notes(self.disabled))
+        notes += (verdict_line(self.verdict),)
         return Table(title=printable(self.run), columns=COLUMNS, rows=rows, notes=notes)
 
     def to_json(self) -> dict[str, Any]:
@@ -141,30 +143,21 @@ def holdings_line(backend: Backend, *, url: str) -> str:
     )
 
 
-def missing_text(status: IterationStatus) -> str:
-    """The ranks that have not committed, each with the reason, and what is wrong with the commit; mostly empty."""
-    return "; ".join(filter(None, [status.lacks(max_named=MAX_NAMED), status.problem]))
-
-
-def tensors_text(status: IterationStatus) -> str:
+def _tensors_text(status: IterationStatus) -> str:
     """How many of the expected tensors were recorded; empty where nobody counted."""
     if status.num_expected is None or status.num_recorded is None:
         return ""
     return f"{status.num_recorded} of {status.num_expected}"
 
 
-def rank_notes(told: Mapping[int, str]) -> tuple[str, ...]:
-    """What is told of ranks, one line for each thing."""
-    ranks = by_reason((reason, f"rank {rank}") for rank, reason in told.items())
+def _rank_notes(reasons: Mapping[int, str]) -> tuple[str, ...]:
+    """What befell ranks, one line for each thing."""
+    ranks = by_reason((reason, f"rank {rank}") for rank, reason in reasons.items())
     return tuple(printable(f"{reason} ({named})") for reason, named in ranks.items())
 
 
-def silent_notes(statuses: Sequence[IterationStatus]) -> tuple[str, ...]:
+def _silent_notes(statuses: Sequence[IterationStatus]) -> tuple[str, ...]:
     """The tensors that were expected and not recorded, one line for each reason."""
-    pairs = [
-        (reason, site)
-        for status in statuses
-        for sites in status.silent_sites.values()
-        for site, reason in sites.items()
-    ]
-    return tuple(printable(f"not recorded ({reason}): {named}") for reason, named in by_reason(pairs).items())
+    sites = (pair for status in statuses for sites in status.silent_sites.values() for pair in sites.items())
+    named = by_reason((reason, site) for site, reason in sites)
+    return tuple(printable(f"not recorded ({reason}): {names}") for reason, names in named.items())

@@ -103,7 +103,7 @@ def _kept_of(header: dict[str, Any], info: RecordInfo) -> RecordInfo:
 
 def _num_arrays(kept: Sequence[RecordInfo], options: CaptureOptions) -> int:
     below = COUNT_FROM_NBYTES if options.policy == Policy.HISTOGRAM else stack.STACK_BELOW_NBYTES
-    stacks = stack.Stacks()
+    pending = stack.Pending()
     count = 0
     for info in kept:
         if not 0 < info.nbytes < below:
@@ -111,11 +111,11 @@ def _num_arrays(kept: Sequence[RecordInfo], options: CaptureOptions) -> int:
             continue
         # Only its size counts: no memory is behind it.
         array = np.broadcast_to(np.zeros(1, dtype=np.uint8), (info.nbytes,))
-        full = stacks.add(stack.HeldTensor(array=array, info=info, site="", release=_nothing))
+        full = pending.hold(stack.HeldTensor(array=array, info=info, site="", release=_nothing))
         count += full is not None
-        if stacks.nbytes > stack.MAX_HELD_NBYTES:
-            count += len(stacks.take_all())
-    return count + len(stacks.take_all())
+        if pending.held_nbytes > stack.MAX_HELD_NBYTES:
+            count += len(pending.take_all())
+    return count + len(pending.take_all())
 
 
 def _nothing() -> None:

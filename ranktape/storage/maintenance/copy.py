@@ -27,7 +27,7 @@ from ranktape.storage.recording.start import begin_attempt, claim_run
 from ranktape.storage.recording.writer import RankWriter
 
 if TYPE_CHECKING:
-    from ranktape.storage.places.backend import Backend, ObjectInfo
+    from ranktape.storage.places.backend import Backend
     from ranktape.storage.places.retry import RetryingBackend
     from ranktape.storage.records.records import Records
     from ranktape.storage.records.run import Run
@@ -110,15 +110,27 @@ def copy_run(
     run_attributes(document, place=source.url)
     _check_target(source, target, document=document)
     items, left_out = list_run(source)
-    copy = _RunCopy(source, target, verify=verify, on_progress=on_progress, num_items=len(items))
-    copy.report.left_out += left_out
+    report = CopyReport(left_out=left_out)
+    copy = _RunCopy(source, target, verify=verify)
+    num_done = 0
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for stage in Stage:
-            for _ in pool.map(copy.copy_item, [item for item in items if item.stage is stage]):
-                pass
+            due = [item for item in items if item.stage is stage]
+            for item, is_new in zip(due, pool.map(copy.copy_item, due), strict=True):
+                if is_new is None:
+                    report.left_out.append(item.key)
+                elif is_new:
+                    report.num_copied += 1
+                    report.nbytes_copied += item.nbytes
+                else:
+                    report.num_present += 1
+                    report.nbytes_present += item.nbytes
+                num_done += 1
+                if on_progress is not None:
+                    on_progress(num_done, len(items))
             target.flush()
-    copy.report.left_out.sort()  # threads noted them as they came
-    return copy.report
+    report.left_out.sort()
+    return report
 
 
 def list_run(source: Backend) -> tuple[list[Item], list[str]]:
@@ -140,9 +152,9 @@ def list_run(source: Backend) -> tuple[list[Item], list[str]]:
 
 
 def _list_attempt(source: Backend, attempt: str) -> tuple[list[Item], list[str]]:
-    if source.exists(layout.document_key(layout.verdict_path(attempt))):
-        committed = None
-    else:
+    """Those of an attempt; of one that is not closed, what was not committed when one looked first is not copied."""
+    committed: set[str] | None = None
+    if not source.exists(layout.document_key(layout.verdict_path(attempt))):
         # It may be recorded just now: what is committed in an earlier listing has all its parts in a later one.
         committed = {
             f"{group}/{key}"
@@ -153,11 +165,16 @@ def _list_attempt(source: Backend, attempt: str) -> tuple[list[Item], list[str]]
     items = []
     left_out = []
     for info in source.list_objects(attempt):
-        item = _item(attempt, info, committed=committed)
-        if item is None:
-            left_out.append(f"{attempt}/{info.key}")
-        else:
-            items.append(item)
+        key = f"{attempt}/{info.key}"
+        found = layout.parse_key(info.key) or AttemptKey(KeyKind.MEMBER)
+        # No key may leave the folder where it is copied to.
+        is_odd = any(part in {"", ".", ".."} or "\0" in part or "\\" in part for part in info.key.split("/"))
+        if is_odd or (committed is not None and not _is_committed(info.key, found, committed)):
+            left_out.append(key)
+            continue
+        iteration = (attempt, found.iteration) if found.iteration >= 0 else None
+        stage = _STAGES.get(found.kind, Stage.CLOSING)
+        items.append(Item(key=key, nbytes=info.nbytes, stage=stage, iteration=iteration))
     return items, left_out
 
 
@@ -172,22 +189,6 @@ _STAGES = {
     KeyKind.ITERATION_CATALOGUE: Stage.VALUES,
 }
 """By what lies at a key; what is not here closes an attempt."""
-
-
-def _item(attempt: str, info: ObjectInfo, *, committed: set[str] | None) -> Item | None:
-    """The object as one of an attempt; None where it is not to be copied.
-
-    Of an attempt that is not closed what was not committed when one looked first is not; and no key that would leave
-    the folder where it is copied to.
-    """
-    if any(part in {"", ".", ".."} or "\0" in part or "\\" in part for part in info.key.split("/")):
-        return None
-    found = layout.parse_key(info.key) or AttemptKey(KeyKind.MEMBER)
-    if committed is not None and not _is_committed(info.key, found, committed):
-        return None
-    iteration = (attempt, found.iteration) if found.iteration >= 0 else None
-    stage = _STAGES.get(found.kind, Stage.CLOSING)
-    return Item(key=f"{attempt}/{info.key}", nbytes=info.nbytes, stage=stage, iteration=iteration)
 
 
 def _is_committed(key: str, found: AttemptKey, committed: set[str]) -> bool:
@@ -222,35 +223,21 @@ def _check_target(source: Backend, target: Backend, *, document: bytes | None) -
 class _RunCopy:
     """One copy on its way."""
 
-    def __init__(
-        self,
-        source: Backend,
-        target: Backend,
-        *,
-        verify: bool,
-        on_progress: Callable[[int, int], object] | None,
-        num_items: int,
-    ) -> None:
-        self.report = CopyReport()
+    def __init__(self, source: Backend, target: Backend, *, verify: bool) -> None:
         self._source = source
         self._target = target
         self._verify = verify
-        self._on_progress = on_progress
-        self._num_items = num_items
-        self._num_done = 0
         self._removed: set[tuple[str, int]] = set()
-        self._lock = threading.Lock()
         self._memory = MemoryBudget(BUDGET_NBYTES)
 
-    def copy_item(self, item: Item) -> None:
-        """Have one object at the target, equal to the source's."""
+    def copy_item(self, item: Item) -> bool | None:
+        """Have one object at the target, equal to the source's: whether it was not yet; None where it is left out."""
         if self._is_left_out(item):
-            self._note(left_out=item.key)
-        elif not self._verify and item.stage is Stage.VALUES and self._target.size(item.key) == item.nbytes:
-            self._note(present=item.nbytes)
-        else:
-            with self._memory.taken(item.nbytes):
-                self._copy(item)
+            return None
+        if not self._verify and item.stage is Stage.VALUES and self._target.size(item.key) == item.nbytes:
+            return False
+        with self._memory.taken(item.nbytes):
+            return self._copy(item)
 
     def _is_left_out(self, item: Item) -> bool:
         if item.iteration is None:
@@ -261,38 +248,22 @@ class _RunCopy:
             return self._target.exists(layout.document_key(layout.iteration_path(attempt, iteration)))
         return item.iteration in self._removed
 
-    def _copy(self, item: Item) -> None:
+    def _copy(self, item: Item) -> bool | None:
         data = self._source.get(item.key)
         if data is None:
             # A retention removes whole iterations, their commit first: the rest of this one is not copied either.
             if item.iteration is None:
                 raise DataError(f"{self._source.url}/{item.key} was removed while the run was copied: copy it again")
             self._removed.add(item.iteration)
-            self._note(left_out=item.key)
-            return
+            return None
         if is_equal(self._target, item.key, data):
-            self._note(present=len(data))
-            return
+            return False
         self._target.put(item.key, [data])
         if self._verify and not is_equal(self._target, item.key, data):
             raise DataError(
                 f"{self._target.url}/{item.key} does not read back as it was written: the store lost or changed it"
             )
-        self._note(copied=len(data))
-
-    def _note(self, *, copied: int | None = None, present: int | None = None, left_out: str | None = None) -> None:
-        with self._lock:
-            if copied is not None:
-                self.report.num_copied += 1
-                self.report.nbytes_copied += copied
-            if present is not None:
-                self.report.num_present += 1
-                self.report.nbytes_present += present
-            if left_out is not None:
-                self.report.left_out.append(left_out)
-            self._num_done += 1
-            if self._on_progress is not None:
-                self._on_progress(self._num_done, self._num_items)
+        return True
 
 
 def is_equal(backend: Backend, key: str, data: bytes) -> bool:
@@ -391,9 +362,9 @@ def copy_records(
         writers = [RankWriter(target, attempt=attempt, rank=rank, environment={}) for rank in range(size)]
         for iteration in iterations:
             open_iteration(target, attempt=attempt, iteration=iteration)
-            chosen, everything = records.select(iteration=iteration), run.select(iteration=iteration)
+            everything = run.select(iteration=iteration)
             for rank, writer in enumerate(writers):
-                own = chosen.select(rank=rank)
+                own = records.select(iteration=iteration, rank=rank)
                 for record in own:
                     values = records.reader.read(record, sample=None)
                     writer.write(values, info=dataclasses.replace(record.info, attempt=attempt.number))
@@ -408,9 +379,5 @@ def copy_records(
         for writer in writers:
             writer.close(reason="everything was copied")
         write_verdict(target, attempt=attempt)
-    return SelectionReport(
-        num_records=len(records),
-        nbytes=int(records.column("nbytes").sum()),
-        num_left_out=num_left_out,
-        iterations=iterations,
-    )
+    nbytes = int(records.column("nbytes").sum())
+    return SelectionReport(num_records=len(records), nbytes=nbytes, num_left_out=num_left_out, iterations=iterations)

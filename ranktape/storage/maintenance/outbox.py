@@ -14,25 +14,21 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import DataError, StorageError, UnreachableError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempt
 from ranktape.storage.format.commit import mark_committed
 from ranktape.storage.format.decode import open_stored, read_stored
-from ranktape.storage.format.documents import (
-    MAX_COMMIT_NBYTES,
-    decode_document,
-    read_document,
-)
+from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, decode_document, read_document
 from ranktape.storage.format.layout import Mark, document_key
 from ranktape.storage.format.progress import finish_ready, judge_again
-from ranktape.storage.places.backend import ForwardingBackend
+from ranktape.storage.places.backend import ForwardingBackend, Result
 from ranktape.storage.places.local import LocalBackend
 
 if TYPE_CHECKING:
@@ -89,8 +85,8 @@ def find_spills(directory: Path) -> list[Spill]:
 
 def _read_manifest(path: Path) -> Spill:
     try:
-        words = json.loads(path.read_text())
-        spill = Spill(manifest=path, url=str(words["url"]), attempt=str(words["attempt"]), rank=int(words["rank"]))
+        fields = json.loads(path.read_text())
+        spill = Spill(manifest=path, url=str(fields["url"]), attempt=str(fields["attempt"]), rank=int(fields["rank"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(
             f"{path} is not the file of a spill ({error!r}): remove it, or give another folder"
@@ -102,16 +98,13 @@ def _read_manifest(path: Path) -> Spill:
     return spill
 
 
-def push_spill(
-    spill: Spill, target: Backend, *, keep: bool, on_iteration: Callable[[int], None] = lambda _: None
-) -> PushReport:
+def push_spill(spill: Spill, target: Backend, *, keep: bool) -> PushReport:
     """Bring what a rank left to the store, and remove it here unless it is to be kept.
 
     Args:
         spill: What to bring.
         target: The run.
         keep: Leave everything here, too.
-        on_iteration: Called with each iteration before it is pushed.
 
     Raises:
         StorageError: the store cannot be read or written, or has no such attempt.
@@ -123,7 +116,6 @@ def push_spill(
         )
     push = _Push(spill, target, attempt=attempt)
     for iteration in push.iterations():
-        on_iteration(iteration)
         push.iteration(iteration, keep=keep)
     push.rest(keep=keep)
     return push.report
@@ -201,9 +193,12 @@ class _Push:
     def _push_committed(self, iteration: int, *, group: str, commit: bytes) -> None:
         commit_key = layout.document_key(group)
         document = decode_document(commit, place=f"{self._source.url}/{commit_key}", key=commit_key)
-        _each(self._put, [key for key in self._keys(group) if key != commit_key])
-        self._target.flush()
-        self._compare(group, document)
+        members = document.get("consolidated_metadata", {}).get("metadata", {})
+        arrays = [(f"{group}/{name}", member) for name, member in members.items() if member["node_type"] == "array"]
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            _settle(pool.submit(self._put, key) for key in self._keys(group) if key != commit_key)
+            self._target.flush()
+            _settle(pool.submit(self._compare, group, path, member) for path, member in arrays)
         self._put(commit_key)
         self._target.flush()
         opened = layout.document_key(layout.opened_path(self._attempt.path, iteration))
@@ -211,19 +206,12 @@ class _Push:
             self._put(opened)
         mark_committed(self._target, self._attempt.path, self._spill.rank, iteration, commit=commit)
 
-    def _compare(self, group: str, document: dict[str, Any]) -> None:
-        """Read everything that a commit names from the store."""
-        members = document.get("consolidated_metadata", {}).get("metadata", {})
-        arrays = [(f"{group}/{name}", member) for name, member in members.items() if member["node_type"] == "array"]
-
-        def compare(item: tuple[str, dict[str, Any]]) -> None:
-            path, member = item
-            stored = open_stored(self._target, path)
-            if dict(stored.attributes) != member["attributes"]:
-                raise DataError(f"{self._target.url}/{path} is not the array that the commit of {group} names")
-            read_stored(self._target, stored)
-
-        _each(compare, arrays)
+    def _compare(self, group: str, path: str, member: dict[str, Any]) -> None:
+        """Read an array from the store that a commit names."""
+        stored = open_stored(self._target, path)
+        if dict(stored.attributes) != member["attributes"]:
+            raise DataError(f"{self._target.url}/{path} is not the array that the commit of {group} names")
+        read_stored(self._target, stored)
 
     def _keys(self, path: str) -> list[str]:
         return [f"{path}/{key}" for key in self._source.list_keys(path)]
@@ -236,11 +224,10 @@ class _Push:
         self.report.nbytes += len(data)
 
 
-def _each(work: Callable[[Any], None], items: Sequence[Any]) -> None:
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        futures = [pool.submit(work, item) for item in items]
-        for future in futures:
-            future.result()
+def _settle(futures: Iterable[Future[None]]) -> None:
+    """Wait for all, and raise the first failure."""
+    for future in list(futures):
+        future.result()
 
 
 def _remove_empty(folder: Path) -> None:
@@ -251,8 +238,6 @@ def _remove_empty(folder: Path) -> None:
     if not any(folder.iterdir()):
         folder.rmdir()
 
-
-Result = TypeVar("Result")
 
 _MANIFEST = re.compile(r"rank_(\d+)\.spill\.json")
 """The name of the file, beside the groups of an attempt, that says whose they are."""
@@ -284,13 +269,8 @@ class SpillingBackend(ForwardingBackend):
         self._backend = backend
         self._probing = backend.with_deadline(timeout_seconds=_PROBE_TIMEOUT_SECONDS)
         self._spill = LocalBackend(str(directory))
-        self._manifest = directory / attempt.path / f"rank_{rank:05d}.spill.json"
-        self._words = {
-            "url": backend.url,
-            "attempt": attempt.path,
-            "rank": rank,
-            "host": socket.gethostname(),
-        }
+        self._manifest = f"rank_{rank:05d}.spill.json"
+        self._fields = {"url": backend.url, "attempt": attempt.path, "rank": rank, "host": socket.gethostname()}
         self._prefix = f"{attempt.path}/"
         self._attempt_key = document_key(attempt.path)
         self._attempt_document = read_document(backend, attempt.path)
@@ -375,11 +355,8 @@ class SpillingBackend(ForwardingBackend):
             self._reasons.setdefault(iteration, reason)
         if is_new:
             # Each time: what was there may have been brought to the store, and the file with it.
-            self._write_manifest()
-
-    def _write_manifest(self) -> None:
-        key = f"{self._prefix}{self._manifest.name}"
-        self._spill.put(key, [json.dumps({**self._words, "written": time.time()}, indent=1).encode()])
+            key = f"{self._prefix}{self._manifest}"
+            self._spill.put(key, [json.dumps({**self._fields, "written": time.time()}, indent=1).encode()])
 
     def _iteration_of(self, key: str) -> int | None:
         match = _ITERATION.match(key.removeprefix(self._prefix))

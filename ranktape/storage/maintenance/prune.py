@@ -1,7 +1,8 @@
-"""Complete iterations are removed from a run, or the whole run, so that no reader takes what is left for the whole."""
+"""Removes complete iterations of a run, or all of it, so that no reader takes what is left for the whole."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Callable
@@ -75,18 +76,26 @@ def prune_run(
     if keep_last is not None and keep_last < 0:
         raise UsageError(f"--keep-last {keep_last} is not allowed: give 0 or more")
     run_attributes(read_run(backend), place=backend.url)
-    if dry_run:
-        return _plan(backend, keep_last=keep_last, iteration=iteration, dry_run=True)[0]
-    with _lease(backend):
-        report, places = _plan(backend, keep_last=keep_last, iteration=iteration, dry_run=False)
-        for attempt in read_attempts(backend):
-            finish_drops(backend, attempt=attempt)
-        for number, (attempt, one) in enumerate(places):
-            drop_iteration(backend, attempt=attempt, iteration=one)
-            if on_progress is not None:
-                on_progress(number + 1, len(places))
-        backend.flush()
-    return report
+    with contextlib.nullcontext() if dry_run else _lease(backend):
+        attempts = read_attempts(backend)
+        places = [(attempt, one) for attempt in attempts for one in complete_iterations(backend, attempt)]
+        complete = sorted({one for _, one in places})
+        removed = _chosen(complete, keep_last=keep_last, iteration=iteration)
+        due = [place for place in places if place[1] in removed]
+        if not dry_run:
+            for attempt in attempts:
+                finish_drops(backend, attempt=attempt)
+            for number, (attempt, one) in enumerate(due):
+                drop_iteration(backend, attempt=attempt, iteration=one)
+                if on_progress is not None:
+                    on_progress(number + 1, len(due))
+            backend.flush()
+    return PruneReport(
+        url=backend.url,
+        dry_run=dry_run,
+        removed=tuple(sorted(removed)),
+        kept=tuple(one for one in complete if one not in removed),
+    )
 
 
 def delete_run(backend: RetryingBackend) -> None:
@@ -113,32 +122,21 @@ def expect_run(backend: RetryingBackend) -> None:
         run_attributes(read_run(backend), place=backend.url)
 
 
-def _plan(
-    backend: RetryingBackend, *, keep_last: int | None, iteration: str | None, dry_run: bool
-) -> tuple[PruneReport, list[tuple[Attempt, int]]]:
-    """What is to be removed, and in which attempts it lies."""
-    places = [(attempt, one) for attempt in read_attempts(backend) for one in complete_iterations(backend, attempt)]
-    complete = sorted({one for _, one in places})
+def _chosen(complete: list[int], *, keep_last: int | None, iteration: str | None) -> set[int]:
+    """Those of the complete iterations that are to be removed."""
     if keep_last is not None:
-        removed = complete[: max(0, len(complete) - keep_last)]
-    else:
-        wanted = filter_from_text("iteration", iteration or "")
-        mask = wanted.mask(lambda _: np.array(complete, dtype=np.int64), len(complete))
-        removed = [one for one, is_wanted in zip(complete, mask, strict=True) if is_wanted]
-        if not removed:
-            raise UsageError(f"--iteration {iteration} fits none of the complete iterations of the run: {complete}")
-    report = PruneReport(
-        url=backend.url,
-        dry_run=dry_run,
-        removed=tuple(removed),
-        kept=tuple(one for one in complete if one not in set(removed)),
-    )
-    return report, [place for place in places if place[1] in set(removed)]
+        return set(complete[: max(0, len(complete) - keep_last)])
+    wanted = filter_from_text("iteration", iteration or "")
+    mask = wanted.mask(lambda _: np.array(complete, dtype=np.int64), len(complete))
+    removed = {one for one, is_wanted in zip(complete, mask, strict=True) if is_wanted}
+    if not removed:
+        raise UsageError(f"--iteration {iteration} fits none of the complete iterations of the run: {complete}")
+    return removed
 
 
 def _lease(backend: RetryingBackend) -> Lease:
     """The right to change the run, which no launch that records has at the same time."""
-    return Lease(backend, launch=Launch(launch_id=f"upkeep-{uuid.uuid4().hex}", restart=0, world_size=1))
+    return Lease(backend, launch=Launch(launch_id=f"maintenance-{uuid.uuid4().hex}", restart=0, world_size=1))
 
 
 _NUM_THREADS = 16
@@ -153,21 +151,17 @@ def drop_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> Non
     """
     check_attempt(backend, attempt)
     path = layout.dropped_path(attempt.path, iteration)
-    words = {"dropped": time.time(), "removed": False}
-    write_group(backend, path, words)
+    fields = {"dropped": time.time(), "removed": False}
+    write_group(backend, path, fields)
     backend.flush()
     commit = layout.iteration_path(attempt.path, iteration)
     backend.delete_keys([layout.document_key(commit)])
-    ranks = attempt.launch.ranks
+    groups = [layout.rank_iteration_path(attempt.path, rank, iteration) for rank in attempt.launch.ranks]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        removals = [
-            pool.submit(backend.delete, layout.rank_iteration_path(attempt.path, rank, iteration)) for rank in ranks
-        ]
-    for removal in removals:
-        removal.result()
+        list(pool.map(backend.delete, groups))
     backend.delete(commit)
     backend.delete(layout.opened_path(attempt.path, iteration))
-    write_group(backend, path, {**words, "removed": True})
+    write_group(backend, path, {**fields, "removed": True})
 
 
 def finish_drops(backend: Backend, *, attempt: Attempt) -> None:
@@ -177,6 +171,6 @@ def finish_drops(backend: Backend, *, attempt: Attempt) -> None:
         StorageError: the run was deleted or replaced, or the store cannot be written.
     """
     for iteration in sorted(dropped_iterations(backend, attempt)):
-        words = read_attributes(backend, layout.dropped_path(attempt.path, iteration))
-        if words is not None and not words.get("removed"):
+        fields = read_attributes(backend, layout.dropped_path(attempt.path, iteration))
+        if fields is not None and not fields.get("removed"):
             drop_iteration(backend, attempt=attempt, iteration=iteration)

@@ -39,7 +39,6 @@ MIN_AGE_SECONDS = 3600.0
 _MAX_ROUNDS = 4
 """Mending one thing can make another one possible: documents, then markers, then iteration commits, the verdict."""
 
-_ORDER = {mend: place for place, mend in enumerate(Mend)}
 _NUM_PARTS = 3
 """Of the path of a rank's iteration: attempt, rank, iteration."""
 
@@ -129,7 +128,7 @@ def _due(report: CheckReport, *, min_age_seconds: float) -> list[CheckFinding]:
         and finding.key.partition("/")[0] not in busy
         and (finding.mend not in removals or is_old(finding.modified))
     ]
-    return sorted(due, key=lambda finding: _ORDER[finding.mend] if finding.mend is not None else 0)
+    return sorted(due, key=lambda finding: list(Mend).index(finding.mend or Mend.RESTORE_DOCUMENT))
 
 
 class _Repair:

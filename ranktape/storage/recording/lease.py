@@ -1,4 +1,4 @@
-"""The right of one launch to record into a run, so that no two record into it at once.
+"""Gives one launch the right to record into a run, so that no two record into it at once.
 
 A lease is the document of an empty group at the top of the run, which its holder writes anew every few seconds. Whoever
 wants the run looks at the leases of others for a while: one that changes has a holder that lives; one that does not is
@@ -13,7 +13,6 @@ import os
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ranktape.errors import RunExistsError, StorageError
@@ -50,7 +49,7 @@ class Lease:
         known = self._without_holders()
         self._number = max(known, default=-1) + 1
         key = layout.document_key(layout.lease_path(self._number))
-        if not backend.create(key, encode_document(group_document(self._words()), key=key)):
+        if not backend.create(key, encode_document(group_document(self._attributes()), key=key)):
             raise self._refusal(self._number)
         if rivals := _numbers(backend) - known - {self._number}:
             self._remove({self._number})
@@ -69,9 +68,7 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _without_holders(self) -> set[int]:
@@ -81,9 +78,9 @@ class Lease:
         while True:
             leases = {number: self._read(number) for number in _numbers(self._backend)}
             # One without a document is being written, or half of it was removed: a directory comes before its file.
-            others = {n: words for n, words in leases.items() if words.get("launch_id") != self._launch_id}
+            others = {number: said for number, said in leases.items() if said.get("launch_id") != self._launch_id}
             first = others if first is None else first
-            if changed := {number for number, words in others.items() if words != first.get(number)}:
+            if changed := {number for number, said in others.items() if said != first.get(number)}:
                 raise self._refusal(max(changed))
             if not others or time.monotonic() > until:
                 return set(leases)
@@ -102,9 +99,9 @@ class Lease:
                             f"{EXPIRY_SECONDS:g} s"
                         )
                     return
-                write_group(backend, layout.lease_path(self._number), self._words())
+                write_group(backend, layout.lease_path(self._number), self._attributes())
 
-    def _words(self) -> dict[str, Any]:
+    def _attributes(self) -> dict[str, Any]:
         about = {"launch_id": self._launch_id, "host": socket.gethostname(), "process": os.getpid()}
         return {**about, "renewed": time.time()}
 
@@ -118,8 +115,8 @@ class Lease:
             backend.delete_keys([layout.document_key(layout.lease_path(number)) for number in sorted(numbers)])
 
     def _refusal(self, number: int) -> RunExistsError:
-        words = self._read(number)
-        holder = f"process {words['process']} on {words['host']}" if words else "which has just ended"
+        said = self._read(number)
+        holder = f"process {said['process']} on {said['host']}" if said else "which has just ended"
         return RunExistsError(
             f"another launch records into the run at {self._backend.url} ({holder}): wait until it has ended, end it, "
             f"or choose another URL; once its processes are gone, the run is free after {EXPIRY_SECONDS:g} s"

@@ -1,4 +1,4 @@
-"""The small tensors that wait to be written together, and which of them go into one array.
+"""Keeps the small tensors that wait to be written together, and says which of them go into one array.
 
 A small tensor costs the store as much as a large one when it is an object of its own. Those of one dtype, shape
 and layout are therefore kept until there are many of them, or their iteration ends. Nothing is copied: what is
@@ -34,9 +34,6 @@ MAX_HELD_NBYTES = 64 << 20
 STORE_CONCURRENCY = 8
 """Stacks, and tensors with an object of their own, that a rank sends at the same time, where nobody says otherwise."""
 
-StackKey = tuple[Any, ...]
-"""What the tensors of one stack share."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensor:
@@ -53,20 +50,35 @@ class HeldTensor:
 
 
 @dataclass(slots=True)
-class Stacks:
-    """The small tensors of one iteration that wait."""
+class Pending:
+    """What was written of an iteration that is not committed yet, and the small tensors of it that wait."""
 
-    held: dict[StackKey, list[HeldTensor]] = field(default_factory=dict)
-    """By what they share."""
-    nbytes: int = 0
+    members: dict[str, bytes] = field(default_factory=dict)
+    """The documents of its arrays and groups, by their paths below the iteration."""
+    taken: set[str] = field(default_factory=set)
+    """The paths of tensors, from before they are written."""
+    entries: list[CatalogueEntry] = field(default_factory=list)
+    """The tensors that are written."""
+    held: dict[tuple[Any, ...], list[HeldTensor]] = field(default_factory=dict)
+    """The tensors that wait, by what those of one array must have in common."""
+    held_nbytes: int = 0
     """Bytes of their values."""
+    num_stacks: int = 0
+    """Stacks that were begun to be written."""
+    num_busy: int = 0
+    """Threads that are writing stacks."""
+    failure: Exception | None = None
+    """Why a stack could not be written."""
 
-    def add(self, item: HeldTensor) -> list[HeldTensor] | None:
+    def hold(self, item: HeldTensor) -> list[HeldTensor] | None:
         """Keep a tensor; its stack, when it is full and to be written."""
-        key = stack_key(item.info)
+        info = item.info
+        # The statistics of all tensors are alike, and far smaller than the documents of arrays of their own.
+        is_alike = info.keep == Keep.STATISTICS
+        key = (info.keep,) if is_alike else (info.keep, info.dtype, info.shape, info.layout, info.nbytes)
         stack = self.held.setdefault(key, [])
         stack.append(item)
-        self.nbytes += item.array.nbytes
+        self.held_nbytes += item.array.nbytes
         if len(stack) < MAX_STACK_RECORDS and len(stack) * item.array.nbytes < MAX_STACK_NBYTES:
             return None
         return self._take(key)
@@ -75,35 +87,7 @@ class Stacks:
         """All stacks, to be written."""
         return [self._take(key) for key in list(self.held)]
 
-    def _take(self, key: StackKey) -> list[HeldTensor]:
+    def _take(self, key: tuple[Any, ...]) -> list[HeldTensor]:
         stack = self.held.pop(key)
-        self.nbytes -= len(stack) * stack[0].array.nbytes
+        self.held_nbytes -= len(stack) * stack[0].array.nbytes
         return stack
-
-
-def stack_key(info: RecordInfo) -> StackKey:
-    """What tensors must have in common to be in one array."""
-    if info.keep == Keep.STATISTICS:
-        # Those of all tensors are alike, and far smaller than the documents that arrays of their own would have.
-        return (info.keep,)
-    return (info.keep, info.dtype, info.shape, info.layout, info.nbytes)
-
-
-@dataclass(slots=True)
-class Pending:
-    """What was written of an iteration that is not committed yet."""
-
-    members: dict[str, bytes] = field(default_factory=dict)
-    """The documents of its arrays and groups, by their paths below the iteration."""
-    taken: set[str] = field(default_factory=set)
-    """The paths of tensors, from before they are written."""
-    entries: list[CatalogueEntry] = field(default_factory=list)
-    """The tensors that are written."""
-    stacks: Stacks = field(default_factory=Stacks)
-    """The tensors that are kept."""
-    num_stacks: int = 0
-    """Stacks that were begun to be written."""
-    num_busy: int = 0
-    """Threads that are writing stacks."""
-    failure: Exception | None = None
-    """Why a stack could not be written."""

@@ -1,4 +1,4 @@
-"""What one rank writes: its tensors, and the word that an iteration is whole.
+"""Writes what one rank records: its tensors, and the commit that says that an iteration is whole.
 
 Large tensors are written as they come, small ones together. An iteration exists when its group's document, with
 the documents of all its arrays, has been written after everything else and after a flush; a marker then tells the
@@ -49,10 +49,6 @@ _CHECKS_PER_SECOND = 200
 """By all ranks together: all of them look at one object."""
 
 
-def _nothing() -> None:
-    pass
-
-
 class RankWriter:
     """The writing end of one rank of an attempt; safe for several threads, for one process."""
 
@@ -91,13 +87,13 @@ class RankWriter:
         self._changed = threading.Condition()
         self._pool = ThreadPoolExecutor(store_concurrency, thread_name_prefix="ranktape-stack")
         attributes = {"rank": rank, "environment": dict(environment), "trouble": trouble}
-        self._put_group(layout.rank_path(attempt.path, rank), attributes)
+        write_group(self._backend, layout.rank_path(attempt.path, rank), attributes)
 
     @property
     def held_nbytes(self) -> int:
         """Bytes of small tensors that are kept and not being written."""
         with self._changed:
-            return sum(pending.stacks.nbytes for pending in self._open.values())
+            return sum(pending.held_nbytes for pending in self._open.values())
 
     def holds(self, array: np.ndarray[Any, Any]) -> bool:
         """Whether a tensor is kept when it is written, to be stored with others."""
@@ -118,7 +114,7 @@ class RankWriter:
             StorageError: the run was deleted or replaced, or cannot be written.
             UsageError: its metadata have no form in JSON.
         """
-        release = on_release or _nothing
+        release = on_release or (lambda: None)
         pending, site = None, ""
         try:
             check_form(array, info=info)
@@ -235,19 +231,19 @@ class RankWriter:
     def abandon(self, iteration: int) -> None:
         """Give back what is kept of an iteration that will not be committed."""
         with self._changed:
-            work = self._settle(iteration).stacks.take_all()
+            work = self._settle(iteration).take_all()
         for held in work:
             for item in held:
                 item.release()
 
     def mark(self, iteration: int, *, mark: layout.Mark, attributes: Mapping[str, Any]) -> None:
-        """Leave the rank's word on an iteration where the coordinator looks.
+        """Leave a marker of the rank on an iteration where the coordinator looks.
 
         Raises:
             StorageError: the run was deleted or replaced, or cannot be written.
         """
         check_attempt(self._backend, self._attempt)
-        self._put_group(layout.marker_path(self._attempt.path, iteration, self._rank, mark), attributes)
+        write_group(self._backend, layout.marker_path(self._attempt.path, iteration, self._rank, mark), attributes)
 
     def close(self, *, reason: str) -> None:
         """Say that the rank will commit nothing more, and why.
@@ -256,7 +252,9 @@ class RankWriter:
             StorageError: the run was deleted or replaced, or cannot be written.
         """
         check_attempt(self._backend, self._attempt)
-        self._put_group(layout.closed_path(self._attempt.path, self._rank), {"reason": reason, "closed": time.time()})
+        write_group(
+            self._backend, layout.closed_path(self._attempt.path, self._rank), {"reason": reason, "closed": time.time()}
+        )
 
     def _begun(self, iteration: int) -> Pending:
         """What there is of an iteration; with the lock held."""
@@ -307,10 +305,10 @@ class RankWriter:
 
     def _hold(self, pending: Pending, item: HeldTensor) -> None:
         with self._changed:
-            full = pending.stacks.add(item)
+            full = pending.hold(item)
             if full is not None:
                 pending.num_busy += 1
-            is_much = sum(one.stacks.nbytes for one in self._open.values()) > stack.MAX_HELD_NBYTES
+            is_much = sum(one.held_nbytes for one in self._open.values()) > stack.MAX_HELD_NBYTES
         if full is not None:
             self._write_stack(pending, full)
         if is_much:
@@ -318,12 +316,12 @@ class RankWriter:
 
     def _take_stacks(self, pending: Pending) -> list[list[HeldTensor]]:
         """All that is kept of an iteration, with the lock held; each stack must be written then."""
-        taken = pending.stacks.take_all()
+        taken = pending.take_all()
         pending.num_busy += len(taken)
         return taken
 
     def _write_stacks(self, work: Sequence[tuple[Pending, list[HeldTensor]]]) -> None:
-        """Side by side: each of them waits for the store, and with the caller's patience."""
+        """Side by side: each of them waits for the store, and by the caller's deadline."""
         wait([self._pool.submit(copy_context().run, self._write_stack, pending, held) for pending, held in work])
 
     def _write_stack(self, pending: Pending, held: list[HeldTensor]) -> None:
@@ -337,14 +335,11 @@ class RankWriter:
                 pending.num_busy -= 1
                 self._changed.notify_all()
             for item in held:
-                self._release(pending, item)
-
-    def _release(self, pending: Pending, item: HeldTensor) -> None:
-        try:
-            item.release()
-        except Exception as error:  # noqa: BLE001  # the others must be given back all the same
-            with self._changed:
-                pending.failure = pending.failure or error
+                try:
+                    item.release()
+                except Exception as error:  # noqa: BLE001  # the others must be given back all the same
+                    with self._changed:
+                        pending.failure = pending.failure or error
 
     def _store_stack(self, pending: Pending, held: list[HeldTensor]) -> None:
         self._check_now_and_then()
@@ -384,7 +379,7 @@ class RankWriter:
         parts = site.split("/")[:-1]
         parents = ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
         group = layout.rank_iteration_path(self._attempt.path, self._rank, info.iteration)
-        documents = {parent: self._put_group(f"{group}/{parent}", {}) for parent in parents}
+        documents = {parent: write_group(self._backend, f"{group}/{parent}", {}) for parent in parents}
         with self._changed:
             pending.members |= {**documents, site: document}
             pending.entries.append(CatalogueEntry(site=site, stack="", index=-1, info=info))
@@ -397,6 +392,3 @@ class RankWriter:
         document = encode_document(encoded.document, key=key)
         self._backend.put(key, [document])
         return document
-
-    def _put_group(self, path: str, attributes: Mapping[str, Any]) -> bytes:
-        return write_group(self._backend, path, attributes)
