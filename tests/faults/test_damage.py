@@ -24,6 +24,7 @@ from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import CheckSeverity
 from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.places.urls import open_backend
+from tests.exhaustive import exhaustive
 from tests.faults.truth import NUM_RANKS, Tensor, tensors, values
 from tests.runs import describe, start
 from tests.strategies import raw_bytes
@@ -41,11 +42,10 @@ OPTIONAL = frozenset({"failed", "plan"})
 TENSORS = frozenset({"stack", "document of a stack", "tensor", "document of a tensor", "rank commit", "rank catalogue"})
 """Kinds that nothing can be made from again."""
 
-NUM_KEYS = 2
-"""Objects of a kind that are damaged in turn: the last ones."""
+LAST = slice(-1, None)
 
-NUM_TENSOR_KEYS = 4
-"""As many tensors that are objects of their own: one rank's of an iteration, each of another form."""
+OTHERS = slice(-4, -1)
+"""With the last, the tensors that one rank has of an iteration as objects of their own, each of another form."""
 
 Truth = dict[tuple[int, int, str], bytes]
 """The bytes of every tensor by iteration, rank and module."""
@@ -188,12 +188,16 @@ def test_a_run_has_every_kind_of_object_and_a_check_finds_nothing_wrong(
     assert report.num_records == len(truth)
 
 
+@pytest.mark.parametrize(
+    "which", [LAST, pytest.param(OTHERS, marks=exhaustive("make test damages one object of each kind"))]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_damage_is_found_and_no_wrong_value_is_read(kind: str, written: tuple[Path, Path], truth: Truth) -> None:
+def test_every_damage_is_found_and_no_wrong_value_is_read(
+    kind: str, which: slice, written: tuple[Path, Path], truth: Truth
+) -> None:
     run, older = written
     missed: list[Any] = []
-    keys = [key for key in keys_of(run) if kind_of(key) == kind]
-    for key in keys[-(NUM_TENSOR_KEYS if "tensor" in kind else NUM_KEYS) :]:
+    for key in [key for key in keys_of(run) if kind_of(key) == kind][which]:
         data = (run / key).read_bytes()
         for name, damaged in damages(run, older, key):
             if (kind in STATEMENTS and name == OLDER) or (kind in OPTIONAL and damaged is None):
