@@ -18,6 +18,7 @@ import pytest
 
 from tests.browser import BrowserUnavailableError, start_browser
 from tests.ceph import CephServer, CephUnavailableError
+from tests.exhaustive import mark_combinations
 from tests.forking.forked import ForkedWriter
 from tests.s3 import MotoServer, S3Server
 
@@ -50,11 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what was not asked for, with a reason that says how to ask; let the rest begin with what is long."""
     for item in items:
-        for mark in item.iter_markers("exhaustive"):
-            if not mark.args or "alone" in item.keywords or "exhaustive" not in item.path.read_text(encoding="utf-8"):
-                raise pytest.UsageError(
-                    f"{item.nodeid}: an exhaustive test says why it is, is not alone, and its file has the word"
-                )
+        if any(not mark.args or "alone" in item.keywords for mark in item.iter_markers("exhaustive")):
+            raise pytest.UsageError(f"{item.nodeid}: an exhaustive test says why it is, and is not alone")
+    mark_combinations(items)
     for marker, meaning in OPT_IN.items():
         if config.getoption(f"--run-{marker}"):
             continue

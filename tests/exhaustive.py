@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
+
+MANY_COMBINATIONS = 16
 
 
 def exhaustive(reason: str) -> pytest.MarkDecorator:
@@ -22,3 +26,20 @@ def sampled(cases: Iterable[Any], *, keep: int, reason: str = "a sample of these
         param if at in kept else param._replace(marks=(*param.marks, exhaustive(reason)))
         for at, param in enumerate(params)
     ]
+
+
+def mark_combinations(items: Iterable[pytest.Item]) -> None:
+    """Mark of a test with many combinations of parameters those without which each value is in one of the others."""
+    combinations = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "alone" not in item.keywords:
+            combinations[item.nodeid.partition("[")[0]].append(item)
+    for alike in combinations.values():
+        if len(alike) < MANY_COMBINATIONS:
+            continue
+        met: set[tuple[str, int]] = set()
+        for item in random.Random(0).sample(alike, len(alike)):  # noqa: S311  (the same each time)
+            values = {(name, id(value)) for name, value in item.callspec.params.items()}
+            if values <= met:
+                item.add_marker(exhaustive("each value of each parameter is in make test"))
+            met |= values

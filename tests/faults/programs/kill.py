@@ -229,7 +229,7 @@ def main() -> None:
             place.rings.mkdir(parents=True)
             delay = None if number < 0 else draw.uniform(0.0, undisturbed)
             outcome = trial(args.level, place, delay=delay, draw=draw)
-            # The machine may be busier than it was, or idler: where nothing was left to disturb, the kill came too late.
+            # The machine may be busier than it was, or idler: a kill that found nothing to disturb came too late.
             is_late = outcome["promised"] == NUM_RANKS * len(ITERATIONS)
             undisturbed = undisturbed * (0.8 if is_late else 1.05) or outcome["seconds"]
             sys.stdout.write(f"{json.dumps(outcome)}\n")
