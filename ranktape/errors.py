@@ -1,28 +1,6 @@
 """The mistakes that ranktape reports, each with the exit code with which it ends a command.
 
-RanktapeError                 everything a user can cause or must know; never shown with a traceback
-  UsageError                  a wrong option, field name or value (exit code 2)
-    UnknownFieldError         a filter names a field that records do not have
-  RunNotFoundError            no run at the URL
-  RunExistsError              a run is at the URL and neither resume nor overwrite was asked for
-  RunFormatError              what is stored there is not a run of a schema we read
-  StorageError                the store cannot be reached, read or written
-    UnreachableError          it does not answer, or answers that it cannot just now; trying again may help
-    NoSpaceError              it is full, or a quota is used up
-    AccessDeniedError         it refuses us: wrong credentials, a permission that is missing, a read-only mount
-    NoBucketError             the bucket or container of the URL is not there
-    ObjectTooLargeError       an object is larger than what it is read as may be
-  DataError                   a record's bytes are missing or damaged
-    IncompleteTensorError     a part of a tensor that several ranks held is missing
-    ReplicaMismatchError      ranks that held copies of one tensor recorded different values
-  NoRecordsError              a selection holds nothing
-  WorkersError                processes or a cluster that were to do the work cannot be had, or were lost
-  CaptureError                capture cannot start or cannot go on
-    FailedElsewhereError      another rank cannot start it, and says so itself
-    LateError                 a rank, or a writer, was not ready in time: nothing is wrong but the clock
-      LateElsewhereError      another rank says so itself
-  MinimumNotMetError          fewer complete iterations than guaranteed
-  CheckFoundError             a check ran and found something (exit code 3)
+All are `RanktapeError`s: what a user can cause or must know, never shown with a traceback.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import stat
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -58,7 +59,7 @@ def parse_yaml(text: str, *, place: str) -> Any:
         UsageError: it is not YAML, or has aliases, tags, names given twice, or too many levels.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader, and with fewer tags)
+        return _value(_Loader(text).get_single_node())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = "" if mark is None else f"line {mark.line + 1}: "
@@ -100,10 +101,9 @@ def _line(text: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain values: YAML 1.1 takes 10:20:2 for a number to the base of sixty, and `no` for false."""
+    """Composes the nodes of a text, bounded; what they stand for is read by `_value`."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012  (PyYAML declares it so)
-    yaml_constructors: ClassVar[dict[str | None, Any]] = {}
     _depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -125,52 +125,37 @@ class _Loader(yaml.SafeLoader):
             self._depth -= 1
 
 
-def _mapping(loader: _Loader, node: Any) -> dict[str, Any]:
+_SCALARS: tuple[tuple[str, Callable[[str], Any]], ...] = (
+    (r"~|null|Null|NULL|", lambda _: None),
+    (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    (r"[-+]?[0-9]+", int),
+    (r"0o[0-7]+|0x[0-9a-fA-F]+", lambda text: int(text, 0)),
+    (r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", float),
+    (r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", lambda text: float(text.replace(".", ""))),
+)
+"""The plain values of YAML 1.2's core schema, and what they mean.
+
+YAML 1.1 takes 10:20:2 for a number to the base of sixty, and `no` for false.
+"""
+
+
+def _value(node: Any) -> Any:
+    """What a node stands for; nothing where there is none."""
+    if node is None:
+        return None
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(one) for one in node.value]
+    if isinstance(node, yaml.ScalarNode):
+        if node.style is not None:  # in quotes, or a block of text
+            return node.value
+        meanings = (meaning for form, meaning in _SCALARS if re.fullmatch(form, node.value))
+        return next(meanings, str)(node.value)
     words: dict[str, Any] = {}
     for key, value in node.value:
-        name = loader.construct_object(key, deep=True)
+        name = _value(key)
         if not isinstance(name, str):
             raise yaml.MarkedYAMLError(problem=f"the name {name!r:.40} is no text", problem_mark=key.start_mark)
         if name in words:
             raise yaml.MarkedYAMLError(problem=f"{name!r:.40} is given twice", problem_mark=key.start_mark)
-        words[name] = loader.construct_object(value, deep=True)
+        words[name] = _value(value)
     return words
-
-
-def _float(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
-_SCALARS = (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""], lambda _: None),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF"), lambda text: text.lower() == "true"),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789"), lambda text: int(text, _base(text))),
-    (
-        "float",
-        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        list("-+0123456789."),
-        _float,
-    ),
-)
-"""Plain values of YAML 1.2's core schema: tag, form, first characters, meaning."""
-
-
-def _base(text: str) -> int:
-    return 0 if text[1:2] in {"o", "x"} else 10
-
-
-def _constructor(meaning: Any) -> Any:
-    return lambda loader, node: meaning(loader.construct_scalar(node))
-
-
-for _name, _form, _firsts, _meaning in _SCALARS:
-    _tag = f"tag:yaml.org,2002:{_name}"
-    _Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_form})\Z"), _firsts)
-    _Loader.add_constructor(_tag, _constructor(_meaning))
-
-_CONSTRUCTORS: dict[str | None, Any] = {
-    "tag:yaml.org,2002:str": lambda loader, node: loader.construct_scalar(node),
-    "tag:yaml.org,2002:seq": lambda loader, node: loader.construct_sequence(node, deep=True),
-    "tag:yaml.org,2002:map": _mapping,
-}
-_Loader.yaml_constructors.update(_CONSTRUCTORS)

@@ -43,7 +43,6 @@ class Console:
         self._told: set[str] = set()
         self._num_drains = 0
         self._num_sites = 0
-        self._drain_is_shown = False
 
     def say(self, text: str) -> None:
         """One line, from rank 0."""
@@ -71,10 +70,9 @@ class Console:
     def warn_of_site(self, text: str) -> None:
         """Of a site of this rank that is disabled; of the first ones only, where it is many."""
         self._num_sites += 1
-        if self._num_sites <= _MAX_SITES:
-            self.warn_once(text)
-        elif self._num_sites == _MAX_SITES + 1:
-            self.warn_once("further sites are disabled: 'ranktape status' names them")
+        if self._num_sites <= _MAX_SITES + 1:
+            is_named = self._num_sites <= _MAX_SITES
+            self.warn_once(text if is_named else "further sites are disabled: 'ranktape status' names them")
 
     def warn_of(self, options: CaptureOptions) -> None:
         """Of settings that do not what they seem to do."""
@@ -132,18 +130,14 @@ class Console:
     def show_drain(self, pending_nbytes: int, state: str) -> None:
         """How far the storing of what was staged is; called about each second."""
         if self._num_drains % _DRAIN_INTERVAL == 0:
-            self._drain_is_shown = True
-            if pending_nbytes:
-                self.say(f"storing what was captured: {size_text(pending_nbytes)} left")
-            elif state == "waiting":
-                self.say("stored; waiting for the other ranks")
-            else:
-                self.say("committing what was captured")
+            left = f"storing what was captured: {size_text(pending_nbytes)} left" if pending_nbytes else None
+            waits = "stored; waiting for the other ranks" if state == "waiting" else "committing what was captured"
+            self.say(left or waits)
         self._num_drains += 1
 
     def end_drain(self) -> None:
         """Everything is stored, or the wait is over."""
-        if self._drain_is_shown:
+        if self._num_drains:
             self.say("done storing")
 
 

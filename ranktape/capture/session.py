@@ -43,19 +43,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class NoCapture:
+class NoCapture(contextlib.AbstractContextManager["NoCapture"]):
     """Stands for a capture where none was asked for: nothing is attached, nothing is recorded."""
 
     is_recording = False
     """Always: nothing is stored."""
 
-    def __enter__(self) -> Self:
-        """Nothing."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing."""
 
     def step(self, iteration: int | None = None) -> None:
@@ -131,7 +125,7 @@ class Capture(Iterations):
             RunExistsError: there is a run at the URL; its text says the ways out.
             StorageError: the store cannot be reached or written.
             CaptureError: the writer cannot start, another rank cannot, or another capture is running.
-            LateError: this rank waited for rank 0, or for its writer, and its patience is over.
+            LateError: this rank waited for rank 0, or for its writer, for too long.
         """
         if Capture.current is not None and Capture.current.yields:
             Capture.current.close(reason="the training began a capture of its own")

@@ -265,7 +265,7 @@ class WriterProcess:
         while True:
             with contextlib.suppress(CaptureError):
                 self.keep_alive()
-            alive = self.is_alive()
+            alive = self.is_alive()  # before the words: what it said last is heard then
             words = self.ring.hear() or words
             if words.get("state") in _LAST or not alive:
                 return words

@@ -125,7 +125,7 @@ def recover_ring(path: Path, *, open_run: Callable[[str], Backend], trusts_other
         report.remains = str(error)
         return report
     try:
-        _recover(ring, report, open_run=open_run, trusts_other_boots=trusts_other_boots)
+        report.remains = _recover(ring, report, open_run=open_run, trusts_other_boots=trusts_other_boots)
         if report.remains is None:
             path.unlink(missing_ok=True)
     finally:
@@ -135,30 +135,26 @@ def recover_ring(path: Path, *, open_run: Callable[[str], Backend], trusts_other
 
 def _recover(
     ring: RingConsumer, report: RingReport, *, open_run: Callable[[str], Backend], trusts_other_boots: bool
-) -> None:
+) -> str | None:
+    """Store what is left in a ring; why the ring is to stay."""
     about = ring.hear(Words.ABOUT)
     if about is None:
-        return  # it is described before the first tensor: nothing is lost with it
+        return None  # it is described before the first tensor: nothing is lost with it
     try:
         report.url, report.rank = str(about["url"]), int(about["rank"])
         if about["boot_id"] != boot_id() and not trusts_other_boots:
-            report.remains = (
+            return (
                 f"host {about['host']} wrote it, or an earlier start of this one, and what it wrote last may never "
                 f"have reached the file: give --trust-other-boots if it went down in order"
             )
-            return
         backend = open_run(report.url)
         attempt = read_attempt(backend, str(about["attempt"]))
         if attempt is None or report.rank not in attempt.launch.ranks:
-            report.remains = (
-                f"{report.url} has no {about['attempt']} with a rank {report.rank}: remove it if the run is gone"
-            )
-            return
+            return f"{report.url} has no {about['attempt']} with a rank {report.rank}: remove it if the run is gone"
         environment, compression = dict(about["environment"]), str(about["compression"])
         left = read_slots(ring)
     except (KeyError, TypeError, ValueError, CaptureError) as error:
-        report.remains = f"it is damaged ({error})"
-        return
+        return f"it is damaged ({error})"
     rank_writer = RankWriter(
         backend, attempt=attempt, rank=report.rank, environment=environment, compression=compression
     )
@@ -167,6 +163,7 @@ def _recover(
         recovery.settle(iteration, left.get(iteration, Left()))
     report.finished = recovery.close()
     report.committed, report.failed, report.num_tensors = recovery.committed, recovery.failed, recovery.num_tensors
+    return None
 
 
 def read_slots(ring: RingConsumer, *, ends: Iterable[tuple[int, int, Mapping[str, Any]]] = ()) -> dict[int, Left]:
@@ -234,9 +231,8 @@ class Recovery:
             self._commit(iteration, left)
             self.committed.append(iteration)
         except (CaptureError, DataError, KeyError, TypeError, ValueError) as error:
-            reason = (
-                str(error) if isinstance(error, RanktapeError) else f"what the ring says of it is damaged: {error!r}"
-            )
+            is_ours = isinstance(error, RanktapeError)
+            reason = str(error) if is_ours else f"what the ring says of it is damaged: {error!r}"
             self._rank_writer.abandon(iteration)
             self._rank_writer.mark(iteration, mark=Mark.FAILED, attributes={"reason": reason})
             self.failed[iteration] = reason
