@@ -22,7 +22,7 @@ from ranktape.capture.writing.counting import kept_nbytes
 if TYPE_CHECKING:
     from ranktape.capture.expected import Site
     from ranktape.capture.passes.passes import Call
-    from ranktape.capture.settings.selecting import Decision
+    from ranktape.capture.settings.rules import CaptureRule
     from ranktape.capture.source import Source
     from ranktape.capture.tensors.parts import PlainPart
 
@@ -60,7 +60,7 @@ def _of_length(layouts: Sequence[str], num_dims: int) -> str:
 
 
 def keep_samples(
-    part: PlainPart, *, decision: Decision, sample_dim: int | None
+    part: PlainPart, *, decision: CaptureRule, sample_dim: int | None
 ) -> tuple[PlainPart, Sequence[int] | None] | None:
     """The part with the samples that the decision names, and their places in the batch; None where it has none of them.
 
@@ -70,7 +70,7 @@ def keep_samples(
     if decision.samples is None or sample_dim is None:
         return part, None
     count = part.tensor.shape[sample_dim]
-    places = decision.places(count)
+    places = decision.samples.below(count)
     if len(places) == count:
         return part, None
     if not places:
@@ -132,7 +132,7 @@ class RecordForm:
 
 
 def form_of(
-    site: Site, whole: PlainPart, *, decision: Decision, call: Call, quant_type: str, given_sample_dim: int | None
+    site: Site, whole: PlainPart, *, decision: CaptureRule, call: Call, quant_type: str, given_sample_dim: int | None
 ) -> RecordForm | None:
     """The form of a part of a tensor of a site, as the decision has it; None where it leaves all samples out."""
     role, source = site.role, site.source

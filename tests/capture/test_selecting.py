@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from ranktape.capture.passes.passes import Call
 from ranktape.capture.settings.cadence import Beat, Cadence
 from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.settings.rules import cadence_of
-from ranktape.capture.settings.selecting import Decision, Selecting
+from ranktape.capture.settings.rules import CaptureRule, cadence_of
+from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.sites import ids_at, keep_samples
 from ranktape.capture.source import Source, TensorRole
 from ranktape.capture.tensors.parts import PlainPart
@@ -122,7 +122,7 @@ def queried(records: list[RecordInfo], filters: dict[str, Any], where: str | Non
     return sorted((found if where is None else found.where(where)).column("counter").tolist())
 
 
-def decided(records: list[RecordInfo], options: CaptureOptions) -> dict[int, Decision]:
+def decided(records: list[RecordInfo], options: CaptureOptions) -> dict[int, CaptureRule]:
     """Which of the records a capture of every iteration takes, and what it keeps of them."""
     found = {}
     by_rank = {rank: Selecting(options, rank=rank) for rank in range(4)}
@@ -154,7 +154,7 @@ def identity(info: RecordInfo) -> tuple[Source, TensorRole, Call]:
     return source, role, call
 
 
-def decide(selecting: Selecting, info: RecordInfo) -> Decision | None:
+def decide(selecting: Selecting, info: RecordInfo) -> CaptureRule | None:
     """The decision for a tensor of that identity."""
     return selecting.decide(
         *identity(info), dtype=info.dtype, shape=info.shape, nbytes=info.nbytes, quant_type=info.quant_type
@@ -307,7 +307,7 @@ def part(*shape: int, placement: str | None = None) -> PlainPart:
 
 def sampled(samples: Any, whole: PlainPart, *, sample_dim: int | None) -> Any:
     """What is left of a part."""
-    (decision,) = Selecting(CaptureOptions(samples=samples), rank=0)._decisions
+    (decision,) = Selecting(CaptureOptions(samples=samples), rank=0)._rules
     return keep_samples(whole, decision=decision, sample_dim=sample_dim)
 
 

@@ -84,15 +84,19 @@ class Numbers:
 
     def below(self, count: int) -> list[int]:
         """Those below `count`, ascending."""
-        numbers = np.arange(count)
-        return (
-            list(range(count)) if self.filter is None else numbers[self.filter.mask(lambda _: numbers, count)].tolist()
-        )
+        return list(range(count)) if self.filter is None else _below(self.filter, count)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@functools.lru_cache(maxsize=1 << 10)
+def _below(chosen: Filter, count: int) -> list[int]:
+    numbers = np.arange(count)
+    found: list[int] = numbers[chosen.mask(lambda _: numbers, count)].tolist()
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CaptureRule:
-    """Some tensors, when they are captured, and what is kept of them."""
+    """Some tensors, when they are captured, and what is kept of them; each is equal to itself alone."""
 
     filters: tuple[Filter, ...]
     """All of them must hold."""

@@ -25,7 +25,7 @@ from ranktape.storage.query.filters import Filter
 if TYPE_CHECKING:
     from ranktape.capture.passes.passes import Call
     from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.capture.settings.rules import Numbers
+    from ranktape.capture.settings.rules import CaptureRule
     from ranktape.capture.source import Source, TensorRole
     from ranktape.storage.query.columns import Column
 
@@ -137,25 +137,6 @@ _SUFFIXES = ("", "_codes", "_scales")
 """What may follow the name of a tensor: quantised operands are recorded as codes and scales."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Decision:
-    """What is kept of a tensor that is taken; there is one for each rule."""
-
-    keep: str
-    """`values`, `histogram` or `statistics`."""
-    samples: Numbers | None
-    """The samples that are kept; None for all."""
-    _places: dict[int, list[int]] = field(default_factory=dict, compare=False, repr=False)
-
-    def places(self, num_samples: int) -> list[int]:
-        """The places in the batch of the samples that are kept."""
-        found = self._places.get(num_samples)
-        if found is None:
-            found = list(range(num_samples)) if self.samples is None else self.samples.below(num_samples)
-            self._places[num_samples] = found
-        return found
-
-
 class Selecting:
     """The rules of a capture on one rank, in the iteration that is running."""
 
@@ -167,7 +148,6 @@ class Selecting:
         """
         self._general, self._rules = read_selection(options)
         self._rank = rank
-        self._decisions = [Decision(keep=rule.keep, samples=rule.samples) for rule in self._rules]
         self.cadence = cadence_of(options)
         names = self._general.names.union(*(rule.names for rule in self._rules))
         self._is_general = not names
@@ -189,7 +169,7 @@ class Selecting:
         self._iteration = iteration
         self._due = self.cadence.due(iteration)
         self._possible.clear()
-        self.of_all = self._decisions[0] if self._is_general and self._due[0] else None
+        self.of_all = self._rules[0] if self._is_general and self._due[0] else None
         """What is kept of every tensor of the iteration, where no rule tells one from another."""
         if self._is_by_iteration:
             self._answers.clear()
@@ -205,10 +185,10 @@ class Selecting:
         nbytes: int,
         quant_type: str,
         suffix: str = "",
-    ) -> Decision | None:
+    ) -> CaptureRule | None:
         """What is kept of a tensor, whose name may have a suffix; None where it is not taken in this iteration."""
         if self._is_general:
-            return self._decisions[0] if self._due[0] else None
+            return self._rules[0] if self._due[0] else None
         seen = (*_call_values(call), call.index, quant_type, dtype, shape, nbytes, math.prod(shape))
         key = (source, role, suffix, *[seen[number] for number in self._asked])
         number = self._answers.get(key)
@@ -217,7 +197,7 @@ class Selecting:
             if len(self._answers) >= MAX_ANSWERS:
                 self._answers.clear()
             self._answers[key] = number
-        return self._decisions[number] if number >= 0 and self._due[number] else None
+        return self._rules[number] if number >= 0 and self._due[number] else None
 
     def may_take(self, source: Source, role: TensorRole, call: Call | None = None) -> bool:
         """Whether a tensor of that source and role, and of that call, can be taken in this iteration.
