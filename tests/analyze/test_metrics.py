@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.analyze.numerics.sweeps.metrics import DECIBELS_PER_BIT, METRICS, Level, _Metrics, levels_of, scores
-from ranktape.analyze.numerics.sweeps.scaling import SUMS, Sums
+from ranktape.analyze.numerics.sweeps.metrics import DECIBELS_PER_BIT, METRICS, Level, Loss, levels_of, scores
+from ranktape.analyze.numerics.sweeps.sums import SUMS, Sums
 
 FIGURES = st.builds(
-    _Metrics,
+    Loss,
     squared=st.one_of(st.floats(0, 1e300), st.just(math.inf)),
     cosine=st.floats(0, 1),
     psnr=st.one_of(st.floats(-3000, 3000), st.just(math.inf), st.just(-math.inf)),
@@ -21,37 +21,37 @@ FIGURES = st.builds(
 
 
 @given(figures=st.lists(FIGURES, min_size=1, max_size=30))
-def test_scores_are_never_nan_and_between_0_and_1(figures: list[_Metrics]) -> None:
+def test_scores_are_never_nan_and_between_0_and_1(figures: list[Loss]) -> None:
     assert all(-1e-12 <= score <= 1 + 1e-12 for score in scores(figures))
 
 
 def test_weights_are_those_of_the_legacy_tool() -> None:
-    best = _Metrics(squared=0.0, cosine=1.0, psnr=60.0, absolute=0.0)
-    worst = _Metrics(squared=1.0, cosine=0.0, psnr=0.0, absolute=1.0)
-    middle = _Metrics(squared=0.25, cosine=0.5, psnr=30.0, absolute=0.5)
+    best = Loss(squared=0.0, cosine=1.0, psnr=60.0, absolute=0.0)
+    worst = Loss(squared=1.0, cosine=0.0, psnr=0.0, absolute=1.0)
+    middle = Loss(squared=0.25, cosine=0.5, psnr=30.0, absolute=0.5)
     found = scores([best, worst, middle])
     expected = [1.0, 0.0, 0.3 * 0.75 + 0.3 * 0.5 + 0.2 * 0.5 + 0.2 * 0.5]
     assert all(math.isclose(one, other, abs_tol=1e-12) for one, other in zip(found, expected, strict=True))
 
 
 def test_equal_levels_are_all_best() -> None:
-    figure = _Metrics(squared=0.1, cosine=1.0, psnr=40.0, absolute=0.2)
+    figure = Loss(squared=0.1, cosine=1.0, psnr=40.0, absolute=0.2)
     assert scores([figure, figure]) == [1.0, 1.0]
 
 
 def test_lossless_is_one_bit_better_than_the_best_of_the_others() -> None:
-    lossless = _Metrics(squared=0.0, cosine=1.0, psnr=math.inf, absolute=0.0)
-    good = _Metrics(squared=0.0, cosine=1.0, psnr=60.0, absolute=0.0)
-    bad = _Metrics(squared=0.0, cosine=1.0, psnr=60.0 - 9 * DECIBELS_PER_BIT, absolute=0.0)
+    lossless = Loss(squared=0.0, cosine=1.0, psnr=math.inf, absolute=0.0)
+    good = Loss(squared=0.0, cosine=1.0, psnr=60.0, absolute=0.0)
+    bad = Loss(squared=0.0, cosine=1.0, psnr=60.0 - 9 * DECIBELS_PER_BIT, absolute=0.0)
     found = scores([lossless, good, bad])
     assert math.isclose(found[0] - found[1], 0.2 / 10)
     assert math.isclose(found[1] - found[2], 0.2 * 9 / 10)
 
 
 def test_an_infinite_error_is_the_worst() -> None:
-    broken = _Metrics(squared=math.inf, cosine=0.0, psnr=-math.inf, absolute=math.inf)
-    bad = _Metrics(squared=1.0, cosine=0.0, psnr=0.0, absolute=1.0)
-    good = _Metrics(squared=0.0, cosine=1.0, psnr=60.0, absolute=0.0)
+    broken = Loss(squared=math.inf, cosine=0.0, psnr=-math.inf, absolute=math.inf)
+    bad = Loss(squared=1.0, cosine=0.0, psnr=0.0, absolute=1.0)
+    good = Loss(squared=0.0, cosine=1.0, psnr=60.0, absolute=0.0)
     assert scores([broken, bad, good]) == [0.0, 0.0, 1.0]
     assert scores([broken, broken]) == [0.0, 0.0]
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from ranktape.analyze.numerics.formats import FORMATS, Format, Rounding, round_to
 from ranktape.analyze.numerics.formats.kernels import constants_of, round_block
 from ranktape.analyze.numerics.histograms.histogram import count_values
+from ranktape.analyze.numerics.sweeps.kernels import BLOCK, STEP
 from ranktape.analyze.numerics.sweeps.metrics import levels_of
-from ranktape.analyze.numerics.sweeps.scaling import (
+from ranktape.analyze.numerics.sweeps.sums import (
     CHUNK,
     SUMS,
     Sums,
@@ -24,7 +25,6 @@ from ranktape.analyze.numerics.sweeps.scaling import (
     sums_of_pairs,
     sums_of_values,
 )
-from ranktape.analyze.numerics.sweeps.scaling_kernels import BLOCK, STEP
 from ranktape.storage.format.dtypes import DTYPES
 from tests.strategies import arrays
 

@@ -17,7 +17,7 @@ from ranktape.analyze.metrics.target import sweepable
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode
-from ranktape.analyze.numerics.sweeps.scaling import scale_of
+from ranktape.analyze.numerics.sweeps.sums import scale_of
 from ranktape.analyze.questions.swept import (
     Swept,
     answerable,

@@ -30,7 +30,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from ranktape.analyze.numerics.histograms.histogram import Histogram, count_valu
 from ranktape.analyze.numerics.pieces import pieces
 from ranktape.analyze.numerics.sweeps.metrics import Level, levels_of
 from ranktape.analyze.numerics.sweeps.options import NUM_LEVELS
-from ranktape.analyze.numerics.sweeps.scaling import CHUNK, SUMS, Sums, scale_of
+from ranktape.analyze.numerics.sweeps.sums import CHUNK, SUMS, Sums, scale_of
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import dtype_row
 
@@ -197,8 +197,7 @@ def check_legacy(target: Format, *, options: SweepOptions) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RoundedTable:
+class _Rounded(NamedTuple):
     """What numbers are at one level, in their order."""
 
     scaled: NDArray[np.float32]
@@ -207,13 +206,13 @@ class _RoundedTable:
     """After rounding and multiplication by the scale."""
 
 
-def _table(values: NDArray[np.float32], *, target: Format, exponent: float) -> _RoundedTable:
+def _table(values: NDArray[np.float32], *, target: Format, exponent: float) -> _Rounded:
     # The scale is a float64 in the tool, and a float32 where it meets a bfloat16: 0 or infinite far from 1.
     with np.errstate(all="ignore"):
         scale = np.float32(scale_of(exponent))
         scaled = to_bfloat16(values / scale)
         result = to_bfloat16(_rounded(scaled, target=target) * scale)
-    return _RoundedTable(scaled=scaled, result=result.astype(np.float64))
+    return _Rounded(scaled, result.astype(np.float64))
 
 
 def _rounded(scaled: NDArray[np.float32], *, target: Format) -> NDArray[np.float32]:
@@ -241,7 +240,7 @@ def _patterns(values: NDArray[Any]) -> NDArray[np.uint16]:
 
 
 def _sums(
-    magnitudes: NDArray[np.float64], *, counts: NDArray[np.int64], tables: Sequence[_RoundedTable], target: Format
+    magnitudes: NDArray[np.float64], *, counts: NDArray[np.int64], tables: Sequence[_Rounded], target: Format
 ) -> Sums:
     is_finite = np.isfinite(magnitudes)
     values, weights = magnitudes[is_finite], counts[is_finite].astype(np.float64)
@@ -293,25 +292,19 @@ def _original_scores(levels: Sequence[Level]) -> list[float]:
 
 
 def _with_originals(
-    level: Level, *, table: _RoundedTable, counts: NDArray[np.int64], target: Format, score: float
+    level: Level, *, table: _Rounded, counts: NDArray[np.int64], target: Format, score: float
 ) -> LegacyLevel:
     num_elements = int(counts.sum())
-    overflow, underflow, flush = (
-        int(counts[chosen].sum())
-        for chosen in (
-            table.scaled > target.maximum,
-            (table.scaled > 0) & (table.scaled < target.min_subnormal),
-            (table.scaled > 0) & (table.scaled < target.min_normal),
-        )
-    )
+    chosen = {
+        "overflow": table.scaled > target.maximum,
+        "underflow": (table.scaled > 0) & (table.scaled < target.min_subnormal),
+        "flush": (table.scaled > 0) & (table.scaled < target.min_normal),
+    }
+    found = {name: int(counts[mask].sum()) for name, mask in chosen.items()}
     return LegacyLevel(
         **dataclasses.asdict(level),
-        original_overflow_count=overflow,
-        original_overflow_ratio=overflow / num_elements,
-        original_underflow_count=underflow,
-        original_underflow_ratio=underflow / num_elements,
-        original_flush_count=flush,
-        original_flush_ratio=flush / num_elements,
+        **{f"original_{name}_count": count for name, count in found.items()},  # type: ignore[arg-type]
+        **{f"original_{name}_ratio": count / num_elements for name, count in found.items()},  # type: ignore[arg-type]
         relative_error_percent=100 * level.relative_error,
         original_score=score,
     )

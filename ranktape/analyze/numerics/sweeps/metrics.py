@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ranktape.analyze.numerics.sweeps.scaling import scale_of
+from ranktape.analyze.numerics.sweeps.sums import scale_of
 
 if TYPE_CHECKING:
-    from ranktape.analyze.numerics.sweeps.scaling import Sums
+    from ranktape.analyze.numerics.sweeps.sums import Sums
 
 DECIBELS_PER_BIT = 20 * math.log10(2)
 """How much PSNR one more bit of precision gains."""
@@ -98,8 +98,7 @@ METRICS: dict[str, LevelMetric] = {
 """Every metric, by the name of its field."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Metrics:
+class Loss(NamedTuple):
     """What a score is made of; independent of the unit that the values are in."""
 
     squared: float
@@ -114,14 +113,14 @@ class _Metrics:
 
 def levels_of(sums: Sums, *, exponents: Sequence[float]) -> tuple[Level, ...]:
     """One level for each exponent, in their order."""
-    metrics = [_metrics(sums, index=index) for index in range(len(exponents))]
+    losses = [_loss(sums, index=index) for index in range(len(exponents))]
     return tuple(
-        _level(sums, index=index, exponent=exponent, metric=metric, score=score)
-        for index, (exponent, metric, score) in enumerate(zip(exponents, metrics, scores(metrics), strict=True))
+        _level(sums, index=index, exponent=exponent, loss=loss, score=score)
+        for index, (exponent, loss, score) in enumerate(zip(exponents, losses, scores(losses), strict=True))
     )
 
 
-def scores(metrics: Sequence[_Metrics]) -> list[float]:
+def scores(losses: Sequence[Loss]) -> list[float]:
     """The composite score of each level: 30 % MSE, 30 % cosine, 20 % PSNR, 10 % MAE, 10 % relative error.
 
     The weights are those of the legacy tool. MSE, PSNR, MAE and relative error are placed
@@ -130,14 +129,14 @@ def scores(metrics: Sequence[_Metrics]) -> list[float]:
     A level without any error counts as one bit better in PSNR than the best of the others, and one with an infinite
     error as the worst. Never NaN.
     """
-    finite = [metric.psnr for metric in metrics if math.isfinite(metric.psnr)]
+    finite = [loss.psnr for loss in losses if math.isfinite(loss.psnr)]
     lossless = max(finite, default=0.0) + DECIBELS_PER_BIT
-    squared = _placed([-metric.squared for metric in metrics])
-    psnr = _placed([min(metric.psnr, lossless) for metric in metrics])
-    absolute = _placed([-metric.absolute for metric in metrics])
+    squared = _placed([-loss.squared for loss in losses])
+    psnr = _placed([min(loss.psnr, lossless) for loss in losses])
+    absolute = _placed([-loss.absolute for loss in losses])
     return [
-        0.3 * squared[index] + 0.3 * metric.cosine + 0.2 * psnr[index] + (0.1 + 0.1) * absolute[index]
-        for index, metric in enumerate(metrics)
+        0.3 * squared[index] + 0.3 * loss.cosine + 0.2 * psnr[index] + (0.1 + 0.1) * absolute[index]
+        for index, loss in enumerate(losses)
     ]
 
 
@@ -158,33 +157,26 @@ def _logarithm(ratio: float) -> float:
 
 def _error(total: float) -> float:
     """What errors add up to; infinite where that is not a number, because nothing worse can be said of a level."""
-    return math.inf if math.isnan(total) else total
+    return math.inf if math.isnan(total) else float(total)
 
 
-def _cosine(product: float, lengths: float) -> float:
-    """0 where one of the two has no length, or neither product nor lengths are within float64."""
-    if not (lengths > 0 and math.isfinite(product) and math.isfinite(lengths)):
-        return 0.0
-    # Rounding may leave a hair more than 1.
-    return min(1.0, product / lengths)
-
-
-def _metrics(sums: Sums, *, index: int) -> _Metrics:
-    squared_error = _error(float(sums.squared_error_L[index]))
-    squared_result = float(sums.squared_result_L[index])
-    lengths = math.sqrt(sums.squared) * math.sqrt(squared_result)
-    rmse = math.sqrt(squared_error / sums.num_finite)
-    return _Metrics(
+def _loss(sums: Sums, *, index: int) -> Loss:
+    squared_error = _error(sums.squared_error_L[index])
+    lengths = math.sqrt(sums.squared) * math.sqrt(sums.squared_result_L[index])
+    product, rmse = float(sums.product_L[index]), math.sqrt(squared_error / sums.num_finite)
+    # 0 where one of the two has no length, or neither product nor lengths are within float64.
+    has_angle = lengths > 0 and math.isfinite(product) and math.isfinite(lengths)
+    return Loss(
         squared=_error(squared_error / sums.squared),
-        cosine=_cosine(float(sums.product_L[index]), lengths),
+        cosine=min(1.0, product / lengths) if has_angle else 0.0,  # rounding may leave a hair more than 1
         psnr=-20 * _logarithm(rmse / sums.largest),
-        absolute=_error(float(sums.absolute_error_L[index])) / sums.absolute,
+        absolute=_error(sums.absolute_error_L[index]) / sums.absolute,
     )
 
 
-def _level(sums: Sums, *, index: int, exponent: float, metric: _Metrics, score: float) -> Level:
+def _level(sums: Sums, *, index: int, exponent: float, loss: Loss, score: float) -> Level:
     count = sums.num_finite
-    mean_square = _error(float(sums.squared_error_L[index])) / count
+    mean_square = _error(sums.squared_error_L[index]) / count
     overflow, underflow = int(sums.overflow_L[index]), int(sums.underflow_L[index])
     flushed = float(sums.flushed_L[index])
     return Level(
@@ -192,12 +184,12 @@ def _level(sums: Sums, *, index: int, exponent: float, metric: _Metrics, score: 
         scale=scale_of(exponent),
         mse=_unshifted(mean_square, 2 * sums.shift),
         rmse=_unshifted(math.sqrt(mean_square), sums.shift),
-        mae=_unshifted(_error(float(sums.absolute_error_L[index])) / count, sums.shift),
-        max_abs_error=_unshifted(_error(float(sums.largest_error_L[index])), sums.shift),
-        relative_error=metric.absolute,
-        cosine=metric.cosine,
-        psnr=metric.psnr,
-        sqnr=-10 * _logarithm(metric.squared),
+        mae=_unshifted(_error(sums.absolute_error_L[index]) / count, sums.shift),
+        max_abs_error=_unshifted(_error(sums.largest_error_L[index]), sums.shift),
+        relative_error=loss.absolute,
+        cosine=loss.cosine,
+        psnr=loss.psnr,
+        sqnr=-10 * _logarithm(loss.squared),
         overflow_count=overflow,
         overflow_ratio=overflow / count,
         underflow_count=underflow,

@@ -19,7 +19,6 @@ import numpy as np
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, count_few_cells
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.inputs import numbers_of
-from ranktape.analyze.numerics.sweeps.group_scaling import sums_of_blocks, sums_of_groups
 from ranktape.analyze.numerics.sweeps.legacy import check_legacy, legacy_histogram, legacy_levels, legacy_note
 from ranktape.analyze.numerics.sweeps.metrics import Level, levels_of, settled
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
@@ -29,7 +28,13 @@ from ranktape.analyze.numerics.sweeps.population import (
     population_of_histogram,
     population_of_values,
 )
-from ranktape.analyze.numerics.sweeps.scaling import magnitude_pairs, sums_of_pairs, sums_of_values
+from ranktape.analyze.numerics.sweeps.sums import (
+    magnitude_pairs,
+    sums_of_blocks,
+    sums_of_groups,
+    sums_of_pairs,
+    sums_of_values,
+)
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,8 +42,6 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.numerics.formats import Format, Rounding
     from ranktape.analyze.numerics.quantization.schemes import Scheme
-    from ranktape.analyze.numerics.sweeps.scaling import Sums
-
 
 MAX_CELLS = 1 << 19
 """Counts of blocks that are kept in memory; where there are more, the values themselves are gone through instead."""
@@ -148,145 +151,145 @@ def sweep_schemes(
     Raises:
         UsageError: as `sweep_formats`.
     """
-    if isinstance(numbers, Histogram):
-        return tuple(_of_histogram(numbers, scheme, mode, options) for scheme, mode in wanted)
-    if isinstance(numbers, BlockHistogram):
-        return tuple(_of_blocks(numbers, scheme, mode, options) for scheme, mode in wanted)
-    tensor = _Tensor(numbers_of(numbers), options=options, threads=threads)
-    return tuple(tensor.sweep(scheme, mode) for scheme, mode in wanted)
+    source = _Source(numbers, options=options, threads=threads)
+    return tuple(source.sweep(scheme, mode) for scheme, mode in wanted)
 
 
-def _of_histogram(histogram: Histogram, scheme: Scheme, mode: SweepMode, options: SweepOptions) -> ScaleSweep:
-    if mode.has_offsets:
-        raise UsageError(
-            f"scales of {mode} for {scheme.name} do not follow from counts of single values: give a format without "
-            "blocks and --sweep-mode tensor, or the values themselves"
-        )
-    if mode is SweepMode.LEGACY:
-        counted = legacy_histogram(histogram)
-        levels = legacy_levels(counted, target=scheme.element, options=options)
-        population = population_of_histogram(counted)
-        note = legacy_note(levels, largest=population.largest)
-        return _result(population, levels, scheme, mode, options, legacy_note=note)
-    population = population_of_histogram(histogram)
-    values, counts = magnitude_pairs(histogram)
+class _Source:
+    """What is swept, and what has been counted of it, for one format after the other."""
 
-    def sums_at(exponents: NDArray[np.float64]) -> Sums:
-        return sums_of_pairs(
-            values, counts=counts, exponents=exponents, target=scheme.element, rounding=options.rounding
-        )
-
-    return _of_tensor(population, sums_at, scheme, options)
-
-
-def _of_tensor(
-    found: Population, sums_at: Callable[[NDArray[np.float64]], Sums], scheme: Scheme, options: SweepOptions
-) -> ScaleSweep:
-    levels: tuple[Level, ...] = ()
-    if found.largest:
-        exponents = options.exponents(largest=found.largest, smallest=found.smallest, target=scheme.element)
-        levels = levels_of(sums_at(exponents), exponents=exponents.tolist())
-    return _result(found, levels, scheme, SweepMode.TENSOR, options)
-
-
-def _of_blocks(histogram: BlockHistogram, scheme: Scheme, mode: SweepMode, options: SweepOptions) -> ScaleSweep:
-    if mode is not SweepMode.MX or scheme.has_tensor_scale or histogram.block_size != scheme.block_size:
-        asked = scheme.name if mode is SweepMode.MX else f"mode {mode}"
-        raise UsageError(
-            f"counts of blocks of {histogram.block_size} do not answer {asked} with blocks of {scheme.block_size}: "
-            "give --sweep-mode mx and that block size, or the values themselves"
-        )
-    found = population_of_blocks(histogram)
-    levels: tuple[Level, ...] = ()
-    offsets = options.offsets()
-    if found.largest:
-        sums = sums_of_blocks(
-            histogram,
-            element=scheme.element,
-            rule=options.rule,
-            rounding=options.rounding or scheme.element.rounding,
-            offsets=offsets,
-            scale_bits=options.bits,
-        )
-        levels = levels_of(sums, exponents=offsets.astype(np.float64).tolist())
-    return _result(found, levels, scheme, mode, options)
-
-
-class _Tensor:
-    """An array and what has been counted of it, for one format after the other."""
-
-    def __init__(self, array: NDArray[Any], *, options: SweepOptions, threads: int | None) -> None:
+    def __init__(
+        self, numbers: NDArray[Any] | Histogram | BlockHistogram, *, options: SweepOptions, threads: int | None
+    ) -> None:
         self._options, self._threads = options, threads
+        self._counted = numbers if isinstance(numbers, Histogram | BlockHistogram) else None
+        self._blocks: dict[int, BlockHistogram | None] = {}
+        if isinstance(numbers, Histogram | BlockHistogram):
+            return
+        array = numbers_of(numbers)
         if array.dtype.kind in "iub":
             raise UsageError(f"{array.dtype} values are no floating-point numbers, and no scale is sought for them")
         self._shape = array.shape
-        # Both parts of a complex number are values, in a dimension before all others.
-        is_complex = array.dtype.kind == "c"
         whole = array.reshape(1) if array.ndim == 0 else array
-        self._array = _parts(whole) if is_complex else whole
-        self._num_parts = int(is_complex)
-        self._blocks: dict[int, BlockHistogram | None] = {}
+        # Both parts of a complex number are values, in a dimension before all others.
+        self._array = _parts(whole) if array.dtype.kind == "c" else whole
 
     def sweep(self, scheme: Scheme, mode: SweepMode) -> ScaleSweep:
         """What is lost in one format."""
+        if isinstance(self._counted, BlockHistogram):
+            return self._of_kept_blocks(self._counted, scheme, mode)
         if mode is SweepMode.LEGACY:
-            check_legacy(scheme.element, options=self._options)
-            return _of_histogram(self._legacy_histogram, scheme, mode, self._options)
+            return self._as_legacy(scheme)
         if mode is SweepMode.TENSOR:
             return self._with_one_scale(scheme)
+        if self._counted is not None:
+            raise UsageError(
+                f"scales of {mode} for {scheme.name} do not follow from counts of single values: give a format without "
+                "blocks and --sweep-mode tensor, or the values themselves"
+            )
         return self._with_many_scales(scheme, mode)
 
-    def _with_one_scale(self, scheme: Scheme) -> ScaleSweep:
-        if self._is_countable:
-            return _of_histogram(self._histogram, scheme, SweepMode.TENSOR, self._options)
-        found = self._population
+    def _as_legacy(self, scheme: Scheme) -> ScaleSweep:
+        check_legacy(scheme.element, options=self._options)
+        counted = self._legacy_histogram
+        levels = legacy_levels(counted, target=scheme.element, options=self._options)
+        found = population_of_histogram(counted)
+        note = legacy_note(levels, largest=found.largest)
+        return self._result(found, levels, scheme, SweepMode.LEGACY, legacy_note=note)
 
-        def sums_at(exponents: NDArray[np.float64]) -> Sums:
-            return sums_of_values(
+    def _with_one_scale(self, scheme: Scheme) -> ScaleSweep:
+        found, target, rounding = self._population, scheme.element, self._options.rounding
+        if not found.largest:
+            return self._result(found, (), scheme, SweepMode.TENSOR)
+        exponents = self._options.exponents(largest=found.largest, smallest=found.smallest, target=target)
+        if self._is_countable:
+            values, counts = magnitude_pairs(self._histogram)
+            sums = sums_of_pairs(values, counts=counts, exponents=exponents, target=target, rounding=rounding)
+        else:
+            sums = sums_of_values(
                 self._array,
                 largest=found.largest,
                 exponents=exponents,
-                target=scheme.element,
-                rounding=self._options.rounding,
+                target=target,
+                rounding=rounding,
                 threads=self._threads,
             )
-
-        return _of_tensor(found, sums_at, scheme, self._options)
+        return self._result(found, levels_of(sums, exponents=exponents.tolist()), scheme, SweepMode.TENSOR)
 
     def _with_many_scales(self, scheme: Scheme, mode: SweepMode) -> ScaleSweep:
         ends = self._population
-        if self._is_countable and mode is SweepMode.MX:
-            blocks = None if scheme.has_tensor_scale else self._counted(scheme.block_size)
+        num_dims, axis = max(len(self._shape), 1), self._options.axis
+        if not -num_dims <= axis < num_dims:
+            raise UsageError(f"--axis {axis} is not one of a tensor of shape {self._shape}")
+        from_front = axis % num_dims + self._array.ndim - num_dims
+        if self._is_countable and mode is SweepMode.MX and not scheme.has_tensor_scale:
+            blocks = self._blocks_of(scheme.block_size, axis=from_front)
             if blocks is not None and blocks.answers(self._options.rule, scheme.element):
-                found = _of_blocks(blocks, scheme, mode, self._options)
-                return dataclasses.replace(found, minimum=ends.minimum, maximum=ends.maximum)
-        sums, found_here = sums_of_groups(
+                return self._of_blocks(blocks, scheme, ends)
+        sums, found = sums_of_groups(
             self._array,
             largest=ends.largest,
             scheme=scheme,
             options=self._options,
-            axis=self._axis,
+            axis=from_front,
             threads=self._threads,
         )
-        population = dataclasses.replace(found_here, minimum=ends.minimum, maximum=ends.maximum)
         offsets = self._options.offsets().astype(np.float64).tolist()
-        levels = levels_of(sums, exponents=offsets) if population.largest else ()
-        return _result(population, levels, scheme, mode, self._options)
+        levels = levels_of(sums, exponents=offsets) if found.largest else ()
+        return self._result(_with_ends(found, ends), levels, scheme, mode)
 
-    @property
-    def _axis(self) -> int:
-        num_dims, axis = max(len(self._shape), 1), self._options.axis
-        if not -num_dims <= axis < num_dims:
-            raise UsageError(f"--axis {axis} is not one of a tensor of shape {self._shape}")
-        return axis % num_dims + self._num_parts
+    def _of_kept_blocks(self, blocks: BlockHistogram, scheme: Scheme, mode: SweepMode) -> ScaleSweep:
+        if mode is not SweepMode.MX or scheme.has_tensor_scale or blocks.block_size != scheme.block_size:
+            asked = scheme.name if mode is SweepMode.MX else f"mode {mode}"
+            raise UsageError(
+                f"counts of blocks of {blocks.block_size} do not answer {asked} with blocks of {scheme.block_size}: "
+                "give --sweep-mode mx and that block size, or the values themselves"
+            )
+        return self._of_blocks(blocks, scheme, None)
+
+    def _of_blocks(self, blocks: BlockHistogram, scheme: Scheme, ends: Population | None) -> ScaleSweep:
+        found, options = population_of_blocks(blocks), self._options
+        levels: tuple[Level, ...] = ()
+        offsets = options.offsets()
+        if found.largest:
+            sums = sums_of_blocks(
+                blocks,
+                element=scheme.element,
+                rule=options.rule,
+                rounding=options.rounding or scheme.element.rounding,
+                offsets=offsets,
+                scale_bits=options.bits,
+            )
+            levels = levels_of(sums, exponents=offsets.astype(np.float64).tolist())
+        return self._result(_with_ends(found, ends), levels, scheme, SweepMode.MX)
+
+    def _result(
+        self,
+        found: Population,
+        levels: tuple[Level, ...],
+        scheme: Scheme,
+        mode: SweepMode,
+        *,
+        legacy_note: str = "",
+    ) -> ScaleSweep:
+        return ScaleSweep(
+            **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
+            scheme=scheme,
+            mode=mode,
+            options=self._options,
+            levels=levels,
+            legacy_note=legacy_note,
+        )
 
     @property
     def _is_countable(self) -> bool:
-        return self._array.dtype.itemsize <= 2  # noqa: PLR2004 - bytes that can be counted
+        return self._counted is not None or self._array.dtype.itemsize <= 2  # noqa: PLR2004 - bytes that can be counted
 
     @functools.cached_property
     def _histogram(self) -> Histogram:
-        return count_values(self._array, threads=self._threads)
+        return (
+            self._counted if isinstance(self._counted, Histogram) else count_values(self._array, threads=self._threads)
+        )
 
     @functools.cached_property
     def _legacy_histogram(self) -> Histogram:
@@ -296,27 +299,19 @@ class _Tensor:
     def _population(self) -> Population:
         return population_of_histogram(self._histogram) if self._is_countable else population_of_values(self._array)
 
-    def _counted(self, block_size: int) -> BlockHistogram | None:
+    def _blocks_of(self, block_size: int, *, axis: int) -> BlockHistogram | None:
         if block_size not in self._blocks:
             self._blocks[block_size] = count_few_cells(
-                self._array, axis=self._axis, block_size=block_size, threads=self._threads, max_cells=MAX_CELLS
+                self._array, axis=axis, block_size=block_size, threads=self._threads, max_cells=MAX_CELLS
             )
         return self._blocks[block_size]
+
+
+def _with_ends(found: Population, ends: Population | None) -> Population:
+    """With the signs that counts of magnitudes do not know, where they are known."""
+    return found if ends is None else dataclasses.replace(found, minimum=ends.minimum, maximum=ends.maximum)
 
 
 def _parts(array: NDArray[Any]) -> NDArray[Any]:
     rows = np.ascontiguousarray(array)
     return np.moveaxis(rows.view(rows.real.dtype).reshape(*array.shape, 2), -1, 0)
-
-
-def _result(
-    found: Population,
-    levels: tuple[Level, ...],
-    scheme: Scheme,
-    mode: SweepMode,
-    options: SweepOptions,
-    *,
-    legacy_note: str = "",
-) -> ScaleSweep:
-    counted = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-    return ScaleSweep(**counted, scheme=scheme, mode=mode, options=options, levels=levels, legacy_note=legacy_note)

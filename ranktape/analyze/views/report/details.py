@@ -16,7 +16,7 @@ import numpy as np
 from ranktape.analyze.engine.sweep_measure import sweep_one
 from ranktape.analyze.metrics.target import is_sweepable, sweepable
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
-from ranktape.analyze.numerics.sweeps.scaling import sums_of_pairs
+from ranktape.analyze.numerics.sweeps.sums import sums_of_pairs
 from ranktape.analyze.questions.swept import SweepRequest, jobs_of, parse_request
 from ranktape.analyze.views.report.columns import PageMetric, packed, sqnr_of
 from ranktape.errors import UsageError

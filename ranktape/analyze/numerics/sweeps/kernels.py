@@ -54,8 +54,9 @@ NUM_COUNTS = 3
 """Overflow, underflow, flushed."""
 
 
-POWERS, FLOATS, CODES = range(3)
-"""Scales are powers of two; or numbers to divide by; or e4m3 numbers times the scale of the tensor, as NVFP4's are."""
+POWERS, FLOATS, CODES, EXACT = range(4)
+"""Scales are powers of two; float32 numbers to divide by; e4m3 numbers times the scale of the tensor, as NVFP4's are;
+or what the level says."""
 
 _MODELOPT = int(ScaleRecipe.MODELOPT)
 
@@ -64,13 +65,13 @@ class Scales(NamedTuple):
     """What the kernel knows of how scales follow from what is known of a group."""
 
     kind: int
-    """`POWERS`, `FLOATS` or `CODES`."""
+    """`POWERS`, `FLOATS`, `CODES` or `EXACT`."""
     end: int
     """Largest magnitude of the exponent of a power of two."""
     shift: int
     """Exponent of the power of two that values are to be divided by, so that their squares are within float64."""
     shift_factors: tuple[float, float]
-    """What divides by that: see `shift_factors`."""
+    """What divides by that, one after the other."""
     limit: int
     """Largest magnitude of the exponent of a shifted scale."""
     recipe: int
@@ -85,7 +86,7 @@ def magnitudes_of(values_N: AnyArray, factors: tuple[float, float], magnitudes_N
         magnitude = abs(np.float64(values_N[index]))
         is_finite = magnitude < np.inf
         shifted = magnitude * factors[0] * factors[1]
-        # 1,500 binary orders below the largest value the shift loses bits, but nothing becomes zero by it.
+        # 1,500 binades below the largest value the shift loses bits, but nothing becomes zero by it.
         magnitudes_N[index] = max(shifted, min(magnitude, 5e-324)) if is_finite else 0.0
         finite += is_finite
     return finite
@@ -254,48 +255,9 @@ def _fold(  # noqa: PLR0917 - as above
 
 
 @compiled
-def sum_scaled(  # noqa: PLR0917 - as above
-    values_N: NDArray[np.float64],
+def sum_levels(  # noqa: PLR0917 - as above
+    values_GE: AnyArray,
     weights_N: NDArray[np.int64],
-    scales_L: NDArray[np.float64],
-    constants: RoundingConstants,
-    sums_LK: NDArray[np.float64],
-    counts_LC: NDArray[np.int64],
-    own_K: NDArray[np.float64],
-) -> None:
-    """Add the sums of magnitudes that share the scale of each level; without weights, each counts once."""
-    sums_LKA = np.zeros((scales_L.size, NUM_SUMS, LANES))
-    own_KA = np.zeros((2, LANES))
-    block, block_factors = np.zeros(BLOCK), np.ones(BLOCK)
-    block_weights = np.zeros(BLOCK if weights_N.size else 0, dtype=np.int64)
-    scratch = np.zeros((6, BLOCK))
-    zeros = np.int64(0)
-    for start in range(0, values_N.size, BLOCK):
-        size = min(BLOCK, values_N.size - start)
-        used = -(-size // STEP) * STEP
-        block[:size] = values_N[start : start + size]
-        block[size:used] = 0.0
-        if weights_N.size:
-            block_weights[:size] = weights_N[start : start + size]
-            block_weights[size:used] = 0
-            block_factors[:used] = block_weights[:used]
-        values, weights, factors = block[:used], block_weights[:used], block_factors[:used]
-        scaled, scales = scratch[4, :used], scratch[5, :used]
-        zeros += _add_own(values, factors, own_KA)
-        for level in range(scales_L.size):
-            scale = scales_L[level]
-            for index in range(used):
-                scaled[index] = np.divide(values[index], scale)
-                scales[index] = scale
-            _finish_block(
-                values, weights, factors, scaled, scales, constants, scratch, sums_LKA[level], counts_LC[level]
-            )
-    _fold(sums_LKA, own_KA, zeros, sums_LK, counts_LC, own_K)
-
-
-@compiled
-def sum_grouped(  # noqa: PLR0917 - as above
-    values_GE: NDArray[np.float64],
     known_G: NDArray[np.float64],
     offsets_L: NDArray[np.float64],
     how: Scales,
@@ -303,24 +265,25 @@ def sum_grouped(  # noqa: PLR0917 - as above
     sums_LK: NDArray[np.float64],
     counts_LC: NDArray[np.int64],
     own_K: NDArray[np.float64],
-) -> None:
-    """Add the sums of magnitudes in groups that have a scale each.
+) -> np.int64:
+    """Add the sums of values in groups that have a scale each; count the finite ones.
 
     `known_G` is of each group the exponent of its scale (`POWERS`), its scale (`FLOATS`) or its largest magnitude
     (`CODES`); `offsets_L` is of each level what is added to the exponent, what scales are multiplied by, or what the
-    scale of the tensor follows from.
+    scale of the tensor follows from. `EXACT` are scales of the shifted values themselves, for all groups alike.
+    Without weights, each value counts once.
     """
     num_groups, size_of_group = values_GE.shape
     flat = values_GE.reshape(values_GE.size)
     sums_LKA = np.zeros((offsets_L.size, NUM_SUMS, LANES))
     own_KA = np.zeros((2, LANES))
     block, shifted, scratch = np.zeros(BLOCK), np.zeros(BLOCK), np.zeros((6, BLOCK))
-    no_weights, ones = np.zeros(0, dtype=np.int64), np.ones(BLOCK)
+    block_weights, block_factors = np.zeros(BLOCK if weights_N.size else 0, dtype=np.int64), np.ones(BLOCK)
     # Of each group of a block: what values are multiplied or divided by, and what results are multiplied by.
     factors = np.zeros((2, BLOCK))
-    zeros = np.int64(0)
+    finite, zeros = np.int64(0), np.int64(0)
     # A block holds several groups, or one of several parts of a group.
-    groups, parts = max(1, BLOCK // size_of_group), (size_of_group + BLOCK - 1) // BLOCK
+    groups, parts = max(1, BLOCK // max(1, size_of_group)), (size_of_group + BLOCK - 1) // BLOCK
     for number in range((num_groups + groups - 1) // groups * parts):
         group, place = number // parts * groups, number % parts * BLOCK
         known = known_G[group : group + groups]
@@ -329,18 +292,25 @@ def sum_grouped(  # noqa: PLR0917 - as above
         used = -(-size // STEP) * STEP
         start = group * size_of_group + place
         block[:size] = flat[start : start + size]
-        block[size:used] = 0.0
-        magnitudes_of(block[:used], how.shift_factors, shifted)
-        values, scaled, scales = shifted[:used], scratch[4, :used], scratch[5, :used]
+        finite += magnitudes_of(block[:size], how.shift_factors, shifted)
+        shifted[size:used] = 0.0
+        if weights_N.size:
+            block_weights[:size] = weights_N[start : start + size]
+            block_weights[size:used] = 0
+            block_factors[:used] = block_weights[:used]
+        values, weights, weighted = shifted[:used], block_weights[:used], block_factors[:used]
+        scaled, scales = scratch[4, :used], scratch[5, :used]
         scaled[size:], scales[size:] = 0.0, 0.0
-        zeros += _add_own(values, ones[:used], own_KA)
+        zeros += _add_own(values, weighted, own_KA)
+        source = shifted[:size] if how.kind == EXACT else block[:size]
         for level in range(offsets_L.size):
             _factors_of(known, offsets_L[level], how, factors)
-            _scale_block(block[:size], width, how, factors, scaled[:size], scales[:size])
+            _scale_block(source, width, how, factors, scaled[:size], scales[:size])
             _finish_block(
-                values, no_weights, ones[:used], scaled, scales, constants, scratch, sums_LKA[level], counts_LC[level]
+                values, weights, weighted, scaled, scales, constants, scratch, sums_LKA[level], counts_LC[level]
             )
     _fold(sums_LKA, own_KA, zeros, sums_LK, counts_LC, own_K)
+    return finite
 
 
 @compiled
@@ -352,6 +322,10 @@ def _factors_of(known: NDArray[np.float64], offset: float, how: Scales, factors:
             before[group] = np.int64((1023 - exponent) << 52).view(np.float64)
             moved = np.int64(min(max(exponent - np.int64(how.shift), np.int64(-how.limit)), np.int64(how.limit)))
             after[group] = np.int64((1023 + moved) << 52).view(np.float64)
+        return
+    if how.kind == EXACT:
+        before[:] = offset
+        after[:] = offset
         return
     low, high = how.shift_factors
     if how.kind == FLOATS:
@@ -385,7 +359,7 @@ def _scale_block(  # noqa: PLR0917 - as above
             for index in range(shape[1]):
                 y[row, index] = x[row, index] * before
                 s[row, index] = after
-        elif how.kind == FLOATS:
+        elif how.kind == FLOATS or how.kind == EXACT:  # noqa: PLR1714 - numba compares numbers
             for index in range(shape[1]):
                 y[row, index] = np.divide(x[row, index], before)
                 s[row, index] = after
