@@ -127,7 +127,7 @@ def test_sums_of_stochastic_rounding_are_what_is_to_be_expected(name: str, targe
     finite = values[np.isfinite(values)]
     scaled = np.minimum(finite / scale, row.maximum)
     below = round_to(scaled, target=row, rounding=Rounding.FLOOR)
-    step = np.ldexp(1.0, row.unit_exponents(np.maximum(np.frexp(scaled)[1] - 1, row.lowest_exponent)))
+    step = np.ldexp(1.0, np.vectorize(row.unit_exponent)(np.maximum(np.frexp(scaled)[1] - 1, row.lowest_exponent)))
     up = (scaled - below) / step
     above = np.where(up > 0, below + step, below)
     likely = {"squared_error": 0.0, "absolute_error": 0.0, "squared_result": 0.0, "product": 0.0}

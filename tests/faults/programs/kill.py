@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ranktape.analyze.numerics.histograms.histogram import warm_up
+from ranktape.analyze.numerics.histograms.moments import warm_up
 from ranktape.capture.writing.recover import RingReport, find_rings, recover_ring
 from ranktape.errors import RanktapeError
 from ranktape.storage.format.attempt import Launch

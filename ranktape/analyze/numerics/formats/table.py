@@ -11,14 +11,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ranktape.errors import UsageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 class Rounding(enum.StrEnum):
@@ -145,11 +142,6 @@ class Format:
         """The exponent of the step between the values with that exponent, which is not below `lowest_exponent`."""
         return exponent - self.mantissa_bits + sum(abs(exponent) > limit for limit in self.taper)
 
-    def unit_exponents(self, exponents: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
-        """`unit_exponent` of each."""
-        lost = np.searchsorted(np.asarray(self.taper, dtype=np.int64), np.abs(exponents))
-        return np.asarray(exponents - self.mantissa_bits + lost)
-
     @property
     def overflow_threshold(self) -> float:
         """Half a step beyond `maximum`: from about here, rounding to nearest goes past the largest value.
@@ -217,27 +209,18 @@ class Format:
 
 
 def _row(
-    name: str,
-    dtype: str | None,
-    bits: tuple[int, int, int],
-    maximum: float,
-    specials: tuple[int, int],
-    *,
-    has_negative_zero: bool = True,
-    coding: Coding = Coding.FIELDS,
+    name: str, dtype: str | None, bits: tuple[int, int, int], maximum: float, specials: tuple[int, int], **more: Any
 ) -> Format:
-    exponent_bits, mantissa_bits, bias = bits
     return Format(
         name=name,
         dtype=dtype,
-        exponent_bits=exponent_bits,
-        mantissa_bits=mantissa_bits,
-        bias=bias,
+        exponent_bits=bits[0],
+        mantissa_bits=bits[1],
+        bias=bits[2],
         maximum=maximum,
         num_infinities=specials[0],
         num_nans=specials[1],
-        has_negative_zero=has_negative_zero,
-        coding=coding,
+        **more,
     )
 
 
@@ -253,15 +236,12 @@ FORMATS: dict[str, Format] = {
         # Integers with an implicit scale of 2**-6; -2 has a code, and rounding does not give it (OCP, 5.3.4).
         _row("int8", None, (1, 6, 1), 127 / 64, (0, 0), has_negative_zero=False, coding=Coding.INTEGER),
         # arXiv 2409.16626: 3 significand bits up to |exponent| 3, then 2, 1 and, below 2**-15, none.
-        Format(
-            name="hif8",
-            dtype=None,
-            exponent_bits=4,
-            mantissa_bits=3,
-            bias=16,
-            maximum=32768.0,
-            num_infinities=2,
-            num_nans=1,
+        _row(
+            "hif8",
+            None,
+            (4, 3, 16),
+            32768.0,
+            (2, 1),
             has_negative_zero=False,
             coding=Coding.TAPERED,
             taper=(3, 7, 15),

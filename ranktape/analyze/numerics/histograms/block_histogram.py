@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from ranktape.analyze.numerics.formats.kernels import ONE_FIELD
 from ranktape.analyze.numerics.histograms.block_tables import (
     CUTS,
     NO_CELLS,
@@ -24,7 +25,7 @@ from ranktape.analyze.numerics.histograms.block_tables import (
     significands_of,
 )
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
-from ranktape.analyze.numerics.quantization.schemes import ScaleRule, cut_of
+from ranktape.analyze.numerics.quantization.schemes import ScaleRule, raise_of
 from ranktape.errors import UsageError
 from ranktape.storage.format.block_counts import NUMBERS, BlockCounts
 from ranktape.storage.format.dtypes import dtype_name, dtype_row
@@ -109,9 +110,12 @@ class BlockHistogram(BlockCounts):
 
 def _is_doubled(significands: NDArray[np.float64], rule: ScaleRule, element: Format) -> NDArray[np.bool_]:
     """Of which largest magnitudes the scale is twice as large."""
-    cut = cut_of(rule, element=element)
-    return significands >= cut.at if cut.is_inclusive else significands > cut.at
+    doubled: NDArray[np.bool_] = significands.view(np.int64) + raise_of(rule, element=element) >= TWO_BITS
+    return doubled
 
+
+TWO_BITS = (ONE_FIELD + 1) << 52
+"""The bits of the float64 2.0."""
 
 APART = NUMBERS[1:]
 """What a histogram of blocks counts beside its cells."""
@@ -245,9 +249,3 @@ def histogram_of(counted: Counted, *, kind: BlockKind, num_elements: int) -> Blo
         nan=int(spoiled_counts[spoiled_magnitudes > rows.infinity].sum()),
         inf=int(spoiled_counts[spoiled_magnitudes == rows.infinity].sum()),
     )
-
-
-def warm_up() -> None:
-    """Compile, or load from the cache, every kernel that `count_blocks` needs."""
-    for axis in (0, 1):
-        count_blocks(np.ones((2, 2), dtype=_BFLOAT16), axis=axis, threads=1)

@@ -117,34 +117,6 @@ def count_rows_inside(
                         counts[place] += np.uint32(1)
 
 
-@compiled
-def take_cells(
-    table: NDArray[np.uint32],
-    held_magnitudes: NDArray[np.uint16],
-    held_counts: NDArray[np.int64],
-    magnitudes: NDArray[np.uint16],
-    counts: NDArray[np.int64],
-) -> int:
-    """Write the cells of a table and those held of it before, in the order of magnitudes; return how many they are.
-
-    The table is empty then; pages of it that nothing was counted in are not written to.
-    """
-    number, held = 0, 0
-    for magnitude in range(table.size):
-        found = np.int64(table[magnitude])
-        is_held = held < held_magnitudes.size and held_magnitudes[held] == magnitude
-        if found:
-            table[magnitude] = 0
-        if is_held:
-            found += held_counts[held]
-            held += 1
-        if found:
-            magnitudes[number] = magnitude
-            counts[number] = found
-            number += 1
-    return number
-
-
 CUTS = (2049, 3073, 3584, 3585, 3840, 3841, 3968, 4065, 4080)
 """Where any rule changes its mind for the elements of any scheme, in units of 2**-11.
 
@@ -264,14 +236,6 @@ def count_in_tables(
     return None if first.is_over else first.counted
 
 
-def _both(some: Cells, others: Cells) -> Cells:
-    dense = np.zeros(NUM_MAGNITUDES, dtype=np.int64)
-    for magnitudes, counts in (some, others):
-        dense[magnitudes] += counts
-    found = np.flatnonzero(dense)
-    return found.astype(np.uint16), dense[found]
-
-
 def _patterns(part: NDArray[Any], *, dtype: np.dtype[Any]) -> NDArray[np.int16]:
     if part.dtype == dtype:
         return part.view(np.int16)
@@ -325,14 +289,14 @@ class _Tables:
 
     def put_away(self) -> None:
         """Move what the tables hold to the cells; they are free then."""
-        magnitudes, counts = np.empty(NUM_MAGNITUDES, dtype=np.uint16), np.empty(NUM_MAGNITUDES, dtype=np.int64)
         for row in np.flatnonzero(self._table_of_R >= 0).tolist():
             if self.is_over:
                 break
             first = int(self._table_of_R[row]) * NUM_MAGNITUDES
             table = self._tables[first : first + int(self._rows.ends[row])]
-            number = take_cells(table, *self.counted.cells.get(row, NO_CELLS), magnitudes, counts)
-            self._keep(row, (magnitudes[:number].copy(), counts[:number].copy()))
+            found = np.flatnonzero(table)
+            self._keep(row, (found.astype(np.uint16), table[found].astype(np.int64)))
+            table[found] = 0
         self._table_of_R[:] = -1
         self._num_counted = 0
 
@@ -342,12 +306,18 @@ class _Tables:
         self._num_cells = max(self._num_cells, other._num_cells if other.is_over else 0)
         cells = other.counted.cells
         while cells and not self.is_over:
-            row, found = cells.popitem()
-            self._keep(row, _both(self.counted.cells.get(row, NO_CELLS), found))
+            self._keep(*cells.popitem())
 
     def _keep(self, row: int, cells: Cells) -> None:
-        magnitudes, _ = self.counted.cells.get(row, NO_CELLS)
-        self._num_cells += cells[0].size - magnitudes.size
+        """Add cells of a row to those that are held of it."""
+        held = self.counted.cells.get(row, NO_CELLS)
+        if held[0].size:
+            dense = np.zeros(NUM_MAGNITUDES, dtype=np.int64)
+            for magnitudes, counts in (held, cells):
+                dense[magnitudes] += counts
+            found = np.flatnonzero(dense)
+            cells = found.astype(np.uint16), dense[found]
+        self._num_cells += cells[0].size - held[0].size
         self.counted.cells[row] = cells
 
     def _give_tables(self, wanted: NDArray[np.int64]) -> None:

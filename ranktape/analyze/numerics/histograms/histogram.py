@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,13 +219,6 @@ def scan_histogram(histogram: Histogram, *, limits: Limits) -> Tallies:
     return dataclasses.replace(tallies, per_sample=None)
 
 
-def warm_up() -> None:
-    """Compile, or load from the cache, every kernel that `measure` and `count_values` need."""
-    for dtype in (np.float16, np.float32, np.float64, np.uint8):
-        measure(np.zeros(1, dtype=dtype), sample_dim=0)
-    count_values(np.zeros(1, dtype=np.uint16))
-
-
 def _samples_apart(shape: tuple[int, ...], *, sample_dim: int | None) -> tuple[int, int, int]:
     """The three-dimensional shape (before, samples, after) of the same elements in C order."""
     if sample_dim is None:
@@ -338,22 +330,20 @@ def _marks(dtype: np.dtype[Any], limits: Limits) -> AnyArray:
     The magnitudes of an IEEE type are in the order of their patterns, so that a limit is a pattern.
     """
     signed = np.dtype(f"i{dtype.itemsize}")
-    infinity = int(np.array([np.inf], dtype=dtype).view(signed)[0])
 
-    def first_pattern(is_reached: Callable[[float], bool]) -> int:
-        low, high = 0, infinity
-        while low < high:
-            middle = (low + high) // 2
-            value = float(np.array([middle], dtype=signed).view(dtype).astype(np.float64)[0])
-            low, high = (low, middle) if is_reached(value) else (middle + 1, high)
-        return low
+    def first_pattern(limit: float, *, is_beyond: bool = False) -> int:
+        """The pattern of the smallest magnitude at the limit, or beyond it."""
+        with np.errstate(over="ignore"):
+            nearest = np.array([limit], dtype=np.float64).astype(dtype)
+        value = float(nearest.astype(np.float64)[0])
+        return int(nearest.view(signed)[0]) + (value < limit or (is_beyond and value == limit))
 
     marks = np.array(
         [
-            infinity,
-            first_pattern(lambda value: value >= limits.overflow_start),
-            first_pattern(lambda value: value >= limits.min_normal and value > 0),
-            first_pattern(lambda value: value > limits.flush_limit),
+            first_pattern(np.inf),
+            first_pattern(limits.overflow_start),
+            max(1, first_pattern(limits.min_normal)),
+            first_pattern(limits.flush_limit, is_beyond=True),
             np.iinfo(signed).max,
         ],
         dtype=signed,

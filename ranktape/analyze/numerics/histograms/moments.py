@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.numerics.histograms import block_histogram, histogram
-from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
+from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
+from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values, measure
 from ranktape.analyze.numerics.kernels import BLOCK, sum_powers
 from ranktape.analyze.numerics.pieces import frozen
 from ranktape.storage.format.dtypes import dtype_name, dtype_row
@@ -80,10 +80,13 @@ def statistics_of_pairs(values: NDArray[np.float64], counts: NDArray[np.int64], 
 
 def warm_up() -> None:
     """Compile, or load from the cache, every kernel that the writer needs, of whatever module."""
-    histogram.warm_up()
-    block_histogram.warm_up()
-    for dtype in (np.float32, np.float64):
-        _of_floats(np.zeros(1, dtype=dtype))
+    for dtype in (np.float16, np.float32, np.float64, np.uint8):
+        measure(np.zeros(1, dtype=dtype), sample_dim=0)
+    count_values(np.zeros(1, dtype=np.uint16))
+    for axis in (0, 1):
+        count_blocks(np.ones((2, 2), dtype=dtype_row("bfloat16").numpy_dtype), axis=axis, threads=1)
+    for wide in (np.float32, np.float64):
+        _of_floats(np.zeros(1, dtype=wide))
 
 
 def _as_floats(flat: NDArray[Any], *, is_complex: bool) -> Iterator[NDArray[Any]]:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats.kernels import ONE_FIELD, RoundingConstants, round_block
+from ranktape.analyze.numerics.formats.kernels import AWAY, ONE_FIELD, RoundingConstants, round_away, round_even
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.analyze.numerics.quantization.group_scales import TensorScale, block_scale, factors_of
-from ranktape.analyze.numerics.quantization.schemes import QuantizePlan, ScaleRecipe, ScaleRule, cut_of
+from ranktape.analyze.numerics.quantization.schemes import QuantizePlan, ScaleRecipe, ScaleRule, raise_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,13 +30,11 @@ INFINITY = np.int32(0x7F800000)
 FRACTION_BITS = 23
 """Bits of a float32 below its exponent field."""
 
-BLOCK = 1024
-"""Numbers of which everything fits into the first-level cache."""
+SMALLEST_SCALE = np.int32(1 << 22)
+"""The bits of the float32 2**-127, which is subnormal."""
 
 ONE_FIELD32 = 127
 """The exponent field of the float32 1.0."""
-
-_MODELOPT = int(ScaleRecipe.MODELOPT)
 
 
 class BlockScheme(NamedTuple):
@@ -45,37 +43,34 @@ class BlockScheme(NamedTuple):
     lowest_field: np.int32
     """Exponent field, in its place, of the smallest normal element."""
     anchor_step: np.int32
-    """From the exponent field, in its place, of a number to that of the power of two to be added: see `_round`."""
+    """From the exponent field, in its place, of a number to that of the power of two to be added: see `_rounded`."""
     limit: np.int32
     """The bits of the largest element."""
     zero: np.float32
     """Added to results: -0.0 where the sign of a zero is kept, else 0.0."""
     has_tensor_scale: bool
     """Whether scales are those of NVFP4, which follow from `tensor`; powers of two otherwise."""
+    is_divided: bool
+    """Whether elements are divided by the first factor, as ModelOpt does, and not multiplied."""
     tensor: TensorScale
     """What all blocks share."""
-    emax: int
-    """Exponent of the largest element."""
-    cut: float
-    """From which significand of the largest magnitude on a power of two is twice as large."""
-    is_cut_inclusive: bool
-    """Whether a significand of just `cut` is among them."""
+    raised: np.int64
+    """Added to the bits of the largest magnitude, as float64, for the exponent of a power of two above them."""
 
 
 def block_scheme(plan: QuantizePlan, *, tensor: TensorScale | None) -> BlockScheme:
     """What the kernels take of a plan with blocks, and of the scale of the tensor where there is one."""
     element = plan.scheme.element
-    cut = cut_of(plan.scale_rule or ScaleRule.FLOOR, element=element)
+    raised = raise_of(plan.scale_rule or ScaleRule.FLOOR, element=element)
     return BlockScheme(
         lowest_field=np.int32((element.emin + ONE_FIELD32) << FRACTION_BITS),
         anchor_step=np.int32((FRACTION_BITS - element.mantissa_bits) << FRACTION_BITS),
         limit=np.float32(element.maximum).view(np.int32),
         zero=np.float32(-0.0 if element.has_negative_zero else 0.0),
         has_tensor_scale=tensor is not None,
+        is_divided=plan.scheme.recipe is ScaleRecipe.MODELOPT,
         tensor=tensor or TensorScale(recipe=0, scale=np.float64(1.0), to_code=np.float64(1.0)),
-        emax=element.emax,
-        cut=cut.at,
-        is_cut_inclusive=cut.is_inclusive,
+        raised=np.int64(raised - ((ONE_FIELD + element.emax) << 52)),
     )
 
 
@@ -85,16 +80,12 @@ def round_all(patterns: NDArray[np.int32], scale: float, zero: float, element: R
 
     `zero` is added to results: -0.0 keeps the sign of a zero, 0.0 does not.
     """
-    scaled, rounded = np.empty(BLOCK), np.empty(BLOCK)
-    for start in range(0, patterns.size, BLOCK):
-        block = patterns[start : start + BLOCK]
-        for index in range(block.size):
-            scaled[index] = abs(np.float64(np.int32(block[index]).view(np.float32))) / scale
-        round_block(scaled[: block.size], element, rounded[: block.size])
-        for index in range(block.size):
-            value = np.float64(np.int32(block[index]).view(np.float32))
-            result = np.copysign(rounded[index] * scale, value) + zero
-            block[index] = np.float32(value if value != value else result).view(np.int32)  # noqa: PLR0124 - NaN stays
+    for index in range(patterns.size):
+        value = np.float64(np.int32(patterns[index]).view(np.float32))
+        magnitude = abs(value) / scale
+        rounded = round_away(magnitude, element) if element.kind == AWAY else round_even(magnitude, element)
+        result = np.copysign(rounded * scale, value) + zero
+        patterns[index] = np.float32(value if value != value else result).view(np.int32)  # noqa: PLR0124 - NaN stays
 
 
 @compiled
@@ -119,28 +110,22 @@ def _factors(largest: np.int32, scheme: BlockScheme) -> tuple[np.float32, np.flo
         wide_before, wide_after = factors_of(block_scale(widest, scheme.tensor), scheme.tensor)
         before, after = np.float32(wide_before), np.float32(wide_after)
     else:
-        bits = widest.view(np.int64)
-        significand = np.int64((bits & 0xFFFFFFFFFFFFF) | (ONE_FIELD << 52)).view(np.float64)
-        is_above = significand >= scheme.cut if scheme.is_cut_inclusive else significand > scheme.cut
-        unbounded = (bits >> 52) - ONE_FIELD + np.int64(is_above) - scheme.emax
-        exponent = min(max(unbounded, np.int64(-127)), np.int64(127))
-        before = np.float32(np.int64((ONE_FIELD - exponent) << 52).view(np.float64))
-        after = np.float32(np.int64((ONE_FIELD + exponent) << 52).view(np.float64))
+        exponent = np.int32(min(max((widest.view(np.int64) + scheme.raised) >> 52, np.int64(-127)), np.int64(127)))
+        before = np.int32(max((ONE_FIELD32 - exponent) << FRACTION_BITS, SMALLEST_SCALE)).view(np.float32)
+        after = np.int32(max((ONE_FIELD32 + exponent) << FRACTION_BITS, SMALLEST_SCALE)).view(np.float32)
     return before, after if largest < INFINITY else np.float32(np.nan)
 
 
 @compiled
-def _round(bits: np.int32, before: np.float32, after: np.float32, scheme: BlockScheme) -> np.int32:
-    """The pattern of a float32, scaled, rounded to the nearest element, ties to even, and scaled back."""
-    value = np.int32(bits).view(np.float32)
-    is_divided = scheme.has_tensor_scale and scheme.tensor.recipe == _MODELOPT
-    scaled = np.float32(np.divide(value, before) if is_divided else value * before).view(np.int32)
-    magnitude = np.int32(scaled & MAGNITUDE)
+def _rounded(scaled: np.float32, after: np.float32, scheme: BlockScheme) -> np.int32:
+    """The pattern of a scaled float32, rounded to the nearest element, ties to even, and scaled back."""
+    bits = np.float32(scaled).view(np.int32)
+    magnitude = np.int32(bits & MAGNITUDE)
     field = max(scheme.lowest_field, np.int32(magnitude & INFINITY))
     # Added to the magnitude, it leaves no bits below the last one of the element.
     anchor = np.int32(field + scheme.anchor_step).view(np.float32)
     rounded = np.float32(np.float32(magnitude.view(np.float32) + anchor) - anchor).view(np.int32)
-    signed = np.int32(min(scheme.limit, rounded) | np.int32(scaled & ~MAGNITUDE))
+    signed = np.int32(min(scheme.limit, rounded) | np.int32(bits & ~MAGNITUDE))
     return np.float32(np.float32(signed.view(np.float32) + scheme.zero) * after).view(np.int32)
 
 
@@ -155,8 +140,13 @@ def round_rows(patterns: NDArray[np.int32], length: int, scheme: BlockScheme, bl
                 magnitude = np.int32(block[index] & MAGNITUDE)
                 largest = max(largest, magnitude)
             before, after = _factors(largest, scheme)
-            for index in range(block.size):
-                block[index] = _round(block[index], before, after, scheme)
+            # Two loops: in one, each element would be divided and multiplied.
+            if scheme.is_divided:
+                for index in range(block.size):
+                    block[index] = _rounded(np.divide(np.int32(block[index]).view(np.float32), before), after, scheme)
+            else:
+                for index in range(block.size):
+                    block[index] = _rounded(np.int32(block[index]).view(np.float32) * before, after, scheme)
 
 
 @compiled
@@ -176,5 +166,12 @@ def round_columns(patterns_OLI: NDArray[np.int32], scheme: BlockScheme, block_si
             for column in range(width):
                 before[column], after[column] = _factors(largest[column], scheme)
             for row in range(block.shape[0]):
-                for column in range(width):
-                    block[row, column] = _round(block[row, column], before[column], after[column], scheme)
+                line = block[row]
+                if scheme.is_divided:
+                    for column in range(width):
+                        scaled = np.divide(np.int32(line[column]).view(np.float32), before[column])
+                        line[column] = _rounded(scaled, after[column], scheme)
+                else:
+                    for column in range(width):
+                        scaled = np.int32(line[column]).view(np.float32) * before[column]
+                        line[column] = _rounded(scaled, after[column], scheme)

@@ -7,12 +7,12 @@ import difflib
 import enum
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ranktape.analyze.numerics.formats import FORMATS, Format, Rounding, parse_format
-from ranktape.analyze.numerics.formats.kernels import check_values
+from ranktape.analyze.numerics.formats.kernels import ONE_FIELD, check_values
 from ranktape.analyze.numerics.formats.rounding import parse_rounding
 from ranktape.errors import UsageError
 
@@ -141,25 +141,17 @@ class ScaleRule(enum.StrEnum):
     """The smallest with which nothing is clamped: the maximum over the format's largest value, rounded up."""
 
 
-class Cut(NamedTuple):
-    """From which significand of the maximum on the scale is twice as large."""
+def raise_of(rule: ScaleRule, *, element: Format) -> int:
+    """What is added to the bits of a float64 magnitude, for its exponent to be that of the scale and `emax` together.
 
-    at: float
-    """In [1, 2]."""
-    is_inclusive: bool
-    """Whether a significand of just `at` is among them."""
-
-
-def cut_of(rule: ScaleRule, *, element: Format) -> Cut:
-    """Where the rule changes its mind for elements of that format; at 2 for `floor`, which never does."""
-    if rule is ScaleRule.FLOOR:
-        return Cut(2.0, is_inclusive=True)
-    if rule is ScaleRule.CEIL:
-        return Cut(1.0, is_inclusive=False)
+    It carries into the exponent from that significand on at which the scale is twice as large.
+    """
     if rule is ScaleRule.EVEN:
-        return Cut(2.0 - float(np.ldexp(0.5, -element.mantissa_bits)), is_inclusive=True)
-    assert rule is ScaleRule.RCEIL, "a rule is one of the four, not a word for it"
-    return Cut(float(np.ldexp(element.maximum, -element.emax)), is_inclusive=False)
+        return 1 << (51 - element.mantissa_bits)
+    if rule is ScaleRule.RCEIL:
+        # From the first significand above that of the largest element.
+        return int((2.0 - float(np.ldexp(element.maximum, -element.emax))) * 2.0**52) - 1
+    return (1 << 52) - 1 if rule is ScaleRule.CEIL else 0
 
 
 MAX_SCALE_BITS = 8
@@ -184,11 +176,9 @@ def unbounded_exponents(largest: ArrayLike, *, rule: ScaleRule, element: Format)
 
     The magnitudes are finite.
     """
-    significand, exponent = np.frexp(np.asarray(largest, dtype=np.float64))
-    cut = cut_of(rule, element=element)
-    doubled = 2 * significand
-    is_above = doubled >= cut.at if cut.is_inclusive else doubled > cut.at
-    found: NDArray[np.int64] = exponent.astype(np.int64) - 1 + is_above - element.emax
+    half, exponent = np.frexp(np.asarray(largest, dtype=np.float64))
+    carried = (np.asarray(2 * half).view(np.int64) + raise_of(rule, element=element)) >> 52
+    found: NDArray[np.int64] = exponent + (carried - ONE_FIELD - 1 - element.emax)
     return found
 
 

@@ -304,7 +304,7 @@ def _with_originals(
     return LegacyLevel(
         **dataclasses.asdict(level),
         **{f"original_{name}_count": count for name, count in found.items()},  # type: ignore[arg-type]
-        **{f"original_{name}_ratio": count / num_elements for name, count in found.items()},  # type: ignore[arg-type]
+        **{f"original_{name}_ratio": count / num_elements for name, count in found.items()},
         relative_error_percent=100 * level.relative_error,
         original_score=score,
     )

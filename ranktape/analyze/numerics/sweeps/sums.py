@@ -314,7 +314,7 @@ def _by_exponent(
         if patterns.size > MERGED_FROM:
             # float64 holds all counts of less than 2**53 elements.
             merged = np.bincount(patterns, weights=counts).astype(np.int64)
-            (patterns,) = np.nonzero(merged)
+            patterns = np.flatnonzero(merged).astype(np.uint16)
             counts = merged[patterns]
         yield int(exponents[start]), values[patterns], counts
 
