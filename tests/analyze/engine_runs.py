@@ -15,7 +15,7 @@ import numpy as np
 
 from ranktape.analyze.engine.cache_object import Payload
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.numerics.digests.digest import Digest
+from ranktape.analyze.numerics.digest import Digest
 from ranktape.errors import DataError
 from ranktape.storage import Record, Run, open_run
 from ranktape.storage.format.commit import finish_iteration

@@ -12,7 +12,7 @@ import scipy.stats  # type: ignore[import-untyped]  # it has no types
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.numerics.differences.differences import Differences, compare_parts
+from ranktape.analyze.numerics.differences import Differences, compare_parts
 from ranktape.storage.format.dtypes import DTYPES
 
 Array = np.ndarray[Any, Any]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of, digests, merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.numerics.digests.digest import SAMPLE_METRICS, Digest
+from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest
 from ranktape.analyze.numerics.histograms.histogram import KINDS, own_limits, scan
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.capture.writing.counting import reduce_to

@@ -14,7 +14,7 @@ import scipy.spatial.distance  # type: ignore[import-untyped]  # it has no types
 import scipy.stats  # type: ignore[import-untyped]  # it has no types
 
 from ranktape.analyze.engine.digest_measure import digests, merge_digests
-from ranktape.analyze.numerics.digests.digest import KEPT_CELLS, MAX_RANK_ERROR, Digest
+from ranktape.analyze.numerics.digest import KEPT_CELLS, MAX_RANK_ERROR, Digest
 from ranktape.analyze.numerics.distributions.bins import Axis, count_between, linear_bins, log2_bins
 from ranktape.analyze.numerics.distributions.distances import distance
 from ranktape.analyze.numerics.distributions.normal_fit import fit_normal

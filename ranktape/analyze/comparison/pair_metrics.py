@@ -21,8 +21,8 @@ from ranktape.storage.records.placement import AxisKind, parse_placement
 if TYPE_CHECKING:
     from ranktape.analyze.comparison.matching import Matching, Parts
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.numerics.differences.differences import Differences
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.differences import Differences
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.storage import Records
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.values import View, read_values, viewed_dtype
-from ranktape.analyze.numerics.differences.differences import Differences, compare_parts
+from ranktape.analyze.numerics.differences import Differences, compare_parts
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.encode import MIN_SAMPLE_NBYTES
 from ranktape.storage.format.record_info import Keep

@@ -17,8 +17,8 @@ import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, read_histogram, viewed_dtype, viewed_dtypes
-from ranktape.analyze.numerics.digests.digest import SAMPLE_METRICS, Digest, Summarizer, Summary, merge_summaries
-from ranktape.analyze.numerics.digests.kernels import MAX_COUNT, NUM_TABLES, Nature, count_samples
+from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest, Summarizer, Summary, merge_summaries
+from ranktape.analyze.numerics.digest_kernels import MAX_COUNT, NUM_TABLES, Nature, count_samples
 from ranktape.analyze.numerics.histograms.histogram import KINDS, Histogram, Tallies, own_limits, pattern_values, scan
 from ranktape.analyze.numerics.histograms.moments import statistics_of, statistics_of_pairs
 from ranktape.analyze.numerics.pieces import frozen

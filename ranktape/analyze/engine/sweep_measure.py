@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.cache_object import Measure, Payload
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.numerics.quantization.schemes import Scheme
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
     from ranktape.storage import Record, Records

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.digest_measure import digests, merge_digests
-from ranktape.analyze.numerics.digests.digest import push
+from ranktape.analyze.numerics.digest import push
 from ranktape.storage.query.columns import equal_rows
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.storage import Records
 
 

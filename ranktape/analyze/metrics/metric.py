@@ -13,7 +13,7 @@ from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
 
 PERCENTILES = (0.1, 1.0, 5.0, 25.0, 50.0, 75.0, 95.0, 99.0, 99.9)
 """The percentiles that have a name."""

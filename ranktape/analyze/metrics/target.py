@@ -14,7 +14,7 @@ import numpy as np
 from ranktape.analyze.engine.sweep_measure import Job, is_narrow, samples_of, sweep_numbers, sweep_one
 from ranktape.analyze.engine.values import View, read_numbers, read_values, viewed_dtype
 from ranktape.analyze.identity import words
-from ranktape.analyze.numerics.digests.digest import Digest
+from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.numerics.formats import Coding
 from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
 from ranktape.analyze.numerics.histograms.histogram import Histogram, Limits, Tallies, scan, scan_histogram

@@ -18,7 +18,7 @@ import numpy as np
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_columns, group_row, with_stacks, words
 from ranktape.analyze.metrics.gather import group_digests, group_records
-from ranktape.analyze.numerics.digests.digest import finite
+from ranktape.analyze.numerics.digest import finite
 from ranktape.analyze.numerics.distributions.bins import Bins, linear_bins, log2_bins
 from ranktape.analyze.numerics.distributions.normal_fit import fit_normal
 from ranktape.analyze.numerics.distributions.occupancy import (
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Records
 

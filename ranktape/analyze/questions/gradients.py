@@ -24,7 +24,7 @@ from ranktape.errors import NoRecordsError
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.metrics.target import Target
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.storage import Records
 
 FORMATS = ("fp16", "fp8_e5m2", "fp8_e4m3")

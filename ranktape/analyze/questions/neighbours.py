@@ -17,7 +17,7 @@ from ranktape.errors import NoRecordsError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.storage import Records
 
 _SITE = (

@@ -28,7 +28,7 @@ from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.storage import Records
 
 PRECISION = Column(name="percentiles", kind=Kind.TEXT, head="percentiles are", is_detail=True)

@@ -21,7 +21,7 @@ from ranktape.errors import NoRecordsError, UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.storage import Records
 
 SHOWN = ("mean", "std", "absmax", "norm")

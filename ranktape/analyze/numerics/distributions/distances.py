@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.numerics.digests.digest import MAX_RANK_ERROR, Finite, finite
+from ranktape.analyze.numerics.digest import MAX_RANK_ERROR, Finite, finite
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

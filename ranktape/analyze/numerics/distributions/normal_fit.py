@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.numerics.digests.digest import Finite, finite
+from ranktape.analyze.numerics.digest import Finite, finite
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
 
 _FEWEST = 20
 """Values below which it matters whether the deviation is that of a sample or of the values themselves."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.numerics.digests.digest import finite
+from ranktape.analyze.numerics.digest import finite
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.numerics.formats import Format
 
 NARROW_FORMATS = (

@@ -96,11 +96,12 @@ def _quantize_blocks(patterns: NDArray[np.int32], *, plan: QuantizePlan) -> None
         tensor = tensor_scale_of(level_of(largest_finite(patterns.reshape(-1)), recipe=recipe), int(recipe))
     scheme = block_scheme(plan, tensor=tensor)
     shape = patterns.shape or (1,)
-    width = math.prod(shape[plan.axis + 1 :])
+    width, block_size = math.prod(shape[plan.axis + 1 :]), plan.scheme.block_size
+    zero = None if plan.scheme.element.has_negative_zero else np.float32(0.0)
     if width == 1:
-        round_rows(patterns.reshape(-1), shape[plan.axis], scheme, plan.scheme.block_size)
+        round_rows(patterns.reshape(-1), shape[plan.axis], scheme, block_size, zero)
     else:
-        round_columns(patterns.reshape(-1, shape[plan.axis], width), scheme, plan.scheme.block_size)
+        round_columns(patterns.reshape(-1, shape[plan.axis], width), scheme, block_size, zero)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,8 +46,6 @@ class BlockScheme(NamedTuple):
     """From the exponent field, in its place, of a number to that of the power of two to be added: see `_rounded`."""
     limit: np.int32
     """The bits of the largest element."""
-    zero: np.float32
-    """Added to results: -0.0 where the sign of a zero is kept, else 0.0."""
     has_tensor_scale: bool
     """Whether scales are those of NVFP4, which follow from `tensor`; powers of two otherwise."""
     is_divided: bool
@@ -66,7 +64,6 @@ def block_scheme(plan: QuantizePlan, *, tensor: TensorScale | None) -> BlockSche
         lowest_field=np.int32((element.emin + ONE_FIELD32) << FRACTION_BITS),
         anchor_step=np.int32((FRACTION_BITS - element.mantissa_bits) << FRACTION_BITS),
         limit=np.float32(element.maximum).view(np.int32),
-        zero=np.float32(-0.0 if element.has_negative_zero else 0.0),
         has_tensor_scale=tensor is not None,
         is_divided=plan.scheme.recipe is ScaleRecipe.MODELOPT,
         tensor=tensor or TensorScale(recipe=0, scale=np.float64(1.0), to_code=np.float64(1.0)),
@@ -117,8 +114,11 @@ def _factors(largest: np.int32, scheme: BlockScheme) -> tuple[np.float32, np.flo
 
 
 @compiled
-def _rounded(scaled: np.float32, after: np.float32, scheme: BlockScheme) -> np.int32:
-    """The pattern of a scaled float32, rounded to the nearest element, ties to even, and scaled back."""
+def _rounded(scaled: np.float32, after: np.float32, scheme: BlockScheme, zero: np.float32 | None) -> np.int32:
+    """The pattern of a scaled float32, rounded to the nearest element, ties to even, and scaled back.
+
+    `zero` is added to elements, 0.0 where they have no negative zero; of None nothing is compiled.
+    """
     bits = np.float32(scaled).view(np.int32)
     magnitude = np.int32(bits & MAGNITUDE)
     field = max(scheme.lowest_field, np.int32(magnitude & INFINITY))
@@ -126,12 +126,17 @@ def _rounded(scaled: np.float32, after: np.float32, scheme: BlockScheme) -> np.i
     anchor = np.int32(field + scheme.anchor_step).view(np.float32)
     rounded = np.float32(np.float32(magnitude.view(np.float32) + anchor) - anchor).view(np.int32)
     signed = np.int32(min(scheme.limit, rounded) | np.int32(bits & ~MAGNITUDE))
-    return np.float32(np.float32(signed.view(np.float32) + scheme.zero) * after).view(np.int32)
+    result = signed.view(np.float32)
+    if zero is not None:
+        result = np.float32(result + zero)
+    return np.float32(result * after).view(np.int32)
 
 
 @compiled
-def round_rows(patterns: NDArray[np.int32], length: int, scheme: BlockScheme, block_size: int) -> None:
-    """Quantise rows of that length, one after the other, in blocks of neighbours."""
+def round_rows(
+    patterns: NDArray[np.int32], length: int, scheme: BlockScheme, block_size: int, zero: np.float32 | None
+) -> None:
+    """Quantise rows of that length, one after the other, in blocks of neighbours; `zero` as in `_rounded`."""
     for row in range(0, patterns.size, length):
         for start in range(row, row + length, block_size):
             block = patterns[start : min(start + block_size, row + length)]
@@ -143,14 +148,18 @@ def round_rows(patterns: NDArray[np.int32], length: int, scheme: BlockScheme, bl
             # Two loops: in one, each element would be divided and multiplied.
             if scheme.is_divided:
                 for index in range(block.size):
-                    block[index] = _rounded(np.divide(np.int32(block[index]).view(np.float32), before), after, scheme)
+                    block[index] = _rounded(
+                        np.divide(np.int32(block[index]).view(np.float32), before), after, scheme, zero
+                    )
             else:
                 for index in range(block.size):
-                    block[index] = _rounded(np.int32(block[index]).view(np.float32) * before, after, scheme)
+                    block[index] = _rounded(np.int32(block[index]).view(np.float32) * before, after, scheme, zero)
 
 
 @compiled
-def round_columns(patterns_OLI: NDArray[np.int32], scheme: BlockScheme, block_size: int) -> None:
+def round_columns(
+    patterns_OLI: NDArray[np.int32], scheme: BlockScheme, block_size: int, zero: np.float32 | None
+) -> None:
     """Quantise in blocks along the second of three dimensions, row after row as memory has them."""
     length, width = patterns_OLI.shape[1:]
     largest = np.empty(width, dtype=np.int32)
@@ -170,8 +179,8 @@ def round_columns(patterns_OLI: NDArray[np.int32], scheme: BlockScheme, block_si
                 if scheme.is_divided:
                     for column in range(width):
                         scaled = np.divide(np.int32(line[column]).view(np.float32), before[column])
-                        line[column] = _rounded(scaled, after[column], scheme)
+                        line[column] = _rounded(scaled, after[column], scheme, zero)
                 else:
                     for column in range(width):
                         scaled = np.int32(line[column]).view(np.float32) * before[column]
-                        line[column] = _rounded(scaled, after[column], scheme)
+                        line[column] = _rounded(scaled, after[column], scheme, zero)

@@ -33,7 +33,7 @@ from ranktape.storage.format.record_info import Keep
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Records
 

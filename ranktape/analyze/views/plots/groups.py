@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from numpy.typing import NDArray
 
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.plot import Plot
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.identity import SampleName
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.storage import Records
 
 LOWEST, HIGHEST = -160, 135

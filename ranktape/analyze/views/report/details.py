@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.cache_object import Payload
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.storage import Record, Records
 
 MAX_BUNDLES = 10_000

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.findings.finding import Finding
-    from ranktape.analyze.numerics.digests.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Records
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ranktape.analyze.numerics.digests.kernels import thin
+from ranktape.analyze.numerics.digest_kernels import thin
 from ranktape.analyze.numerics.histograms.histogram import Limits, Tallies, larger_part
 from ranktape.storage.format.parts import RUN
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.numerics.differences.kernels import (
+from ranktape.analyze.numerics.difference_kernels import (
     SQUARES,
     SUMS,
     add_up,

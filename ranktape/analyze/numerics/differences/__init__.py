@@ -1,1 +1,0 @@
-"""Gives the metrics of two arrays that should be alike, and the distance of values in bits."""
