@@ -301,10 +301,11 @@ def _with_originals(
         "flush": (table.scaled > 0) & (table.scaled < target.min_normal),
     }
     found = {name: int(counts[mask].sum()) for name, mask in chosen.items()}
+    originals: dict[str, Any] = {f"original_{name}_count": count for name, count in found.items()}
+    originals |= {f"original_{name}_ratio": count / num_elements for name, count in found.items()}
     return LegacyLevel(
         **dataclasses.asdict(level),
-        **{f"original_{name}_count": count for name, count in found.items()},  # type: ignore[arg-type]
-        **{f"original_{name}_ratio": count / num_elements for name, count in found.items()},
+        **originals,
         relative_error_percent=100 * level.relative_error,
         original_score=score,
     )
