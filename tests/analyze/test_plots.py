@@ -150,24 +150,24 @@ def cells(axes: Axes) -> np.ndarray[Any, Any]:
     return np.ma.filled(values.astype(float), np.nan)
 
 
-@pytest.mark.parametrize("figure", ["overflow", "underflow", "std"])
-def test_cells_of_layers_and_ranks(data: PlotData, figure: str) -> None:
+@pytest.mark.parametrize("metric", ["overflow", "underflow", "std"])
+def test_cells_of_layers_and_ranks(data: PlotData, metric: str) -> None:
     limits = FORMATS["fp8_e4m3"]
     measures: dict[str, Callable[[list[np.ndarray[Any, Any]]], float]] = {
         "overflow": lambda parts: shares(parts, lambda array: np.abs(array) >= limits.overflow_start),
         "underflow": lambda parts: shares(parts, lambda array: (array != 0) & (np.abs(array) < limits.min_normal)),
         "std": lambda parts: float(np.std([value for array in parts for value in array[np.isfinite(array)]])),
     }
-    panels = PLOTS[f"layer_rank_{figure}"].draw(data).axes[:2]
+    panels = PLOTS[f"layer_rank_{metric}"].draw(data).axes[:2]
     for axes, operation in zip(panels, ("forward", "backward"), strict=True):
         assert axes.get_title() == operation
         expected = np.array(
             [
-                [measures[figure](arrays(operation=operation, layer_idx=layer, rank=rank)) for rank in (0, 1)]
+                [measures[metric](arrays(operation=operation, layer_idx=layer, rank=rank)) for rank in (0, 1)]
                 for layer in (-1, 0, 1)
             ]
         )
-        logs = np.log2(expected) if figure == "std" else np.log10(np.where(expected > 0, expected, np.nan))
+        logs = np.log2(expected) if metric == "std" else np.log10(np.where(expected > 0, expected, np.nan))
         np.testing.assert_allclose(cells(axes), logs, rtol=1e-9)
 
 
@@ -190,13 +190,13 @@ def test_infinite_and_missing_cells_have_colours_of_their_own(data: PlotData) ->
     assert words == [" no record", " exactly 0", " infinite"]
 
 
-@pytest.mark.parametrize("figure", ["overflow", "underflow", "extreme", "std"])
-def test_cells_of_layers_and_samples(data: PlotData, figure: str) -> None:
+@pytest.mark.parametrize("metric", ["overflow", "underflow", "extreme", "std"])
+def test_cells_of_layers_and_samples(data: PlotData, metric: str) -> None:
     """A sample is known by its rank and its place in the batch; weights have none."""
     limits = FORMATS["fp8_e4m3"]
-    samples = data.sample_metrics(figure)
+    samples = data.sample_metrics(metric)
     assert samples.ordered() == [(rank, place) for rank in (0, 1) for place in range(4)]
-    grid = samples.grid(figure, operation="forward", layers=[-1, 0, 1])
+    grid = samples.grid(metric, operation="forward", layers=[-1, 0, 1])
     for (row, column), found in np.ndenumerate(grid):
         fields = {"layer_idx": row - 1, "rank": column // 4, "operation": "forward"}
         parts = [
@@ -212,7 +212,7 @@ def test_cells_of_layers_and_samples(data: PlotData, figure: str) -> None:
             "extreme": np.abs(finite).max(),
             "std": finite.std(),
         }
-        assert found == pytest.approx(expected[figure], rel=1e-6)
+        assert found == pytest.approx(expected[metric], rel=1e-6)
 
 
 def test_samples_have_the_names_that_the_user_gave(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_layer_of_zeros_has_a_panel(tmp_path: Path) -> None:
     assert any(text.get_text().startswith("zeros") for text in texts(figure))
 
 
-def test_boxes_are_figures_of_tensors(data: PlotData) -> None:
+def test_boxes_are_metrics_of_tensors(data: PlotData) -> None:
     group = group_by(data, "layer_type", "operation").groups[1]
     assert group.label == "attention, backward"
     found = boxes.box_values(data, group, boxes.STD)

@@ -88,8 +88,8 @@ def model_of(records: Records, **options: Any) -> Model:
     return build_model(records, **(defaults | options))
 
 
-def figure_of(model: Model, name: str) -> Array:
-    (found,) = (one for one in model.data["figures"] if one["name"] == name)
+def metric_of(model: Model, name: str) -> Array:
+    (found,) = (one for one in model.data["metrics"] if one["name"] == name)
     return unpacked(found["column"], count=model.data["count"])
 
 
@@ -130,7 +130,7 @@ def test_a_column_keeps_its_numbers(values: list[float | None]) -> None:
         np.testing.assert_allclose(found, expected, rtol=2**-23)
 
 
-def test_figures_are_those_of_numpy(run: Run) -> None:
+def test_metrics_are_those_of_numpy(run: Run) -> None:
     records = run.select()
     model = model_of(records)
     for index, record in enumerate(records):
@@ -148,7 +148,7 @@ def test_figures_are_those_of_numpy(run: Run) -> None:
             "overflow.zero.ratio": (values == 0).sum(),
         }
         for name, value in expected.items():
-            np.testing.assert_allclose(figure_of(model, name)[index], value, rtol=1e-6, atol=1e-12, err_msg=name)
+            np.testing.assert_allclose(metric_of(model, name)[index], value, rtol=1e-6, atol=1e-12, err_msg=name)
     elements = unpacked(model.data["elements"], count=len(records))
     assert elements.tolist() == [math.prod(record.shape) for record in records]
 
@@ -179,7 +179,7 @@ def test_sweeps_are_those_of_the_sweep(run: Run) -> None:
             else:
                 # The largest value just fits at the sweep's first level.
                 np.testing.assert_allclose(found[OFFSETS.index(0)], levels[0].sqnr, atol=0.006)
-            usual = figure_of(model, f"sqnr.{name}")[index]
+            usual = metric_of(model, f"sqnr.{name}")[index]
             np.testing.assert_allclose(usual, found[OFFSETS.index(0)], atol=0.006)
 
 
@@ -227,10 +227,10 @@ def test_what_is_too_large_to_sweep_is_said(tmp_path: Path, monkeypatch: pytest.
     assert records.column("nbytes").sum() < MAX_SWEPT_NBYTES
     monkeypatch.setattr("ranktape.analyze.views.report.details.MAX_SWEPT_NBYTES", 18 * 512)
     model = model_of(records)
-    known = np.isfinite(figure_of(model, "sqnr.mxfp8_e4m3"))
+    known = np.isfinite(metric_of(model, "sqnr.mxfp8_e4m3"))
     # One record of each place, before a second of any.
     assert known.tolist() == [True] * 18 + [False] * 18
-    assert np.isfinite(figure_of(model, "sqnr.fp8_e4m3")).all()
+    assert np.isfinite(metric_of(model, "sqnr.fp8_e4m3")).all()
     assert any("not tried on 18 records" in text for text in model.left_out)
 
 
@@ -240,7 +240,7 @@ def test_samples_are_those_of_numpy(run: Run) -> None:
     samples = model.data["samples"]
     kept = unpacked(samples["records"], count=samples["count"]).astype(int).tolist()
     assert set(records.column("tensor_name")[kept]) == {"plain", "wide", "spoiled"}
-    absmax = unpacked(samples["figures"]["absmax"], count=12).reshape(3, 4)
+    absmax = unpacked(samples["metrics"]["absmax"], count=12).reshape(3, 4)
     for index, found in zip(kept, absmax, strict=True):
         values = records[index].read().astype(np.float64)
         np.testing.assert_allclose(

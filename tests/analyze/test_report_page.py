@@ -178,7 +178,7 @@ def test_a_finding_leads_to_its_records(fresh: Page, records: Records) -> None:
 
 
 def test_a_cell_leads_to_its_records(fresh: Page, records: Records) -> None:
-    fresh.type("#figure", "absmax")
+    fresh.type("#metric", "absmax")
     fresh.type("#across", "rank")
     layer, rank = SCALED
     fresh.cell(layer, rank)
@@ -230,7 +230,7 @@ def test_tables_sort_both_ways(fresh: Page, records: Records) -> None:
 
 @pytest.mark.parametrize("across", ["iteration", "sample"])
 def test_cells_are_those_of_numpy(fresh: Page, records: Records, across: str) -> None:
-    fresh.type("#figure", "absmax")
+    fresh.type("#metric", "absmax")
     fresh.type("#across", across)
     fresh.ask("if (document.getElementById('against-peers').checked) document.getElementById('against-peers').click()")
     (drawn,) = fresh.ask("return document.getElementById('overview-chart').data.map((one) => one.z)")
@@ -252,7 +252,7 @@ def test_cells_are_those_of_numpy(fresh: Page, records: Records, across: str) ->
 
 def test_cells_against_peers(fresh: Page, records: Records) -> None:
     """log2 over the median of the same tensor in all ranks and iterations, and of a cell the farthest."""
-    fresh.type("#figure", "absmax")
+    fresh.type("#metric", "absmax")
     fresh.type("#across", "rank")
     fresh.ask("if (!document.getElementById('against-peers').checked) document.getElementById('against-peers').click()")
     (drawn,) = fresh.ask("return document.getElementById('overview-chart').data.map((one) => one.z)")
@@ -275,9 +275,9 @@ def test_cells_against_peers(fresh: Page, records: Records) -> None:
 def test_a_chart_comes_back_after_a_selection_without_one(fresh: Page, records: Records) -> None:
     """Of samples no kurtosis is known, and no record is of rank 9: a sentence says so, and clicks work after it."""
     fresh.type("#across", "sample")
-    fresh.type("#figure", "kurtosis")
+    fresh.type("#metric", "kurtosis")
     assert "is not known: choose" in fresh.text("#overview-chart + .empty")
-    fresh.type("#figure", "absmax")
+    fresh.type("#metric", "absmax")
     fresh.type("#across", "rank")
     fresh.ask("window.ranktape.selection.filter('rank', new Set([9]))")
     assert fresh.text("#overview-chart + .empty") == "No record passes the filters."

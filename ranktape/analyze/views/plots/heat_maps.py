@@ -274,7 +274,7 @@ def draw_heat_maps(page: Page, grids: Sequence[Grid], *, scale: Scale, labels: t
             say(axes, "nothing is known of any cell")
     if not has_own and scale.has_color(shown).any():
         add_colorbar(figure, list(page.panels[0]), norm=norms[0], scale=scale)
-    which = "the one farthest from 1 x" if scale.kind == "factor" else "the largest of their figures"
+    which = "the one farthest from 1 x" if scale.kind == "factor" else "the largest of their metrics"
     sizes = [max(math.ceil(grid.values.shape[axis] / most) for grid in grids) for axis, most in _MOST]
     words = (f"column is {sizes[0]} neighbouring {unit}", f"row is {sizes[1]} neighbouring ones")
     page.notes[:0] = [f"Each {one}: {which}." for one, together in zip(words, sizes, strict=True) if together > 1]

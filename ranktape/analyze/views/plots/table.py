@@ -148,7 +148,7 @@ _BY_FOLDER = {
         ),
         "sweep_panels": plot("sweeps.sweep", needs=(a_scale,), is_summary=False).says(
             "What every scale loses",
-            "Six panels: each figure of the sweep over the scales of one tensor, the one that needs the widest range.",
+            "Six panels: each metric of the sweep over the scales of one tensor, the one that needs the widest range.",
         ),
         "sweep_summary": plot("sweeps.sweep", needs=(a_scale,), is_summary=True).says(
             "What every scale loses, in short", "MSE, cosine and PSNR of the same sweep beside a box of statistics."
@@ -242,8 +242,8 @@ _BY_FOLDER = {
         ),
     },
     "rank_analysis": {
-        "rank_figures": plot("lines.lines", "operation", needs=(several("rank"),), field="rank").says(
-            "Figures of each rank",
+        "rank_metrics": plot("lines.lines", "operation", needs=(several("rank"),), field="rank").says(
+            "Metrics of each rank",
             "Standard deviation, absmax, overflow and underflow of each rank, forward and backward.",
         ),
         "rank_binades": plot("heat_maps.binade_map", needs=(several("rank"),), field="rank").says(

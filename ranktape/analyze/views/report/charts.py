@@ -1,6 +1,6 @@
 """Makes the charts as they are before the page's script fills them in: axes, colours, what a hover says.
 
-Figures of plotly, checked by it. The script puts numbers into them, and chooses between the two themes.
+Charts of plotly, checked by it. The script puts numbers into them, and chooses between the two themes.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def charts() -> dict[str, Any]:
 
     made = {
         "overview": _heat_map(go),
-        "lines": _figure(go, go.Scatter(mode="lines+markers", line={"width": 2}, marker={"size": 6})),
-        "bars": _figure(go, go.Bar(), barmode="group", bargap=0.25),
+        "lines": _chart(go, go.Scatter(mode="lines+markers", line={"width": 2}, marker={"size": 6})),
+        "bars": _chart(go, go.Bar(), barmode="group", bargap=0.25),
         "distribution": _distribution(go),
-        "occupancy": _figure(
+        "occupancy": _chart(
             go,
             go.Bar(orientation="h", marker={"line": {"width": 0}}),
             barmode="stack",
             xaxis={"tickformat": ".0%", "range": [0, 1], "title": {"text": "part of the nonzero values"}},
             yaxis={"autorange": "reversed"},
         ),
-        "sweep": _figure(
+        "sweep": _chart(
             go,
             go.Scatter(mode="lines+markers", line={"width": 2}, marker={"size": 6}),
             xaxis={"title": {"text": "scale exponent relative to the usual scale"}, "dtick": 2, "zeroline": False},
@@ -48,7 +48,7 @@ def charts() -> dict[str, Any]:
         ),
     }
     return {
-        "figures": {name: figure.to_plotly_json() for name, figure in made.items()},
+        "templates": {name: figure.to_plotly_json() for name, figure in made.items()},
         "themes": {"light": _theme("#1a1a1a", "#ffffff", "#e3e3e3"), "dark": _theme("#e6e6e6", "#1b1e24", "#363b45")},
         "colors": list(COLORS),
         "dashes": list(DASHES),
@@ -56,7 +56,7 @@ def charts() -> dict[str, Any]:
     }
 
 
-def _figure(go: Any, *traces: Any, **layout: Any) -> go.Figure:
+def _chart(go: Any, *traces: Any, **layout: Any) -> go.Figure:
     shared = {
         # plotly's buttons stand right of the chart, one above the other: above it they would cover the legend.
         "margin": layout.pop("margin", {"l": 60, "r": 40, "t": 40, "b": 48}),
@@ -84,7 +84,7 @@ def _heat_map(go: Any) -> go.Figure:
     margin = {"l": 60, "r": 16, "t": 32, "b": 48}
     # It has colours on its right, and no legend.
     buttons = {"modebar": {"orientation": "h"}}
-    return _figure(go, trace, xaxis=category, yaxis={**category, "autorange": "reversed"}, margin=margin, **buttons)
+    return _chart(go, trace, xaxis=category, yaxis={**category, "autorange": "reversed"}, margin=margin, **buttons)
 
 
 def _distribution(go: Any) -> go.Figure:
@@ -94,7 +94,7 @@ def _distribution(go: Any) -> go.Figure:
         go.Bar(orientation="h", yaxis="y2", name=name, marker={"color": color, "line": {"width": 0}}, width=0.6)
         for name, color in (("subnormal range of the format", SKY), ("normal range", GREEN))
     )
-    return _figure(
+    return _chart(
         go,
         counts,
         subnormal,

@@ -169,7 +169,7 @@ class SampleColumns:
             "records": packed(kept),
             "length": packed([self._metrics[index].shape[1] for index in kept]),
             "count": len(kept),
-            "figures": {name: packed(column) for name, column in zip(SAMPLE_METRICS, columns, strict=True)},
+            "metrics": {name: packed(column) for name, column in zip(SAMPLE_METRICS, columns, strict=True)},
         }
         return document, len(kept)
 

@@ -110,7 +110,7 @@ def build_model(
             "fields": _fields(records),
             "nbytes": packed(records.column("nbytes")),
             "elements": packed(columns["elements"]),
-            "figures": [one.to_json(column) for one, column in (*shown, *details.ratios())],
+            "metrics": [one.to_json(column) for one, column in (*shown, *details.ratios())],
             "details": details.to_json(),
             "samples": sample_columns,
             "bands": [_band(FORMATS[name]) for name in dict.fromkeys((*BANDS, *swept)) if name != "nvfp4"],
@@ -294,7 +294,7 @@ def _start(findings: Sequence[Finding], columns: Mapping[str, Any], records: Rec
     across = next((field for field in ("rank", "iteration") if differs(field)), "kind")
     magnitudes = {one.name for one in SHOWN if one.is_magnitude}
     return {
-        "figure": name,
+        "metric": name,
         "across": "sample" if is_of_sample else across,
         "down": "layer_idx" if differs("layer_idx") else "module",
         "againstPeers": name in magnitudes,

@@ -53,7 +53,7 @@ def write_report(
 ) -> Path:
     """Write one HTML file that says what is wrong in a selection and where; returns its path.
 
-    Findings and figures are of finite values, NaN and infinities counted apart. `formats` are those whose scales are
+    Findings and metrics are of finite values, NaN and infinities counted apart. `formats` are those whose scales are
     tried; `url`, `scope` (which records were chosen, in words) and `environment` (that of the run's document) are for
     the line below the title. A file that is there is replaced, folders are made; the file is whole or not there. The
     same records give the same bytes.

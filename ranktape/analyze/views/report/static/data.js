@@ -1,4 +1,4 @@
-// What does the page know: columns of numbers and the words of fields, as the report wrote them?
+// Gives what the report wrote: columns of numbers, and the words of fields.
 (function () {
   "use strict";
   const raw = JSON.parse(document.getElementById("report-data").textContent);
@@ -29,8 +29,8 @@
   const fields = new Map(
     raw.fields.map((field) => [field.name, { ...field, codes: unpacked(field.codes, count) }])
   );
-  const figures = new Map(
-    raw.figures.map((figure) => [figure.name, { ...figure, column: unpacked(figure.column, count) }])
+  const metrics = new Map(
+    raw.metrics.map((metric) => [metric.name, { ...metric, column: unpacked(metric.column, count) }])
   );
 
   function unpackedDetails(details) {
@@ -53,9 +53,9 @@
     const starts = startsOf(length);
     const total = starts[starts.length - 1];
     const records = unpacked(samples.records, samples.count);
-    const columns = new Map(Object.entries(samples.figures).map(([name, one]) => [name, unpacked(one, total)]));
+    const columns = new Map(Object.entries(samples.metrics).map(([name, one]) => [name, unpacked(one, total)]));
     const placeOf = new Map(Array.from(records, (record, place) => [record, place]));
-    return { count: samples.count, records, length, starts, figures: columns, placeOf };
+    return { count: samples.count, records, length, starts, metrics: columns, placeOf };
   }
 
   /** A number for people: six significant digits at most. */
@@ -77,9 +77,9 @@
     return `${size < 1e-3 ? size.toExponential(2) : Number(size.toPrecision(3))} %`;
   }
 
-  function shown(figure, value) {
-    if (figure.merge === "ratio") return percent(value);
-    return figure.unit && Number.isFinite(value) ? `${number(value)} ${figure.unit}` : number(value);
+  function shown(metric, value) {
+    if (metric.merge === "ratio") return percent(value);
+    return metric.unit && Number.isFinite(value) ? `${number(value)} ${metric.unit}` : number(value);
   }
 
   function nbytes(value) {
@@ -124,7 +124,7 @@
   }
 
   window.ranktape = {
-    raw, count, fields, figures,
+    raw, count, fields, metrics,
     elements: unpacked(raw.elements, count),
     nbytesOf: unpacked(raw.nbytes, count),
     details: unpackedDetails(raw.details),

@@ -1,4 +1,4 @@
-// What is in the records that were clicked: how large are their values, what does each format make of them?
+// Shows what is in the records that were clicked: how large their values are, and what each format makes of them.
 (function () {
   "use strict";
   const page = window.ranktape;
@@ -152,12 +152,12 @@
     const { focus } = selection.state;
     const record = focus !== null && focus.records.length === 1 ? focus.records[0] : null;
     const card = at("samples");
-    const { placeOf, starts, length, figures } = page.samples;
+    const { placeOf, starts, length, metrics } = page.samples;
     const place = record === null ? undefined : placeOf.get(record);
     card.hidden = place === undefined;
     if (card.hidden) return;
-    const chosen = figures.has(selection.state.figure) ? selection.figure() : page.figures.get("absmax");
-    const values = Array.from(figures.get(chosen.name).subarray(starts[place], starts[place] + length[place]));
+    const chosen = metrics.has(selection.state.metric) ? selection.metric() : page.metrics.get("absmax");
+    const values = Array.from(metrics.get(chosen.name).subarray(starts[place], starts[place] + length[place]));
     at("samples-title").textContent = `Samples of this record: ${chosen.head}`;
     themes.draw(
       at("samples-chart"), "bars",
@@ -187,7 +187,7 @@
       .filter((field) => field.name !== "kind")
       .map((field) => [page.overview.nameOf(field.name), page.word(field, field.codes[record])]);
     pairs.push(["elements", page.number(page.elements[record])], ["size", page.nbytes(page.nbytesOf[record])]);
-    for (const figure of page.figures.values()) pairs.push([figure.head, page.shown(figure, page.folding.valueOf(figure, record))]);
+    for (const metric of page.metrics.values()) pairs.push([metric.head, page.shown(metric, page.folding.valueOf(metric, record))]);
     at("record-fields").replaceChildren(
       ...pairs.map(([name, value]) => element("div", { children: [element("dt", { text: name }), element("dd", { text: value })] }))
     );

@@ -1,4 +1,4 @@
-// Which records may be seen: one menu for each field that has more than one value?
+// Gives one menu for each field that has more than one value: which records may be seen.
 (function () {
   "use strict";
   const page = window.ranktape;

@@ -1,12 +1,12 @@
-// What is the figure of several records, and how far is one from its peers?
+// Gives the metric of several records, and how far one is from its peers.
 (function () {
   "use strict";
   const page = window.ranktape;
   const MIN_PEERS = 3;
 
-  function valueOf(figure, record) {
-    const value = figure.column[record];
-    return figure.merge === "ratio" ? value / Math.max(1, page.elements[record]) : value;
+  function valueOf(metric, record) {
+    const value = metric.column[record];
+    return metric.merge === "ratio" ? value / Math.max(1, page.elements[record]) : value;
   }
 
   function median(values) {
@@ -23,16 +23,16 @@
     return known.reduce((best, one) => (better(one, best) ? one : best));
   }
 
-  /** The figure of several records: NaN where none of them has it. */
-  function fold(figure, records) {
-    if (figure.merge !== "ratio") return merged(Array.from(records, (record) => figure.column[record]), figure.merge);
+  /** The metric of several records: NaN where none of them has it. */
+  function fold(metric, records) {
+    if (metric.merge !== "ratio") return merged(Array.from(records, (record) => metric.column[record]), metric.merge);
     let count = 0;
     let elements = 0;
     let isKnown = false;
     for (const record of records) {
-      if (Number.isNaN(figure.column[record])) continue;
+      if (Number.isNaN(metric.column[record])) continue;
       isKnown = true;
-      count += figure.column[record];
+      count += metric.column[record];
       elements += page.elements[record];
     }
     return isKnown ? count / Math.max(1, elements) : NaN;
@@ -66,10 +66,10 @@
     });
   }
 
-  function mediansOf(codes, figure) {
+  function mediansOf(codes, metric) {
     const values = new Map();
     for (let record = 0; record < page.count; record += 1) {
-      const value = figure.column[record];
+      const value = metric.column[record];
       if (!(value > 0)) continue;
       if (!values.has(codes[record])) values.set(codes[record], []);
       values.get(codes[record]).push(value);
@@ -82,25 +82,25 @@
   const deviations = new Map();
 
   /**
-   * For each record the log2 of its figure over the median of its peers: the same place in other ranks, iterations and
-   * microbatches where there are three, else the like places of all layers. NaN where the figure is not positive.
+   * For each record the log2 of its metric over the median of its peers: the same place in other ranks, iterations and
+   * microbatches where there are three, else the like places of all layers. NaN where the metric is not positive.
    */
-  function deviation(figure) {
-    if (!deviations.has(figure.name)) {
+  function deviation(metric) {
+    if (!deviations.has(metric.name)) {
       sites ??= codesOf((name) => name);
       families ??= codesOf((name) => String(name).replace(/\d+/g, "#"));
-      const near = mediansOf(sites, figure);
-      const far = mediansOf(families, figure);
+      const near = mediansOf(sites, metric);
+      const far = mediansOf(families, metric);
       const found = new Float64Array(page.count).fill(NaN);
       for (let record = 0; record < page.count; record += 1) {
-        const value = figure.column[record];
+        const value = metric.column[record];
         if (!(value > 0)) continue;
         const own = near.get(sites[record]);
         found[record] = Math.log2(value / (own.count >= MIN_PEERS ? own : far.get(families[record])).middle);
       }
-      deviations.set(figure.name, found);
+      deviations.set(metric.name, found);
     }
-    return deviations.get(figure.name);
+    return deviations.get(metric.name);
   }
 
   /** Of several deviations the one that is farthest from 0. */

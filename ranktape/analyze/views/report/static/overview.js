@@ -1,4 +1,4 @@
-// Where in the model is a figure unusual: one cell for each layer and rank, iteration, sample or tensor?
+// Shows where in the model a metric is unusual: one cell for each layer and rank, iteration, sample or tensor.
 (function () {
   "use strict";
   const page = window.ranktape;
@@ -16,19 +16,19 @@
   const nameOf = (field) => NAMES[field] ?? field.replace(/_/g, " ");
 
   /** Every value that is shown, with its row, its column and its record: samples are values of their own. */
-  function* valuesOf(figure, isDeviation) {
+  function* valuesOf(metric, isDeviation) {
     const { down, across } = selection.state;
     const rows = page.fields.get(down).codes;
     if (across !== "sample") {
       const columns = page.fields.get(across).codes;
-      const deviation = isDeviation ? folding.deviation(figure) : null;
+      const deviation = isDeviation ? folding.deviation(metric) : null;
       for (const record of selection.records()) {
         yield [rows[record], columns[record], record, deviation ? deviation[record] : NaN];
       }
       return;
     }
-    const { placeOf, starts, length, figures } = page.samples;
-    const column = figures.get(figure.name);
+    const { placeOf, starts, length, metrics } = page.samples;
+    const column = metrics.get(metric.name);
     for (const record of selection.records()) {
       const at = placeOf.get(record);
       if (at === undefined) continue;
@@ -40,11 +40,11 @@
     }
   }
 
-  function cellsOf(figure, isDeviation) {
+  function cellsOf(metric, isDeviation) {
     const cells = new Map();
     const rows = new Set();
     const columns = new Set();
-    for (const [row, column, record, value] of valuesOf(figure, isDeviation)) {
+    for (const [row, column, record, value] of valuesOf(metric, isDeviation)) {
       rows.add(row);
       columns.add(column);
       const key = row * 1e7 + column;
@@ -57,10 +57,10 @@
     return { cells, rows: Array.from(rows).sort(ascending), columns: Array.from(columns).sort(ascending) };
   }
 
-  function valueOfCell(cell, figure, isDeviation) {
+  function valueOfCell(cell, metric, isDeviation) {
     if (isDeviation) return folding.farthest(cell.values.filter(Number.isFinite));
-    if (selection.state.across !== "sample") return folding.fold(figure, cell.records);
-    return folding.merged(cell.values, figure.merge === "ratio" ? "largest" : figure.merge);
+    if (selection.state.across !== "sample") return folding.fold(metric, cell.records);
+    return folding.merged(cell.values, metric.merge === "ratio" ? "largest" : metric.merge);
   }
 
   function powerTicks(low, high) {
@@ -84,7 +84,7 @@
   }
 
   /** Numbers that colours are given to, and what the bar beside them says. */
-  function colored(values, figure, isDeviation) {
+  function colored(values, metric, isDeviation) {
     const known = values.flat().filter((value) => Number.isFinite(value));
     if (isDeviation) {
       const sizes = known.map(Math.abs);
@@ -97,13 +97,13 @@
         colorbar: { tickvals: ticks, ticktext: ticks.map((power) => (power < 0 ? `1/${page.number(2 ** -power)} ×` : `${page.number(2 ** power)} ×`)) },
       };
     }
-    const isLog = figure.isMagnitude || figure.merge === "ratio";
+    const isLog = metric.isMagnitude || metric.merge === "ratio";
     const positive = known.filter((value) => value > 0);
     if (!isLog || positive.length === 0) {
       // plotly leaves infinities out, and with them the click: a lossless format has the colour of the best one.
       const ends = known.length > 0 ? [known.reduce((best, one) => Math.min(best, one)), known.reduce((best, one) => Math.max(best, one))] : [-1, 1];
       const z = values.map((row) => row.map((value) => (value === Infinity ? ends[1] : value === -Infinity ? ends[0] : value)));
-      return { z, zmin: null, zmax: null, colorbar: { ticksuffix: figure.unit ? ` ${figure.unit}` : "" } };
+      return { z, zmin: null, zmax: null, colorbar: { ticksuffix: metric.unit ? ` ${metric.unit}` : "" } };
     }
     const low = Math.log10(positive.reduce((best, one) => Math.min(best, one)));
     const hasZero = known.length > positive.length;
@@ -111,7 +111,7 @@
     const floor = hasZero ? low - Math.max(0.5, (high - low) / 5) : low;
     const z = values.map((row) => row.map((value) => (value === Infinity ? high : value > 0 ? Math.log10(value) : value === 0 ? floor : null)));
     const ticks = powerTicks(low, high);
-    const texts = ticks.map((power) => page.shown(figure, Number((10 ** power).toPrecision(2))));
+    const texts = ticks.map((power) => page.shown(metric, Number((10 ** power).toPrecision(2))));
     return {
       z, zmin: floor, zmax: high,
       colorbar: {
@@ -121,13 +121,13 @@
   }
 
   /** What a hover says of each cell; names are made harmless once, for there may be 100,000 cells. */
-  function hoverTexts(rowWords, columnWords, cellAt, values, figure, isDeviation) {
+  function hoverTexts(rowWords, columnWords, cellAt, values, metric, isDeviation) {
     const { down, across } = selection.state;
     const rowLabels = rowWords.map((word) => `<b>${nameOf(down)} ${label(word)}, ${nameOf(across)} `);
-    const columnLabels = columnWords.map((word) => `${label(word)}</b><br>${label(figure.head)}: `);
+    const columnLabels = columnWords.map((word) => `${label(word)}</b><br>${label(metric.head)}: `);
     const said = isDeviation
       ? (value) => `${page.number(2 ** value)} times the median of its peers`
-      : (value) => label(page.shown(figure, value));
+      : (value) => label(page.shown(metric, value));
     return values.map((row, r) =>
       row.map((value, c) => {
         const cell = cellAt(r, c);
@@ -137,26 +137,26 @@
     );
   }
 
-  function caption(figure, isDeviation, values) {
+  function caption(metric, isDeviation, values) {
     const merge = { ratio: "all of a cell together", largest: "the largest of a cell", smallest: "the smallest of a cell", median: "the median of a cell" };
-    if (!isDeviation) return `${figure.head}: ${merge[figure.merge]}. Click a cell to open its records.`;
+    if (!isDeviation) return `${metric.head}: ${merge[metric.merge]}. Click a cell to open its records.`;
     const peers = selection.state.across === "sample" ? "the other samples of its batch" : "the same tensor in other ranks and iterations (in other layers, where there are none)";
     const usual = page.number(Number((2 ** usualOf(values.flat().filter((value) => Number.isFinite(value)))).toPrecision(2)));
-    return `How far ${figure.head} is from that of ${peers}; of a cell the farthest. White is usual: up to ${usual} ×, as in half of the cells. Click a cell to open its records.`;
+    return `How far ${metric.head} is from that of ${peers}; of a cell the farthest. White is usual: up to ${usual} ×, as in half of the cells. Click a cell to open its records.`;
   }
 
   function update() {
-    const figure = selection.figure();
+    const metric = selection.metric();
     const { down, across, againstPeers } = selection.state;
     const isSample = across === "sample";
-    const isDeviation = againstPeers && figure.isMagnitude;
+    const isDeviation = againstPeers && metric.isMagnitude;
     document.getElementById("overview-title").textContent = `Overview: ${nameOf(down)} by ${nameOf(across)}`;
-    if (isSample && !page.samples.figures.has(figure.name)) {
-      const known = Array.from(page.samples.figures.keys(), (name) => page.figures.get(name).head).join(", ");
-      themes.say(place, `Of single samples ${figure.head} is not known: choose ${known}.`);
+    if (isSample && !page.samples.metrics.has(metric.name)) {
+      const known = Array.from(page.samples.metrics.keys(), (name) => page.metrics.get(name).head).join(", ");
+      themes.say(place, `Of single samples ${metric.head} is not known: choose ${known}.`);
       return;
     }
-    const { cells, rows, columns } = cellsOf(figure, isDeviation);
+    const { cells, rows, columns } = cellsOf(metric, isDeviation);
     if (rows.length === 0) {
       themes.say(place, isSample ? "None of these records has samples." : "No record passes the filters.");
       return;
@@ -169,18 +169,18 @@
     const values = rows.map((row) =>
       columns.map((column) => {
         const cell = at(row, column);
-        const value = cell === undefined ? NaN : valueOfCell(cell, figure, isDeviation);
+        const value = cell === undefined ? NaN : valueOfCell(cell, metric, isDeviation);
         return Number.isNaN(value) ? null : value;
       })
     );
-    document.getElementById("overview-caption").textContent = caption(figure, isDeviation, values);
-    const text = hoverTexts(rowWords, columnWords, (r, c) => at(rows[r], columns[c]), values, figure, isDeviation);
+    document.getElementById("overview-caption").textContent = caption(metric, isDeviation, values);
+    const text = hoverTexts(rowWords, columnWords, (r, c) => at(rows[r], columns[c]), values, metric, isDeviation);
     const gap = rows.length * columns.length <= MAX_GAPPED_CELLS ? 1 : 0;
     shownCells = { rows, columns, rowWords, columnWords, at };
     const tickOf = (words) => ({ tickmode: "array", ...ticksOf(words) });
     themes.draw(
       place, "overview",
-      [{ ...colored(values, figure, isDeviation), text, xgap: gap, ygap: gap, x: columns.map((_, c) => c), y: rows.map((_, r) => r) }],
+      [{ ...colored(values, metric, isDeviation), text, xgap: gap, ygap: gap, x: columns.map((_, c) => c), y: rows.map((_, r) => r) }],
       {
         height: Math.min(680, Math.max(240, 110 + rows.length * 22)),
         xaxis: { title: { text: nameOf(across) }, type: "linear", ...tickOf(columnWords) },

@@ -1,4 +1,4 @@
-// What happens when something is chosen: which parts of the page are drawn again?
+// Draws again what a choice changes.
 (function () {
   "use strict";
   const page = window.ranktape;
@@ -6,7 +6,7 @@
   const at = (id) => document.getElementById(id);
 
   function fillMenus() {
-    for (const figure of page.figures.values()) at("figure").append(element("option", { value: figure.name, text: figure.head }));
+    for (const metric of page.metrics.values()) at("metric").append(element("option", { value: metric.name, text: metric.head }));
     const differs = (name) => page.fields.get(name).values.length > 1;
     const named = (name) => element("option", { value: name, text: page.overview.nameOf(name) });
     at("down").append(...["layer_idx", "module", "kind"].map(named));
@@ -19,12 +19,12 @@
         .map(named)
     );
     const { state } = selection;
-    at("figure").value = state.figure;
+    at("metric").value = state.metric;
     at("across").value = state.across;
     at("down").value = state.down;
     at("color-by").value = state.colorBy;
     at("against-peers").checked = state.againstPeers;
-    for (const [id, key] of [["figure", "figure"], ["across", "across"], ["down", "down"], ["color-by", "colorBy"]]) {
+    for (const [id, key] of [["metric", "metric"], ["across", "across"], ["down", "down"], ["color-by", "colorBy"]]) {
       at(id).addEventListener("change", (event) => selection.choose({ [key]: event.target.value }));
     }
     at("against-peers").addEventListener("change", (event) => selection.choose({ againstPeers: event.target.checked }));
@@ -65,12 +65,12 @@
 
   function update(what) {
     at("against-peers").checked = selection.state.againstPeers;
-    at("against-peers").disabled = !selection.figure().isMagnitude;
+    at("against-peers").disabled = !selection.metric().isMagnitude;
     if (what !== "focus") {
       page.overview.update();
       page.panels.update();
     }
-    if (what === "figure") {
+    if (what === "metric") {
       page.drill.updateSamples();
       return;
     }

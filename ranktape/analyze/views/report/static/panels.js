@@ -1,4 +1,4 @@
-// How does a figure go through the layers and the iterations, and how do the kinds of tensors differ in it?
+// Draws a metric through the layers and the iterations, and for each kind of tensors.
 (function () {
   "use strict";
   const page = window.ranktape;
@@ -9,14 +9,14 @@
   const at = (id) => document.getElementById(id);
   const nameOf = (field) => page.overview.nameOf(field);
 
-  function valueAxis(figure, values) {
-    const title = { text: label(figure.head + (figure.unit ? `, ${figure.unit}` : "")) };
+  function valueAxis(metric, values) {
+    const title = { text: label(metric.head + (metric.unit ? `, ${metric.unit}` : "")) };
     const positive = values.filter((value) => value > 0 && Number.isFinite(value));
-    if (figure.isMagnitude && positive.length > 0) {
+    if (metric.isMagnitude && positive.length > 0) {
       const decades = Math.log10(positive.reduce((best, one) => Math.max(best, one)) / positive.reduce((best, one) => Math.min(best, one)));
       return { title, type: "log", exponentformat: "power", dtick: decades < 1.5 ? "D2" : Math.max(1, Math.ceil(decades / 7)) };
     }
-    if (figure.merge === "ratio") return { title, tickformat: "~%", rangemode: "tozero", exponentformat: "power" };
+    if (metric.merge === "ratio") return { title, tickformat: "~%", rangemode: "tozero", exponentformat: "power" };
     return { title, zeroline: true };
   }
 
@@ -34,8 +34,8 @@
   }
 
   /** Whether nothing of a kind was counted, so that there is nothing to draw. */
-  function isNothing(figure, values) {
-    return figure.merge === "ratio" && values.every((value) => !(value > 0));
+  function isNothing(metric, values) {
+    return metric.merge === "ratio" && values.every((value) => !(value > 0));
   }
 
   /** What stands before the number in the name of a layer of several stacks. */
@@ -49,7 +49,7 @@
   }
 
   /** One line for each value of a field, over the numbers of another. */
-  function lines(place, { records, over, by, figure, none }) {
+  function lines(place, { records, over, by, metric, none }) {
     const overField = page.fields.get(over);
     const byField = page.fields.get(by);
     const groups = Array.from(folding.groups(records, byField));
@@ -57,10 +57,10 @@
     const all = [];
     const traces = shown.map(([code, members], index) => {
       const points = Array.from(folding.groups(members, overField)).filter(([x]) => overField.values[x] !== null);
-      const values = points.map(([, some]) => folding.fold(figure, some));
+      const values = points.map(([, some]) => folding.fold(metric, some));
       all.push(...values);
       const word = label(page.word(byField, code));
-      const texts = points.map(([x, some], p) => `<b>${word}</b><br>${nameOf(over)} ${label(page.word(overField, x))}<br>${label(page.shown(figure, values[p]))}<br>${page.number(some.length)} records`);
+      const texts = points.map(([x, some], p) => `<b>${word}</b><br>${nameOf(over)} ${label(page.word(overField, x))}<br>${label(page.shown(metric, values[p]))}<br>${page.number(some.length)} records`);
       const spaced = (column) => withGaps(column, points.map(([x]) => stackOf(overField, x)));
       return {
         x: spaced(points.map(([x]) => overField.values[x])),
@@ -76,20 +76,20 @@
       themes.say(place, none);
       return;
     }
-    if (isNothing(figure, all)) {
-      themes.say(place, `${figure.head}: 0 % in all of these records.`);
+    if (isNothing(metric, all)) {
+      themes.say(place, `${metric.head}: 0 % in all of these records.`);
       return;
     }
     themes.draw(place, "lines", traces, {
       height: 320 + 18 * Math.ceil(shown.length / 3),
       xaxis: { title: { text: nameOf(over) + more(groups.length - shown.length, "lines") }, zeroline: false, ...ticksOf(overField, records) },
-      yaxis: valueAxis(figure, all),
+      yaxis: valueAxis(metric, all),
     });
   }
 
   /** For each value of a field a bar of forward and one of backward. */
   function bars(place, name) {
-    const figure = selection.figure();
+    const metric = selection.metric();
     const field = page.fields.get(name);
     const operation = page.fields.get("operation");
     const records = selection.records();
@@ -99,25 +99,25 @@
     const all = [];
     const traces = Array.from(folding.groups(records, operation)).map(([code, members], index) => {
       const groups = folding.groups(members, field);
-      const values = codes.map((one) => (groups.has(one) ? folding.fold(figure, groups.get(one)) : NaN));
+      const values = codes.map((one) => (groups.has(one) ? folding.fold(metric, groups.get(one)) : NaN));
       all.push(...values);
       const word = label(page.word(operation, code));
       return {
         x: codes.map((_, bar) => bar), y: values.map((value) => (Number.isFinite(value) ? value : null)), name: word,
-        text: values.map((value, place_) => `<b>${words[place_]}, ${word}</b><br>${label(figure.head)}: ${label(page.shown(figure, value))}`),
+        text: values.map((value, place_) => `<b>${words[place_]}, ${word}</b><br>${label(metric.head)}: ${label(page.shown(metric, value))}`),
         textposition: "none", hovertemplate: "%{text}<extra></extra>",
         marker: { color: themes.colorOf(index), pattern: { shape: index % 2 ? "/" : "", size: 6, solidity: 0.25 } },
       };
     });
     if (!all.some(Number.isFinite)) {
-      themes.say(place, `No record has ${figure.head}.`);
+      themes.say(place, `No record has ${metric.head}.`);
       return;
     }
-    if (isNothing(figure, all)) {
-      themes.say(place, `${figure.head}: 0 % in all of these records.`);
+    if (isNothing(metric, all)) {
+      themes.say(place, `${metric.head}: 0 % in all of these records.`);
       return;
     }
-    themes.draw(place, "bars", traces, { height: 260, xaxis: { tickmode: "array", tickvals: codes.map((_, bar) => bar), ticktext: words, title: { text: more(every.length - codes.length, "values") } }, yaxis: valueAxis(figure, all) });
+    themes.draw(place, "bars", traces, { height: 260, xaxis: { tickmode: "array", tickvals: codes.map((_, bar) => bar), ticktext: words, title: { text: more(every.length - codes.length, "values") } }, yaxis: valueAxis(metric, all) });
   }
 
   function updateBars() {
@@ -140,17 +140,17 @@
     at("gradients").hidden = records.length === 0;
     if (records.length === 0) return;
     const common = { records, over: "layer_idx", by: "tensor_name" };
-    lines(at("gradients-underflow"), { ...common, figure: page.figures.get("overflow.underflow.ratio"), none: "No gradient has values." });
-    lines(at("gradients-range"), { ...common, figure: page.figures.get("absmax"), none: "No gradient is other than zero." });
-    lines(at("gradients-ratio"), { ...common, records: weightGradients(records), figure: ratioToWeight(), none: "No gradient of a weight was recorded beside its weight." });
+    lines(at("gradients-underflow"), { ...common, metric: page.metrics.get("overflow.underflow.ratio"), none: "No gradient has values." });
+    lines(at("gradients-range"), { ...common, metric: page.metrics.get("absmax"), none: "No gradient is other than zero." });
+    lines(at("gradients-ratio"), { ...common, records: weightGradients(records), metric: ratioToWeight(), none: "No gradient of a weight was recorded beside its weight." });
   }
 
   let ratio = null;
 
-  /** A figure of the page's own: the norm of a weight's gradient over the norm of the weight. */
+  /** A metric of the page's own: the norm of a weight's gradient over the norm of the weight. */
   function ratioToWeight() {
     if (ratio !== null) return ratio;
-    const norm = page.figures.get("norm");
+    const norm = page.metrics.get("norm");
     const names = page.fields.get("tensor_name");
     const keys = ["module", "rank", "iteration", "attempt"].map((name) => page.fields.get(name).codes);
     const keyOf = (record) => keys.map((codes) => codes[record]).join(",");
@@ -174,12 +174,12 @@
 
   function update() {
     const { colorBy } = selection.state;
-    const figure = selection.figure();
+    const metric = selection.metric();
     const records = selection.records();
-    const none = records.length === 0 ? "No record passes the filters." : `No record has ${figure.head}.`;
-    lines(at("layers-chart"), { records, over: "layer_idx", by: colorBy, figure, none });
+    const none = records.length === 0 ? "No record passes the filters." : `No record has ${metric.head}.`;
+    lines(at("layers-chart"), { records, over: "layer_idx", by: colorBy, metric, none });
     at("trend").hidden = page.fields.get("iteration").values.length < 2;
-    if (!at("trend").hidden) lines(at("trend-chart"), { records, over: "iteration", by: colorBy, figure, none });
+    if (!at("trend").hidden) lines(at("trend-chart"), { records, over: "iteration", by: colorBy, metric, none });
     updateBars();
     updateGradients();
   }

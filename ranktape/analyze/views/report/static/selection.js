@@ -1,4 +1,4 @@
-// Which records are looked at: those that the filters leave, and of these the ones that were clicked?
+// Knows which records are looked at: those that the filters leave, and of these the ones that were clicked.
 (function () {
   "use strict";
   const page = window.ranktape;
@@ -9,7 +9,7 @@
     filters: new Map(),
     /** What was clicked: its records and its name; null where nothing was. */
     focus: null,
-    figure: start.figure,
+    metric: start.metric,
     across: start.across,
     down: start.down,
     againstPeers: start.againstPeers,
@@ -69,7 +69,7 @@
 
   function choose(changes) {
     Object.assign(state, changes);
-    tell("figure");
+    tell("metric");
   }
 
   page.selection = {
@@ -78,6 +78,6 @@
     records: () => selected,
     /** The records of the drill-down: what was clicked, or else the whole selection. */
     focused: () => (state.focus === null ? selected : state.focus.records),
-    figure: () => page.figures.get(state.figure),
+    metric: () => page.metrics.get(state.metric),
   };
 })();

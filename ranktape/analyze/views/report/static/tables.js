@@ -1,4 +1,4 @@
-// Which records are there, and what are their figures: tables that sort, search and open a record?
+// Shows records and their metrics in tables that sort, search and open a record.
 (function () {
   "use strict";
   const page = window.ranktape;
@@ -6,16 +6,16 @@
   const ROWS_AT_ONCE = 50;
   const WHO = ["iteration", "rank", "layer_idx", "module", "operation", "phase", "tensor_name"];
   const TABS = {
-    records: { fields: [...WHO, "microbatch", "quant_type", "dtype", "shape"], figures: ["elements", "nbytes"] },
+    records: { fields: [...WHO, "microbatch", "quant_type", "dtype", "shape"], metrics: ["elements", "nbytes"] },
     overflow: {
       fields: WHO,
-      figures: ["overflow.ratio", "overflow.upper.ratio", "overflow.lower.ratio", "overflow.underflow.ratio", "overflow.nan.ratio", "overflow.inf.ratio", "overflow.zero.ratio"],
+      metrics: ["overflow.ratio", "overflow.upper.ratio", "overflow.lower.ratio", "overflow.underflow.ratio", "overflow.nan.ratio", "overflow.inf.ratio", "overflow.zero.ratio"],
     },
     stats: {
       fields: WHO,
-      figures: ["mean", "std", "minimum", "maximum", "absmax", "skewness", "kurtosis", "p1", "p50", "p99", "smallest_nonzero", "log2_range"],
+      metrics: ["mean", "std", "minimum", "maximum", "absmax", "skewness", "kurtosis", "p1", "p50", "p99", "smallest_nonzero", "log2_range"],
     },
-    formats: { fields: WHO, figures: Array.from(page.figures.keys()).filter((name) => name.startsWith("sqnr.")) },
+    formats: { fields: WHO, metrics: Array.from(page.metrics.keys()).filter((name) => name.startsWith("sqnr.")) },
   };
   const state = { tab: "records", sort: null, isDescending: true, search: "", first: 0 };
   const head = document.querySelector("#table thead tr");
@@ -32,18 +32,18 @@
     };
   }
 
-  function figureColumn(name) {
+  function metricColumn(name) {
     if (name === "elements") return { name, head: "elements", isNumber: true, value: (record) => page.elements[record], text: (record) => page.number(page.elements[record]) };
     if (name === "nbytes") return { name, head: "size", isNumber: true, value: (record) => page.nbytesOf[record], text: (record) => page.nbytes(page.nbytesOf[record]) };
-    const figure = page.figures.get(name);
-    const value = (record) => page.folding.valueOf(figure, record);
-    return { name, head: figure.head, isNumber: true, value, text: (record) => page.shown(figure, value(record)) };
+    const metric = page.metrics.get(name);
+    const value = (record) => page.folding.valueOf(metric, record);
+    return { name, head: metric.head, isNumber: true, value, text: (record) => page.shown(metric, value(record)) };
   }
 
   function columns() {
-    const { fields, figures } = TABS[state.tab];
+    const { fields, metrics } = TABS[state.tab];
     const differing = fields.filter((name) => page.fields.get(name).values.length > 1 || name === "tensor_name");
-    return [...differing.map(fieldColumn), ...figures.map(figureColumn)];
+    return [...differing.map(fieldColumn), ...metrics.map(metricColumn)];
   }
 
   /** For each word of each field whether it holds what is searched, so that no record's text is made. */
@@ -129,7 +129,7 @@
     if (event.key === "Enter") open(event);
   });
   for (const tab of document.querySelectorAll("[data-tab]")) {
-    if (TABS[tab.dataset.tab].figures.length === 0) tab.hidden = true;
+    if (TABS[tab.dataset.tab].metrics.length === 0) tab.hidden = true;
     tab.addEventListener("click", () => {
       Object.assign(state, { tab: tab.dataset.tab, sort: null, first: 0 });
       update();

@@ -1,8 +1,8 @@
-// How is a chart drawn: which theme, which size on paper, and how is a template filled in?
+// Draws charts: fills in a template, in a theme, at the size of paper when it is printed.
 (function () {
   "use strict";
   const page = window.ranktape;
-  const { figures, themes, colors, dashes, diverging } = page.raw.charts;
+  const { templates, themes, colors, dashes, diverging } = page.raw.charts;
   // Nothing that leaves the page: plotly would offer to send a chart to its maker.
   const CONFIG = {
     responsive: true, displaylogo: false, showSendToCloud: false, displayModeBar: "hover",
@@ -42,7 +42,7 @@
 
   /** Draw a chart of some pixels into an element: traces laid over those of its template, and a layout over its own. */
   function draw(place, template, traces, { height, ...layout }) {
-    const { data, layout: shared } = figures[template];
+    const { data, layout: shared } = templates[template];
     drawn.set(place, { template, traces, layout: { height, ...layout } });
     sentenceOf(place)?.remove();
     place.hidden = false;
