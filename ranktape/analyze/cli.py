@@ -9,41 +9,42 @@ import click
 
 from ranktape.analyze.group import RanktapeGroup
 
-_QUESTIONS = "ranktape.analyze.questions"
-_COMMANDS = "ranktape.analyze.commands"
-
 COMMANDS = {
-    "ls": f"{_QUESTIONS}.ls:ls",
-    "overflow": f"{_QUESTIONS}.overflow:overflow",
-    "stats": f"{_QUESTIONS}.stats:stats",
-    "distribution": f"{_QUESTIONS}.distribution:distribution",
-    "sweep": f"{_COMMANDS}:sweep",
-    "outliers": f"{_QUESTIONS}.outliers:outliers",
-    "trend": f"{_QUESTIONS}.trend:trend",
-    "trace": f"{_QUESTIONS}.trace:trace",
-    "gradients": f"{_QUESTIONS}.gradients:gradients",
-    "compare": f"{_QUESTIONS}.compare:compare",
-    "compare-map": f"{_QUESTIONS}.compare:compare_map",
-    "plot": f"{_COMMANDS}:plot",
-    "gate": "ranktape.analyze.rules.gate:gate",
-    "report": f"{_COMMANDS}:report",
+    "ls": "questions.ls:ls",
+    "overflow": "questions.overflow:overflow",
+    "stats": "questions.stats:stats",
+    "distribution": "questions.distribution:distribution",
+    "sweep": "questions.sweep_command:sweep",
+    "outliers": "questions.outliers:outliers",
+    "trend": "questions.trend:trend",
+    "trace": "questions.trace:trace",
+    "gradients": "questions.gradients:gradients",
+    "compare": "questions.compare:compare",
+    "compare-map": "questions.compare:compare_map",
+    "plot": "commands:plot",
+    "gate": "rules.gate:gate",
+    "report": "commands:report",
 }
-"""Where each command is: a question, of which the command is made, or a command."""
+"""The function in this package that each command is made of."""
 
 
 class _AnalyzeGroup(RanktapeGroup):
-    """Makes the commands of questions when they are used."""
+    """Makes commands of functions when they are used."""
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name; None if there is none."""
-        module, _, name = self.lazy.get(cmd_name, "").partition(":")
-        if not module or module.startswith(_COMMANDS):
-            return super().get_command(ctx, cmd_name)
-        from ranktape.analyze.command import question_command
+    def load(self, name: str) -> click.Command:
+        """The command made of its function, with what no function says."""
+        from ranktape.analyze.command import make_command
 
-        command = question_command(module, name)
-        if cmd_name == "gate":
+        module, _, function = self.lazy[name].partition(":")
+        command = make_command(f"ranktape.analyze.{module}", function)
+        if name == "gate":
             command.params.append(_SHOW_DEFAULTS)
+        elif name == "sweep":
+            next(one for one in command.params if one.name == "format").opts.append("--elem-format")
+        elif name == "plot":
+            from ranktape.analyze.commands import kinds_text
+
+            command.epilog = kinds_text()
         return command
 
 
@@ -64,7 +65,6 @@ _SHOW_DEFAULTS = click.Option(
     callback=_show_defaults,
     help="Print the rules that hold where none are given, as a file for --rule-file, and exit.",
 )
-"""It asks nothing of a run."""
 
 
 @click.group(name="analyze", cls=_AnalyzeGroup, lazy=COMMANDS, context_settings={"max_content_width": 100})

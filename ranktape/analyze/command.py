@@ -1,11 +1,14 @@
-"""Makes the command of a question: its options come from the signature of the function, their help from its docstring.
+"""Makes a command of a function: its options come from the signature, their help from the docstring.
 
 The function is read and not imported, so that help answers at once. What stands before `Args:` in the docstring is the
 help of the command; an entry `name (METAVAR): text` there is that of an option. A parameter that is named in backticks
-is named as an option in help. These parameters mean the same in every question:
+is named as an option in help. These parameters mean the same in every command:
 
-- `records` and other `Records` are runs that are opened, filtered by the options of fields;
-- `by`, `view` and `engine` have the options of `ranktape.analyze.options`.
+- `records` and other `Records` are runs that are opened, filtered by the options of fields; a function that takes
+  `selection` or `selections` opens them itself;
+- `by`, `view`, `engine` and an `output` of that class have the options of `ranktape.analyze.options`.
+
+What a function of records returns is the answer, and is written as the options of `output` say.
 """
 
 from __future__ import annotations
@@ -19,32 +22,23 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from ranktape.analyze.options import (
-    NamedPath,
-    by_option,
-    engine_options,
-    output_options,
-    selection_options,
-    view_option,
-)
+from ranktape.analyze.options import OPTIONS, NamedPath, Output, Selection, flag_of
 from ranktape.errors import CheckFoundError
 
-if TYPE_CHECKING:
-    from ranktape.analyze.options import Output, Selection
-
-_SHARED: dict[str, Callable[..., Any]] = {"view": view_option, "by": by_option, "engine": engine_options}
-"""The decorators that make the options of parameters which every question has."""
-
 _TYPES = {"int": int, "float": float, "str": str}
+
+_LITERALS = (ast.Constant, ast.UnaryOp, ast.Tuple)
+
+_ENTRY = re.compile(r"^    (\w+)(?: \(([^)]*)\))?: ((?:.*)(?:\n      .*)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One parameter of a question."""
+    """One parameter of a function."""
 
     name: str
     """Its name in Python; that of the option with dashes."""
@@ -52,140 +46,104 @@ class Parameter:
     """Its type, as it is written."""
     default: Any
     """What holds where it is not given; None where that is no literal."""
-    metavar: str
-    """What help writes for its value; empty where it has none."""
-    help: str
-    """What it is for."""
     is_positional: bool
     """Whether it may be given without its name."""
 
     @property
+    def shared(self) -> str:
+        """The key of its options in `OPTIONS`; empty where it has one of its own."""
+        is_shared = self.name in OPTIONS and (self.name != "output" or self.annotation == "Output")
+        return "selection" if self.name == "records" else self.name if is_shared else ""
+
+    @property
     def is_run(self) -> bool:
-        """Whether it takes the records of a run."""
-        return self.annotation.split(" |")[0] == "Records"
+        """Whether it takes the records of a further run."""
+        return self.name != "records" and self.annotation.split(" |")[0] == "Records"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What the source of a question says of its command."""
-
-    module: str
-    """Where it is."""
-    name: str
-    """The name of the function, which is that of the command."""
-    help: str
-    """What it answers."""
-    parameters: tuple[Parameter, ...]
-    """All but the records."""
-
-    def answer(self, selection: Selection, output: Output, values: dict[str, Any]) -> None:
-        """Ask the question, and write the answer.
-
-        Raises:
-            CheckFoundError: the answer is that something does not pass.
-            RanktapeError: what the question raises.
-        """
-        function = getattr(importlib.import_module(self.module), self.name)
-        runs = {
-            one.name: dataclasses.replace(selection, run=values.pop(one.name)).records()
-            for one in self.parameters
-            if one.is_run and values[one.name] is not None
-        }
-        given = {name: value for name, value in values.items() if value is not None and value != ()}
-        found = function(selection.records(), **given, **runs)
-        output.write(found)
-        if not getattr(found, "passed", True):
-            raise CheckFoundError(found.message)
-
-
-def read_question(module: str, name: str) -> Question:
-    """What the source of a function says of its command."""
+def make_command(module: str, name: str) -> click.Command:
+    """The command of a function, which has its name."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.loader is not None
     source = spec.loader.get_source(module)  # type: ignore[attr-defined]  # a loader of source has it
     (function,) = (one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef) and one.name == name)
+    parameters = [one for one in _parameters(function) if not one.annotation.startswith("Callable")]
     text, _, rest = inspect.cleandoc(ast.get_docstring(function) or "").partition("\n\nArgs:\n")
-    entries = {key: (metavar, " ".join(said.split())) for key, metavar, said in _ENTRY.findall(rest.split("\n\n")[0])}
-    parameters = tuple(_parameters(function, entries))
+    said = {key: (metavar, " ".join(text.split())) for key, metavar, text in _ENTRY.findall(rest.split("\n\n")[0])}
     names = [one.name for one in parameters]
-    plain = [
-        dataclasses.replace(one, help=_as_options(one.help, names))
-        for one in parameters
-        if not one.annotation.startswith("Callable")
-    ]
-    shown = _as_options(text.split("\n\nRaises:")[0], names)
-    return Question(module=module, name=name, help=shown, parameters=tuple(plain))
 
+    def as_options(text: str) -> str:
+        return re.sub(r"`(\w+)`", lambda found: flag_of(found[1]) if found[1] in names else f"'{found[1]}'", text)
 
-def question_command(module: str, name: str) -> click.Command:
-    """The command of a question."""
-    question = read_question(module, name)
+    def run(**values: Any) -> None:
+        called = getattr(importlib.import_module(module), name)
+        if names[0] == "records":
+            _answer(called, parameters, **values)
+        else:
+            called(**values)
 
-    def run(*, selection: Selection, output: Output, **values: Any) -> None:
-        question.answer(selection, output, values)
-
-    decorated: Callable[..., Any] = output_options(run)
-    names = [one.name for one in question.parameters]
-    for shared in ("engine", "by", "view"):
-        if shared in names:
-            decorated = _SHARED[shared](decorated)
-    for one in reversed(question.parameters):
+    decorated: Callable[..., Any] = OPTIONS["output"](run) if names[0] == "records" else run
+    for one in [one for key in ("output", "engine", "by", "view") for one in parameters if one.shared == key]:
+        decorated = OPTIONS[one.shared](decorated)
+    for one in reversed(parameters[1:]):
         if one.is_run and one.is_positional:
             decorated = click.argument(one.name, metavar=f"[{one.name.upper()}]", required=False)(decorated)
-        elif one.name not in _SHARED:
-            decorated = _option(one)(decorated)
-    return click.command(name=name.replace("_", "-"), help=question.help)(selection_options(decorated))
+        elif not one.shared:
+            metavar, entry = said.get(one.name, ("", ""))
+            decorated = _option(one, metavar=metavar, text=as_options(entry))(decorated)
+    decorated = OPTIONS[parameters[0].shared](decorated)
+    return click.command(name=name.replace("_", "-"), help=as_options(text.split("\n\nRaises:")[0]))(decorated)
 
 
-_ENTRY = re.compile(r"^    (\w+)(?: \(([^)]*)\))?: ((?:.*)(?:\n      .*)*)", re.MULTILINE)
+def _answer(
+    function: Callable[..., Any], parameters: list[Parameter], *, selection: Selection, output: Output, **values: Any
+) -> None:
+    """Ask a question, and write the answer; that something does not pass is raised."""
+    runs = {
+        one.name: dataclasses.replace(selection, run=values.pop(one.name)).records()
+        for one in parameters
+        if one.is_run and values[one.name] is not None
+    }
+    given = {name: value for name, value in values.items() if value is not None and value != ()}
+    found = function(selection.records(), **given, **runs)
+    output.write(found)
+    if not getattr(found, "passed", True):
+        raise CheckFoundError(found.message)
 
 
-def _parameters(function: ast.FunctionDef, entries: dict[str, tuple[str, str]]) -> Iterator[Parameter]:
-    """The parameters after the records, in order."""
+def _parameters(function: ast.FunctionDef) -> Iterator[Parameter]:
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
     pairs = [*zip(positional, [*defaults, *arguments.defaults], strict=True)]
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     for place, (argument, default) in enumerate(pairs):
-        if place == 0:
-            continue
-        metavar, said = entries.get(argument.arg, ("", ""))
         assert argument.annotation is not None
         yield Parameter(
             name=argument.arg,
             annotation=ast.unparse(argument.annotation),
-            default=default.value if isinstance(default, ast.Constant) else None,
-            metavar=metavar,
-            help=said,
+            default=ast.literal_eval(default) if isinstance(default, _LITERALS) else None,
             is_positional=place < len(positional),
         )
 
 
-def _as_options(text: str, names: list[str]) -> str:
-    """The text with parameters named as options."""
-    return re.sub(r"`(\w+)`", lambda found: _flag(found[1]) if found[1] in names else f"'{found[1]}'", text)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _option(one: Parameter) -> Callable[..., Any]:
+def _option(one: Parameter, *, metavar: str, text: str) -> Callable[..., Any]:
     """The option of a parameter; it gives None, or nothing, where it is not given and has no default to show."""
-    settings: dict[str, Any] = {"help": one.help, "metavar": one.metavar or None}
-    flag = _flag(one.name)
+    settings: dict[str, Any] = {"help": text, "metavar": metavar or None}
+    flag = flag_of(one.name)
     if one.annotation == "bool":
         pair = f"{flag}/--no-{flag[2:]}" if one.default else flag
-        return click.option(pair, one.name, default=one.default, help=one.help, is_flag=True, show_default=one.default)
+        return click.option(pair, one.name, default=one.default, help=text, is_flag=True, show_default=one.default)
     if one.annotation.startswith("Literal"):
         settings |= {"type": click.Choice(re.findall(r"'(\w+)'", one.annotation)), "metavar": None}
-    elif "PathLike" in one.annotation:
+    elif "Path" in one.annotation:
         settings["type"] = NamedPath(path_type=Path)
     else:
         kinds = one.annotation.split(" | ")
         settings["type"] = str if "str" in kinds else _TYPES.get(kinds[0], str)
     if "Sequence" in one.annotation:
-        return click.option(flag, one.name, multiple=True, **settings)
-    return click.option(flag, one.name, default=one.default, show_default=one.default is not None, **settings)
+        settings["multiple"] = True
+    if one.default not in {None, ()}:
+        settings |= {"default": one.default, "show_default": True}
+    return click.option(*(["-o"] if one.name == "output" else []), flag, one.name, **settings)

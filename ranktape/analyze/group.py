@@ -1,8 +1,7 @@
-"""Finds the commands of a command line when they are used, and makes one line of a user's mistake.
+"""Gives the click group of every command line of ranktape.
 
-One click group for every door: commands are imported when they are used, so that help answers at once,
-and a `RanktapeError` becomes one line on stderr with the exit code of its class. Other exceptions are our
-own mistakes and keep their traceback.
+Commands are imported when they are used, so that help answers at once, and a `RanktapeError` becomes one line on stderr
+with the exit code of its class. Other exceptions are our own mistakes and keep their traceback.
 """
 
 from __future__ import annotations
@@ -20,18 +19,6 @@ import click
 from ranktape.errors import RanktapeError
 
 
-class CommandFailure(click.ClickException):
-    """A `RanktapeError` on its way to the user."""
-
-    def __init__(self, error: RanktapeError) -> None:
-        """Keep the text and the exit code of `error`."""
-        from ranktape.storage.places.failures import printable
-
-        # Names in it may be a stranger's.
-        super().__init__("\n".join(printable(line) for line in str(error).splitlines()))
-        self.exit_code = error.exit_code  # type: ignore[misc]  # click reads it from the instance
-
-
 def _is_stdout_broken() -> bool:
     """Whether stdout takes no more; what it held is in it already, or it has no place for that."""
     try:
@@ -46,13 +33,6 @@ def _is_stdout_broken() -> bool:
     return False
 
 
-def _leave_stdout() -> None:
-    """Let what stdout still holds go nowhere: Python writes it when the process ends, and would complain."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
-
-
 class RanktapeGroup(click.Group):
     """A group whose commands may be named by where they are, and which turns `RanktapeError` into an exit code."""
 
@@ -65,22 +45,23 @@ class RanktapeGroup(click.Group):
         """The names in the order in which they were given, those at hand first."""
         return [*self.commands, *self.lazy]
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, imported now if need be; None if there is none."""
-        if cmd_name not in self.lazy:
-            return super().get_command(ctx, cmd_name)
-        module, attribute = self.lazy[cmd_name].split(":")
+    def load(self, name: str) -> click.Command:
+        """The command of one of the names in `lazy`, imported now."""
+        module, attribute = self.lazy[name].split(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name; None if there is none."""
+        return self.load(cmd_name) if cmd_name in self.lazy else super().get_command(ctx, cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command that the arguments name; an unknown name is answered with the nearest ones."""
-        name = args[0]
-        if self.get_command(ctx, name) is None and not name.startswith("-"):
-            names = self.list_commands(ctx)
+        name, names = args[0], self.list_commands(ctx)
+        if name not in names and not name.startswith("-"):
             nearest = difflib.get_close_matches(name, names, n=2) or names
             ctx.fail(f"no command {name!r}: use {' or '.join(nearest)}")
         return super().resolve_command(ctx, args)
@@ -100,7 +81,10 @@ class RanktapeGroup(click.Group):
         except OSError as error:
             if not _is_stdout_broken():
                 raise
-            _leave_stdout()
+            # What it still holds goes nowhere: Python writes it when the process ends, and would complain.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
             if error.errno != errno.EPIPE:
                 click.echo(f"Error: stdout cannot be written: {error.strerror or error}", err=True)
             sys.exit(1)
@@ -109,9 +93,14 @@ class RanktapeGroup(click.Group):
         """Run the command; a `RanktapeError` leaves as one line with its exit code.
 
         Raises:
-            CommandFailure: the command met a `RanktapeError`.
+            ClickException: the command met a `RanktapeError`.
         """
         try:
             return super().invoke(ctx)
         except RanktapeError as error:
-            raise CommandFailure(error) from error
+            from ranktape.storage.places.failures import printable
+
+            # Names in it may be a stranger's.
+            failure = click.ClickException("\n".join(printable(line) for line in str(error).splitlines()))
+            failure.exit_code = error.exit_code  # type: ignore[misc]  # click reads it from the instance
+            raise failure from error

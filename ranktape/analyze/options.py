@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +20,8 @@ from ranktape.fields import RECORD_FIELDS
 from ranktape.storage.places.urls import parse_storage_options
 
 if TYPE_CHECKING:
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.engine.values import View
     from ranktape.analyze.legacy.open import RecordSource
     from ranktape.storage import Records
 
@@ -27,9 +29,6 @@ Command = Callable[..., Any]
 
 FILTERS = {field.name: field.help for field in RECORD_FIELDS if field.help}
 """The fields that have an option of their own, with what its help says; `--where` knows all."""
-
-FORMAT_HELP = "Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16, fp16."
-"""What `--format` of one format takes."""
 
 SWEEP_MODES = ("mx", "tensor", "channel", "legacy")
 """The members of `SweepMode`, which is not imported for a help text."""
@@ -42,6 +41,11 @@ MAX_NAMED_FILES = 4
 
 MAX_NAMED_VALUES = 8
 """Values that the message for an empty selection names."""
+
+
+def flag_of(name: str) -> str:
+    """The option of a parameter or a field."""
+    return "--" + name.replace("_", "-")
 
 
 class NamedPath(click.Path):
@@ -102,6 +106,7 @@ class Selection:
             UsageError: a filter has a value that its field cannot have.
             StorageError: the store cannot be read.
         """
+        from ranktape.storage.records.notebook import spans
         from ranktape.storage.records.run import Run
 
         if not run.iterations:
@@ -113,11 +118,11 @@ class Selection:
         records = run.select(**early)
         if not len(records):
             given = " and ".join(f"--{field} {text}" for field, text in early.items())
-            raise NoRecordsError(f"no records match {given}: complete iterations are {_spans(run.iterations)}")
+            raise NoRecordsError(f"no records match {given}: complete iterations are {spans(run.iterations)}")
         for field, text in texts.items():
             found = records.select_text([(field, text)])
             if not len(found):
-                raise NoRecordsError(f"no records match {_flag(field)} {text}: {_what_is_there(records, field)}")
+                raise NoRecordsError(f"no records match {flag_of(field)} {text}: {_what_is_there(records, field)}")
             records = found
         if self.where is None:
             return records
@@ -128,13 +133,6 @@ class Selection:
                 f"see 'ranktape analyze ls {self.run}'"
             )
         return chosen
-
-
-class AnswerTable(Protocol):
-    """An answer that is more than a table."""
-
-    def write(self, output: Output) -> None:
-        """Write it where and how it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +183,8 @@ class Output:
         say(said, err=True)
         return replace(ordered, rows=ordered.rows[:MAX_TEXT_ROWS])
 
-    def write(self, answer: Table | AnswerTable) -> None:
-        """Write an answer where and how it was asked for; of a table what `shown` leaves.
+    def write(self, answer: Any) -> None:
+        """Write an answer where and how it was asked for; of a table what `shown` leaves, others know how.
 
         Raises:
             UsageError: there is no such column, or the file cannot be written.
@@ -197,41 +195,43 @@ class Output:
             answer.write(self)
 
 
-def selection_options(command: Command) -> Command:
-    """Add the argument RUN and one option for each field; the command gets them as `selection`."""
+def _together(
+    name: str, take: Callable[[dict[str, Any]], Any], *options: Callable[[Command], Command]
+) -> Callable[[Command], Command]:
+    """A decorator that adds options; what `take` makes of their values, which it takes out, is given as `name`."""
 
-    @functools.wraps(command)
-    def wrapped(*, run: str, **values: Any) -> Any:
-        selection = Selection(run=run, **_filters(values))
-        return command(selection=selection, **values)
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def wrapped(**values: Any) -> Any:
+            taken = take(values)
+            return command(**{name: taken}, **values)
 
-    return click.argument("run", metavar="RUN")(_filter_options(wrapped))
+        decorated: Command = wrapped
+        for option in reversed(options):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
 
 
-def sources_options(command: Command) -> Command:
-    """Add the arguments SOURCE..., with `.pt` files under any name, and the options of `selection_options`.
+def _selection(values: dict[str, Any]) -> Selection:
+    return Selection(run=values.pop("run"), **_filters(values))
 
-    The command gets a `Selection` of each source as `selections`. A mode of the sweep that is given as a filter is
-    refused: records have none of these.
-    """
 
-    @functools.wraps(command)
-    def wrapped(*, sources: tuple[str, ...], **values: Any) -> Any:
-        filters = _filters(values)
-        for word in ",".join(filters["filters"].get("mode", ())).split(","):
-            if word.strip() in SWEEP_MODES:
-                raise UsageError(
-                    f"--mode {word.strip()} is not allowed: it leaves out records of training (train) or of "
-                    f"evaluation (eval); did you mean --sweep-mode {word.strip()}?"
-                )
-        selections = tuple(Selection(run=source, any_name=True, **filters) for source in dict.fromkeys(sources))
-        return command(selections=selections, **values)
-
-    return click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)(_filter_options(wrapped))
+def _selections(values: dict[str, Any]) -> tuple[Selection, ...]:
+    """One for each source, with `.pt` files under any name; a mode of the sweep is no filter, as records have none."""
+    filters = _filters(values)
+    for word in ",".join(filters["filters"].get("mode", ())).split(","):
+        if word.strip() in SWEEP_MODES:
+            raise UsageError(
+                f"--mode {word.strip()} is not allowed: it leaves out records of training (train) or of "
+                f"evaluation (eval); did you mean --sweep-mode {word.strip()}?"
+            )
+    return tuple(Selection(run=source, any_name=True, **filters) for source in dict.fromkeys(values.pop("sources")))
 
 
 def _filters(values: dict[str, Any]) -> dict[str, Any]:
-    """What the options of `_filter_options` say of a `Selection`; they are taken out of `values`."""
+    """What the options of filters say of a `Selection`."""
     given = {field: tuple(values.pop(field)) for field in FILTERS}
     storage_options = values.pop("storage_options")
     return {
@@ -242,89 +242,84 @@ def _filters(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _filter_options(decorated: Command) -> Command:
-    decorated = click.option(
+def _output(values: dict[str, Any]) -> Output:
+    as_json, as_csv = values.pop("as_json"), values.pop("as_csv")
+    if as_json and as_csv:
+        raise UsageError("--json and --csv exclude each other: give one")
+    form = Form.JSON if as_json else Form.CSV if as_csv else Form.TEXT
+    return Output(form=form, **{name: values.pop(name) for name in ("wide", "sort", "limit", "output")})
+
+
+def _by(values: dict[str, Any]) -> tuple[str, ...]:
+    fields = [field.strip().replace("-", "_") for text in values.pop("by") for field in text.split(",")]
+    return tuple(dict.fromkeys(fields))
+
+
+def _engine(values: dict[str, Any]) -> Engine:
+    from ranktape.analyze.engine.engine import Engine
+
+    workers, scheduler, no_cache = (values.pop(name) for name in ("workers", "scheduler", "no_cache"))
+    return Engine(workers=workers, scheduler=scheduler, use_cache=not no_cache, show_progress=True)
+
+
+def _view(values: dict[str, Any]) -> View | None:
+    from ranktape.analyze.engine.values import View
+
+    view = values.pop("view")
+    return None if view is None else View(view)
+
+
+_FILTER_OPTIONS = (
+    *(
+        click.option(flag_of(field), field, multiple=True, metavar="VALUE", help=text)
+        for field, text in FILTERS.items()
+    ),
+    click.option("--where", metavar="EXPR", help="As in \"overflow.ratio > 0 and phase == 'pre'\"."),
+    click.option("--storage-options", metavar="JSON", help="JSON object for fsspec."),
+    click.option(
         "--skip-unreadable", is_flag=True, help="Of a folder of .pt files: name and leave out what cannot be read."
-    )(decorated)
-    decorated = click.option("--storage-options", metavar="JSON", help="JSON object for fsspec.")(decorated)
-    decorated = click.option("--where", metavar="EXPR", help="As in \"overflow.ratio > 0 and phase == 'pre'\".")(
-        decorated
-    )
-    for field, text in reversed(list(FILTERS.items())):
-        decorated = click.option(_flag(field), field, multiple=True, metavar="VALUE", help=text)(decorated)
-    return decorated
+    ),
+)
 
+selection_options = _together("selection", _selection, click.argument("run", metavar="RUN"), *_FILTER_OPTIONS)
+"""Adds the argument RUN and one option for each field; the command gets them as `selection`."""
 
-def output_options(command: Command) -> Command:
-    """Add the options for how the answer is written; the command gets them as `output`."""
-
-    @functools.wraps(command)
-    def wrapped(
-        *,
-        as_json: bool,
-        as_csv: bool,
-        wide: bool,
-        sort: str | None,
-        limit: int | None,
-        output: Path | None,
-        **values: Any,
-    ) -> Any:
-        if as_json and as_csv:
-            raise UsageError("--json and --csv exclude each other: give one")
-        form = Form.JSON if as_json else Form.CSV if as_csv else Form.TEXT
-        return command(output=Output(form=form, wide=wide, sort=sort, limit=limit, output=output), **values)
-
-    decorated: Command = wrapped
-    for option in (
-        click.option(
-            "--output",
-            "-o",
-            type=NamedPath(path_type=Path),
-            metavar="FILE",
-            help="Write to a file; by its name also JSON or CSV.",
-        ),
+OPTIONS = {
+    "selection": selection_options,
+    "selections": _together(
+        "selections",
+        _selections,
+        click.argument("sources", metavar="SOURCE...", nargs=-1, required=True),
+        *_FILTER_OPTIONS,
+    ),
+    "output": _together(
+        "output",
+        _output,
+        click.option("--json", "as_json", is_flag=True, help="Write one JSON document."),
+        click.option("--csv", "as_csv", is_flag=True, help="Write CSV."),
+        click.option("--wide", is_flag=True, help="Show every column as text."),
+        click.option("--sort", metavar="COLUMN", help="Largest values of a column first."),
         click.option(
             "--limit",
             type=click.IntRange(min=0),
             metavar="N",
             help=f"Write N rows at most, 0 for all; as text {MAX_TEXT_ROWS} by default.",
         ),
-        click.option("--sort", metavar="COLUMN", help="Largest values of a column first."),
-        click.option("--wide", is_flag=True, help="Show every column as text."),
-        click.option("--csv", "as_csv", is_flag=True, help="Write CSV."),
-        click.option("--json", "as_json", is_flag=True, help="Write one JSON document."),
-    ):
-        decorated = option(decorated)
-    return decorated
-
-
-def by_option(command: Command) -> Command:
-    """Add `--by`; the command gets the fields as `by`, in the order given."""
-
-    @functools.wraps(command)
-    def wrapped(*, by: tuple[str, ...], **values: Any) -> Any:
-        fields = [field.strip().replace("-", "_") for text in by for field in text.split(",")]
-        return command(by=tuple(dict.fromkeys(fields)), **values)
-
-    return click.option("--by", multiple=True, metavar="FIELD", help="One row for each value of a field; repeatable.")(
-        wrapped
-    )
-
-
-def engine_options(command: Command) -> Command:
-    """Add `--workers`, `--scheduler` and `--no-cache`; the command gets an `Engine` as `engine`."""
-
-    @functools.wraps(command)
-    def wrapped(*, workers: int, scheduler: str | None, no_cache: bool, **values: Any) -> Any:
-        from ranktape.analyze.engine.engine import Engine
-
-        engine = Engine(workers=workers, scheduler=scheduler, use_cache=not no_cache, show_progress=True)
-        return command(engine=engine, **values)
-
-    decorated: Command = wrapped
-    for option in (
-        click.option("--no-cache", is_flag=True, help="Neither use nor keep what was counted before."),
-        click.option("--scheduler", metavar="URL", help="Work on a Dask cluster: tcp://HOST:PORT."),
+        click.option(
+            *("--output", "-o"),
+            type=NamedPath(path_type=Path),
+            metavar="FILE",
+            help="Write to a file; by its name also JSON or CSV.",
+        ),
+    ),
+    "by": _together(
+        "by",
+        _by,
+        click.option("--by", multiple=True, metavar="FIELD", help="One row for each value of a field; repeatable."),
+    ),
+    "engine": _together(
+        "engine",
+        _engine,
         click.option(
             "--workers",
             type=click.IntRange(min=1),
@@ -333,25 +328,20 @@ def engine_options(command: Command) -> Command:
             metavar="N",
             help="Processes that read and count.",
         ),
-    ):
-        decorated = option(decorated)
-    return decorated
-
-
-def view_option(command: Command) -> Command:
-    """Add `--view`; the command gets None or one of `values.View` as `view`."""
-
-    @functools.wraps(command)
-    def wrapped(*, view: str | None, **values: Any) -> Any:
-        from ranktape.analyze.engine.values import View
-
-        return command(view=None if view is None else View(view), **values)
-
-    return click.option(
-        "--view",
-        type=click.Choice(["compute", "seen"]),
-        help="Values rounded to what the operation computed in, or as they were captured.",
-    )(wrapped)
+        click.option("--scheduler", metavar="URL", help="Work on a Dask cluster: tcp://HOST:PORT."),
+        click.option("--no-cache", is_flag=True, help="Neither use nor keep what was counted before."),
+    ),
+    "view": _together(
+        "view",
+        _view,
+        click.option(
+            "--view",
+            type=click.Choice(["compute", "seen"]),
+            help="Values rounded to what the operation computed in, or as they were captured.",
+        ),
+    ),
+}
+"""What adds the options of parameters that mean the same in every command."""
 
 
 def say_what_is_left_out(run: RecordSource, *, with_unreadable: bool = True) -> None:
@@ -367,10 +357,6 @@ def say_what_is_left_out(run: RecordSource, *, with_unreadable: bool = True) -> 
             say(f"{len(names)} .pt files left out, {why}: {shown}{more}", err=True)
 
 
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
 def _what_is_there(records: Records, field: str) -> str:
     counts = Counter(map(_text, records.column(field).tolist()))
     named = [f"{text} ({count} records)" for text, count in counts.most_common(MAX_NAMED_VALUES)]
@@ -383,9 +369,3 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return "none" if math.isnan(value) else f"{value:g}"
     return str(value)
-
-
-def _spans(iterations: list[int]) -> str:
-    if len(iterations) <= MAX_NAMED_VALUES:
-        return ", ".join(map(str, iterations))
-    return f"{iterations[0]} to {iterations[-1]} ({len(iterations)} of them)"

@@ -111,7 +111,7 @@ def test_commands_of_questions_have_the_names_of_their_functions() -> None:
     context = click.Context(cli)
     shared = {"records", "on_record", "self"}
     for name, place in COMMANDS.items():
-        if ".commands:" in place:
+        if place.split(":")[0] in {"commands", "questions.sweep_command"}:
             continue
         function = getattr(ranktape.analyze, name.replace("-", "_"))
         command = cli.get_command(context, name)

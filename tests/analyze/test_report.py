@@ -378,7 +378,7 @@ def test_what_cannot_be_written_is_said_before_the_work(run: Run, tmp_path: Path
     with pytest.raises(StorageError, match=r"cannot be written to /proc/report\.html"):
         write_report(records, output=Path("/proc/report.html"))
     with pytest.raises(UsageError, match="format 'fp9' is not known"):
-        write_report(records, output=tmp_path / "report.html", formats=["fp9"])
+        write_report(records, output=tmp_path / "report.html", format=["fp9"])
     with pytest.raises(NoRecordsError, match="no records"):
         write_report(records[:0], output=tmp_path / "report.html")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "pipe"]

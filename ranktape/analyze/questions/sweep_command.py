@@ -10,11 +10,11 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.console import say
 from ranktape.analyze.engine.progress import progress
@@ -73,24 +73,54 @@ class ListedTensor:
     """Why there is no record."""
 
 
-def answer_sweep(
+def sweep(
     selections: Sequence[Selection],
     *,
-    formats: Sequence[str],
-    levels: Mapping[str, Any],
-    view: View | None,
-    by: Sequence[str],
-    with_levels: bool,
-    target_sqnr: float,
-    output_dir: Path | None,
-    with_plots: bool,
-    output: Output,
+    format: Sequence[str] = ("fp8_e4m3",),  # noqa: A002 - the option's name
+    sweep_mode: Literal["mx", "tensor", "channel", "legacy"] | None = None,
+    scale_rule: Literal["floor", "ceil", "even", "rceil"] | None = None,
+    rounding: Literal["even", "away", "floor", "stochastic", "hybrid"] | None = None,
+    block_size: int | None = None,
+    axis: int = -1,
+    scale_bits: int | None = None,
+    num_levels: int | None = None,
+    max_scale_exp: float | None = None,
+    min_scale_exp: float | None = None,
+    levels: bool = False,
+    target_sqnr: float = 25.0,
+    output_dir: Path | None = None,
+    no_plots: bool = False,
+    view: View | None = None,
+    by: Sequence[str] = (),
     engine: Engine,
+    output: Output,
 ) -> None:
-    """Sweep every tensor of the sources, and write the table, the files or both.
+    """Find the scale with which each tensor loses least in a format.
 
-    `levels` has the fields of `SweepOptions` as words and numbers, `mode` as `sweep_mode`; None where an option was not
-    given. The engine counts; what is computed of the counts is computed here.
+    SOURCE is a run, a folder of .pt files under any name, or one such file. Values are divided by a scale, rounded to
+    the format and multiplied again. In mx mode blocks have scales of their own and a level is an offset to the
+    exponents of all; in tensor mode a level is the exponent of the one scale; legacy computes as the legacy tool.
+    The recommended level has the best score: 30 % MSE, 30 % cosine, 20 % PSNR, 10 % MAE, 10 % relative error.
+
+    The answer is a table. Of .pt files, and with `output_dir` of anything, it is a directory for each tensor instead,
+    unless `by`, `levels`, --json, --csv or `output` asks for the table too.
+
+    Args:
+        format (NAME): mxfp8_e4m3, mxfp4_e2m1, nvfp4, fp8_e4m3, fp8_e5m2, int8, hif8, ...; several with commas between.
+        sweep_mode: What a level is; mx for formats with blocks, tensor for others, unless given.
+        scale_rule: How a block's scale follows from its largest value; floor unless given. Not of nvfp4.
+        rounding: Which neighbour a value becomes; by default the format's own: away for hif8, even for others.
+        block_size (N): Elements that share a scale; 32, for nvfp4 16.
+        axis: Where blocks lie, or channels are told apart.
+        scale_bits (N): Width of the exponent of a block's scale; 8 unless given.
+        num_levels (N): Scales that are tried; 21 by default.
+        max_scale_exp (E): First exponent; where the largest value is aligned by default. In mx mode first offset, +10.
+        min_scale_exp (E): Last exponent; where the smallest value is aligned by default. In mx mode last offset, -10.
+        levels: One row for each level instead of the recommended one.
+        target_sqnr (DB): What the best format has to keep of each tensor; narrower ones are preferred.
+        output_dir (DIR): Write metrics, plots and a log into DIR/TENSOR/; for .pt files draw/scaling_analysis by
+            default.
+        no_plots: Draw no plots.
 
     Raises:
         DataError: some tensor could not be swept; the others have been. Of a single one its own error is raised.
@@ -98,16 +128,27 @@ def answer_sweep(
         StorageError: the output directory cannot be made.
         UsageError: an option is not allowed.
     """
-    given = {name.removeprefix("sweep_"): value for name, value in levels.items() if value is not None}
-    request = parse_request(formats, options=SweepOptions(**given), view=view or View.COMPUTE)
-    check_shape(by=by, with_levels=with_levels, target_sqnr=target_sqnr)
+    given = {
+        "mode": sweep_mode,
+        "scale_rule": scale_rule,
+        "rounding": rounding,
+        "block_size": block_size,
+        "axis": axis,
+        "scale_bits": scale_bits,
+        "num_levels": num_levels,
+        "max_scale_exp": max_scale_exp,
+        "min_scale_exp": min_scale_exp,
+    }
+    options = SweepOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    request = parse_request(format, options=options, view=view or View.COMPUTE)
+    check_shape(by=by, with_levels=levels, target_sqnr=target_sqnr)
     if SAMPLE in by and output_dir is not None:
         raise UsageError("--by sample and --output-dir exclude each other: files are written about whole tensors")
-    asks_for_table = bool(by) or with_levels or output.is_asked_for
+    asks_for_table = bool(by) or levels or output.is_asked_for
     has_table = asks_for_table or not (output_dir or all(_is_file(selection.run) for selection in selections))
     outputs = None
     if output_dir is not None or not has_table:
-        outputs = OutputOptions(output_dir=output_dir or DEFAULT_OUTPUT_DIR, with_plots=with_plots)
+        outputs = OutputOptions(output_dir=output_dir or DEFAULT_OUTPUT_DIR, with_plots=not no_plots)
     tensors = _list_tensors(selections, by=by)
     fields = with_stacks(by, *{id(one.records): one.records for one in tensors if one.records is not None}.values())
     request, left_out = answerable(request, keeps={tensor.keep for tensor in tensors})
@@ -123,7 +164,7 @@ def answer_sweep(
     with progress(total, description="sweeping") as on_record:
         run.sweep(tensors, on_record=on_record)
         if has_table and run.swept:
-            shape: dict[str, Any] = {"by": fields, "with_levels": with_levels, "target_sqnr": target_sqnr}
+            shape: dict[str, Any] = {"by": fields, "with_levels": levels, "target_sqnr": target_sqnr}
             table = table_of(run.swept, request, **shape, engine=quiet, on_record=on_record)
     run.show_summary()
     if table is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.questions.overflow import overflow
 from ranktape.analyze.views.plots.data import PlotData, default_target
 from ranktape.analyze.views.plots.groups import subject_line
-from ranktape.analyze.views.plots.overflow_layers import draw_overflow
+from ranktape.analyze.views.plots.overflow_layers import MANY_ZEROS, draw_overflow, zeros_of
 from ranktape.analyze.views.plots.style import FORMS, plot_bytes
 from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
 from ranktape.analyze.views.whole_file import write_whole, writing
@@ -80,6 +80,15 @@ def plot_overflow(
     table = overflow(records, format=format, view=view, engine=engine, on_record=on_record)
     write_plot(draw_overflow(table, title=PLOTS["overflow"].title), path)
     return table
+
+
+def what_is_not_lost(table: Table) -> str:
+    """That nothing is lost of what `plot_overflow` counted, and what else may be drawn; empty where something is."""
+    if any(table.column("overflow.total")) or any(table.column("overflow.underflow.count")):
+        return ""
+    zeros = zeros_of(table)
+    but = f", but of one layer {zeros:.3g} of the elements are zeros" if zeros >= MANY_ZEROS else ""
+    return f"nothing overflows or underflows{but}; --format NAME draws against another format"
 
 
 def write_one(

@@ -45,7 +45,7 @@ def write_report(
     *,
     output: Path | str,
     view: View | None = None,
-    formats: Sequence[str] = FORMATS,
+    format: Sequence[str] = FORMATS,  # noqa: A002 - the option's name
     url: str = "",
     scope: str = "",
     environment: Mapping[str, Any] | None = None,
@@ -53,7 +53,7 @@ def write_report(
 ) -> Path:
     """Write one HTML file that says what is wrong in a selection and where; returns its path.
 
-    Findings and metrics are of finite values, NaN and infinities counted apart. `formats` are those whose scales are
+    Findings and metrics are of finite values, NaN and infinities counted apart. `format` names those whose scales are
     tried; `url`, `scope` (which records were chosen, in words) and `environment` (that of the run's document) are for
     the line below the title. A file that is there is replaced, folders are made; the file is whole or not there. The
     same records give the same bytes.
@@ -73,11 +73,11 @@ def write_report(
     path = _checked(Path(output))
     chosen, used = view or View.COMPUTE, engine or Engine()
     # A format that is not known is refused before hours are spent too.
-    parse_request(formats, view=chosen)
+    parse_request(format, view=chosen)
     model = build_model(
         records,
         findings=find(records, view=chosen, engine=used),
-        formats=formats,
+        formats=format,
         view=chosen,
         url=url,
         scope=scope,
