@@ -16,18 +16,20 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import encodable, printable_lines
-from ranktape.analyze.shown import TextTable
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
-    from rich.console import Group
+    from rich.console import Group, RenderableType
+    from rich.table import Table as RichTable
 
+MAX_BRIEF_ROWS, MAX_BRIEF_LINE, MAX_BRIEF_NOTES = 20, 1000, 20
+"""What an interpreter or a notebook shows: rows, letters of a line above or below them, and lines below."""
 
-MAX_BRIEF_ROWS = 20
-"""Rows that an interpreter or a notebook shows."""
+MAX_LINE_LENGTH = 100_000
+"""Characters of a line on a terminal, before it wraps."""
 
 
 class Kind(enum.StrEnum):
@@ -50,14 +52,9 @@ class Kind(enum.StrEnum):
 
 
 class Form(enum.StrEnum):
-    """What an answer is written as."""
+    """What an answer is written as: aligned columns for people, one document or one line a row for programs."""
 
-    TEXT = "text"
-    """Aligned columns for people."""
-    JSON = "json"
-    """One document for programs."""
-    CSV = "csv"
-    """One line for each row, the names of the columns first."""
+    TEXT, JSON, CSV = "text", "json", "csv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,18 +175,18 @@ class Table:
         """
         from ranktape.storage.records.frames import Dtype, data_frame
 
+        dtypes = {Kind.TEXT: Dtype.TEXT, Kind.LIST: Dtype.OBJECT}
+        dtypes |= dict.fromkeys((Kind.INTEGER, Kind.NBYTES), Dtype.INTEGER)
         attributes = {
             "title": self.title,
             "notes": list(self.notes),
             "units": {column.name: column.unit for column in self.columns if column.unit},
         }
-        return data_frame(
-            (
-                (column.name, [row[index] for row in self.rows], Dtype[_DTYPES[column.kind]])
-                for index, column in enumerate(self.columns)
-            ),
-            attributes=attributes,
+        columns = (
+            (column.name, [row[index] for row in self.rows], dtypes.get(column.kind, Dtype.FLOAT))
+            for index, column in enumerate(self.columns)
         )
+        return data_frame(columns, attributes=attributes)
 
     def __repr__(self) -> str:
         return self._brief().aligned()
@@ -200,23 +197,93 @@ class Table:
         return Group(*self._brief().rich_parts())
 
     def _repr_html_(self) -> str:
-        return self._brief().html()
+        from ranktape.storage.records.notebook import html_table
 
-    def _brief(self) -> TextTable:
-        """The first rows, with what is long cut off."""
-        return _shown(self.first(MAX_BRIEF_ROWS), wide=False).clipped()
+        shown = self._brief()
+        return html_table(shown.heads, shown.cells, is_left=shown.is_left, heading=shown.heading, notes=shown.notes)
+
+    def _brief(self) -> _TextTable:
+        """The first rows, with what is long cut off, and without the notes where there are many."""
+        from ranktape.storage.records.notebook import clipped
+
+        shown = _shown(self.first(MAX_BRIEF_ROWS), wide=False)
+        return replace(
+            shown,
+            heading=[clipped(line, MAX_BRIEF_LINE) for line in shown.heading],
+            heads=[clipped(head) for head in shown.heads],
+            cells=[[clipped(cell) for cell in row] for row in shown.cells],
+            notes=[clipped(note, MAX_BRIEF_LINE) for note in shown.notes[:MAX_BRIEF_NOTES]],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TextTable:
+    """An answer as text, field by field; `heading` above the table, `notes` below it."""
+
+    heading: Sequence[str]
+    heads: Sequence[str]
+    is_left: Sequence[bool]
+    cells: Sequence[Sequence[str]]
+    notes: Sequence[str]
+
+    def aligned(self) -> str:
+        """Lines, each column as wide as it needs to be."""
+        widths = [max(map(len, column)) for column in zip(self.heads, *self.cells, strict=True)]
+
+        def line(texts: Sequence[str]) -> str:
+            padded = (
+                text.ljust(width) if is_left else text.rjust(width)
+                for text, width, is_left in zip(texts, widths, self.is_left, strict=True)
+            )
+            return "  ".join(padded).rstrip()
+
+        body = [line(self.heads), *map(line, self.cells)] if self.heads else []
+        return "\n".join([*self.heading, *body, *self.notes])
+
+    def rich_parts(self) -> list[RenderableType]:
+        """All of it, in colour."""
+        from rich.text import Text
+
+        above, below = (
+            [Text(encodable(line, sys.stdout), style=style) for line in lines]
+            for lines, style in ((self.heading, "italic"), (self.notes, "dim"))
+        )
+        return [*above, self._rich_table(), *below]
+
+    def print(self) -> None:
+        """Write all of it to stdout, in colour."""
+        from rich.console import Console, Group
+
+        # A terminal that is too narrow wraps the lines: better than numbers cut off.
+        # (A simple terminal is taken at its word only if the height is given too.)
+        size = Console(file=sys.stdout).size
+        needed = Console(width=MAX_LINE_LENGTH, height=size.height).measure(self._rich_table()).maximum
+        console = Console(file=sys.stdout, highlight=False, width=max(needed, size.width), height=size.height)
+        console.print(Group(*self.rich_parts()))
+
+    def _rich_table(self) -> RichTable:
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table: RichTable = RichTable(box=None, pad_edge=False, header_style="bold")
+        for head, is_left in zip(self.heads, self.is_left, strict=True):
+            text = Text(encodable(head, sys.stdout))
+            table.add_column(text, justify="left" if is_left else "right", no_wrap=True)
+        for row in self.cells:
+            table.add_row(*(Text(encodable(cell, sys.stdout)) for cell in row))
+        return table
 
 
 def write_table(table: Table, *, form: Form = Form.TEXT, wide: bool = False, output: Path | None = None) -> None:
-    """Write a table to a file, or to stdout: in colour on a terminal, as plain text elsewhere.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Write a table to a file, or to stdout: in colour on a terminal, else as plain text. Raises as `write_text`."""
     if form is Form.TEXT and output is None and sys.stdout.isatty():
         _shown(table, wide=wide).print()
         return
-    write_text(_as_text(table, form=form, wide=wide), output=output)
+    if form is Form.JSON:
+        text = json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n"
+    else:
+        text = table.to_csv() if form is Form.CSV else table.to_text(wide=wide)
+    write_text(text, output=output)
 
 
 def write_text(text: str, *, output: Path | None) -> None:
@@ -236,44 +303,35 @@ def write_text(text: str, *, output: Path | None) -> None:
         raise UsageError(f"--output {output} cannot be written: {error.strerror}") from error
 
 
-def _as_text(table: Table, *, form: Form, wide: bool) -> str:
-    if form is Form.JSON:
-        return json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n"
-    return table.to_csv() if form is Form.CSV else table.to_text(wide=wide)
-
-
-def _shown(table: Table, *, wide: bool) -> TextTable:
+def _shown(table: Table, *, wide: bool) -> _TextTable:
     """What people see of a table, without what says nothing.
 
     Left out are keys that are the same in all rows (a line above says them once) and columns without a value.
     """
     heading = [_plain(table.title)] if table.title else []
-    columns = list(zip(table.columns, range(len(table.columns)), strict=True))
-    if wide or not table.rows:
-        chosen = [item for item in columns if wide or not item[0].is_detail]
-    else:
-        first = table.rows[0]
-        filled = [
-            (column, index)
-            for column, index in columns
-            if not column.is_detail and any(row[index] is not None and row[index] != "" for row in table.rows)
-        ]
-        same = [
-            (column, index)
-            for column, index in filled
-            if len(table.rows) > 1 and column.is_key and all(row[index] == first[index] for row in table.rows)
-        ]
+    columns = [
+        (column, [row[index] for row in table.rows])
+        for index, column in enumerate(table.columns)
+        if wide or not column.is_detail
+    ]
+    if not wide and table.rows:
+        columns = [one for one in columns if any(value is not None and value != "" for value in one[1])]
+        same = {column.name: values[0] for column, values in columns if column.is_key and _are_same(values)}
         if same:
-            said = (f"{_head(column)} {_cell(first[index], column.kind)}" for column, index in same)
-            heading.append("all rows: " + ", ".join(said))
-        chosen = [item for item in filled if item not in same]
-    return TextTable(
+            said = (f"{_head(one)} {_cell(same[one.name], one.kind)}" for one, _ in columns if one.name in same)
+            heading.append(f"all rows: {', '.join(said)}")
+        columns = [(column, values) for column, values in columns if column.name not in same]
+    return _TextTable(
         heading=heading,
-        heads=[_head(column) for column, _ in chosen],
-        is_left=[column.kind in {Kind.TEXT, Kind.LIST} for column, _ in chosen],
-        cells=[[_cell(row[index], column.kind) for column, index in chosen] for row in table.rows],
+        heads=[_head(column) for column, _ in columns],
+        is_left=[column.kind in {Kind.TEXT, Kind.LIST} for column, _ in columns],
+        cells=[[_cell(values[row], column.kind) for column, values in columns] for row in range(len(table.rows))],
         notes=[_plain(note) for note in table.notes],
     )
+
+
+def _are_same(values: Sequence[Any]) -> bool:
+    return len(values) > 1 and all(value == values[0] for value in values)
 
 
 def _head(column: Column) -> str:
@@ -295,10 +353,6 @@ def _plain(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def _float_cell(value: float) -> str:
-    return f"{value:.5g}"
-
-
 def _ratio_cell(value: float) -> str:
     """Percent with three digits; only a true zero is "0 %", and only a true whole is "100 %"."""
     text = f"{value * 100:.3g} %"
@@ -315,29 +369,13 @@ def nbytes_text(value: int) -> str:
     return f"{size:.4g} TB"
 
 
-def _list_cell(value: Sequence[Any]) -> str:
-    return _plain(" ".join(map(str, value))) or "-"
-
-
 _CELLS: Mapping[Kind, Callable[[Any], str]] = {
-    Kind.FLOAT: _float_cell,
+    Kind.FLOAT: "{:.5g}".format,
     Kind.RATIO: _ratio_cell,
     Kind.COSINE: "{:.7f}".format,
     Kind.NBYTES: nbytes_text,
-    Kind.LIST: _list_cell,
+    Kind.LIST: lambda value: _plain(" ".join(map(str, value))) or "-",
 }
-
-
-_DTYPES: Mapping[Kind, str] = {
-    Kind.TEXT: "TEXT",
-    Kind.INTEGER: "INTEGER",
-    Kind.FLOAT: "FLOAT",
-    Kind.RATIO: "FLOAT",
-    Kind.COSINE: "FLOAT",
-    Kind.NBYTES: "INTEGER",
-    Kind.LIST: "OBJECT",
-}
-"""The member of `storage.frames.Dtype` for each kind."""
 
 
 def json_value(value: Any) -> Any:
