@@ -169,16 +169,17 @@ def _num_alike(paths: Sequence[Sequence[str]]) -> int:
 
 
 class LayerPlace(int):
-    """Where a layer lies among those of several stacks, which lie one behind the other; as text its name."""
+    """Where a layer lies: its number, or of several stacks its place where they lie one behind the other.
+
+    As text it is the name of the layer; `stack` is what its stack is called, empty for the only one.
+    """
 
     stack: str
-    """What its stack is called."""
     number: int
-    """Its number in it."""
 
     @classmethod
     def of(cls, place: int, *, stack: str, number: int) -> LayerPlace:
-        """The place of a layer."""
+        """The place of a layer with that number in its stack."""
         found = cls(place)
         found.stack, found.number = stack, number
         return found
@@ -187,32 +188,31 @@ class LayerPlace(int):
         return f"{self.stack} {self.number}".strip()
 
 
-def layer_places(stacks: Sequence[str], layers: Sequence[int]) -> list[int]:
-    """For the stack and the layer of each record where the layer lies: its number, of several stacks a `LayerPlace`.
+def layer_places(stacks: Sequence[str], layers: Sequence[int]) -> list[LayerPlace]:
+    """For the stack and the layer of each record where the layer lies.
 
     Between two stacks is a gap. What is outside of any (-1) stays there.
     """
-    pairs = [pair for pair in dict.fromkeys(zip(stacks, layers, strict=True)) if pair[1] >= 0]
-    known = list(dict.fromkeys(stack for stack, _ in pairs))
-    if len(list(filter(None, known))) <= 1:
-        return list(layers)
-    names = {"": "", **short_names([*filter(None, known)])}
-    places: dict[tuple[str, int], int] = {}
+    pairs = list(zip(stacks, layers, strict=True))
+    numbers: dict[str, set[int]] = {}
+    for stack, layer in pairs:
+        if layer >= 0:
+            numbers.setdefault(stack, set()).add(layer)
+    named = list(filter(None, numbers))
+    if len(named) <= 1:
+        numbers = {}
+    names = {"": "", **short_names(named)} if numbers else {}
+    places: dict[tuple[str, int], LayerPlace] = {}
     start = 0
-    for stack in known:
-        numbers = sorted(layer for name, layer in pairs if name == stack)
-        for number in numbers:
-            place = start + number - numbers[0]
-            places[stack, number] = LayerPlace.of(place, stack=names[stack], number=number)
-        start += numbers[-1] - numbers[0] + 2
-    return [places.get(pair, pair[1]) for pair in zip(stacks, layers, strict=True)]
+    for stack, known in numbers.items():
+        first = min(known)
+        for number in known:
+            places[stack, number] = LayerPlace.of(start + number - first, stack=names[stack], number=number)
+        start += max(known) - first + 2
+    others = {layer: LayerPlace.of(layer, stack="", number=layer) for layer in set(layers)}
+    return [places.get(pair, others[pair[1]]) for pair in pairs]
 
 
-def number_of(layer: int) -> int:
-    """The number of a layer in its stack, of a place or of a number."""
-    return layer.number if isinstance(layer, LayerPlace) else layer
-
-
-def stack_of(layer: int) -> str:
-    """What the stack of a place is called; empty for a number, as of the only stack."""
-    return layer.stack if isinstance(layer, LayerPlace) else ""
+def places_of(records: Records) -> list[LayerPlace]:
+    """For each of the records where its layer lies."""
+    return layer_places(records.column("layer_stack").tolist(), records.column("layer_idx").tolist())

@@ -28,7 +28,7 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Severity, finding_of
 from ranktape.analyze.findings.survey import survey as take_stock
-from ranktape.analyze.identity import layer_places, number_of, short_names, with_stacks
+from ranktape.analyze.identity import layer_places, short_names, with_stacks
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.table import Table
 from ranktape.analyze.views.plots.data import PlotData
@@ -139,7 +139,7 @@ def test_places_lie_one_behind_the_other() -> None:
     places = layer_places(stacks, [-1, 1, 3, 0, 1, 2])
     assert places == [-1, 0, 2, 4, 5, 1]
     assert [str(place) for place in places] == ["-1", "a 1", "a 3", "b 0", "b 1", "a 2"]
-    assert [number_of(place) for place in places] == [-1, 1, 3, 0, 1, 2]
+    assert [place.number for place in places] == [-1, 1, 3, 0, 1, 2]
     assert layer_places(["a", "", "a"], [4, -1, 0]) == [4, -1, 0]
     assert [str(place) for place in layer_places(["a", "b", ""], [0, 0, 7])] == ["a 0", "b 0", "7"]
 

@@ -19,10 +19,9 @@ from ranktape.analyze.views.plots.distributions import standardised
 from ranktape.analyze.views.plots.groups import group_by
 from ranktape.analyze.views.plots.heat_maps import Grid, Scale, draw_heat_maps, size_of
 from ranktape.analyze.views.plots.losses import ratio_counts, read_pairs
-from ranktape.analyze.views.plots.ranks import rank_deviations, rank_distances
 from ranktape.analyze.views.plots.style import Page, families, plain
 from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
-from ranktape.analyze.views.plots.tallies import LOWEST, exponents
+from ranktape.analyze.views.plots.tallies import LOWEST, exponents, rank_deviations, rank_distances
 from ranktape.errors import NoRecordsError
 from tests.analyze.runs import SITES, Tensor, describe_tensor, store
 from tests.analyze.test_plot import assert_readable, texts
@@ -248,6 +247,7 @@ def test_rows_of_binades(data: PlotData) -> None:
 
 def test_the_shape_is_a_density(data: PlotData) -> None:
     digest = data.distribution(operation="forward", phase="post")
+    assert digest is not None
     edges, density = standardised(digest)
     values = np.concatenate([array.reshape(-1) for array in arrays(operation="forward", phase="post")])
     finite = values[np.isfinite(values)]
@@ -261,7 +261,8 @@ def test_values_of_few_bits_show_no_comb(tmp_path: Path) -> None:
     coarse = values.astype(ml_dtypes.float8_e4m3fn).astype(ml_dtypes.bfloat16)
     fine = values.astype(np.float16)
     runs = [store(tmp_path / str(one.dtype), [describe_tensor(one)]) for one in (coarse, fine)]
-    (edges, density), (equal, _) = (standardised(PlotData(run.select()).distribution()) for run in runs)
+    digests = [PlotData(run.select()).distribution() for run in runs]
+    (edges, density), (equal, _) = (standardised(digest) for digest in digests if digest is not None)
     assert (density > 0).all()
     assert (density * np.diff(edges)).sum() == pytest.approx(1)
     assert (np.diff(edges) > 0).all()

@@ -324,7 +324,7 @@ def test_names_of_strangers_are_text(tmp_path: Path) -> None:
     elements = Elements()
     elements.feed(page)
     tags = [tag for tag, _ in elements.found]
-    assert tags.count("script") == 12  # data, plotly and our own
+    assert tags.count("script") == 13  # data, plotly and our own
     assert "img" not in tags
     assert not [name for _, attributes in elements.found for name in attributes if name.startswith("on")]
     assert not [1 for _, attributes in elements.found for name in ("src", "action") if name in attributes]

@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from ranktape.analyze.identity import number_of, stack_of
 from ranktape.analyze.numerics.distributions.occupancy import NARROW_FORMATS
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.views.palette import BLUE, SKY
@@ -20,14 +19,14 @@ from ranktape.analyze.views.plots.style import INK, PALE_INK, SMALL_SIZE, empty,
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.axes._secondary_axes import SecondaryAxis
     from matplotlib.axis import Axis
     from numpy.typing import NDArray
 
-MAX_TICKS = 8
-"""Numbers beside an axis."""
+    from ranktape.analyze.identity import LayerPlace
 
-MAX_SHARE_TICKS = 6
-"""Powers of ten beside an axis of shares."""
+MAX_TICKS, MAX_SHARE_TICKS = 8, 6
+"""Numbers beside an axis, and powers of ten beside one of shares."""
 
 SMALLEST_SHARE = 1e-12
 """Below this an axis of shares is linear at most."""
@@ -41,14 +40,8 @@ BANDS = tuple(one for one in NARROW_FORMATS if one != "int8")
 _NICE_STEPS = [factor * 10**power for power in range(19) for factor in (1, 2, 5)]
 
 
-def axis_of(axes: Axes, which: str) -> Axis:
-    """The horizontal or the vertical axis."""
+def _axis(axes: Axes | SecondaryAxis, which: str) -> Axis:
     return axes.xaxis if which == "x" else axes.yaxis
-
-
-def set_ends(axes: Axes, which: str, low: float, high: float) -> None:
-    """From where to where an axis goes."""
-    (axes.set_xlim if which == "x" else axes.set_ylim)(low, high)
 
 
 def set_ticks(axis: Axis, places: Sequence[float], names: Sequence[str]) -> None:
@@ -70,18 +63,15 @@ def scale_powers(axes: Axes, which: str, exponents: Sequence[float] | Any, *, pa
         middle = (low + high) / 2
         low, high = middle - 2, middle + 2
     low, high = low - pad, high + pad
-    set_ends(axes, which, low, high)
+    axes.set(**{f"{which}lim": (low, high)})
     ticks = powers_between(low, high)
-    set_ticks(axis_of(axes, which), ticks, [f"$2^{{{tick}}}$" for tick in ticks])
+    set_ticks(_axis(axes, which), ticks, [f"$2^{{{tick}}}$" for tick in ticks])
 
 
 def powers_between(low: float, high: float, *, max_ticks: int = MAX_TICKS) -> list[int]:
     """Whole exponents between two, evenly spaced, with a round step."""
-    step = next(
-        step
-        for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-        if math.floor(high / step) - math.ceil(low / step) < max_ticks
-    )
+    steps = (2**power for power in range(10))
+    step = next(step for step in steps if math.floor(high / step) - math.ceil(low / step) < max_ticks)
     return [step * index for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
@@ -96,8 +86,8 @@ def scale_shares(axes: Axes, which: str, shares: Sequence[float] | Any) -> None:
     (axes.set_xscale if which == "x" else axes.set_yscale)(
         "symlog", linthresh=10.0**lowest, linscale=max(0.6, -0.12 * lowest)
     )
-    set_ends(axes, which, 0, 1.4)
-    set_ticks(axis_of(axes, which), ticks, [share_text(tick) for tick in ticks])
+    axes.set(**{f"{which}lim": (0, 1.4)})
+    set_ticks(_axis(axes, which), ticks, [share_text(tick) for tick in ticks])
 
 
 def scale_factors(axes: Axes, logs: NDArray[np.float64]) -> None:
@@ -126,16 +116,16 @@ def share_text(share: float) -> str:
 
 def scale_numbers(axes: Axes, which: str, *, max_ticks: int = 6) -> None:
     """A linear axis of numbers of any size, with few ticks and digits enough to tell them apart."""
-    axis = axis_of(axes, which)
+    axis = _axis(axes, which)
     axis.set_major_locator(MaxNLocator(max_ticks, min_n_ticks=2))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.5g}"))
 
 
-def scale_whole(axes: Axes, which: str, values: Sequence[int], *, max_ticks: int = 16, pad: float = 0.5) -> None:
-    """An axis of whole numbers that are their own names: ranks, iterations; some of them are named."""
+def scale_whole(axes: Axes, values: Sequence[int], *, max_ticks: int) -> None:
+    """A horizontal axis of whole numbers that are their own names: ranks, iterations; some of them are named."""
     low, high = min(values), max(values)
-    margin = max(pad, 0.01 * (high - low))
-    set_ends(axes, which, low - margin, high + margin)
+    margin = max(0.5, 0.01 * (high - low))
+    axes.set_xlim(low - margin, high + margin)
     known = sorted(set(values))
     step = next(step for step in _NICE_STEPS if high - low < step * max_ticks)
     wanted = known if len(known) <= max_ticks else [value for value in known if value % step == 0] or known
@@ -143,7 +133,7 @@ def scale_whole(axes: Axes, which: str, values: Sequence[int], *, max_ticks: int
     for value in wanted:
         if not named or (value - named[-1]) * max_ticks >= high - low:
             named.append(value)
-    set_ticks(axis_of(axes, which), named, [str(value) for value in named])
+    set_ticks(axes.xaxis, named, [str(value) for value in named])
 
 
 def place_of_layer(layer: int, layers: Sequence[int]) -> float:
@@ -153,11 +143,11 @@ def place_of_layer(layer: int, layers: Sequence[int]) -> float:
     return min(one for one in layers if one >= 0) - max(1.0, 0.05 * len(layers))
 
 
-def scale_layers(axes: Axes, layers: Sequence[int], *, max_ticks: int = 12, is_labelled: bool = True) -> None:
+def scale_layers(axes: Axes, layers: Sequence[LayerPlace], *, is_labelled: bool = True) -> None:
     """Layers from left to right, and "outside" for what is outside of the stack; several stacks side by side."""
     inside = [layer for layer in layers if layer >= 0]
-    step = next(step for step in _NICE_STEPS if len(inside) <= step * max_ticks)
-    named = [layer for layer in inside if number_of(layer) % step == 0] or inside[:1]
+    step = next(step for step in _NICE_STEPS if len(inside) <= step * 12)
+    named = [layer for layer in inside if layer.number % step == 0] or inside[:1]
     outside = [place_of_layer(-1, layers)] if -1 in layers else []
     # So that the word has room, the first layers go without a number.
     room = 0.09 * (max(inside) - outside[0]) if outside and inside else 0.0
@@ -165,30 +155,27 @@ def scale_layers(axes: Axes, layers: Sequence[int], *, max_ticks: int = 12, is_l
     margin = max(0.5, 0.01 * len(layers))
     places = [*outside, *map(float, inside)]
     axes.set_xlim(min(places) - margin, max(places) + margin)
-    names = [*("outside" for _ in outside), *(str(number_of(layer)) for layer in ticks)]
+    names = [*("outside" for _ in outside), *(str(layer.number) for layer in ticks)]
     set_ticks(axes.xaxis, [*outside, *ticks], names)
     axes.tick_params(axis="x", labelbottom=is_labelled)
     for one, other in itertools.pairwise(inside):
-        if stack_of(one) != stack_of(other):
+        if one.stack != other.stack:
             axes.axvline((one + other) / 2, color=PALE_INK, linewidth=0.8)
     if is_labelled:
-        stacks = [plain(stack, max_letters=24) for stack in dict.fromkeys(map(stack_of, inside)) if stack]
+        stacks = [plain(stack, max_letters=24) for stack in dict.fromkeys(layer.stack for layer in inside) if stack]
         name(axes, x=" ".join(["layer", *([f"of {' | '.join(stacks)}"] if stacks else [])]))
 
 
 def with_gap(
-    layers: Sequence[int], values: Sequence[float], *, all_layers: Sequence[int]
+    layers: Sequence[LayerPlace], values: Sequence[float], *, all_layers: Sequence[int]
 ) -> tuple[list[float], list[float]]:
     """Places and values of layers, ascending: no line joins a stack with another one, or with what is outside of it."""
-    places: list[float] = []
-    known: list[float] = []
+    found: list[tuple[float, float]] = []
     for before, layer, value in zip([None, *layers], layers, values, strict=False):
-        if before is not None and (before < 0 or stack_of(before) != stack_of(layer)):
-            places.append(math.nan)
-            known.append(math.nan)
-        places.append(place_of_layer(layer, all_layers))
-        known.append(value)
-    return places, known
+        if before is not None and (before < 0 or before.stack != layer.stack):
+            found.append((math.nan, math.nan))
+        found.append((place_of_layer(layer, all_layers), value))
+    return [place for place, _ in found], [value for _, value in found]
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
@@ -205,14 +192,14 @@ def thinned(names: Sequence[str], *, max_names: int) -> tuple[list[int], list[st
     return list(range(0, len(names), step)), [names[index] for index in range(0, len(names), step)]
 
 
-def mark_limits(axes: Axes, which: str, *, formats: Sequence[str] = LIMITS, min_distance: float = 0.06) -> None:
+def mark_limits(axes: Axes, which: str, *, min_distance: float) -> None:
     """The largest values of formats as lines across an axis of log2, named at its far end; those that it reaches.
 
-    `min_distance` is a part of the axis: of two limits that are closer the first of `formats` is drawn.
+    `min_distance` is a part of the axis: of two limits that are closer the first of `LIMITS` is drawn.
     """
     low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
     shown: dict[str, float] = {}
-    for one in formats:
+    for one in LIMITS:
         place = math.log2(FORMATS[one].maximum)
         far = all(abs(place - other) > min_distance * (high - low) for other in shown.values())
         if low < place < high and far:
@@ -223,7 +210,7 @@ def mark_limits(axes: Axes, which: str, *, formats: Sequence[str] = LIMITS, min_
         return
     beside = axes.secondary_xaxis("top") if which == "x" else axes.secondary_yaxis("right")
     names = [f"{one} {FORMATS[one].maximum:.4g}" for one in shown]
-    set_ticks(beside.xaxis if which == "x" else beside.yaxis, list(shown.values()), names)
+    set_ticks(_axis(beside, which), list(shown.values()), names)
     beside.tick_params(labelsize=SMALL_SIZE - 1, labelcolor=PALE_INK, length=0, labelrotation=0)
     beside.spines[:].set_visible(False)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ranktape.analyze.views.plots.axes import mark_limits, name_rows, scale_numbers, scale_powers
 from ranktape.analyze.views.plots.groups import groups_of, page_of
-from ranktape.analyze.views.plots.style import INK, TEXT_SIZE, empty, name
+from ranktape.analyze.views.plots.style import HATCHES, INK, MAX_GROUPS, TEXT_SIZE, empty, name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from ranktape.analyze.views.plots.groups import Group
     from ranktape.analyze.views.plots.plot import Plot
 
-WHISKERS = (5.0, 95.0)
-"""Percentiles at the ends of the whiskers."""
+NOTE = (
+    "Boxes: quartiles and median; whiskers: 5th and 95th percentile; points: tensors beyond them. "
+    "Zeros have no place on an axis of powers of two and are left out."
+)
 
 MAX_BOXES = 16
 """Groups that have a box: each stands beside its name, and needs no colour of its own."""
@@ -39,18 +41,16 @@ LINEAR_BINADES = 12
 
 
 class BoxPanel(NamedTuple):
-    """One metric of the tensors."""
+    """One metric of `PlotData.metric`.
+
+    Whether it is never negative and drawn by binade, whether formats limit it, and what it is of a normal distribution.
+    """
 
     metric: str
-    """Its name in `PlotData.metric`."""
     title: str
-    """Above the panel."""
     is_magnitude: bool = True
-    """Whether it is never negative, and drawn by binade."""
     has_limits: bool = False
-    """Whether formats limit it."""
     normal: float | None = None
-    """What it is of a normal distribution."""
 
 
 MEAN = BoxPanel("mean", "|mean|")
@@ -76,8 +76,6 @@ def boxes(data: PlotData, row: Plot, *, panels: str = "general") -> Figure:
     """One panel for each metric, one box for each group; both share the names at the left."""
     groups, left_out = groups_of(data, row, max_groups=MAX_BOXES)
     chosen = PANELS[panels]
-    note = "Boxes: quartiles and median; whiskers: 5th and 95th percentile; points: tensors beyond them."
-    zeros = "Zeros have no place on an axis of powers of two and are left out."
     num_columns = 2 if len(chosen) == 4 else len(chosen)  # noqa: PLR2004 - two rows of two
     page = page_of(
         data,
@@ -86,7 +84,7 @@ def boxes(data: PlotData, row: Plot, *, panels: str = "general") -> Figure:
         num_columns,
         width=max(4.2, 10.4 / num_columns),
         height=max(2.1, 1.25 + 0.42 * len(groups)),
-        notes=[left_out, f"{note} {zeros}"],
+        notes=[left_out, NOTE],
     )
     for place, (axes, panel) in enumerate(zip(page.panels.flat, chosen, strict=True)):
         rows = [box_values(data, group, panel) for group in groups]
@@ -114,15 +112,18 @@ def _draw_box(axes: Axes, values: NDArray[np.float64], *, row: int, group: Group
     if not values.size:
         axes.text(0.02, row, "none", transform=axes.get_yaxis_transform(), va="center", fontsize=TEXT_SIZE, color="0.4")
         return
-    low, first, middle, third, high = np.percentile(values, [WHISKERS[0], 25, 50, 75, WHISKERS[1]]).tolist()
+    low, first, middle, third, high = np.percentile(values, [5, 25, 50, 75, 95]).tolist()
     beyond = np.sort(values[(values < low) | (values > high)])
     if beyond.size > MAX_POINTS:
         beyond = beyond[np.unique(np.linspace(0, beyond.size - 1, MAX_POINTS).astype(int))]
     numbers = {"whislo": low, "q1": first, "med": middle, "q3": third, "whishi": high, "fliers": beyond}
-    flat: dict[str, Any] = {"facecolor": group.color, "alpha": 0.55, "hatch": group.hatch, "edgecolor": INK}
-    ink = {"color": INK}
+    flat = {"facecolor": group.color, "alpha": 0.55, "hatch": HATCHES[group.index % MAX_GROUPS], "edgecolor": INK}
     points = {"marker": group.mark, "markersize": 2.8, "markerfacecolor": group.color}
-    points |= {"markeredgecolor": "none", "alpha": 0.6}
+    lines: dict[str, Any] = {
+        "medianprops": {"color": INK, "linewidth": 2},
+        "whiskerprops": {"color": INK},
+        "capprops": {"color": INK},
+    }
     axes.bxp(
         [numbers],
         positions=[row],
@@ -131,10 +132,8 @@ def _draw_box(axes: Axes, values: NDArray[np.float64], *, row: int, group: Group
         manage_ticks=False,
         patch_artist=True,
         boxprops=flat,
-        medianprops={**ink, "linewidth": 2},
-        whiskerprops=ink,
-        capprops=ink,
-        flierprops=points,
+        flierprops=points | {"markeredgecolor": "none", "alpha": 0.6},
+        **lines,
     )
 
 
@@ -142,20 +141,16 @@ def _scale(axes: Axes, values: NDArray[np.float64], panel: BoxPanel) -> None:
     if panel.is_magnitude:
         scale_powers(axes, "x", values)
     else:
-        _scale_signed(axes, values)
+        magnitudes = np.abs(values[values != 0])
+        if magnitudes.size and np.log2(magnitudes.max() / magnitudes.min()) > LINEAR_BINADES and magnitudes.max() > 10:  # noqa: PLR2004
+            axes.set_xscale("symlog", linthresh=1.0)
+        low, high = float(values.min()), float(values.max())
+        margin = 0.06 * (high - low) or max(0.5, 0.1 * abs(high))
+        axes.set_xlim(low - margin, high + margin)
+        if axes.get_xscale() == "linear":
+            scale_numbers(axes, "x", max_ticks=5)
     ends = axes.get_xlim()
     if panel.normal is not None and ends[0] < panel.normal < ends[1]:
         axes.axvline(panel.normal, color=INK, linewidth=0.9, linestyle=":", zorder=0.5)
     if panel.has_limits:
         mark_limits(axes, "x", min_distance=0.3)
-
-
-def _scale_signed(axes: Axes, values: NDArray[np.float64]) -> None:
-    magnitudes = np.abs(values[values != 0])
-    if magnitudes.size and np.log2(magnitudes.max() / magnitudes.min()) > LINEAR_BINADES and magnitudes.max() > 10:  # noqa: PLR2004
-        axes.set_xscale("symlog", linthresh=1.0)
-    low, high = float(values.min()), float(values.max())
-    margin = 0.06 * (high - low) or max(0.5, 0.1 * abs(high))
-    axes.set_xlim(low - margin, high + margin)
-    if axes.get_xscale() == "linear":
-        scale_numbers(axes, "x", max_ticks=5)

@@ -18,7 +18,7 @@ import numpy as np
 from ranktape.analyze.engine.digest_measure import merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, viewed_dtype
-from ranktape.analyze.identity import SAMPLE, layer_places, sample_names
+from ranktape.analyze.identity import SAMPLE, places_of, sample_names
 from ranktape.analyze.metrics.counts import find_places
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import METRICS
@@ -52,9 +52,8 @@ SITE_FIELDS = (
 )
 """What is the same of a tensor that was recorded in two quant types; modules may be named otherwise."""
 
-HIFP8 = ("hifp8", "hif8", "hifloat8")
-MXFP8 = ("mxfp8", "mxfp8_e4m3", "mxfp8_e5m2")
-"""Tags of the two that the legacy tool compares."""
+COMPARED = (("hifp8", "hif8", "hifloat8"), ("mxfp8", "mxfp8_e4m3", "mxfp8_e5m2"))
+"""Tags of the two quant types that the legacy tool compares."""
 
 PENDING_FACTOR = 4
 """Values that wait to be merged, as a multiple of those that were merged before."""
@@ -63,10 +62,8 @@ COUNTS = ("num_elements", "upper", "lower", "underflow", "flushed", "nan", "inf"
 """What is counted in each row, against the limits of the dtype or of the format that was asked for."""
 
 OF_DIGEST: Mapping[str, Callable[[Digest], float | None]] = {
-    **{
-        name: METRICS[name].of
-        for name in ("mean", "std", "variance", "minimum", "maximum", "absmax", "skewness", "kurtosis", "log2_range")
-    },
+    **{name: METRICS[name].of for name in ("mean", "std", "variance", "minimum", "maximum", "absmax")},
+    **{name: METRICS[name].of for name in ("skewness", "kurtosis", "log2_range")},
     # With infinities.
     "extreme": METRICS["overflow.absmax"].of,
     # What the deviation of several records together follows from.
@@ -90,7 +87,6 @@ class PlotData:
         target: Format | None = None,
         view: View | None = None,
         engine: Engine | None = None,
-        on_record: Callable[[], object] = lambda: None,
     ) -> None:
         """Take the records of numbers that formats are sought for; those of integers and bool are left out.
 
@@ -113,8 +109,6 @@ class PlotData:
         self.view = view or View.COMPUTE
         """Which numbers are judged."""
         self._engine = engine or Engine()
-        self.on_record = on_record
-        """Called after each record that was read."""
         self._columns: dict[str, NDArray[Any]] = {}
         self._codes: dict[str, tuple[list[Any], NDArray[np.int64]]] = {}
 
@@ -124,27 +118,21 @@ class PlotData:
     def column(self, field: str) -> NDArray[Any]:
         """A field of all records; `dtype` is that of the values that are judged, numbers that are missing are None.
 
-        `layer_idx` is the place of the layer, of several stacks a `LayerPlace`.
+        `layer_idx` is the place of the layer, a `LayerPlace`.
         """
         if field not in self._columns:
-            self._columns[field] = self._read_column(field)
+            values = self.records.column(field)
+            if field == "dtype":
+                pairs = zip(values.tolist(), self.records.column("compute_dtype").tolist(), strict=True)
+                names = [viewed_dtype(dtype=dtype, compute_dtype=compute, view=self.view) for dtype, compute in pairs]
+                values = np.array(names, dtype=object)
+            elif field == "layer_idx":
+                values = np.array(places_of(self.records), dtype=object)
+            elif values.dtype.kind == "f":
+                whole = [None if math.isnan(value) else int(value) for value in values.tolist()]
+                values = np.array(whole, dtype=object)
+            self._columns[field] = values
         return self._columns[field]
-
-    def _read_column(self, field: str) -> NDArray[Any]:
-        if field == "dtype":
-            columns = (self.records.column(one).tolist() for one in ("dtype", "compute_dtype"))
-            pairs = zip(*columns, strict=True)
-            names = [viewed_dtype(dtype=dtype, compute_dtype=compute, view=self.view) for dtype, compute in pairs]
-            return np.array(names, dtype=object)
-        column = self.records.column(field)
-        if field == "layer_idx":
-            # Two stacks have layers of the same numbers: these lie in places of their own.
-            places = layer_places(self.records.column("layer_stack").tolist(), column.tolist())
-            return np.array(places, dtype=object)
-        if column.dtype.kind != "f":
-            return column
-        whole = [None if math.isnan(value) else int(value) for value in column.tolist()]
-        return np.array(whole, dtype=object)
 
     def values_of(self, field: str) -> list[Any]:
         """The values of a field that occur, in order; a missing one is the last."""
@@ -162,17 +150,20 @@ class PlotData:
             self._codes[field] = values, np.array([places[value] for value in column], dtype=np.int64)
         return self._codes[field]
 
+    def combined(self, *fields: str) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
+        """The combinations of values of fields that occur, in order, and of each record which it has."""
+        columns = np.stack([self.codes(field) for field in fields], axis=1)
+        rows, numbers = np.unique(columns, axis=0, return_inverse=True)
+        known = [self.values_of(field) for field in fields]
+        keys = [tuple(values[code] for values, code in zip(known, row, strict=True)) for row in rows.tolist()]
+        return keys, numbers.reshape(-1)
+
     @functools.cached_property
     def kinds(self) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
         """The kinds of tensors, as values of `CELL_FIELDS`, and of each record which it is of; from the catalogue."""
-        for length in range(len(CELL_FIELDS), 0, -1):
-            columns = [self.codes(field) for field in CELL_FIELDS[:length]]
-            rows, numbers = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-            if len(rows) <= MAX_CELLS or length == 1:
-                names = [self.values_of(field) for field in CELL_FIELDS[:length]]
-                keys = [tuple(known[code] for known, code in zip(names, row, strict=True)) for row in rows.tolist()]
-                return keys, numbers.reshape(-1)
-        raise AssertionError
+        lengths = range(len(CELL_FIELDS), 0, -1)
+        found = (self.combined(*CELL_FIELDS[:length]) for length in lengths)
+        return next(one for one, length in zip(found, lengths, strict=True) if len(one[0]) <= MAX_CELLS or length == 1)
 
     @functools.cached_property
     def passed(self) -> DataPass:
@@ -202,15 +193,14 @@ class PlotData:
 
         None where no record has them.
         """
-        keys = self.kinds[0]
-        wanted = {field: value if isinstance(value, list | set | tuple) else [value] for field, value in fields.items()}
+        wanted = [(CELL_FIELDS.index(field), _listed(value)) for field, value in fields.items()]
         chosen = [
-            index
-            for index, kind in enumerate(keys)
-            if all(_field(kind, field) in values for field, values in wanted.items())
+            self.passed.cells[index]
+            for index, kind in enumerate(self.kinds[0])
+            if index in self.passed.cells
+            and all((kind[place] if place < len(kind) else None) in values for place, values in wanted)
         ]
-        parts = [self.passed.cells[index] for index in chosen if index in self.passed.cells]
-        return merge_digests(parts) if parts else None
+        return merge_digests(chosen) if chosen else None
 
     def sample_metrics(self, name: str) -> SampleMetrics:
         """Metrics of samples; counts are those against the target's limits, where there is one."""
@@ -241,9 +231,7 @@ class PlotData:
 
     def partition(self, *fields: str, **chosen: Any) -> Hashable:
         """The same for fields that put the same records together, whatever their values are called."""
-        columns = np.stack([self.codes(field) for field in fields], axis=1)
-        _, numbers = np.unique(columns, axis=0, return_inverse=True)
-        numbers = np.where(self.mask(**chosen), numbers.reshape(-1), -1)
+        numbers = np.where(self.mask(**chosen), self.combined(*fields)[1], -1)
         # By the order in which groups come.
         _, firsts, places = np.unique(numbers, return_index=True, return_inverse=True)
         return (numbers < 0).tobytes(), firsts[places].tobytes()
@@ -251,7 +239,7 @@ class PlotData:
     def two_quant_types(self) -> tuple[str, str] | None:
         """HiFP8 and MXFP8 where both are there, else the two with the most records; None where there is one alone."""
         counts = Counter(self.column("quant_type").tolist())
-        ours = [[name for name in counts if name.lower() in names] for names in (HIFP8, MXFP8)]
+        ours = [[name for name in counts if name.lower() in names] for names in COMPARED]
         if ours[0] and ours[1]:
             return ours[0][0], ours[1][0]
         if len(counts) < 2:  # noqa: PLR2004 - a pair
@@ -277,15 +265,13 @@ class PlotData:
         """Which records have those values in their fields; a list holds alternatives."""
         found = np.ones(len(self), dtype=bool)
         for field, value in fields.items():
-            wanted = value if isinstance(value, list | set | tuple) else [value]
             known, codes = self._coded(field)
-            found &= np.isin(codes, [place for place, one in enumerate(known) if one in wanted])
+            found &= np.isin(codes, [place for place, one in enumerate(known) if one in _listed(value)])
         return found
 
 
-def _field(kind: tuple[Any, ...], field: str) -> Any:
-    index = CELL_FIELDS.index(field)
-    return kind[index] if index < len(kind) else None
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list | set | tuple) else [value]
 
 
 class DataPass:
@@ -293,23 +279,17 @@ class DataPass:
 
     def __init__(self, data: PlotData) -> None:
         target = data.target
-        self._limits = None if target is None else _limits_of(target)
+        self._limits = None
+        if target is not None:
+            ends = {"overflow_start": target.overflow_start, "min_normal": target.min_normal}
+            self._limits = Limits(**ends, flush_limit=target.flush_limit)
         self._kinds = data.kinds[1].tolist()
-        self._on_record = data.on_record
         self.metrics: dict[str, NDArray[np.float64]] = {name: np.full(len(data), math.nan) for name in COUNTS}
         """One number for each record, NaN where there is none: of `COUNTS` and, after the pass, of `OF_DIGEST`."""
         self.cells: dict[int, Digest] = {}
         """The distribution of each kind of tensor of which values are known."""
         self._pending: dict[int, list[Digest]] = {}
-        self.binades = {
-            field: Binades(
-                operations=data.values_of("operation"),
-                operation_of=data.codes("operation"),
-                values=data.values_of(field),
-                of=data.codes(field),
-            )
-            for field in ("layer_idx", "rank")
-        }
+        self.binades = {field: Binades(data, field) for field in ("layer_idx", "rank")}
         """How many values lie in each binade, for each operation and value of these fields."""
         self.samples = SampleMetrics(data.records, layers=data.column("layer_idx").tolist())
         """Metrics of samples."""
@@ -320,7 +300,6 @@ class DataPass:
 
     def add(self, index: int, digest: Digest) -> None:
         """Take in the digest of the record in that place."""
-        self._on_record()
         tallies = digest.tallies if self._limits is None else digest.count(self._limits)
         for name in COUNTS:
             if digest.has_values or self._limits is None or name in {"num_elements", "nan", "inf", "zero"}:
@@ -361,8 +340,3 @@ def default_target(records: Records) -> Format | None:
     """
     names = set(records.column("dtype").tolist())
     return FORMATS[DEFAULT_FORMAT] if any(dtype_row(name).itemsize > 1 for name in names) else None
-
-
-def _limits_of(target: Format) -> Limits:
-    """What counts as lost in a format without a scale."""
-    return Limits(overflow_start=target.overflow_start, min_normal=target.min_normal, flush_limit=target.flush_limit)

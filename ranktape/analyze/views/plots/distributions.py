@@ -42,14 +42,11 @@ if TYPE_CHECKING:
     Bins = tuple[NDArray[np.float64], NDArray[np.float64]]
     """Edges, and what is between each two of them."""
 
-MAX_DEVIATIONS = 8.0
-"""The shape is drawn up to so many standard deviations to either side."""
-
-SMALLEST_DENSITY = 1e-5
-"""At the foot of the shape."""
+MAX_DEVIATIONS, SMALLEST_DENSITY = 8.0, 1e-5
+"""The ends of the shape: standard deviations to either side, and its foot."""
 
 NUM_BINS = 128
-"""Bins of a linear axis."""
+"""Bins of a linear axis; few values make fewer of a shape."""
 
 CENTRE = (0.01, 0.99)
 """Parts of the values between which raw densities are drawn."""
@@ -65,32 +62,30 @@ def distributions(data: PlotData, row: Plot) -> Figure:
     """Shape and range of each group; groups without finite values are named in the legend all the same."""
     groups, note = groups_of(data, row, with_values=True)
     page = page_of(data, row, 1, 2, width=5.6, height=4.0, notes=[note])
-    _draw_shapes(page.panels[0, 0], groups)
-    _draw_ranges(page.panels[0, 1], groups)
     page.handles += [group.handle() for group in groups]
-    if any(_is_spread(group.digest) for group in groups):
+    if _draw_shapes(page.panels[0, 0], groups):
         page.handles.append(_dotted("normal distribution", linewidth=1))
+    _draw_ranges(page.panels[0, 1], groups)
     return page.finish()
 
 
-def _draw_shapes(axes: Axes, groups: Sequence[Group]) -> None:
+def _draw_shapes(axes: Axes, groups: Sequence[Group]) -> bool:
+    """Whether any group has a shape."""
     name(axes, title="shape, in units of each group's own standard deviation")
-    drawn = [group for group in groups if _is_spread(group.digest)]
-    if not drawn:
+    shapes = [(group, standardised(group.digest)) for group in groups if group.digest and _is_spread(group.digest)]
+    if not shapes:
         empty(axes, NO_VALUES if all(group.digest is None for group in groups) else "no values that differ")
-        return
-    highest = 0.0
-    for group in drawn:
-        edges, density = standardised(group.digest)
-        highest = max(highest, float(density.max(initial=0.0)))
+        return False
+    for group, (edges, density) in shapes:
         axes.stairs(np.where(density > 0, density, np.nan), edges, **group.line, linewidth=1.7, baseline=None)
     _draw_normal(axes, np.linspace(-MAX_DEVIATIONS, MAX_DEVIATIONS, 201), linewidth=1)
     axes.set_xlim(-MAX_DEVIATIONS, MAX_DEVIATIONS)
     axes.set_yscale("log")
-    axes.set_ylim(SMALLEST_DENSITY, max(1.0, 2 * highest))
+    axes.set_ylim(SMALLEST_DENSITY, max(1.0, *(2 * float(density.max(initial=0.0)) for _, (_, density) in shapes)))
     axes.yaxis.set_minor_locator(NullLocator())
     scale_numbers(axes, "x", max_ticks=10)
     name(axes, x="(x - mean) / standard deviation", y="density")
+    return True
 
 
 def _draw_ranges(axes: Axes, groups: Sequence[Group]) -> None:
@@ -110,7 +105,6 @@ def _draw_ranges(axes: Axes, groups: Sequence[Group]) -> None:
 
 
 def _draw_normal(axes: Axes, places: NDArray[np.float64], *, mean: float = 0, std: float = 1, linewidth: float) -> None:
-    """The density of a normal distribution, dotted."""
     fitted = np.exp(-(((places - mean) / std) ** 2) / 2) / std / math.sqrt(2 * math.pi)
     axes.plot(places, fitted, color=GREY, linewidth=linewidth, linestyle=":")
 
@@ -119,23 +113,23 @@ def _dotted(label: str, *, linewidth: float = 1.2) -> Any:
     return key(Line2D([], [], color=GREY, linewidth=linewidth, linestyle=":"), label)
 
 
-def num_bins(num_values: int) -> int:
-    """How many bins so many values fill: few values make wide ones."""
-    return min(NUM_BINS, max(16, 4 * round(math.cbrt(num_values))))
+def _is_spread(digest: Digest) -> bool:
+    return digest.has_values and bool(digest.statistics.std)
 
 
-def standardised(digest: Digest | None) -> Bins:
+def standardised(digest: Digest) -> Bins:
     """Edges of bins in standard deviations from the mean, and the density of all finite values there."""
-    assert digest is not None
     mean, std = digest.statistics.mean, digest.statistics.std
     assert mean is not None
     assert std
     is_finite = np.isfinite(digest.values)
     counts = digest.counts[is_finite]
-    edges = np.linspace(-MAX_DEVIATIONS, MAX_DEVIATIONS, num_bins(int(counts.sum())) + 1)
+    total = int(counts.sum())
+    num_bins = min(NUM_BINS, max(16, 4 * round(math.cbrt(total))))
+    edges = np.linspace(-MAX_DEVIATIONS, MAX_DEVIATIONS, num_bins + 1)
     found, _ = np.histogram((digest.values[is_finite] - mean) / std, bins=edges, weights=counts)
     kept, held = _joined(digest, edges, found)
-    return kept, held / max(1, int(counts.sum())) / np.diff(kept)
+    return kept, held / max(1, total) / np.diff(kept)
 
 
 def _joined(digest: Digest, edges: NDArray[np.float64], counts: NDArray[Any]) -> Bins:
@@ -156,10 +150,6 @@ def binade_shares(digest: Digest | None) -> NDArray[np.float64] | None:
     if digest is None or not digest.has_values:
         return None
     return binade_counts(digest) / max(1, digest.tallies.num_elements)
-
-
-def _is_spread(digest: Digest | None) -> bool:
-    return digest is not None and digest.has_values and bool(digest.statistics.std)
 
 
 def occupancy(data: PlotData, row: Plot) -> Figure:
@@ -190,21 +180,18 @@ def occupancy(data: PlotData, row: Plot) -> Figure:
 def raw_densities(data: PlotData, row: Plot) -> Figure:
     """The density of the values themselves: one panel for each group, as their units differ."""
     groups, note = groups_of(data, row, with_values=True)
-    width = max(4.6, 10.0 / len(groups))
-    page = page_of(data, row, 1, len(groups), width=width, height=4.0, notes=[IN_THE_CENTRE, note])
+    page = page_of(
+        data, row, 1, len(groups), width=max(4.6, 10.0 / len(groups)), height=4.0, notes=[IN_THE_CENTRE, note]
+    )
     for axes, group in zip(page.panels[0], groups, strict=True):
         name(axes, title=group.label)
-        bins = central_bins(group.digest)
-        if not _draw_density(axes, group, bins):
+        if not _draw_density(axes, group, central_bins(group.digest), y="density, for one unit of the value"):
             continue
-        name(axes, x="value", y="density, for one unit of the value")
         assert group.digest is not None
-        statistics = group.digest.statistics
-        if statistics.mean is not None and statistics.std:
+        mean, std = group.digest.statistics.mean, group.digest.statistics.std
+        if mean is not None and std:
             ends = axes.get_xlim()
-            _draw_normal(
-                axes, np.linspace(ends[0], ends[1], 400), mean=statistics.mean, std=statistics.std, linewidth=1.2
-            )
+            _draw_normal(axes, np.linspace(ends[0], ends[1], 400), mean=mean, std=std, linewidth=1.2)
             axes.set_xlim(*ends)
             axes.set_ylim(bottom=0)
     page.handles.append(_dotted("normal distribution of the same deviation"))
@@ -236,10 +223,8 @@ def both_densities(data: PlotData, row: Plot) -> Figure:
     page = page_of(data, row, len(groups), 3, width=4.2, height=3.0, notes=[IN_THE_CENTRE, note])
     for (raw, unit, both), group in zip(page.panels, groups, strict=True):
         bins = central_bins(group.digest)
-        if _draw_density(raw, group, bins):
-            name(raw, x="value", y="density")
-        if _draw_density(unit, group, bins and _normalised(bins)):
-            name(unit, x="value, in [0, 1]", y="density, in [0, 1]")
+        _draw_density(raw, group, bins)
+        _draw_density(unit, group, bins and _normalised(bins), x="value, in [0, 1]", y="density, in [0, 1]")
         if bins is None:
             empty(both, NO_VALUES)
         else:
@@ -253,7 +238,8 @@ def both_densities(data: PlotData, row: Plot) -> Figure:
     return page.finish()
 
 
-def _draw_density(axes: Axes, group: Group, bins: Bins | None) -> bool:
+def _draw_density(axes: Axes, group: Group, bins: Bins | None, *, x: str = "value", y: str = "density") -> bool:
+    """Whether there is one."""
     if bins is None:
         empty(axes, NO_VALUES)
         return False
@@ -264,6 +250,7 @@ def _draw_density(axes: Axes, group: Group, bins: Bins | None) -> bool:
     axes.set_ylim(bottom=0)
     for which in ("x", "y"):
         scale_numbers(axes, which, max_ticks=5)
+    name(axes, x=x, y=y)
     return True
 
 
@@ -296,18 +283,18 @@ def normal_fit(data: PlotData, row: Plot) -> Figure:
     for axes in page.panels.flat[len(groups) :]:
         axes.set_axis_off()
     for axes, group in zip(page.panels.flat, groups, strict=False):
-        name(axes, title=group.label)
         fit = None if group.digest is None else fit_normal(group.digest)
         if fit is None or not fit.observed.size or fit.mean is None or not fit.std:
+            name(axes, title=group.label)
             empty(axes, "no values that differ")
             continue
         expected, observed = ((points - fit.mean) / fit.std for points in (fit.theoretical, fit.observed))
         axes.axline((0, 0), slope=1, color=GREY, linewidth=1.2, linestyle=":")
         axes.plot(expected, observed, group.mark, color=group.color, markersize=4)
+        words = f"largest distance of the cumulative distributions: {fit.ks_distance:.3g}"
+        name(axes, title=f"{group.label}\n{words}")
         name(axes, x="quantile of a normal distribution, in deviations", y="quantile of the values, in deviations")
         for which in ("x", "y"):
             scale_numbers(axes, which)
-        words = f"largest distance of the cumulative distributions: {fit.ks_distance:.3g}"
-        name(axes, title=f"{group.label}\n{words}")
     page.handles.append(_dotted("a normal distribution lies on this line"))
     return page.finish()

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.views.plots.style import COLORS, DASHES, HATCHES, MARKS, MAX_GROUPS, Page, key, plain
+from ranktape.analyze.views.plots.style import COLORS, DASHES, MARKS, MAX_GROUPS, Page, key, plain
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -26,12 +26,12 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """Tensors that are drawn as one."""
+    """Tensors that are drawn as one; its place among the groups gives it a look."""
 
     label: str
     """Its name, `plain` already."""
     index: int
-    """Its place among the groups, which gives it a colour, a mark and a dash."""
+    """Its place among the groups."""
     mask: NDArray[np.bool_]
     """Which records of the data are in it."""
     digest: Digest | None = None
@@ -48,11 +48,6 @@ class Group:
         return MARKS[self.index % MAX_GROUPS]
 
     @property
-    def hatch(self) -> str:
-        """What its areas are filled with."""
-        return HATCHES[self.index % MAX_GROUPS]
-
-    @property
     def line(self) -> dict[str, Any]:
         """The colour of its lines, and how they are broken."""
         return {"color": self.color, "linestyle": DASHES[self.index % MAX_GROUPS]}
@@ -64,12 +59,10 @@ class Group:
 
 
 class Grouping(NamedTuple):
-    """The groups of a plot, and what is said of those that are not in it."""
+    """The groups of a plot, and what is said of those that are left out; empty for none."""
 
     groups: tuple[Group, ...]
-    """At most as many as can be told apart."""
-    note: str = ""
-    """How many are left out, and which; empty for none."""
+    note: str
 
 
 def groups_of(data: PlotData, row: Plot, **options: Any) -> Grouping:
@@ -85,10 +78,8 @@ def group_by(
     `chosen` are fields and the values that records must have to be in any. The order is that of the values.
     """
     allowed = data.mask(**chosen)
-    rows, numbers = np.unique(np.stack([data.codes(field) for field in fields], axis=1), axis=0, return_inverse=True)
-    numbers = np.where(allowed, numbers.reshape(-1), -1)
-    known = [data.values_of(field) for field in fields]
-    keys = [tuple(values[code] for values, code in zip(known, row, strict=True)) for row in rows.tolist()]
+    keys, numbers = data.combined(*fields)
+    numbers = np.where(allowed, numbers, -1)
     totals = np.bincount(numbers[allowed], weights=data.column("numel")[allowed], minlength=len(keys))
     sizes = {number: totals[number] for number in np.unique(numbers[allowed]).tolist()}
     largest = sorted(sizes, key=lambda number: -sizes[number])[:max_groups]
@@ -102,8 +93,7 @@ def group_by(
         )
         for index, number in enumerate(ordered)
     )
-    left_out = len(sizes) - len(groups)
-    note = f"The {len(groups)} largest of {len(sizes)} groups are drawn." if left_out else ""
+    note = f"The {len(groups)} largest of {len(sizes)} groups are drawn." if len(sizes) > len(groups) else ""
     return Grouping(groups=groups, note=note)
 
 
@@ -142,15 +132,21 @@ def page_of(
 
 def subject_line(data: PlotData, *, with_limits: bool = True) -> str:
     """The iterations, ranks, layers and dtypes, how many tensors and values, and against which limits they count."""
-    parts = [
-        _span(data, "iteration"),
-        _span(data, "rank"),
-        _names(data, "dtype"),
-        _names(data, "quant_type"),
-        f"{len(data):,} tensor{'s' if len(data) != 1 else ''}",
-        f"{_short_count(float(data.column('numel').sum()))} values",
-    ]
-    return f"{', '.join(parts)}; {_limits(data)}" if with_limits else ", ".join(parts)
+    spans = []
+    for field in ("iteration", "rank"):
+        values = data.values_of(field)
+        is_one = len(values) == 1
+        spans.append(f"{field} {values[0]}" if is_one else f"{len(values)} {field}s from {values[0]} to {values[-1]}")
+    size = float(data.column("numel").sum())
+    count = f"{len(data):,} tensor{'s' if len(data) != 1 else ''}, {_short_count(size)} values"
+    line = ", ".join([*spans, _names(data, "dtype"), _names(data, "quant_type"), count])
+    if not with_limits:
+        return line
+    target = data.target
+    if target is None:
+        return f"{line}; limits of the values' own dtype{' as captured' if data.view is View.SEEN else ''}"
+    largest, smallest = f"largest value {target.maximum:.4g}", f"smallest normal {target.min_normal:.3g}"
+    return f"{line}; limits of {target.name} without scaling: {largest}, {smallest}"
 
 
 def _short_count(number: float) -> str:
@@ -161,27 +157,18 @@ def _short_count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def _span(data: PlotData, field: str) -> str:
-    values = data.values_of(field)
-    if len(values) == 1:
-        return f"{field} {values[0]}"
-    return f"{len(values)} {field}s from {values[0]} to {values[-1]}"
-
-
 def _names(data: PlotData, field: str) -> str:
     values, words = data.values_of(field), field.replace("_", " ")
     if len(values) > MAX_NAMED:
         return f"{len(values)} {words}s"
-    named = "/".join(plain(value, max_letters=24) for value in values)
-    return f"{words}{'s' if len(values) > 1 else ''} {named}"
+    return f"{words}{'s' if len(values) > 1 else ''} {'/'.join(plain(value, max_letters=24) for value in values)}"
 
 
-def _limits(data: PlotData) -> str:
-    target = data.target
-    if target is None:
-        return f"limits of the values' own dtype{' as captured' if data.view is View.SEEN else ''}"
-    largest, smallest = f"largest value {target.maximum:.4g}", f"smallest normal {target.min_normal:.3g}"
-    return f"limits of {target.name} without scaling: {largest}, {smallest}"
+SHARES: Mapping[str, Sequence[str]] = {
+    "overflow": ("upper", "lower"),
+    **{name: (name,) for name in ("upper", "lower", "underflow", "flushed", "nan", "zero")},
+}
+"""Parts of a record's elements, and the counts that each is made of."""
 
 
 def pooled(data: PlotData, name: str, groups: NDArray[np.int64], *, num_groups: int) -> NDArray[np.float64]:
@@ -214,15 +201,3 @@ def pooled(data: PlotData, name: str, groups: NDArray[np.int64], *, num_groups: 
     found = np.full(num_groups, np.nan)
     np.fmax.at(found, places, data.metric(name)[inside])
     return found
-
-
-SHARES: Mapping[str, Sequence[str]] = {
-    "overflow": ("upper", "lower"),
-    "upper": ("upper",),
-    "lower": ("lower",),
-    "underflow": ("underflow",),
-    "flushed": ("flushed",),
-    "nan": ("nan",),
-    "zero": ("zero",),
-}
-"""Parts of a record's elements, and the counts that each is made of."""

@@ -28,7 +28,6 @@ from ranktape.analyze.views.plots.axes import (
     thinned,
 )
 from ranktape.analyze.views.plots.groups import page_of, pooled
-from ranktape.analyze.views.plots.ranks import rank_deviations, rank_distances
 from ranktape.analyze.views.plots.style import (
     INFINITE_COLOR,
     INK,
@@ -43,7 +42,7 @@ from ranktape.analyze.views.plots.style import (
     name,
     say,
 )
-from ranktape.analyze.views.plots.tallies import exponents, filled, sample_names
+from ranktape.analyze.views.plots.tallies import exponents, filled, rank_deviations, rank_distances, sample_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

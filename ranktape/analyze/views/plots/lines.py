@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from matplotlib.lines import Line2D
 
-from ranktape.analyze.identity import stack_of
 from ranktape.analyze.views.plots.axes import (
     mark_limits,
     scale_factors,
@@ -41,16 +40,12 @@ MAX_MARKS, MAX_THICK = 40, 200
 
 
 class LinePanel(NamedTuple):
-    """One metric."""
+    """One metric of `pooled`, and how its axis is divided: as `magnitude`, `share` or `number`."""
 
     metric: str
-    """Its name in `data.pooled`."""
     title: str
-    """Above the panel."""
     kind: str = "magnitude"
-    """`magnitude`, `share` or `number`: how its axis is divided."""
     has_limits: bool = False
-    """Whether formats limit it."""
 
     def scale(self, axes: Axes, values: NDArray[np.float64]) -> None:
         """Divide the vertical axis."""
@@ -113,7 +108,7 @@ def lines(data: PlotData, row: Plot, *, field: str) -> Figure:
         if is_layers:
             scale_layers(axes, places, is_labelled=is_lowest)
         else:
-            scale_whole(axes, "x", places, max_ticks=9)
+            scale_whole(axes, places, max_ticks=9)
             name(axes, x=field if is_lowest else "")
         panel.scale(axes, np.concatenate(found) if found else np.zeros(0))
     page.handles += [group.handle(has_mark=True) for group in groups]
@@ -127,7 +122,7 @@ def line_values(data: PlotData, group: Group, metric: str, *, field: str) -> NDA
 
 
 def _draw_line(
-    axes: Axes, values: NDArray[np.float64], *, places: Sequence[int], group: Group, is_layers: bool
+    axes: Axes, values: NDArray[np.float64], *, places: Sequence[Any], group: Group, is_layers: bool
 ) -> None:
     known = np.isfinite(values)
     if not known.any():
@@ -146,24 +141,25 @@ def neighbouring_layers(data: PlotData, row: Plot) -> Figure:
     page = page_of(data, row, 3, 1, width=9.6, height=2.3)
     layers = [layer for layer in data.values_of("layer_idx") if layer >= 0]
     # The first layer of another stack does not follow the last one of this.
-    is_next = np.array([stack_of(one) == stack_of(other) for one, other in itertools.pairwise(layers)], dtype=bool)
+    is_next = np.array([one.stack == other.stack for one, other in itertools.pairwise(layers)], dtype=bool)
 
-    def draw(axes: Axes, values: Mapping[Group, NDArray[np.float64]]) -> None:
-        for group, found in values.items():
+    def draw(axes: Axes, title: str, values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+        name(axes, title=title)
+        drawn = np.where(is_next, np.stack(values), np.nan)
+        for group, found in zip(groups, drawn, strict=True):
             mark: dict[str, Any] = {"marker": group.mark, "markersize": 5} if len(layers) - 1 <= MAX_MARKS else {}
             axes.plot(layers[1:], found, **group.line, linewidth=1.8, **mark)
+        return drawn
 
     for axes, panel, words in zip(page.panels[:2, 0], (STD, ABSMAX), ("standard deviation", "absmax"), strict=True):
-        name(axes, title=f"{words} over that of the layer before")
-        found = {group: line_values(data, group, panel.metric, field="layer_idx")[-len(layers) :] for group in groups}
-        factors = {group: np.where(is_next, _steps(values), np.nan) for group, values in found.items()}
-        draw(axes, factors)
-        scale_factors(axes, np.concatenate(list(factors.values())))
+        found = [line_values(data, group, panel.metric, field="layer_idx")[-len(layers) :] for group in groups]
+        scale_factors(axes, draw(axes, f"{words} over that of the layer before", [*map(_steps, found)]).reshape(-1))
         scale_layers(axes, layers[1:], is_labelled=False)
     axes = page.panels[2, 0]
-    name(axes, title="share of values that lie in another binade than in the layer before")
-    distances = {group: binade_distances(data, group.label, num_layers=len(layers)) for group in groups}
-    draw(axes, {group: np.where(is_next, values, np.nan) for group, values in distances.items()})
+    # The part that would have to move to another binade from each layer to the next, zeros being one.
+    shares = (data.passed.binades["layer_idx"].shares(group.label, with_zeros=True)[-len(layers) :] for group in groups)
+    distances = [np.abs(np.diff(one, axis=0)).sum(axis=1) / 2 for one in shares]
+    draw(axes, "share of values that lie in another binade than in the layer before", distances)
     axes.set_ylim(0, 1.02)
     set_ticks(axes.yaxis, [0, 0.25, 0.5, 0.75, 1], [share_text(tick / 4) for tick in range(5)])
     scale_layers(axes, layers[1:])
@@ -176,15 +172,6 @@ def _steps(values: NDArray[np.float64]) -> NDArray[np.float64]:
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log2(values)
         return np.diff(np.where(np.isfinite(logs), logs, np.nan))
-
-
-def binade_distances(data: PlotData, operation: str, *, num_layers: int) -> NDArray[np.float64]:
-    """Part of the values that would have to move to another binade, from each layer to the next, zeros being one.
-
-    Of the last layers, so many, which are those of the stack. NaN where a layer has no values.
-    """
-    shares = data.passed.binades["layer_idx"].shares(operation, with_zeros=True)[-num_layers:]
-    return np.asarray(np.abs(np.diff(shares, axis=0)).sum(axis=1) / 2)
 
 
 def sample_differences(data: PlotData, row: Plot) -> Figure:

@@ -5,12 +5,12 @@ One row of panels for each kind of loss, one column for each operation, one line
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matplotlib.lines import Line2D
 
-from ranktape.analyze.identity import layer_places
+from ranktape.analyze.identity import LayerPlace, layer_places
 from ranktape.analyze.numerics.formats import BY_DTYPE, FORMATS
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.views.plots.axes import scale_layers, scale_shares, with_gap
@@ -39,18 +39,16 @@ FLUSHED = "overflow.flushed.count"
 
 
 class Panel(NamedTuple):
-    """One row of panels: a kind of loss."""
+    """A row of panels: a kind of loss, what is said where there is none, the column of its counts, what is counted.
+
+    `limits` says what is counted under the limits of a format.
+    """
 
     kind: str
-    """The word in titles."""
     absence: str
-    """What is said where there is none."""
     column: str
-    """The counts in the overflow table."""
     definition: str
-    """What is counted, in words."""
-    under: Callable[[Format], str] | None = None
-    """The same under the limits of a format."""
+    limits: str = ""
 
 
 ZEROS = Panel("zeros", "no zeros", "overflow.zero.count", "exactly 0 as captured")
@@ -59,29 +57,23 @@ ZEROS = Panel("zeros", "no zeros", "overflow.zero.count", "exactly 0 as captured
 PANELS = (
     Panel(
         *("overflow", "no overflow", "overflow.total", "beyond the largest value"),
-        lambda limits: f"|x| rounds beyond {limits.maximum:.4g}",
+        "|x| rounds beyond {0.maximum:.4g}",
     ),
     Panel(
         *("underflow", "no underflow", "overflow.underflow.count", "below the smallest normal"),
-        lambda limits: f"0 < |x| < {limits.min_normal:.3g}",
+        "0 < |x| < {0.min_normal:.3g}",
     ),
-    Panel(
-        *("flush to zero", "nothing is flushed", FLUSHED, "rounds to zero"),
-        lambda limits: f"0 < |x| <= {limits.flush_limit:.3g}",
-    ),
+    Panel("flush to zero", "nothing is flushed", FLUSHED, "rounds to zero", "0 < |x| <= {0.flush_limit:.3g}"),
 )
 """From top to bottom; the last one against a format only."""
 
 
 class Line(NamedTuple):
-    """One type of layer in one panel; ratios are over elements."""
+    """One type of layer in one panel: for each layer the share of its elements, and that of its worst tensor."""
 
-    layers: list[int]
-    """Ascending; -1 is outside of the stack."""
+    layers: list[LayerPlace]
     ratios: list[float]
-    """Of all elements of the layer."""
     worst: list[float]
-    """Of that tensor of the layer which has the largest."""
 
 
 def overflow_by_layer(data: PlotData, row: Plot) -> Figure:
@@ -107,30 +99,31 @@ def draw_overflow(table: Table, *, title: str = "") -> Figure:
     operations = sorted({row["operation"] for row in rows}, key=lambda name: (name != "forward", name))
     layers = sorted({row["layer_idx"] for row in rows})
     styles = {one: _style(index) for index, one in enumerate(sorted({row["layer_type"] for row in rows}))}
-    panels = [*(PANELS if _is_against_format(table) else PANELS[:-1])]
-    if zeros_of(table) >= MANY_ZEROS:
-        panels.append(ZEROS)
-    names = sorted(set(table.column("limits_of")))
+    is_against_format = any(column.name == FLUSHED for column in table.columns)
+    panels = [*PANELS[: 3 if is_against_format else 2], *([ZEROS] if zeros_of(table) >= MANY_ZEROS else [])]
+    # int8 is the name of a format and of an element type, and they have different limits.
+    formats = FORMATS if is_against_format else BY_DTYPE
+    limits = {one: formats.get(one) for one in sorted(set(table.column("limits_of")))}
     # Of several types, and of integers, there are no limits that count for every tensor.
-    limits = _format(names[0], table=table) if len(names) == 1 else None
+    shared = next(iter(limits.values())) if len(limits) == 1 else None
     page = Page(
         len(panels),
         len(operations),
         width=min(8.0, max(4.5, 2.5 + 0.06 * len(layers))),
         height=2.3,
         title=title,
-        subtitle=_subtitle(table, names),
+        subtitle=_subtitle(rows, limits),
         notes=["Shares are of the elements of a layer."],
     )
     for panel, axes_of_panel in zip(panels, page.panels, strict=True):
-        drawn = {operation: lines(rows, panel=panel, operation=operation) for operation in operations}
-        worst = [ratio for found in drawn.values() for line in found.values() for ratio in line.worst]
-        for operation, axes in zip(operations, axes_of_panel, strict=True):
-            _draw_panel(axes, drawn[operation], panel=panel, styles=styles, layers=layers)
+        drawn = [lines(rows, panel=panel, operation=operation) for operation in operations]
+        worst = [ratio for found in drawn for line in found.values() for ratio in line.worst]
+        for found, axes in zip(drawn, axes_of_panel, strict=True):
+            _draw_panel(axes, found, panel=panel, styles=styles, layers=layers)
             scale_shares(axes, "y", worst)
             axes.tick_params(labelleft=axes is axes_of_panel[0])
             scale_layers(axes, layers, is_labelled=panel is panels[-1])
-        words = panel.definition if limits is None or panel.under is None else panel.under(limits)
+        words = panel.limits.format(shared) if shared and panel.limits else panel.definition
         name(axes_of_panel[0], y=f"{panel.kind}\n{words}")
     for operation, axes in zip(operations, page.panels[0], strict=True):
         name(axes, title=operation)
@@ -150,13 +143,14 @@ def _placed(table: Table) -> list[dict[str, Any]]:
 
 def zeros_of(table: Table) -> float:
     """The largest part of a layer, with one type and operation, that is exactly zero."""
-    found = [lines(_placed(table), panel=ZEROS, operation=one) for one in set(table.column("operation"))]
+    rows = _placed(table)
+    found = [lines(rows, panel=ZEROS, operation=one) for one in {row["operation"] for row in rows}]
     return max((ratio for by_type in found for line in by_type.values() for ratio in line.ratios), default=0.0)
 
 
 def lines(rows: Sequence[dict[str, Any]], *, panel: Panel, operation: str) -> dict[str, Line]:
     """For each type of layer its line in the panel of an operation."""
-    cells: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    cells: dict[tuple[str, LayerPlace], list[tuple[int, int]]] = {}
     for row in rows:
         if row["operation"] == operation:
             cells.setdefault((row["layer_type"], row["layer_idx"]), []).append((row[panel.column], row["elements"]))
@@ -170,12 +164,7 @@ def lines(rows: Sequence[dict[str, Any]], *, panel: Panel, operation: str) -> di
 
 
 def _draw_panel(
-    axes: Axes,
-    found: Mapping[str, Line],
-    *,
-    panel: Panel,
-    styles: Mapping[str, dict[str, Any]],
-    layers: Sequence[int],
+    axes: Axes, found: Mapping[str, Line], *, panel: Panel, styles: Mapping[str, dict[str, Any]], layers: Sequence[int]
 ) -> None:
     axes.grid(visible=False, axis="x")
     for index, (layer_type, line) in enumerate(found.items()):
@@ -196,30 +185,16 @@ def _style(index: int) -> dict[str, Any]:
     return {"color": COLORS[index % len(COLORS)], "marker": MARKS[index % len(MARKS)], **hollow}
 
 
-def _subtitle(table: Table, names: Sequence[str]) -> str:
+def _subtitle(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, Format | None]) -> str:
     """What the limits are, and what was drawn."""
-    rows = table.records()
+    said = [
+        one if known is None else f"{one}: largest value {known.maximum:.4g}, smallest normal {known.min_normal:.3g}"
+        for one, known in limits.items()
+    ][:MAX_NAMED_LIMITS]
+    rest = len(limits) - MAX_NAMED_LIMITS
     iterations = sorted({row["iteration"] for row in rows})
     span = f"iteration {iterations[0]}" if len(iterations) == 1 else f"iterations {iterations[0]} to {iterations[-1]}"
-    limits = [_limits(one, table=table) for one in names[:MAX_NAMED_LIMITS]]
-    rest = [f"and {len(names) - MAX_NAMED_LIMITS} more types"] if len(names) > MAX_NAMED_LIMITS else []
     elements = sum(row["elements"] for row in rows)
     counts = ((len({row["rank"] for row in rows}), "rank"), (len(rows), "tensor"), (elements, "element"))
     drawn = ", ".join([span, *(f"{count:,} {word}{'s' if count != 1 else ''}" for count, word in counts)])
-    return "\n".join([*limits, *rest, drawn])
-
-
-def _is_against_format(table: Table) -> bool:
-    return any(column.name == FLUSHED for column in table.columns)
-
-
-def _format(one: str, *, table: Table) -> Format | None:
-    # int8 is the name of a format and of an element type, and they have different limits.
-    return (FORMATS if _is_against_format(table) else BY_DTYPE).get(one)
-
-
-def _limits(one: str, *, table: Table) -> str:
-    row = _format(one, table=table)
-    if row is None:
-        return one
-    return f"{one}: largest value {row.maximum:.4g}, smallest normal {row.min_normal:.3g}"
+    return "\n".join([*said, *([f"and {rest} more types"] if rest > 0 else []), drawn])

@@ -7,8 +7,6 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.identity import stack_of
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -138,7 +136,7 @@ def matched_pairs(data: PlotData) -> str:
 
 def two_layers(data: PlotData) -> str:
     """Two layers of one stack."""
-    inside = [stack_of(layer) for layer in data.values_of("layer_idx") if layer >= 0]
+    inside = [layer.stack for layer in data.values_of("layer_idx") if layer >= 0]
     return "" if len(inside) > len(set(inside)) else "there are no two layers"
 
 

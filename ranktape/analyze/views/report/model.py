@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS, layer_places, stacks_of
+from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS, places_of, stacks_of
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.numerics.formats import FORMATS
@@ -145,7 +145,7 @@ def _fields(records: Records) -> list[dict[str, Any]]:
 
 def _layers(records: Records) -> dict[str, Any]:
     """The layers of several stacks: as numbers where they are drawn, with the words that they are called."""
-    places = _places(records)
+    places = places_of(records)
     known = sorted(set(places))
     codes = {place: code for code, place in enumerate(known)}
     return {
@@ -155,10 +155,6 @@ def _layers(records: Records) -> dict[str, Any]:
         "words": ["outside" if place < 0 else printable(str(place)) for place in known],
         "codes": packed([codes[place] for place in places]),
     }
-
-
-def _places(records: Records) -> list[int]:
-    return layer_places(records.column("layer_stack").tolist(), records.column("layer_idx").tolist())
 
 
 def _field(records: Records, name: str) -> dict[str, Any]:
@@ -205,7 +201,7 @@ def _facts(records: Records, *, scope: str, environment: Mapping[str, Any]) -> t
     def counted(count: int, noun: str) -> str:
         return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
-    layers = {place for place in _places(records) if place >= 0}
+    layers = {place for place in places_of(records) if place >= 0}
     facts = [
         counted(len(distinct("rank")), "rank"),
         f"{counted(len(distinct('iteration')), 'complete iteration')} ({_listed(distinct('iteration'))})",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.questions.swept import parse_request
+from ranktape.analyze.views.palette import BLUE, DIVERGING, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from ranktape.analyze.views.report.model import Model, build_model
 from ranktape.analyze.views.whole_file import write_whole, writing
 from ranktape.errors import NoRecordsError, UsageError
@@ -31,10 +32,18 @@ FORMATS = ("mxfp8_e4m3", "mxfp4_e2m1", "fp8_e4m3", "hif8")
 """The formats that are tried on every record: those whose sweeps cost little."""
 
 SCRIPTS = (
-    *("data.js", "selection.js", "folding.js", "themes.js", "overview.js"),
+    *("data.js", "selection.js", "folding.js", "templates.js", "themes.js", "overview.js"),
     *("panels.js", "drill.js", "filters.js", "tables.js", "page.js"),
 )
 """The page's own scripts, each of which needs those before it."""
+
+COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, "#999999", "#8C6D1F")
+"""Those of the plots, with a lighter grey and brown in the place of black: all can be seen on white and on black."""
+
+CHARTS = {
+    "colors": COLORS,
+    "diverging": [(place / (len(DIVERGING) - 1), color) for place, color in enumerate(DIVERGING)],
+}
 
 NUM_FIRST_FINDINGS = 5
 """Findings that are shown before the rest is asked for: as many as the first screen holds."""
@@ -95,8 +104,6 @@ def render(model: Model, *, view: View = View.COMPUTE) -> str:
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # it has no types
 
-    from ranktape.analyze.views.report.charts import charts
-
     environment = Environment(
         loader=PackageLoader("ranktape.analyze.views.report"),
         autoescape=True,
@@ -116,7 +123,7 @@ def render(model: Model, *, view: View = View.COMPUTE) -> str:
         policy=_policy(scripts=scripts, style=style),
         style=Markup(style),  # noqa: S704 - our own file
         scripts=[Markup(script) for script in scripts],  # noqa: S704 - our own files, and plotly's
-        data=Markup(json_in_html({**model.data, "charts": charts()})),  # noqa: S704 - escaped
+        data=Markup(json_in_html({**model.data, "charts": CHARTS})),  # noqa: S704 - escaped
         commands=[_command(finding, url=model.url) for finding in model.findings],
         num_first=NUM_FIRST_FINDINGS,
         taken_ids=_ids_of_styles(scripts[0]),

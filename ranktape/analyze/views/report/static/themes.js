@@ -2,7 +2,10 @@
 (function () {
   "use strict";
   const page = window.ranktape;
-  const { templates, themes, colors, dashes, diverging } = page.raw.charts;
+  const { templates, palette } = page;
+  const { colors, diverging } = page.raw.charts;
+  // A second cue beside the colour of lines.
+  const dashes = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
   // Nothing that leaves the page: plotly would offer to send a chart to its maker.
   const CONFIG = {
     responsive: true, displaylogo: false, showSendToCloud: false, displayModeBar: "hover",
@@ -32,7 +35,7 @@
   }
 
   function themed(layout) {
-    const theme = themes[isDark() ? "dark" : "light"];
+    const theme = palette[isDark() ? "dark" : "light"];
     const { shapes, ...rest } = theme;
     const result = blended(layout, rest);
     if (result.shapes) result.shapes = result.shapes.map((shape) => blended(shape, { line: { color: shapes.color } }));
