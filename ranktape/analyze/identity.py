@@ -191,7 +191,7 @@ class LayerPlace(int):
 def layer_places(stacks: Sequence[str], layers: Sequence[int]) -> list[LayerPlace]:
     """For the stack and the layer of each record where the layer lies.
 
-    Between two stacks is a gap. What is outside of any (-1) stays there.
+    Between two stacks is a gap. What is outside of any (-1) stays there, and a `LayerPlace` where it is.
     """
     pairs = list(zip(stacks, layers, strict=True))
     numbers: dict[str, set[int]] = {}
@@ -209,8 +209,12 @@ def layer_places(stacks: Sequence[str], layers: Sequence[int]) -> list[LayerPlac
         for number in known:
             places[stack, number] = LayerPlace.of(start + number - first, stack=names[stack], number=number)
         start += max(known) - first + 2
-    others = {layer: LayerPlace.of(layer, stack="", number=layer) for layer in set(layers)}
-    return [places.get(pair, others[pair[1]]) for pair in pairs]
+    for stack, layer in set(pairs) - places.keys():
+        if not isinstance(layer, LayerPlace):
+            places[stack, layer] = LayerPlace.of(layer, stack="", number=layer)
+        else:
+            places[stack, layer] = layer
+    return [places[pair] for pair in pairs]
 
 
 def places_of(records: Records) -> list[LayerPlace]:

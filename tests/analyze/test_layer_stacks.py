@@ -34,12 +34,12 @@ from ranktape.analyze.table import Table
 from ranktape.analyze.views.plots.data import PlotData
 from ranktape.analyze.views.plots.heat_maps import grid_of, layer_names
 from ranktape.analyze.views.plots.table import PLOTS
-from ranktape.analyze.views.report.columns import unpacked
 from ranktape.analyze.views.report.model import build_model
 from ranktape.analyze.views.report.page import write_report
 from ranktape.storage import Records, Run, open_run
 from tests.analyze.runs import describe_tensor, store
 from tests.analyze.stacked_runs import STACKS, stacked_tensors
+from tests.analyze.test_report import unpacked
 from tests.analyze.test_report_page import Page
 from tests.capture.two_stacks import STACKS as NAMES
 from tests.capture.two_stacks import capture_two_stacks

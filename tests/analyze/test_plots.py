@@ -179,7 +179,7 @@ def test_infinite_and_missing_cells_have_colours_of_their_own(data: PlotData) ->
     forward = PLOTS["layer_rank_absmax"].draw(data).axes[0]
     assert np.isnan(cells(forward)).all()  # each cell holds an infinity
     grid = Grid(title="t", values=np.array([[0.0, np.inf, np.nan, 4.0]]), rows=["0"], columns=list("abcd"))
-    scale = Scale(kind="magnitude", label="x")
+    scale = Scale("magnitude", "x")
     figure = draw_heat_maps(page_of([grid]), [grid], scale=scale, labels=("r", "c"), unit="columns")
     special = figure.axes[0].images[0].get_array()
     assert special is not None
@@ -346,7 +346,7 @@ def test_neighbouring_columns_are_one_where_there_are_too_many() -> None:
     values = np.zeros((3, 1000))
     values[1, 501] = -7.0
     grid = Grid(title="t", values=values, rows=list("abc"), columns=[str(rank) for rank in range(1000)])
-    scale = Scale(kind="factor", label="x")
+    scale = Scale("factor", "x")
     figure = draw_heat_maps(page_of([grid]), [grid], scale=scale, labels=("layer", "rank"), unit="ranks")
     drawn = cells(figure.axes[0])
     assert drawn.shape == (3, 250)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import html.parser
 import json
@@ -24,7 +25,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
-from ranktape.analyze.views.report.columns import SampleColumns, packed, unpacked
+from ranktape.analyze.views.report.columns import SampleColumns, packed
 from ranktape.analyze.views.report.details import MAX_SWEPT_NBYTES, OFFSETS, bundles_of
 from ranktape.analyze.views.report.model import Model, build_model, natural
 from ranktape.analyze.views.report.page import FORMATS, json_in_html, render, write_report
@@ -81,6 +82,13 @@ def all_kinds() -> list[Tensor]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with a tensor of every kind."""
     return store(tmp_path_factory.mktemp("run"), all_kinds())
+
+
+def unpacked(column: dict[str, Any], *, count: int) -> Array:
+    """What `packed` was given, with the digits that it kept: what the page's script reads."""
+    if column["type"] == "same":
+        return np.full(count, math.nan if column["value"] is None else float(column["value"]))
+    return np.frombuffer(base64.b64decode(column["data"]), dtype=np.dtype(column["type"])).astype(np.float64)
 
 
 def model_of(records: Records, **options: Any) -> Model:

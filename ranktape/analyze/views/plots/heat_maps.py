@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib as mpl
@@ -69,20 +68,18 @@ LIGHT_FROM = 0.6
 ROW_INCHES, LETTER_INCHES = 0.3, 0.085
 """Distance of two names beside a vertical axis, at least, and width of a letter beside a horizontal one, roughly."""
 
-MIN_TICKS = 3
-"""Beside the colours: two of a logarithmic scale do not say what lies between them."""
-
 OUTSIDE = "outside"
 """What the row of all that is outside of the stack is called."""
 
 
 class Scale(NamedTuple):
-    """What the colours of a heat map mean."""
+    """What the colours of a heat map mean, and what stands beside them.
+
+    `share` of a whole, `magnitude`, `factor`, as its log2, or `binades`, a distance.
+    """
 
     kind: str
-    """`share` of a whole, `magnitude`, `factor`, as its log2, or `binades`, a distance."""
     label: str
-    """Beside the colours."""
 
     def logs(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The values as they are placed among the colours."""
@@ -125,7 +122,7 @@ class Scale(NamedTuple):
             whole = powers_between(low, high, max_ticks=9)
             places = [*map(float, whole)]
             names = [factor_text(one) if self.kind == "factor" else f"$2^{{{one}}}$" for one in whole]
-        if len(places) < MIN_TICKS:
+        if len(places) < 3:  # noqa: PLR2004 - two of a logarithmic scale do not say what lies between them
             places = [low, (low + high) / 2, high]
             names = [share_text(10.0**place) if self.kind == "share" else f"{2.0**place:.3g}" for place in places]
         return places, names
@@ -143,26 +140,20 @@ class Scale(NamedTuple):
 
 
 CELLS: Mapping[str, tuple[str, Scale]] = {
-    "overflow": ("overflow", Scale(kind="share", label="share of the cell's elements")),
-    "underflow": ("underflow", Scale(kind="share", label="share of the cell's elements")),
-    "absmax": ("extreme", Scale(kind="magnitude", label="largest magnitude, unit of the tensor")),
-    "std": ("std", Scale(kind="magnitude", label="standard deviation, unit of the tensor")),
+    **{name: (name, Scale("share", "share of the cell's elements")) for name in ("overflow", "underflow")},
+    "absmax": ("extreme", Scale("magnitude", "largest magnitude, unit of the tensor")),
+    "std": ("std", Scale("magnitude", "standard deviation, unit of the tensor")),
 }
 """Metrics of heat maps: what `pooled` calls them, and what the colours mean."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Grid:
-    """One panel: metrics of rows and columns."""
+class Grid(NamedTuple):
+    """One panel: its title, metrics (NaN where nothing is known), and the names of rows and columns."""
 
     title: str
-    """Above it."""
     values: NDArray[np.float64]
-    """NaN where nothing is known."""
     rows: Sequence[str]
-    """Names from top to bottom."""
-    columns: Sequence[str] = ()
-    """Names from left to right."""
+    columns: Sequence[str]
 
     def thinned(self) -> Grid:
         """The same with neighbours as one, where there are more than can be drawn."""
@@ -175,7 +166,7 @@ class Grid:
                 largest, smallest = (ufunc.reduceat(values, starts, axis=axis) for ufunc in (np.fmax, np.fmin))
                 values = np.where(-smallest > largest, smallest, largest)
                 names[axis] = [names[axis][start] for start in starts]
-        return replace(self, values=values, rows=names[0], columns=names[1])
+        return Grid(self.title, values, *names)
 
 
 def heat_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
@@ -191,8 +182,7 @@ def heat_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
     else:
         columns, label = [str(int(column)) for column in data.values_of(field)], field
         grids = {one: grid_of(data, pool, field=field, operation=one) for one in operations}
-    rows = layer_names(layers)
-    drawn = [Grid(title=title, values=cells, rows=rows, columns=columns) for title, cells in grids.items()]
+    drawn = [Grid(title, cells, layer_names(layers), columns) for title, cells in grids.items()]
     start = _page_of_maps(data, row, drawn, with_limits=scale.kind == "share")
     return draw_heat_maps(start, drawn, scale=scale, labels=("layer", label), unit=f"{field}s")
 
@@ -200,13 +190,10 @@ def heat_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
 def rank_deviation(data: PlotData, row: Plot) -> Figure:
     """Each rank against the median rank."""
     layers = data.values_of("layer_idx")
-    grid = Grid(
-        title="all tensors that several ranks have",
-        values=rank_deviations(data, layers=layers),
-        rows=layer_names(layers),
-        columns=[str(rank) for rank in data.values_of("rank")],
-    )
-    scale = Scale(kind="factor", label="absmax over that of the median rank")
+    ranks = [str(rank) for rank in data.values_of("rank")]
+    values = rank_deviations(data, layers=layers)
+    grid = Grid("all tensors that several ranks have", values, layer_names(layers), ranks)
+    scale = Scale("factor", "absmax over that of the median rank")
     page = _page_of_maps(data, row, [grid])
     return draw_heat_maps(page, [grid], scale=scale, labels=("layer", "rank"), unit="ranks")
 
@@ -216,8 +203,8 @@ def rank_against_rank(data: PlotData, row: Plot) -> Figure:
     distances, size = rank_distances(data)
     names = [str(rank) for rank in data.values_of("rank")][::size]
     note = f"Each row and column is {size} neighbouring ranks, by what is farthest from the median." if size > 1 else ""
-    grid = Grid(title="standard deviations of the same tensors", values=distances, rows=names, columns=names)
-    scale = Scale(kind="binades", label="mean |log2| of their ratio, in binades")
+    grid = Grid("standard deviations of the same tensors", distances, names, names)
+    scale = Scale("binades", "mean |log2| of their ratio, in binades")
     page = _page_of_maps(data, row, [grid], notes=[note])
     return draw_heat_maps(page, [grid], scale=scale, labels=("rank", "rank"), unit="ranks")
 
@@ -357,7 +344,7 @@ def binade_map(data: PlotData, row: Plot, *, field: str) -> Figure:
     page = page_of(data, row, 2, len(grids), width=5.6, height=(height + 2.3) / 2, **ratios)
     shown = np.concatenate(list(grids.values()))
     positive = shown[shown > 0]
-    scale = Scale(kind="share", label="share of the row's values")
+    scale = Scale("share", "share of the row's values")
     if not positive.size:
         for axes, bands in page.panels.T:
             empty(axes, "no finite values other than zero are known")

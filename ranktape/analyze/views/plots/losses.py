@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from matplotlib.patches import Patch
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.plot import Plot
-    from ranktape.storage import Record
 
 SIDES = (
     ("upper", "beyond the upper limit", VERMILION, ""),
@@ -54,9 +51,7 @@ def loss_bars(data: PlotData, row: Plot) -> Figure:
     height = max(2.2, 1.0 + len(groups) * (0.2 + 0.17 * len(kinds)))
     page = page_of(data, row, width=9.0, height=height, notes=[note], with_limits=True)
     axes = page.panels[0, 0]
-    numbers = np.full(len(data), -1)
-    for index, group in enumerate(groups):
-        numbers[group.mask] = index
+    numbers = np.select([group.mask for group in groups], range(len(groups)), default=-1)
     shares = np.stack([pooled(data, kind, numbers, num_groups=len(groups)) for kind, *_ in kinds])
     width = 0.8 / len(kinds)
     for index, (_, words, color, hatch) in enumerate(kinds):
@@ -146,16 +141,12 @@ def ratio_counts(shares: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDAr
     return edges, counts, int((shares == 0).sum())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TensorPair:
-    """The same tensor in two quant types."""
+class TensorPair(NamedTuple):
+    """The same tensor in two quant types: some of its values, finite in both, and the correlation of all of these."""
 
     one: NDArray[np.float64]
-    """Some of the values of the first, finite in both."""
     other: NDArray[np.float64]
-    """Those of the second in the same places."""
     correlation: float
-    """Of all values that are finite in both; NaN where either has no two that differ."""
 
 
 def read_pairs(data: PlotData, types: tuple[str, str]) -> list[TensorPair]:
@@ -166,19 +157,16 @@ def read_pairs(data: PlotData, types: tuple[str, str]) -> list[TensorPair]:
         StorageError: the store cannot be read.
     """
     places = data.matched(types)
-    chosen = places[:: math.ceil(len(places) / MAX_PAIRS) or 1]
-    return [_pair([data.records[place] for place in pair], data) for pair in chosen]
-
-
-def _pair(records: Sequence[Record], data: PlotData) -> TensorPair:
-    arrays = [read_values(record, view=data.view) for record in records]
-    # Complex values: the real part stands for both.
-    reals = [array.real if array.dtype.kind == "c" else array for array in arrays]
-    values = [real.astype(np.float64).reshape(-1) for real in reals]
-    both = np.isfinite(values[0]) & np.isfinite(values[1])
-    first, second = (array[both] for array in values)
-    step = math.ceil(first.size / VALUES_OF_PAIR) or 1
-    return TensorPair(one=first[::step], other=second[::step], correlation=correlation(first, second))
+    pairs = []
+    for pair in places[:: math.ceil(len(places) / MAX_PAIRS) or 1]:
+        arrays = [read_values(data.records[place], view=data.view) for place in pair]
+        # Complex values: the real part stands for both.
+        reals = [array.real if array.dtype.kind == "c" else array for array in arrays]
+        values = np.stack([real.astype(np.float64).reshape(-1) for real in reals])
+        first, second = values[:, np.isfinite(values).all(axis=0)]
+        step = math.ceil(first.size / VALUES_OF_PAIR) or 1
+        pairs.append(TensorPair(first[::step], second[::step], correlation(first, second)))
+    return pairs
 
 
 def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:

@@ -205,8 +205,7 @@ def say(axes: Axes, text: str) -> None:
 
 def empty(axes: Axes, text: str) -> None:
     """A panel that holds nothing but the reason."""
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     axes.grid(visible=False)
     say(axes, text)
 

@@ -20,8 +20,6 @@ from ranktape.errors import UsageError
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.formats import Format
@@ -37,25 +35,11 @@ OTHER_FORMS = ("jpg", "jpeg", "gif", "bmp", "tif", "tiff", "webp", "eps", "ps")
 
 
 def form_of(path: Path) -> str:
-    """What is written under a name: png, unless it ends in .svg or .pdf.
-
-    Raises:
-        UsageError: it ends as one of a plot of another kind.
-    """
+    """What is written under a name: png, unless it ends in .svg or .pdf; that another end promises more is an error."""
     end = path.suffix.lower().lstrip(".")
     if end in OTHER_FORMS:
         raise UsageError(f"--output {printable(str(path))}: no plot is written as .{end}; give .png, .svg or .pdf")
     return end if end in FORMS else "png"
-
-
-def write_plot(figure: Figure, path: Path) -> None:
-    """Draw a plot into its file; an existing one is replaced, folders are made.
-
-    Raises:
-        UsageError: the name ends as one of a plot of another kind.
-        StorageError: it cannot be written; the kind says why.
-    """
-    write_whole(path, plot_bytes(figure, form=form_of(path)))
 
 
 def plot_overflow(
@@ -78,7 +62,7 @@ def plot_overflow(
     """
     form_of(path)
     table = overflow(records, format=format, view=view, engine=engine, on_record=on_record)
-    write_plot(draw_overflow(table, title=PLOTS["overflow"].title), path)
+    write_whole(path, plot_bytes(draw_overflow(table, title=PLOTS["overflow"].title), form=form_of(path)))
     return table
 
 
@@ -110,7 +94,7 @@ def write_one(
     reason = kind.missing(data)
     if reason:
         raise UsageError(f"--kind {kind.name} cannot be drawn: {reason}")
-    write_plot(kind.draw(data), path)
+    write_whole(path, plot_bytes(kind.draw(data), form=form_of(path)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +105,7 @@ class Written:
     """Those that were written, in order."""
     left_out: tuple[tuple[Plot, str], ...]
     """Those that were not, and why."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     """What else a reader must know."""
 
 
@@ -170,7 +154,7 @@ def write_plots(
             with writing(path):
                 path.unlink(missing_ok=True)
             continue
-        write_plot(kind.draw(data), path)
+        write_whole(path, plot_bytes(kind.draw(data)))
         drawn.append(kind)
         on_plot(path)
     written = Written(drawn=tuple(drawn), left_out=tuple(left_out), notes=_notes(data, is_named=format is not None))
@@ -181,37 +165,33 @@ def write_plots(
 
 def _write_index(written: Written, folder: Path, *, source: str, subject: str) -> None:
     """Write which plots are there and what each shows, and which were left out and why; for programs and for people."""
+    # Words of plots have a mark before each $.
+    subject = subject.replace(r"\$", "$")
+    left_out = [(kind, reason.replace(r"\$", "$")) for kind, reason in written.left_out]
 
     def entry(kind: Plot, **more: str) -> dict[str, str]:
         return {"kind": kind.name, "path": kind.path, "title": kind.title, **more}
 
-    left_out = [(kind, _unescaped(reason)) for kind, reason in written.left_out]
+    def said(name: str, text: str) -> list[str]:
+        return [f"  {name}", *textwrap.wrap(text, 96, initial_indent="      ", subsequent_indent="      ")]
+
     document: dict[str, Any] = {
         "source": source,
-        "subject": _unescaped(subject),
+        "subject": subject,
         "plots": [entry(kind, shows=kind.sentence) for kind in written.drawn],
         "left_out": [entry(kind, why=reason) for kind, reason in left_out],
         "notes": list(written.notes),
     }
     write_whole(folder / INDEX, (json.dumps(document, indent=2, ensure_ascii=True) + "\n").encode())
-    lines = [f"Plots of {printable(source)}", *textwrap.wrap(_unescaped(subject), 100), ""]
+    lines = [f"Plots of {printable(source)}", *textwrap.wrap(subject, 100), ""]
     for name in FOLDERS:
-        rows = [kind for kind in written.drawn if kind.folder == name]
-        if rows:
-            lines += [f"{name}/", *(line for kind in rows for line in _entry(f"{kind.name}.png", kind.sentence)), ""]
+        drawn = [kind for kind in written.drawn if kind.folder == name]
+        if drawn:
+            lines += [f"{name}/", *(line for kind in drawn for line in said(f"{kind.name}.png", kind.sentence)), ""]
     if left_out:
-        lines += ["Left out", *(line for kind, reason in left_out for line in _entry(kind.path, reason)), ""]
+        lines += ["Left out", *(line for kind, reason in left_out for line in said(kind.path, reason)), ""]
     text = "\n".join([*lines, *written.notes]).rstrip() + "\n"
     write_whole(folder / README, text.encode(errors="replace"))
-
-
-def _entry(name: str, text: str) -> list[str]:
-    return [f"  {name}", *textwrap.wrap(text, 96, initial_indent="      ", subsequent_indent="      ")]
-
-
-def _unescaped(text: str) -> str:
-    # Words of plots have a mark before each $.
-    return text.replace(r"\$", "$")
 
 
 def _notes(data: PlotData, *, is_named: bool) -> tuple[str, ...]:
@@ -223,10 +203,8 @@ def _notes(data: PlotData, *, is_named: bool) -> tuple[str, ...]:
     # What only a pass over the values finds, where a plot has needed one.
     found = vars(data).get("passed")
     if found is not None and found.num_without_values:
-        notes.append(
-            f"Of {found.num_without_values:,} records statistics alone were kept: they are in no distribution."
-        )
+        count = f"{found.num_without_values:,}"
+        notes.append(f"Of {count} records statistics alone were kept: they are in no distribution.")
     if found is not None and found.num_rounded:
-        words = "records of wider types distributions are drawn of quantile summaries."
-        notes.append(f"Of {found.num_rounded:,} {words}")
+        notes.append(f"Of {found.num_rounded:,} records of wider types distributions are drawn of quantile summaries.")
     return tuple(notes)

@@ -31,59 +31,40 @@ def packed(values: Sequence[float | None] | NDArray[Any]) -> Packed:
     """A column as JSON holds it; NaN for None, infinities as they are."""
     column = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
     if column.size and np.all((column == column[0]) | (np.isnan(column) & np.isnan(column[0]))):
-        return {"type": "same", "value": None if np.isnan(column[0]) else _text_if_infinite(float(column[0]))}
+        value = float(column[0])
+        infinite = "Infinity" if value > 0 else "-Infinity"
+        return {"type": "same", "value": None if math.isnan(value) else infinite if math.isinf(value) else value}
     dtype = _narrowest(column)
     return {"type": dtype.str.lstrip("<|"), "data": base64.b64encode(column.astype(dtype).tobytes()).decode("ascii")}
 
 
-def unpacked(column: Packed, *, count: int) -> NDArray[np.float64]:
-    """What `packed` was given, with the digits that it kept: what the page's script reads."""
-    if column["type"] == "same":
-        return np.full(count, math.nan if column["value"] is None else float(column["value"]))
-    return np.frombuffer(base64.b64decode(column["data"]), dtype=np.dtype(column["type"])).astype(np.float64)
-
-
 def _narrowest(column: NDArray[np.float64]) -> np.dtype[Any]:
-    magnitudes = np.abs(column[np.isfinite(column) & (column != 0)])
     if np.isfinite(column).all() and np.array_equal(column, np.rint(column)):
+        low, high = column.min(initial=0), column.max(initial=0)
         for dtype in _INTEGERS:
-            limits = np.iinfo(dtype)
-            if limits.min <= column.min(initial=0) and column.max(initial=0) <= limits.max:
+            if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
                 return dtype
+    magnitudes = np.abs(column[np.isfinite(column) & (column != 0)])
     is_held = magnitudes.min(initial=_LARGEST) >= _SMALLEST and magnitudes.max(initial=0) <= _LARGEST
     return np.dtype("<f4") if is_held else np.dtype("<f8")
 
 
-def _text_if_infinite(value: float) -> float | str:
-    return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
-
-
 class Merge(enum.StrEnum):
-    """What the metric of several records is: the page's script knows these words."""
+    """What the metric of several records is, for the page's script: counts over elements, or one of theirs."""
 
-    RATIO = "ratio"
-    """Their counts over their elements."""
-    LARGEST = "largest"
-    """The largest of theirs."""
-    SMALLEST = "smallest"
-    """The smallest of theirs."""
-    MEDIAN = "median"
-    """The median of theirs."""
+    RATIO, LARGEST, SMALLEST, MEDIAN = "ratio", "largest", "smallest", "median"
 
 
 class PageMetric(NamedTuple):
-    """A metric of the page."""
+    """A metric of the page; a magnitude is positive and compared as a ratio, on a logarithmic scale."""
 
     name: str
     """Its name in `ranktape.analyze.metrics.metric`; `sqnr.` and a format for what a format makes of it."""
     head: str
     """What people read."""
     merge: Merge
-    """What stands for several records."""
     is_magnitude: bool = False
-    """Whether it is positive and compared as a ratio, on a logarithmic scale."""
     unit: str = ""
-    """Empty for pure numbers."""
 
     @property
     def source(self) -> str:
@@ -99,17 +80,14 @@ class PageMetric(NamedTuple):
 
 
 SHOWN = (
-    PageMetric("overflow.ratio", "overflow", Merge.RATIO),
-    PageMetric("overflow.upper.ratio", "upper overflow", Merge.RATIO),
-    PageMetric("overflow.lower.ratio", "lower overflow", Merge.RATIO),
-    PageMetric("overflow.underflow.ratio", "underflow (subnormal)", Merge.RATIO),
-    PageMetric("overflow.nan.ratio", "NaN", Merge.RATIO),
-    PageMetric("overflow.inf.ratio", "Inf", Merge.RATIO),
-    PageMetric("overflow.zero.ratio", "zeros", Merge.RATIO),
-    PageMetric("absmax", "absmax", Merge.LARGEST, is_magnitude=True),
-    PageMetric("rms", "rms", Merge.LARGEST, is_magnitude=True),
-    PageMetric("std", "std", Merge.LARGEST, is_magnitude=True),
-    PageMetric("norm", "norm", Merge.LARGEST, is_magnitude=True),
+    *(
+        PageMetric(f"overflow.{name}ratio", head, Merge.RATIO)
+        for name, head in (
+            *(("", "overflow"), ("upper.", "upper overflow"), ("lower.", "lower overflow")),
+            *(("underflow.", "underflow (subnormal)"), ("nan.", "NaN"), ("inf.", "Inf"), ("zero.", "zeros")),
+        )
+    ),
+    *(PageMetric(name, name, Merge.LARGEST, is_magnitude=True) for name in ("absmax", "rms", "std", "norm")),
     PageMetric("smallest_nonzero", "smallest nonzero", Merge.SMALLEST, is_magnitude=True),
     PageMetric("log2_range", "range", Merge.LARGEST, unit="bits"),
     PageMetric("kurtosis", "kurtosis", Merge.LARGEST, is_magnitude=True),
@@ -122,11 +100,6 @@ SHOWN = (
     PageMetric("p99", "99th percentile", Merge.MEDIAN),
 )
 """The metrics, in the order of the page's menu; what formats make of the tensors comes after them."""
-
-
-def sqnr_of(name: str) -> PageMetric:
-    """The metric of what one format makes of the tensors: the worst of several records."""
-    return PageMetric(f"sqnr.{name}", f"SQNR in {name}", Merge.SMALLEST, unit="dB")
 
 
 SAMPLE_METRICS = ("overflow.ratio", "overflow.underflow.ratio", "absmax", "std", "mean", "norm")
@@ -162,7 +135,9 @@ class SampleColumns:
 
     def to_json(self, *, first: Collection[int], limit: int = MAX_SAMPLES) -> tuple[dict[str, Any], int]:
         """The metrics as columns, and of how many records; those of `first` before others."""
-        kept = self._kept(first=first, limit=limit)
+        order = sorted(self._metrics, key=lambda index: (index not in first, -self._spread(index), index))
+        lengths = np.cumsum([self._metrics[index].shape[1] for index in order])
+        kept = sorted(order[: int(np.searchsorted(lengths, limit, side="right"))])
         nothing = np.zeros((len(SAMPLE_METRICS), 0))
         columns = np.concatenate([nothing, *(self._metrics[index] for index in kept)], axis=1)
         document = {
@@ -172,12 +147,6 @@ class SampleColumns:
             "metrics": {name: packed(column) for name, column in zip(SAMPLE_METRICS, columns, strict=True)},
         }
         return document, len(kept)
-
-    def _kept(self, *, first: Collection[int], limit: int) -> list[int]:
-        wanted = set(first)
-        order = sorted(self._metrics, key=lambda index: (index not in wanted, -self._spread(index), index))
-        lengths = np.cumsum([self._metrics[index].shape[1] for index in order])
-        return sorted(order[: int(np.searchsorted(lengths, limit, side="right"))])
 
     def _spread(self, index: int) -> float:
         """The largest magnitude of the samples over their median; 0 where there is none."""

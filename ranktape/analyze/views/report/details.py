@@ -7,9 +7,10 @@ binade, and the signal to noise ratio in some formats at scales around the usual
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from ranktape.analyze.metrics.target import is_sweepable, sweepable
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
 from ranktape.analyze.numerics.sweeps.sums import sums_of_pairs
 from ranktape.analyze.questions.swept import SweepRequest, jobs_of, parse_request
-from ranktape.analyze.views.report.columns import PageMetric, packed, sqnr_of
+from ranktape.analyze.views.report.columns import Merge, PageMetric, packed
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,23 +51,21 @@ _LOSSLESS, _UNKNOWN = 32_767, -32_768
 """What stands for an infinite ratio, and for none, among hundredths of a decibel."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bundles:
-    """Which records share a histogram."""
+class Bundles(NamedTuple):
+    """Which records share a histogram: for each its bundle, how many there are, and what those of one agree in.
+
+    `together` is empty where each has its own.
+    """
 
     of: NDArray[np.int64]
-    """For each record its bundle."""
-    count: int
-    """Bundles."""
+    num: int
     together: str
-    """What records of one bundle agree in; empty where each has its own."""
 
 
 def bundles_of(records: Records, *, alone: Sequence[int] = (), limit: int = MAX_BUNDLES) -> Bundles:
     """Each record by itself where `limit` allows, else with those of its place; `alone` stay by themselves anyway."""
-    size = len(records)
-    if size <= limit:
-        return Bundles(of=np.arange(size), count=size, together="")
+    if len(records) <= limit:
+        return Bundles(of=np.arange(len(records)), num=len(records), together="")
     fields: tuple[str, ...] = ("iteration", *_SITE_FIELDS)
     of = _codes(records, fields=fields)
     while fields and of.max() >= limit:
@@ -74,7 +73,7 @@ def bundles_of(records: Records, *, alone: Sequence[int] = (), limit: int = MAX_
         of = _codes(records, fields=fields)
     of[list(alone)] = of.max() + 1 + np.arange(len(alone))
     found, of = np.unique(of, return_inverse=True)
-    return Bundles(of=of, count=found.size, together=", ".join(fields) or "nothing")
+    return Bundles(of=of, num=found.size, together=", ".join(fields) or "nothing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +116,10 @@ class Details:
         self.bundles = bundles
         self.request = parse_request(formats, view=view)
         self.targets = [resolve(name, options=self.request.options) for name in self.request.formats]
-        self._binades: list[dict[int, int]] = [{} for _ in range(bundles.count)]
-        shape = (len(self.targets), bundles.count, len(OFFSETS))
+        self._binades: list[Counter[int]] = [Counter() for _ in range(bundles.num)]
         # Sums of squares, as logarithms: those of float64 values may be beyond float64.
-        self._signal = np.full(shape[:2], -math.inf)
-        self._noise = np.full(shape, -math.inf)
+        self._signal = np.full((len(self.targets), bundles.num), -math.inf)
+        self._noise = np.full((*self._signal.shape, len(OFFSETS)), -math.inf)
         self._log2_energy = np.full(num_records, -math.inf)
         self.usual = np.full((len(self.targets), num_records), math.nan)
         """For each format and record the ratio at the usual scale, in dB."""
@@ -137,10 +135,9 @@ class Details:
         values, counts = digest.values[is_magnitude], digest.counts[is_magnitude]
         if not values.size:
             return
-        binades = self._binades[self.bundles.of[index]]
         exponents, places = np.unique(np.frexp(values)[1] - 1, return_inverse=True)
-        for exponent, count in zip(exponents.tolist(), np.bincount(places, weights=counts).tolist(), strict=True):
-            binades[exponent] = binades.get(exponent, 0) + int(count)
+        found = np.bincount(places, weights=counts).astype(np.int64)
+        self._binades[self.bundles.of[index]].update(dict(zip(exponents.tolist(), found.tolist(), strict=True)))
         if not is_sweepable(digest.dtype):
             return
         largest = float(np.abs(values).max())
@@ -171,22 +168,18 @@ class Details:
         if sizes[places].sum() <= MAX_SWEPT_NBYTES and places.size <= MAX_SWEPT:
             payloads = engine.measure(sweepable(records), measure)
         else:
-            places = self._worth_it(records, places, first=first)
+            # As many as may be read: those of findings, then one of each site, then another of each.
+            is_first = np.zeros(len(records), dtype=bool)
+            is_first[list(first)] = True
+            again = _occurrences(_codes(records, fields=_SITE_FIELDS))
+            order = places[np.lexsort((places, again[places], ~is_first[places]))][:MAX_SWEPT]
+            places = np.sort(order[np.cumsum(sizes[order]) <= MAX_SWEPT_NBYTES])
             payloads = engine.map(measure, [records[index] for index in places.tolist()], sizes=sizes[places].tolist())
         for index, payload in zip(places.tolist(), payloads, strict=True):
             for number, ratios in zip(with_blocks, payload["sqnr"], strict=True):
                 if not np.isnan(ratios).any() and math.isfinite(self._log2_energy[index]):
                     self._take(number, index, ratios)
         self.num_not_read = int(np.isfinite(self._log2_energy).sum() - np.isfinite(self._log2_energy[places]).sum())
-
-    @staticmethod
-    def _worth_it(records: Records, places: NDArray[np.intp], *, first: Sequence[int]) -> NDArray[np.intp]:
-        """As many places as may be read: those of findings, then one of each site, then another of each."""
-        is_first = np.zeros(len(records), dtype=bool)
-        is_first[list(first)] = True
-        again = _occurrences(_codes(records, fields=_SITE_FIELDS))
-        order = places[np.lexsort((places, again[places], ~is_first[places]))][:MAX_SWEPT]
-        return np.sort(order[np.cumsum(records.column("nbytes")[order]) <= MAX_SWEPT_NBYTES])
 
     def _take(self, number: int, index: int, ratios: NDArray[Any]) -> None:
         """Add the ratios in dB of one record and format to those of its bundle."""
@@ -197,26 +190,21 @@ class Details:
         self._noise[number, bundle] = np.logaddexp2(self._noise[number, bundle], noise)
 
     def ratios(self) -> list[tuple[PageMetric, NDArray[np.float64]]]:
-        """What each format makes of each record at the usual scale, as metrics of the page."""
-        pairs = zip(self.targets, self.usual, strict=True)
-        return [(sqnr_of(scheme.name), ratios) for (scheme, _), ratios in pairs]
+        """What each format makes of each record at the usual scale, as metrics of the page: the worst of several."""
+        names = [scheme.name for scheme, _ in self.targets]
+        metrics = [PageMetric(f"sqnr.{name}", f"SQNR in {name}", Merge.SMALLEST, unit="dB") for name in names]
+        return list(zip(metrics, self.usual, strict=True))
 
     def to_json(self) -> dict[str, Any]:
         """Everything as columns, for the page's script."""
-        firsts = [min(binades, default=0) for binades in self._binades]
-        lasts = [max(binades, default=-1) for binades in self._binades]
-        counts = [
-            binades.get(exponent, 0)
-            for binades, first, last in zip(self._binades, firsts, lasts, strict=True)
-            for exponent in range(first, last + 1)
-        ]
-        lengths = [last - first + 1 for first, last in zip(firsts, lasts, strict=True)]
+        spans = [range(min(binades), max(binades) + 1) if binades else range(0) for binades in self._binades]
+        counts = [binades[exponent] for binades, span in zip(self._binades, spans, strict=True) for exponent in span]
         return {
             "of": packed(self.bundles.of),
-            "count": self.bundles.count,
+            "count": self.bundles.num,
             "together": self.bundles.together,
-            "first": packed(firsts),
-            "length": packed(lengths),
+            "first": packed([span.start for span in spans]),
+            "length": packed([len(span) for span in spans]),
             "counts": packed(counts),
             "offsets": list(OFFSETS),
             "sweeps": [self._sweep_json(number) for number in range(len(self.targets))],

@@ -88,7 +88,7 @@ def build_model(
     samples = SampleColumns()
     columns, num_rounded = _columns(records, details, samples, view=view, engine=used)
     details.add_block_sweeps(records, first=named, engine=used)
-    sample_columns, num_sampled = samples.to_json(first=named)
+    sample_columns, num_sampled = samples.to_json(first=set(named))
     shown = [(one, columns[one.source]) for one in SHOWN]
     swept = [scheme.element.name for scheme, _ in details.targets]
     left_out = _details_left_out(details, num_records=len(records), num_rounded=num_rounded)
@@ -143,31 +143,31 @@ def _fields(records: Records) -> list[dict[str, Any]]:
     return [*made, _kind(records)]
 
 
+def _coded(name: str, values: Sequence[Any], known: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """A field whose values are numbered as they stand in `known`."""
+    places = {value: code for code, value in enumerate(known)}
+    codes = packed([places[value] for value in values])
+    return {"name": name, "isNumber": False, "values": list(known), "codes": codes, **more}
+
+
 def _layers(records: Records) -> dict[str, Any]:
     """The layers of several stacks: as numbers where they are drawn, with the words that they are called."""
     places = places_of(records)
     known = sorted(set(places))
-    codes = {place: code for code, place in enumerate(known)}
-    return {
-        "name": "layer_idx",
-        "isNumber": False,
-        "values": [int(place) for place in known],
-        "words": ["outside" if place < 0 else printable(str(place)) for place in known],
-        "codes": packed([codes[place] for place in places]),
-    }
+    words = ["outside" if place < 0 else printable(str(place)) for place in known]
+    return _coded("layer_idx", places, known, words=words)
 
 
 def _field(records: Records, name: str) -> dict[str, Any]:
-    values = records.column(name)
+    values = records.column(name).tolist()
     if name in NUMBER_FIELDS:
-        known, codes = np.unique(values.astype(np.float64), return_inverse=True)
-        texts: list[Any] = [None if math.isnan(value) else int(value) for value in known.tolist()]
-    else:
-        found, places = np.unique(values.astype(str), return_inverse=True)
-        order = sorted(range(found.size), key=lambda place: natural(str(found[place])))
-        found, codes = found[order], np.argsort(order)[places]
-        texts = [_shape_text(text) if name == "shape" else printable(text) for text in found.tolist()]
-    return {"name": name, "isNumber": name in NUMBER_FIELDS, "values": texts, "codes": packed(codes)}
+        values = [None if value != value else int(value) for value in values]  # noqa: PLR0124 - NaN
+        known = sorted(set(values), key=lambda value: (value is None, value or 0))
+        return _coded(name, values, known, isNumber=True)
+    texts = [str(value) for value in values]
+    known = sorted(set(texts), key=lambda text: (natural(text), text))
+    shown = _shape_text if name == "shape" else printable
+    return _coded(name, texts, known) | {"values": [*map(shown, known)]}
 
 
 def natural(text: str) -> list[tuple[int, str]]:
@@ -179,9 +179,7 @@ def _kind(records: Records) -> dict[str, Any]:
     """What a tensor is in its layer: a field of the page's own, in the order in which tensors were recorded."""
     parts = [records.column(name).tolist() for name in ("layer_type", "operation", "phase", "tensor_name")]
     texts = [printable(" ".join(words)) for words in zip(*parts, strict=True)]
-    codes = {text: code for code, text in enumerate(dict.fromkeys(texts))}
-    numbers = packed([codes[text] for text in texts])
-    return {"name": "kind", "isNumber": False, "values": list(codes), "codes": numbers}
+    return _coded("kind", texts, list(dict.fromkeys(texts)))
 
 
 def _shape_text(text: str) -> str:
@@ -253,7 +251,7 @@ def _details_left_out(details: Details, *, num_records: int, num_rounded: int) -
     said = []
     if details.bundles.together:
         said.append(
-            f"Distributions and sweeps are of {details.bundles.count:,} groups of the {num_records:,} records, which "
+            f"Distributions and sweeps are of {details.bundles.num:,} groups of the {num_records:,} records, which "
             f"agree in {details.bundles.together}; those that a finding names have their own."
         )
     if details.num_without_values:
