@@ -15,8 +15,8 @@ from ranktape.storage.format.documents import (
     SCHEMA_KEY,
     SCHEMA_VERSION,
     decode_document,
+    read_attributes,
     read_document,
-    read_fields,
     write_group,
 )
 from ranktape.storage.format.validation import MAX_WORLD_SIZE, Fields
@@ -97,7 +97,7 @@ def read_attempt(backend: Backend, path: str) -> Attempt | None:
     number = layout.parse_attempt(path)
     if number is None:
         return None
-    fields = read_fields(backend, path)
+    fields = read_attributes(backend, path)
     if fields is None:
         return None
     launch = fields.inner("launch")
@@ -172,11 +172,12 @@ def run_attributes(data: bytes | None, *, place: str) -> dict[str, Any]:
     """
     if data is None:
         raise RunNotFoundError(f"there is no run at {place}: check the URL")
-    attributes = decode_document(data, place=place, key=layout.document_key("")).get("attributes", {})
+    document = decode_document(data, place=place, key=layout.document_key(""))
+    attributes = Fields(document.get("attributes", {}), place=place)
     version = attributes.get(SCHEMA_KEY)
     if version is None:
         raise RunFormatError(f"{place} holds a Zarr group, but no run: check the URL")
-    if Fields(attributes, place=place).integer(SCHEMA_KEY, low=1) != SCHEMA_VERSION:
+    if attributes.integer(SCHEMA_KEY, low=1) != SCHEMA_VERSION:
         raise RunFormatError(
             f"the run at {place} has schema {version}, this version reads schema {SCHEMA_VERSION}: read it with the "
             f"version that wrote it"
@@ -193,7 +194,7 @@ def complete_iterations(backend: Backend, attempt: Attempt) -> list[int]:
 
 def committed_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:
     """The iterations of which there is a commit, be it a late one of an iteration that was removed. One LIST."""
-    return frozenset(layout.iterations_of(backend.list_keys(layout.iterations_path(attempt.path))))
+    return frozenset(layout.iterations_of(backend.list_keys(f"{attempt.path}/iterations")))
 
 
 def dropped_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:
@@ -231,7 +232,7 @@ def read_plan(backend: Backend, *, attempt: Attempt) -> IterationPlan | None:
         DataError: its document is not what was written.
         RunFormatError: it says what no plan does.
     """
-    fields = read_fields(backend, layout.plan_path(attempt.path))
+    fields = read_attributes(backend, layout.plan_path(attempt.path))
     if fields is None:
         return None
     return IterationPlan(

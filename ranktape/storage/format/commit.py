@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import DataError
+from ranktape.fields import FieldKind
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import check_attempt
 from ranktape.storage.format.blob import blob_document, blob_key, blob_parts, open_blob
 from ranktape.storage.format.catalogue import (
+    KINDS,
     Catalogue,
     CatalogueEntry,
     columns_of,
@@ -30,7 +33,7 @@ from ranktape.storage.format.documents import (
 )
 from ranktape.storage.format.layout import Mark, TensorSite, site_path
 from ranktape.storage.format.record_info import RecordInfo
-from ranktape.storage.format.validation import Fields, check_documents, check_records
+from ranktape.storage.format.validation import Fields, check_document, check_records, used_texts
 from ranktape.storage.query.columns import values_of
 
 if TYPE_CHECKING:
@@ -125,9 +128,8 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
     """
     group = layout.rank_iteration_path(attempt, rank, iteration)
     path = layout.marker_path(attempt, iteration, rank, Mark.COMMITTED)
-    marker = read_attributes(backend, path, max_nbytes=MAX_COMMIT_NBYTES) or {}
-    fields = Fields(marker, place=f"{backend.url}/{layout.document_key(path)}")
-    if "commit" not in marker:
+    fields = read_attributes(backend, path, max_nbytes=MAX_COMMIT_NBYTES)
+    if fields is None or "commit" not in fields:
         # It was lost: the commit's document says the same.
         return read_whole_commit(backend, attempt, rank, iteration)
     if backend.size(layout.document_key(group)) is None:
@@ -196,7 +198,10 @@ def parse_commit(document: Mapping[str, Any], *, place: str, attempt: str) -> Ra
         columns = columns_of(sorted(entries, key=lambda entry: (entry.info.counter, entry.site)))
         catalogue = Catalogue(columns, place=place, attempt=attempt)
         check_records(columns.__getitem__)
-        check_documents(columns.__getitem__)
+        for name, kind in KINDS.items():
+            if kind is FieldKind.JSON and name != "shape":
+                for text in used_texts(columns.__getitem__, name):
+                    check_document(name, json.loads(text))
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise DataError(f"{place} is damaged: {error!r}: see 'ranktape check'") from error
     num_records = fields.integer("num_records")

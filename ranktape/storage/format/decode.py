@@ -29,16 +29,14 @@ from ranktape.storage.format.encode import CRC_NBYTES, INDEX_ENTRY_NBYTES, check
 from ranktape.storage.format.layout import document_key
 from ranktape.storage.format.memory import expect_memory
 from ranktape.storage.format.record_info import Compression
+from ranktape.storage.format.validation import check_shape
 
 if TYPE_CHECKING:
     from ranktape.storage.format.dtypes import DtypeRow
     from ranktape.storage.places.backend import Backend
 
-_ROWS = {row.zarr_name: row for row in DTYPES.values()}
 MAX_DOCUMENT_NBYTES = 64 << 20
 """The document of a full stack has a tenth of that; a larger one is not read, whoever wrote it."""
-
-MAX_DIMENSIONS = 64
 
 _PIECE_NBYTES = 64 << 20
 _NUM_THREADS = 4
@@ -102,20 +100,19 @@ def parse_array(document: Mapping[str, Any], *, path: str, place: str) -> Stored
     """
     try:
         shape = tuple(document["shape"])
-        row = _ROWS[document["data_type"]]
+        row = DTYPES[document["data_type"]]
         codecs = document["codecs"]
         is_sharded = codecs[0]["name"] == "sharding_indexed"
         inner = tuple(codecs[0]["configuration"]["chunk_shape"]) if is_sharded else None
         names = [codec["name"] for codec in (codecs[0]["configuration"]["codecs"] if is_sharded else codecs)]
         compression = next((one for one in Compression if one in names), Compression.NONE)
-        _check_extents(shape, itemsize=row.itemsize)
-        if inner is not None:
-            _check_extents(inner, itemsize=row.itemsize)
+        for extents in (shape, inner or ()):
+            check_shape(extents, itemsize=row.itemsize)
         if compression is not Compression.NONE and row.itemsize * math.prod(shape) > MAX_PACKED_NBYTES:
             raise ValueError(f"a packed array of more than {MAX_PACKED_NBYTES} bytes")
         expected = array_document(
             shape=shape,
-            data_type=row.zarr_name,
+            data_type=row.name,
             fill_value=document["fill_value"],
             itemsize=row.itemsize,
             inner_chunk=inner,
@@ -342,14 +339,6 @@ def _unpack(chunk: memoryview, stored: StoredArray, *, place: str) -> memoryview
 def _values(content: memoryview, stored: StoredArray, *, is_copied: bool = True) -> np.ndarray[Any, Any]:
     # Callers may write into what they get, and bytes cannot be written.
     return np.frombuffer(bytearray(content) if is_copied else content, dtype=stored.row.numpy_dtype)
-
-
-def _check_extents(shape: Sequence[Any], *, itemsize: int) -> None:
-    """That a shape is one."""
-    if len(shape) > MAX_DIMENSIONS or not all(type(extent) is int and 0 <= extent < 1 << 63 for extent in shape):
-        raise ValueError(f"{len(shape)} dimensions")
-    if math.prod(max(1, extent) for extent in shape) * itemsize >= 1 << 63:
-        raise ValueError(f"shape {list(shape)}")
 
 
 def _size_message(place: str, size: int | None, *, expected: int | None) -> str:

@@ -163,18 +163,14 @@ def array_document(
     }
 
 
-def shuffles_bits(itemsize: int) -> bool:
-    """Whether blosc shuffles the bits of such elements: of one byte it would leave more of them."""
-    return itemsize > 1
-
-
 def _blosc_codec(itemsize: int) -> dict[str, Any]:
     return {
         "name": "blosc",
         "configuration": {
             "cname": "zstd",
             "clevel": BLOSC_LEVEL,
-            "shuffle": "bitshuffle" if shuffles_bits(itemsize) else "noshuffle",
+            # Of one byte a shuffle would leave more of them.
+            "shuffle": "bitshuffle" if itemsize > 1 else "noshuffle",
             "typesize": itemsize,
             "blocksize": BLOSC_BLOCK_NBYTES,
         },
@@ -200,7 +196,7 @@ def pack(raw: np.ndarray[Any, Any], compression: Compression, *, itemsize: int) 
 
     if compression is Compression.ZSTD:
         return bytes(zstd.compress(raw, 1))
-    shuffle = blosc.BITSHUFFLE if shuffles_bits(itemsize) else blosc.NOSHUFFLE
+    shuffle = blosc.BITSHUFFLE if itemsize > 1 else blosc.NOSHUFFLE
     return bytes(blosc.compress(raw, b"zstd", BLOSC_LEVEL, shuffle, BLOSC_BLOCK_NBYTES, itemsize))
 
 
@@ -221,19 +217,16 @@ def unpack(content: memoryview, compression: Compression, *, nbytes: int) -> mem
     try:
         if compression is Compression.ZSTD:
             return memoryview(zstd.decompress(content, target)).cast("B")
-        _check_blosc(content, nbytes)
+        # The library believes what a frame says of its own size, and would read beyond its end.
+        if len(content) < _BLOSC_HEADER_NBYTES:
+            raise ValueError(f"a blosc frame of {len(content)} bytes")
+        unpacked, _, packed = struct.unpack_from("<3I", content, 4)
+        if (unpacked, packed) != (nbytes, len(content)) or content[2] >> 5 != _BLOSC_ZSTD:
+            said = f"{packed} bytes for {unpacked}: it has {len(content)} for {nbytes}"
+            raise ValueError(f"a blosc frame that says {said}")
         return memoryview(blosc.decompress(content, target)).cast("B")
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-
-
-def _check_blosc(content: memoryview, nbytes: int) -> None:
-    # The library believes what a frame says of its own size, and would read beyond its end.
-    if len(content) < _BLOSC_HEADER_NBYTES:
-        raise ValueError(f"a blosc frame of {len(content)} bytes")
-    unpacked, _, packed = struct.unpack_from("<3I", content, 4)
-    if (unpacked, packed) != (nbytes, len(content)) or content[2] >> 5 != _BLOSC_ZSTD:
-        raise ValueError(f"a blosc frame that says {packed} bytes for {unpacked}: it has {len(content)} for {nbytes}")
 
 
 MAX_DOCUMENT_NBYTES = 16 << 20
@@ -263,8 +256,8 @@ def read_document(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT
         raise RunFormatError(str(error)) from error
 
 
-def read_attributes(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT_NBYTES) -> dict[str, Any] | None:
-    """What the document of the group or array at a path says; None where there is none.
+def read_attributes(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT_NBYTES) -> Fields | None:
+    """What the document of the group or array at a path says, by name; None where there is none.
 
     Raises:
         DataError: it is not what was written there.
@@ -274,17 +267,5 @@ def read_attributes(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUME
     if data is None:
         return None
     key = document_key(path)
-    return dict(decode_document(data, place=f"{backend.url}/{key}", key=key).get("attributes", {}))
-
-
-def read_fields(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT_NBYTES) -> Fields | None:
-    """The same, each attribute to be taken as what it must be.
-
-    Raises:
-        DataError: it is not what was written there.
-        RunFormatError: it is not a document of Zarr, or larger than it can be.
-    """
-    attributes = read_attributes(backend, path, max_nbytes=max_nbytes)
-    if attributes is None:
-        return None
-    return Fields(attributes, place=f"{backend.url}/{document_key(path)}")
+    place = f"{backend.url}/{key}"
+    return Fields(decode_document(data, place=place, key=key).get("attributes", {}), place=place)

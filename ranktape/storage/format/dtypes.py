@@ -18,28 +18,28 @@ from ranktape.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
     import torch
-
-FillValue = bool | int | float | str | list[float]
-"""What a fill value looks like in a `zarr.json`."""
-
 
 _REGISTERED = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DtypeRow:
-    """One element type under all of its names."""
+    """One element type."""
 
     name: str
-    """Torch's name without "torch."; the word in records, filters and JSON."""
+    """Torch's name without "torch."; the word in records, filters and JSON, and the `data_type` of a Zarr v3 array."""
     numpy_dtype: np.dtype[Any]
     """Little-endian; from ml_dtypes where numpy has none."""
-    zarr_name: str
-    """The `data_type` of a Zarr v3 array, as zarr and tensorstore read it."""
-    fill_value: FillValue
-    """JSON of the element whose bytes are all 0: a zero, except for `float8_e8m0fnu`, which has none."""
+
+    @property
+    def fill_value(self) -> bool | int | float | str | list[float]:
+        """JSON of the element whose bytes are all 0: a zero, except for `float8_e8m0fnu`, which has none."""
+        if self.name == "float8_e8m0fnu":
+            # The bits, as tensorstore 0.1.86 takes numbers for other powers of two here; the value is 2**-127.
+            return "0x00"
+        zero = self.numpy_dtype.type(0).item() if not self.is_ml_dtype else 0.0
+        return [0.0, 0.0] if self.is_complex else zero
 
     @property
     def itemsize(self) -> int:
@@ -63,42 +63,17 @@ class DtypeRow:
         return self.numpy_dtype.isbuiltin == _REGISTERED
 
 
-def _row(name: str, dtype: npt.DTypeLike, fill_value: FillValue) -> DtypeRow:
-    return DtypeRow(name=name, numpy_dtype=np.dtype(dtype), zarr_name=name, fill_value=fill_value)
+_NAMES = (
+    *("float64", "float32", "float16", "bfloat16"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool", "complex64", "complex128"),
+    # Without a name in torch.
+    *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"),
+)
 
-
-DTYPES: dict[str, DtypeRow] = {
-    row.name: row
-    for row in (
-        _row("float64", "<f8", 0.0),
-        _row("float32", "<f4", 0.0),
-        _row("float16", "<f2", 0.0),
-        _row("bfloat16", ml_dtypes.bfloat16, 0.0),
-        _row("float8_e4m3fn", ml_dtypes.float8_e4m3fn, 0.0),
-        _row("float8_e4m3fnuz", ml_dtypes.float8_e4m3fnuz, 0.0),
-        _row("float8_e5m2", ml_dtypes.float8_e5m2, 0.0),
-        _row("float8_e5m2fnuz", ml_dtypes.float8_e5m2fnuz, 0.0),
-        # The bits, as tensorstore 0.1.86 takes numbers for other powers of two here; the value is 2**-127.
-        _row("float8_e8m0fnu", ml_dtypes.float8_e8m0fnu, "0x00"),
-        _row("int8", "<i1", 0),
-        _row("int16", "<i2", 0),
-        _row("int32", "<i4", 0),
-        _row("int64", "<i8", 0),
-        _row("uint8", "<u1", 0),
-        _row("uint16", "<u2", 0),
-        _row("uint32", "<u4", 0),
-        _row("uint64", "<u8", 0),
-        _row("bool", "?", fill_value=False),
-        _row("complex64", "<c8", [0.0, 0.0]),
-        _row("complex128", "<c16", [0.0, 0.0]),
-        # Without a name in torch.
-        _row("float8_e3m4", ml_dtypes.float8_e3m4, 0.0),
-        _row("float8_e4m3", ml_dtypes.float8_e4m3, 0.0),
-        _row("float8_e4m3b11fnuz", ml_dtypes.float8_e4m3b11fnuz, 0.0),
-        _row("float6_e2m3fn", ml_dtypes.float6_e2m3fn, 0.0),
-        _row("float6_e3m2fn", ml_dtypes.float6_e3m2fn, 0.0),
-        _row("float4_e2m1fn", ml_dtypes.float4_e2m1fn, 0.0),
-    )
+DTYPES = {
+    name: DtypeRow(name, np.dtype(getattr(ml_dtypes, name, None) or np.dtype(name).newbyteorder("<").str))
+    for name in _NAMES
 }
 """Every element type that can be stored, by name."""
 

@@ -112,7 +112,7 @@ def encode_array(
     row = stored_dtype(info)
     document = array_document(
         shape=array.shape,
-        data_type=row.zarr_name,
+        data_type=row.name,
         fill_value=row.fill_value,
         itemsize=row.itemsize,
         inner_chunk=inner_chunk,
@@ -145,7 +145,7 @@ def encode_stack(
     common, captures = shared_fields([info.to_json() for info in infos])
     document = array_document(
         shape=shape,
-        data_type=row.zarr_name,
+        data_type=row.name,
         fill_value=row.fill_value,
         itemsize=row.itemsize,
         inner_chunk=[1, *shape[1:]],

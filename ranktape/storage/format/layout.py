@@ -155,14 +155,9 @@ def marker_path(attempt: str, iteration: int, rank: int, mark: Mark) -> str:
     return f"{opened_path(attempt, iteration)}/rank_{rank:05d}.{mark}"
 
 
-def iterations_path(attempt: str) -> str:
-    """The group of all iteration commits."""
-    return f"{attempt}/iterations"
-
-
 def iteration_path(attempt: str, iteration: int) -> str:
     """The array that holds the merged catalogue of an iteration; its document is the commit."""
-    return f"{iterations_path(attempt)}/iter_{iteration:08d}"
+    return f"{attempt}/iterations/iter_{iteration:08d}"
 
 
 def closed_path(attempt: str, rank: int) -> str:

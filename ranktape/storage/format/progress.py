@@ -23,7 +23,7 @@ from ranktape.storage.format.attempt import (
     read_attempts,
 )
 from ranktape.storage.format.commit import finish_iteration
-from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, read_attributes, read_fields, write_group
+from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, read_attributes, write_group
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.status import DISABLED, IterationState, IterationStatus, RunVerdict, judge
 from ranktape.storage.format.validation import Fields
@@ -209,7 +209,8 @@ def write_verdict(backend: Backend, *, attempt: Attempt, problems: Mapping[str, 
 def judge_again(backend: Backend, attempt: Attempt) -> None:
     """Write the verdict on an attempt anew, as the run stands; what its coordinator met stays in it."""
     try:
-        problems = (read_attributes(backend, layout.verdict_path(attempt.path)) or {}).get("problems")
+        words: Mapping[str, Any] = read_attributes(backend, layout.verdict_path(attempt.path)) or {}
+        problems = words.get("problems")
     except (DataError, RunFormatError):
         problems = {"verdict": "it was damaged, and written again"}
     write_verdict(backend, attempt=attempt, problems=problems if isinstance(problems, dict) else {})
@@ -327,7 +328,7 @@ def _read_text(backend: Backend, path: str, name: str) -> str:
 def _read_or_damage(backend: Backend, path: str, take: Callable[[Fields], _T], *, default: _T) -> tuple[_T, str]:
     """What the document at a path says, and what is wrong with it: the rest of a run is told of without it."""
     try:
-        fields = read_fields(backend, path, max_nbytes=MAX_COMMIT_NBYTES)
+        fields = read_attributes(backend, path, max_nbytes=MAX_COMMIT_NBYTES)
         return (default if fields is None else take(fields)), ""
     except (DataError, RunFormatError) as error:
         return default, f"its document is damaged: {error}"

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -23,7 +23,7 @@ from ranktape.storage.format.record_info import TALLY_KINDS, Keep, Mode, Operati
 from ranktape.storage.query.columns import StringColumn, matching
 
 if TYPE_CHECKING:
-    from ranktape.storage.query.columns import Column, ColumnSource
+    from ranktape.storage.query.columns import ColumnSource
 
 MAX_INTEGER = 2**63 - 1
 """Of any number in a document or a catalogue."""
@@ -52,7 +52,7 @@ _REQUIRED = object()
 _RANK = re.compile("[0-9]{1,7}")
 
 
-class Fields:
+class Fields(dict[str, Any]):
     """The attributes of a document, each taken as what it must be.
 
     Every method raises `RunFormatError`, which names the document and the field, for a value of another kind and
@@ -63,7 +63,7 @@ class Fields:
         self._place = place
         if not isinstance(values, Mapping):
             self._refuse("attributes", values, "a dictionary")
-        self._values = values
+        super().__init__(values)
 
     def integer(self, name: str, *, low: int = 0, high: int = MAX_INTEGER, default: Any = _REQUIRED) -> int:
         """A whole number between two."""
@@ -74,7 +74,7 @@ class Fields:
 
     def count(self, name: str) -> int | None:
         """A whole number that is not negative; None where there is none."""
-        return self.integer(name) if name in self._values else None
+        return self.integer(name) if name in self else None
 
     def flag(self, name: str, *, default: Any = _REQUIRED) -> bool:
         """True or false."""
@@ -117,7 +117,7 @@ class Fields:
         return {int(rank): below.texts(rank) for rank in value}
 
     def _get(self, name: str, default: Any) -> Any:
-        value = self._values.get(name, default)
+        value = self.get(name, default)
         if value is _REQUIRED:
             raise RunFormatError(f"{self._place} is damaged: it has no {name}; see 'ranktape check'")
         return value
@@ -149,35 +149,24 @@ def check_numbers(values: np.ndarray[Any, Any], kind: FieldKind, *, low: int = 0
             raise ValueError("numbers that are not whole, or negative, or too large")
 
 
-def check_key(path: str) -> str:
-    """A path below a run's group as it may stand in a key: names are written in ASCII, and none leads upwards.
-
-    Raises:
-        ValueError: it may not.
-    """
-    if not (path.isascii() and path.isprintable()) or not {"", ".", ".."}.isdisjoint(path.split("/")):
-        raise ValueError(f"the path {path!r:.{_SHOWN}}")
-    return path
-
-
 def check_records(source: ColumnSource) -> None:
     """Make sure that records in columns say what records can, and that their fields fit together.
 
-    Columns of numbers have been looked at one by one; what is JSON in a column is left to `check_document`.
+    Names of sites and stacks are written in ASCII, and none leads upwards. Columns of numbers have been looked at one
+    by one; what is JSON in a column is left to `check_document`.
 
     Raises:
         ValueError: one does not.
     """
     for name, words in _WORDS.items():
-        if unknown := _used(source(name)) - words:
+        if unknown := used_texts(source, name) - words:
             raise ValueError(f"{name} {min(unknown)!r:.{_SHOWN}}")
     for name in ("site", "stack"):
-        for path in _used(source(name)) - ({""} if name == "stack" else set()):
-            check_key(path)
-    shapes, keep = source("shape"), source("keep")
+        for path in used_texts(source, name) - ({""} if name == "stack" else set()):
+            if not (path.isascii() and path.isprintable()) or not {"", ".", ".."}.isdisjoint(path.split("/")):
+                raise ValueError(f"the path {path!r:.{_SHOWN}}")
+    shapes, keep = _text(source, "shape"), _text(source, "keep")
     sample_dim, nbytes = source("sample_dim"), source("nbytes")
-    assert isinstance(shapes, StringColumn)
-    assert isinstance(keep, StringColumn)
     assert not isinstance(sample_dim, StringColumn)
     assert not isinstance(nbytes, StringColumn)
     used = set(np.unique(shapes.codes).tolist())
@@ -191,9 +180,15 @@ def check_records(source: ColumnSource) -> None:
         raise ValueError(f"a histogram of {sizes.min()} bytes")
 
 
-def _used(column: Column) -> set[str]:
-    """The texts that rows of a column have."""
+def _text(source: ColumnSource, name: str) -> StringColumn:
+    column = source(name)
     assert isinstance(column, StringColumn)
+    return column
+
+
+def used_texts(source: ColumnSource, name: str) -> set[str]:
+    """The texts that rows of a column have."""
+    column = _text(source, name)
     return {str(column.table[code]) for code in np.unique(column.codes).tolist()}
 
 
@@ -205,24 +200,24 @@ def parse_shape(text: str) -> tuple[int, ...]:
         ValueError: no tensor has such a shape.
     """
     shape = json.loads(text)
-    is_list = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
-    if not is_list or not all(type(extent) is int and 0 <= extent <= MAX_INTEGER for extent in shape):
-        raise ValueError(f"shape {text[:_SHOWN]}")
-    # Also of a tensor without elements: numpy counts its other extents.
-    if math.prod(max(1, extent) for extent in shape) * _MAX_ITEMSIZE > MAX_INTEGER:
-        raise ValueError(f"shape {text[:_SHOWN]}, which no memory holds")
+    if not isinstance(shape, list):
+        raise TypeError(f"shape {text[:_SHOWN]}")
+    check_shape(shape)
     return tuple(shape)
 
 
-def check_documents(source: ColumnSource) -> None:
-    """Make sure that records in columns say in JSON what records can.
+def check_shape(shape: Sequence[Any], *, itemsize: int = _MAX_ITEMSIZE) -> None:
+    """Make sure that a tensor with elements of so many bytes can have a shape.
 
     Raises:
-        TypeError, ValueError: one does not.
+        ValueError: none can.
     """
-    for name in ("sample_ids", "placement", "metadata", "overflow.per_sample"):
-        for text in _used(source(name)):
-            check_document(name, json.loads(text))
+    shown = str(list(shape[:MAX_DIMENSIONS]))[:_SHOWN]
+    if len(shape) > MAX_DIMENSIONS or not all(type(extent) is int and 0 <= extent <= MAX_INTEGER for extent in shape):
+        raise ValueError(f"shape {shown}")
+    # Also of a tensor without elements: numpy counts its other extents.
+    if math.prod(max(1, extent) for extent in shape) * itemsize > MAX_INTEGER:
+        raise ValueError(f"shape {shown}, which no memory holds")
 
 
 def check_document(name: str, value: Any) -> Any:

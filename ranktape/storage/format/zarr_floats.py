@@ -205,7 +205,7 @@ def _make(name: str) -> type[SmallFloat]:
     return dataclass(frozen=True, kw_only=True)(type(name, bases, namespace))
 
 
-DATA_TYPES: dict[str, type[SmallFloat]] = {row.zarr_name: _make(row.name) for row in DTYPES.values() if row.is_ml_dtype}
+DATA_TYPES: dict[str, type[SmallFloat]] = {row.name: _make(row.name) for row in DTYPES.values() if row.is_ml_dtype}
 """The classes by the name they have in a `zarr.json`."""
 
 

@@ -144,7 +144,8 @@ class _CommitCheck:
             return None
         try:
             path = layout.marker_path(self._view.attempt.path, *self._place, Mark.FAILED)
-            return (read_attributes(self._view.backend, path) or {}).get(SPILLED_KEY)
+            words: Mapping[str, Any] = read_attributes(self._view.backend, path) or {}
+            return words.get(SPILLED_KEY)
         except (DataError, RunFormatError):
             return None  # the marker itself is looked at elsewhere
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ranktape.errors import RunNotFoundError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempts, read_run, run_attributes
-from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, read_fields
+from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, read_attributes
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import Progress, read_progress
 
@@ -132,7 +132,7 @@ class Watcher:
 
     def _amounts(self, attempt: Attempt, iteration: int, rank: int) -> tuple[int, int]:
         path = layout.marker_path(attempt.path, iteration, rank, Mark.COMMITTED)
-        fields = read_fields(self._backend, path, max_nbytes=MAX_COMMIT_NBYTES)
+        fields = read_attributes(self._backend, path, max_nbytes=MAX_COMMIT_NBYTES)
         if fields is None:
             # It was there a moment ago: a retention that keeps the last iterations has taken it away.
             return 0, 0

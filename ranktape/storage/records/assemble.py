@@ -6,13 +6,12 @@ added up. Copies are compared by their checksums and read once. What is missing 
 
 from __future__ import annotations
 
-import enum
 import functools
 import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 
@@ -35,40 +34,51 @@ _MAX_CUT = 16
 _MAX_NAMED = 8
 """Ranks in a message."""
 
-Part = tuple[AnyRecord, Placement | None]
-"""A record, and where it lies."""
+REPLICAS = ("check", "ignore")
+"""What is done with copies of one part: they must be equal, bit for bit; or the first of them counts."""
+
+Spans = list[list[tuple[int, int]]]
+"""For each dimension the ranges of the whole tensor that a part has."""
 
 
-class Replicas(enum.StrEnum):
-    """What is done with copies of one part."""
+class Part(NamedTuple, Generic[AnyRecord]):
+    """A record, and where it lies."""
 
-    CHECK = "check"
-    """They must be equal, bit for bit."""
-    IGNORE = "ignore"
-    """The first of them counts."""
+    record: AnyRecord
+    placement: Placement
+
+
+def _part(record: AnyRecord) -> Part[AnyRecord]:
+    """A record with its placement; a whole tensor is the only part of it."""
+    info = record.info
+    whole = Placement(
+        axes=(), ranks=(info.rank,), coordinates=(), global_shape=info.shape, offset=(0,) * len(info.shape)
+    )
+    return Part(record, parse_placement(info) or whole)
 
 
 class GlobalView(Generic[AnyRecord]):
     """A tensor as it was over all ranks that held parts of it; nothing is read before `read`."""
 
-    def __init__(self, parts: Sequence[Part[AnyRecord]], *, replicas: Replicas) -> None:
+    def __init__(self, parts: Sequence[Part[AnyRecord]], *, replicas: str) -> None:
+        if replicas not in REPLICAS:
+            raise UsageError(f"replicas={replicas!r} is not allowed: use one of {', '.join(REPLICAS)}")
         self.records: tuple[AnyRecord, ...] = tuple(record for record, _ in parts)
         """Its parts and their copies, in the order of the selection."""
-        self._placements = [placement for _, placement in parts]
+        self._parts = parts
         self._replicas = replicas
         first, placement = parts[0]
+        self._axes = placement.axes
         self.dtype: str = first.info.dtype
         """Of its elements."""
-        self.shape: tuple[int, ...] = first.info.shape if placement is None else placement.global_shape
+        self.shape: tuple[int, ...] = placement.global_shape
         """Of the whole tensor, in elements."""
-        self.is_partial: bool = placement is not None and placement.is_partial
+        self.is_partial: bool = placement.is_partial
         """Whether ranks had summands of it: `read` puts them together as no rank did."""
-        self.placement: str = "" if placement is None else ", ".join(map(str, placement.axes))
+        self.placement: str = ", ".join(map(str, placement.axes))
         """What each axis of the mesh does, as `dp=2 replicate, tp=2 shard(1)`; empty for a tensor of one rank."""
         known = {record.info.rank for record in self.records}
-        self.missing_ranks: tuple[int, ...] = (
-            () if placement is None else tuple(rank for rank in placement.ranks if rank not in known)
-        )
+        self.missing_ranks: tuple[int, ...] = tuple(rank for rank in placement.ranks if rank not in known)
         """Ranks of its mesh of which there is no record here."""
 
     def __repr__(self) -> str:
@@ -96,17 +106,20 @@ class GlobalView(Generic[AnyRecord]):
             ReplicaMismatchError: copies differ, and are not to be ignored.
             UsageError: of a part the values were not kept, or its summands cannot be put together.
         """
-        if self._placements[0] is None:
+        if not self._axes:
             return self.records[0].read()
-        if self._replicas is Replicas.CHECK:
-            self._check_replicas()
+        if self._replicas == "check" and (differing := self.differing_replicas()):
+            raise ReplicaMismatchError(
+                f"copies of {self!r} differ between {_ranks(differing[0])}"
+                + (f", and those of {len(differing) - 1} more parts" if len(differing) > 1 else "")
+                + ": read each record, or take the first with replicas='ignore'"
+            )
         # Of each part one copy, or its summands.
         boxes = [self._summands(box) for box in self._grouped(AxisKind.REPLICATE, AxisKind.PARTIAL)]
         # The largest first: nothing is allocated for parts that nobody has seen the bytes of.
-        boxes = sorted(
-            (box for box in boxes if math.prod(box[0][0].info.shape)), key=lambda box: -math.prod(box[0][0].info.shape)
-        )
-        spans = [_spans(box[0]) for box in boxes]
+        boxes = [box for box in boxes if math.prod(box[0].record.info.shape)]
+        boxes.sort(key=lambda box: -math.prod(box[0].record.info.shape))
+        spans = [box[0].placement.spans(box[0].record.info.shape) for box in boxes]
         self._check_cover(spans)
         whole: np.ndarray[Any, Any] | None = None
         for box, ranges in zip(boxes, spans, strict=True):
@@ -128,41 +141,29 @@ class GlobalView(Generic[AnyRecord]):
     def _grouped(self, *kinds: AxisKind) -> list[list[Part[AnyRecord]]]:
         """The parts that differ in their coordinates along axes of these kinds alone."""
         groups: dict[tuple[int | None, ...], list[Part[AnyRecord]]] = {}
-        for record, placement in zip(self.records, self._placements, strict=True):
-            key = () if placement is None else placement.fixed(*kinds)
-            groups.setdefault(key, []).append((record, placement))
+        for part in self._parts:
+            groups.setdefault(part.placement.fixed(*kinds), []).append(part)
         return list(groups.values())
-
-    def _check_replicas(self) -> None:
-        differing = self.differing_replicas()
-        if differing:
-            raise ReplicaMismatchError(
-                f"copies of {self!r} differ between {_ranks(differing[0])}"
-                + (f", and those of {len(differing) - 1} more parts" if len(differing) > 1 else "")
-                + ": read each record, or take the first with replicas='ignore'"
-            )
 
     def _summands(self, box: Sequence[Part[AnyRecord]]) -> list[Part[AnyRecord]]:
         """Of each summand of a part one copy, in the order of the mesh; one where it is no sum."""
         copies: dict[tuple[int | None, ...], Part[AnyRecord]] = {}
-        for record, placement in box:
-            assert placement is not None
-            copies.setdefault(placement.fixed(AxisKind.REPLICATE), (record, placement))
-        first, placement = box[0]
-        assert placement is not None
-        count = math.prod(axis.size for axis in placement.axes if axis.kind is AxisKind.PARTIAL)
+        for part in box:
+            copies.setdefault(part.placement.fixed(AxisKind.REPLICATE), part)
+        count = math.prod(axis.size for axis in self._axes if axis.kind is AxisKind.PARTIAL)
         if len(copies) < count:
             raise IncompleteTensorError(f"{count - len(copies)} of {count} summands of {self!r} {self._why_missing()}")
         chosen = [copies[key] for key in sorted(copies, key=lambda key: [-1 if at is None else at for at in key])]
+        infos = [record.info for record, _ in chosen]
         if reduced := next((record for record, _ in chosen if record.info.keep != Keep.VALUES), None):
             raise UsageError(
                 f"of {reduced!r} the {reduced.info.keep} of a part were kept, and values alone are assembled"
             )
-        if any((record.info.shape, record.info.dtype) != (first.info.shape, self.dtype) for record, _ in chosen):
+        if {(info.shape, info.dtype) for info in infos} != {(infos[0].shape, self.dtype)}:
             raise DataError(f"parts of {self!r} have several shapes or dtypes: see 'ranktape check'")
         return chosen
 
-    def _check_cover(self, spans: Sequence[list[list[tuple[int, int]]]]) -> None:
+    def _check_cover(self, spans: Sequence[Spans]) -> None:
         """That the parts are the whole tensor, and lie nowhere over each other."""
         num_there = sum(math.prod(sum(last - first for first, last in pieces) for pieces in box) for box in spans)
         num_wanted = math.prod(self.shape)
@@ -179,11 +180,9 @@ class GlobalView(Generic[AnyRecord]):
         return "are missing: of parts not all samples were recorded"
 
     def _put_together(self, summands: Sequence[Part[AnyRecord]]) -> np.ndarray[Any, Any]:
-        first, placement = summands[0]
-        assert placement is not None
-        if not placement.is_partial:
-            return first.read()
-        operations = {axis.operation for axis in placement.axes if axis.kind is AxisKind.PARTIAL}
+        if not self.is_partial:
+            return summands[0].record.read()
+        operations = {axis.operation for axis in self._axes if axis.kind is AxisKind.PARTIAL}
         operation = operations.pop()
         if operations or operation not in _OPERATIONS:
             raise UsageError(
@@ -203,41 +202,29 @@ _OPERATIONS: dict[str, Any] = {"sum": np.add, "avg": np.add, "max": np.maximum, 
 """By the word of a partial placement."""
 
 
-def assemble_records(records: Iterable[AnyRecord], *, replicas: str = Replicas.CHECK) -> list[GlobalView[AnyRecord]]:
+def assemble_records(records: Iterable[AnyRecord], *, replicas: str = "check") -> list[GlobalView[AnyRecord]]:
     """The tensors of which records are parts, in the order of their first ones.
 
     Raises:
         DataError: a placement says what none does.
         UsageError: `replicas` is neither "check" nor "ignore".
     """
-    policy = _policy(replicas)
     groups: dict[Any, list[Part[AnyRecord]]] = {}
-    for record in records:
-        placement = parse_placement(record.info)
-        groups.setdefault(_key(record, placement), []).append((record, placement))
-    return [GlobalView(parts, replicas=policy) for parts in groups.values()]
+    for part in map(_part, records):
+        groups.setdefault(_key(part), []).append(part)
+    return [GlobalView(parts, replicas=replicas) for parts in groups.values()]
 
 
-def view_of(
-    record: AnyRecord, *, siblings: Iterable[AnyRecord], replicas: str = Replicas.CHECK
-) -> GlobalView[AnyRecord]:
+def view_of(record: AnyRecord, *, siblings: Iterable[AnyRecord], replicas: str = "check") -> GlobalView[AnyRecord]:
     """The tensor of which a record is a part, and its siblings may be others.
 
     Raises:
         DataError: a placement says what none does.
         UsageError: `replicas` is neither "check" nor "ignore".
     """
-    key = _key(record, parse_placement(record.info))
-    parts = [(one, parse_placement(one.info)) for one in siblings if _is_alike(one, record)]
-    chosen = [part for part in parts if _key(*part) == key]
-    return GlobalView(chosen, replicas=_policy(replicas))
-
-
-def _policy(replicas: str) -> Replicas:
-    try:
-        return Replicas(replicas)
-    except ValueError as error:
-        raise UsageError(f"replicas={replicas!r} is not allowed: use one of {', '.join(Replicas)}") from error
+    key = _key(_part(record))
+    parts = [_part(one) for one in siblings if _is_alike(one, record)]
+    return GlobalView([part for part in parts if _key(part) == key], replicas=replicas)
 
 
 def _is_alike(one: ReadableRecord, record: ReadableRecord) -> bool:
@@ -248,22 +235,14 @@ def _is_alike(one: ReadableRecord, record: ReadableRecord) -> bool:
     return left == right
 
 
-def _key(record: ReadableRecord, placement: Placement | None) -> Any:
+def _key(part: Part[Any]) -> Any:
     """What parts of one tensor have in common."""
-    info = record.info
-    common = (info.iteration, info.attempt, TensorSite.of(info))
-    if placement is None:
-        return (*common, info.rank)
-    return (*common, placement.axes, placement.ranks, placement.global_shape)
+    info, placement = part.record.info, part.placement
+    site = TensorSite.of(info)
+    return info.iteration, info.attempt, site, placement.axes, placement.ranks, placement.global_shape
 
 
-def _spans(part: Part[Any]) -> list[list[tuple[int, int]]]:
-    record, placement = part
-    assert placement is not None
-    return placement.spans(record.info.shape)
-
-
-def _put(whole: np.ndarray[Any, Any], values: np.ndarray[Any, Any], spans: Sequence[list[tuple[int, int]]]) -> None:
+def _put(whole: np.ndarray[Any, Any], values: np.ndarray[Any, Any], spans: Spans) -> None:
     """Copy a part to its places."""
     moves = []
     for pieces in spans:
@@ -276,7 +255,7 @@ def _put(whole: np.ndarray[Any, Any], values: np.ndarray[Any, Any], spans: Seque
         whole[there] = values[here]
 
 
-def _is_tiled(spans: Sequence[list[list[tuple[int, int]]]]) -> bool:
+def _is_tiled(spans: Sequence[Spans]) -> bool:
     """Whether parts that have as many elements as the whole are all of it, each element once."""
     if not spans:
         return True

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import DataError
-from ranktape.storage.format.validation import MAX_DIMENSIONS, MAX_INTEGER, MAX_WORLD_SIZE
+from ranktape.storage.format.validation import MAX_DIMENSIONS, MAX_INTEGER, MAX_WORLD_SIZE, check_shape
 
 if TYPE_CHECKING:
     from ranktape.storage.format.record_info import RecordInfo
@@ -223,12 +223,11 @@ def _axis(name: str, size: int, word: Any) -> AxisPlacement:
 
 
 def _check_extents(global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> None:
-    if not len(global_shape) == len(offset) == len(shape) <= MAX_DIMENSIONS:
+    if not len(global_shape) == len(offset) == len(shape):
         raise ValueError(
             f"{len(global_shape)} dimensions and {len(offset)} offsets of a part that has {len(shape)} dimensions"
         )
-    if math.prod(max(1, extent) for extent in global_shape) > MAX_INTEGER:
-        raise ValueError(f"a global shape of {str(list(global_shape))[:_SHOWN]}, which no memory holds")
+    check_shape(global_shape, itemsize=1)
     for start, extent, whole in zip(offset, shape, global_shape, strict=True):
         if start + extent > whole:
             raise ValueError(

@@ -236,7 +236,7 @@ class RunReader:
         is_there = not location.stack or (stored.cut_axis == 0 and 0 <= location.index < stored.shape[0])
         samples = stored.sample_checksums
         is_there &= samples is None or len(samples) == stored.num_chunks
-        if shape != stored_shape(info) or stored.row.zarr_name != dtype.zarr_name or not is_there:
+        if shape != stored_shape(info) or stored.row != dtype or not is_there:
             raise DataError(
                 f"{self.url}/{stored.path} has {stored.row.name}{list(stored.shape)}, the catalogue says "
                 f"{dtype.name}{list(stored_shape(info))}: the commit is damaged; see 'ranktape check'"
