@@ -6,7 +6,7 @@ in blocks of each kind. docs/format.md has the layout, word by word.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -106,14 +106,26 @@ def unpack_blocks(words: NDArray[Any]) -> list[BlockCounts]:
     """
     if words.size == NUM_CODES:
         return []
-    scanner = _Scanner(words.astype(np.uint64, copy=False), place=NUM_CODES)
-    (number,) = scanner.take(1).tolist()
+    left = words[NUM_CODES:].astype(np.uint64, copy=False)
+
+    def take(number: int) -> NDArray[np.uint64]:
+        nonlocal left
+        if number > left.size:
+            raise _damaged("they are cut off")
+        taken, left = left[:number], left[number:]
+        return taken
+
+    (number,) = take(1).tolist()
     if number > len(BLOCK_AXES):
-        raise DataError(f"the counts of blocks are damaged: they are along {number} axes")
-    found = [_blocks(scanner) for _ in range(number)]
-    if scanner.rest().any():
-        raise DataError("the counts of blocks are damaged: something lies behind them")
+        raise _damaged(f"they are along {number} axes")
+    found = [_blocks(take) for _ in range(number)]
+    if left.any():
+        raise _damaged("something lies behind them")
     return found
+
+
+def _damaged(why: str) -> DataError:
+    return DataError(f"the counts of blocks are damaged: {why}")
 
 
 def _section(one: BlockCounts) -> list[NDArray[np.int64]]:
@@ -129,37 +141,14 @@ def _section(one: BlockCounts) -> list[NDArray[np.int64]]:
     return [np.array(header, dtype=np.int64), np.stack(of_rows, axis=1).reshape(-1), steps, one.counts]
 
 
-class _Scanner:
-    """Words, one part after the other."""
-
-    def __init__(self, words: NDArray[np.uint64], *, place: int) -> None:
-        self._words = words
-        self._place = place
-
-    def take(self, number: int) -> NDArray[np.uint64]:
-        """The next words.
-
-        Raises:
-            DataError: there are not so many.
-        """
-        if number > self._words.size - self._place:
-            raise DataError("the counts of blocks are damaged: they are cut off")
-        self._place += number
-        return self._words[self._place - number : self._place]
-
-    def rest(self) -> NDArray[np.uint64]:
-        """All words that are left."""
-        return self._words[self._place :]
-
-
-def _blocks(scanner: _Scanner) -> BlockCounts:
-    axis, *numbers = scanner.take(1 + len(NUMBERS)).tolist()
-    num_cuts, num_rows, num_cells = scanner.take(3).tolist()
+def _blocks(take: Callable[[int], NDArray[np.uint64]]) -> BlockCounts:
+    axis, *numbers = take(1 + len(NUMBERS)).tolist()
+    num_cuts, num_rows, num_cells = take(3).tolist()
     if axis >= len(BLOCK_AXES) or not numbers[0] or num_cuts > _MAX_CUTS or max(numbers) >= 1 << 62:
-        raise DataError("the counts of blocks are damaged: their header says what cannot be")
-    cuts = tuple(scanner.take(num_cuts).tolist())
-    rows = scanner.take(3 * num_rows).reshape(num_rows, 3)
-    steps, counts = scanner.take(num_cells), scanner.take(num_cells)
+        raise _damaged("their header says what cannot be")
+    cuts = tuple(take(num_cuts).tolist())
+    rows = take(3 * num_rows).reshape(num_rows, 3)
+    steps, counts = take(num_cells), take(num_cells)
     exponents, classes, sizes = rows.T
     ends = np.cumsum(sizes, dtype=np.uint64)
     is_sound = (
@@ -175,15 +164,15 @@ def _blocks(scanner: _Scanner) -> BlockCounts:
         and sorted(set(cuts)) == list(cuts)
     )
     if not is_sound:
-        raise DataError("the counts of blocks are damaged: their cells cannot be")
-    magnitudes = _summed(steps.astype(np.int64), sizes.astype(np.int64))
+        raise _damaged("their cells cannot be")
+    wide = sizes.astype(np.int64)
     return BlockCounts(
         axis=BLOCK_AXES[axis],
         **dict(zip(NUMBERS, numbers, strict=True)),
         cuts=cuts,
-        exponents=np.repeat(exponents.astype(np.int16) - EXPONENT_BIAS, sizes.astype(np.int64)).astype(np.int16),
-        classes=np.repeat(classes.astype(np.uint8), sizes.astype(np.int64)),
-        magnitudes=magnitudes,
+        exponents=np.repeat(exponents.astype(np.int16) - EXPONENT_BIAS, wide).astype(np.int16),
+        classes=np.repeat(classes.astype(np.uint8), wide),
+        magnitudes=_summed(steps.astype(np.int64), wide),
         counts=counts.astype(np.int64),
     )
 
@@ -196,6 +185,5 @@ def _summed(steps: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.ui
     is_first = np.zeros(steps.size, dtype=np.bool_)
     is_first[starts] = True
     if ((steps == 0) & ~is_first).any() or (magnitudes >= NUM_MAGNITUDES).any():
-        raise DataError("the counts of blocks are damaged: their cells cannot be")
-    found: NDArray[np.uint16] = magnitudes.astype(np.uint16)
-    return found
+        raise _damaged("their cells cannot be")
+    return np.asarray(magnitudes, dtype=np.uint16)

@@ -77,6 +77,7 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         commits = list(pool.map(lambda rank: read_commit(backend, attempt.path, rank, iteration), ranks))
     data = merge_catalogues([commit.catalogue.load for commit in commits])
+    are_counted = all(commit.counts for commit in commits)
     attributes = {
         "complete": True,
         "iteration": iteration,
@@ -87,7 +88,7 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
         "silent_sites": {
             str(rank): commit.silent_sites for rank, commit in zip(ranks, commits, strict=True) if commit.silent_sites
         },
-        **_total_counts(commits),
+        **({name: sum(commit.counts[name] for commit in commits) for name in _COUNTS} if are_counted else {}),
         "commits": [commit.checksum for commit in commits],
         "committed": time.time(),
     }
@@ -103,15 +104,11 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     backend.flush()
 
 
+_COUNTS = ("num_expected", "num_missing")
+
+
 def _counts(fields: Fields) -> dict[str, int]:
-    counts = {name: fields.count(name) for name in ("num_expected", "num_missing")}
-    known = {name: count for name, count in counts.items() if count is not None}
-    return known if len(known) == len(counts) else {}
-
-
-def _total_counts(commits: list[RankCommit]) -> dict[str, int]:
-    counts = [commit.counts for commit in commits]
-    return {name: sum(one[name] for one in counts) for name in counts[0]} if all(counts) else {}
+    return {name: fields.integer(name) for name in _COUNTS} if all(name in fields for name in _COUNTS) else {}
 
 
 def _is_dropped(backend: Backend, attempt: Attempt, iteration: int) -> bool:
@@ -133,7 +130,7 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
         # It was lost: the commit's document says the same.
         return read_whole_commit(backend, attempt, rank, iteration)
     if backend.size(layout.document_key(group)) is None:
-        raise DataError(_lost_message(backend, group, rank=rank, iteration=iteration))
+        raise _lost(backend, group, rank=rank, iteration=iteration)
     path = layout.catalogue_path(attempt, rank, iteration)
     place = f"{backend.url}/{path}"
     catalogue = Catalogue(open_blob(backend, path), place=place, attempt=attempt)
@@ -150,6 +147,17 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
         checksum=fields.text("commit"),
         counts=_counts(fields),
     )
+
+
+def open_catalogue(backend: Backend, attempt: str, iteration: int) -> Catalogue:
+    """The catalogue of a complete iteration; `attempt` is the attempt's path.
+
+    Raises:
+        DataError: it is missing or damaged.
+        RunFormatError: it is not a catalogue.
+    """
+    path = layout.iteration_path(attempt, iteration)
+    return Catalogue(open_blob(backend, path), place=f"{backend.url}/{path}", attempt=attempt)
 
 
 def mark_committed(backend: Backend, attempt: str, rank: int, iteration: int, *, commit: bytes) -> None:
@@ -180,7 +188,7 @@ def read_whole_commit(backend: Backend, attempt: str, rank: int, iteration: int)
     place = f"{backend.url}/{key}"
     data = read_document(backend, group, max_nbytes=MAX_COMMIT_NBYTES)
     if data is None:
-        raise DataError(_lost_message(backend, group, rank=rank, iteration=iteration))
+        raise _lost(backend, group, rank=rank, iteration=iteration)
     return parse_commit(decode_document(data, place=place, key=key), place=place, attempt=attempt)
 
 
@@ -231,5 +239,7 @@ def entries_of(name: str, member: Mapping[str, Any]) -> list[CatalogueEntry]:
     ]
 
 
-def _lost_message(backend: Backend, group: str, *, rank: int, iteration: int) -> str:
-    return f"rank {rank} marked iteration {iteration} as committed, but {backend.url}/{group} has no document"
+def _lost(backend: Backend, group: str, *, rank: int, iteration: int) -> DataError:
+    return DataError(
+        f"rank {rank} marked iteration {iteration} as committed, but {backend.url}/{group} has no document"
+    )

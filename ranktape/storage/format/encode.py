@@ -70,7 +70,9 @@ def stored_dtype(info: RecordInfo) -> DtypeRow:
     if info.keep == Keep.STATISTICS:
         return DTYPES["float64"]
     if info.keep == Keep.HISTOGRAM:
-        return DTYPES["uint64" if _has_wide_words(info) else "uint32"]
+        # Counts of patterns alone are narrow where none of them is large.
+        is_narrow = info.nbytes == DTYPES["uint32"].itemsize * NUM_CODES
+        return DTYPES["uint32" if is_narrow or math.prod(info.shape) < WIDE_FROM else "uint64"]
     return DTYPES[info.dtype]
 
 
@@ -79,12 +81,6 @@ def stored_shape(info: RecordInfo) -> tuple[int, ...]:
     if info.keep == Keep.STATISTICS:
         return (len(STATISTICS),)
     return (info.nbytes // stored_dtype(info).itemsize,) if info.keep == Keep.HISTOGRAM else info.shape
-
-
-def _has_wide_words(info: RecordInfo) -> bool:
-    # Counts of patterns alone are narrow where none of them is large.
-    is_narrow = info.nbytes == np.dtype(np.uint32).itemsize * NUM_CODES
-    return math.prod(info.shape) >= WIDE_FROM and not is_narrow
 
 
 def encode_array(
@@ -120,14 +116,12 @@ def encode_array(
         attributes=attributes,
         compression=packing,
     )
-    if array.size == 0:
-        return EncodedArray(document=document, parts=None)
+    parts: list[Buffer] | None = None
     if samples:
-        return EncodedArray(document=document, parts=_shard(samples, packing=packing, itemsize=row.itemsize))
-    raw = _raw(array)
-    return EncodedArray(
-        document=document, parts=_chunk(raw, crc_of(info.checksum), packing=packing, itemsize=row.itemsize)
-    )
+        parts = _shard(samples, packing=packing, itemsize=row.itemsize)
+    elif array.size:
+        parts = _chunk(_raw(array), crc_of(info.checksum), packing=packing, itemsize=row.itemsize)
+    return EncodedArray(document=document, parts=parts)
 
 
 def encode_stack(
@@ -169,7 +163,8 @@ def shared_fields(documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], 
         name: value
         for name, value in first.items()
         if all(document[name] == value for document in documents)
-        and (name not in _FREE_FIELDS or value is None or _are_same([document[name] for document in documents]))
+        # 1, 1.0 and True are equal, and not the same in JSON.
+        and (name not in _FREE_FIELDS or value is None or len({json.dumps(one[name]) for one in documents}) == 1)
     }
     own = [name for name in first if name not in common]
     return common, [{name: document[name] for name in own} for document in documents]
@@ -177,11 +172,6 @@ def shared_fields(documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], 
 
 _FREE_FIELDS = frozenset({"metadata", "placement", "sample_ids"})
 """Fields that may hold anything that JSON can."""
-
-
-def _are_same(values: Sequence[Any]) -> bool:
-    # 1, 1.0 and True are equal, and not the same in JSON.
-    return len({json.dumps(value) for value in values}) == 1
 
 
 def dimension_names(info: RecordInfo) -> list[str]:
@@ -267,8 +257,7 @@ def _samples_apart(array: np.ndarray[Any, Any], *, info: RecordInfo) -> int | No
 
 
 def _samples(array: np.ndarray[Any, Any], *, sample_dim: int) -> Iterator[np.ndarray[Any, Any]]:
-    for sample in np.moveaxis(array, sample_dim, 0):
-        yield _raw(sample)
+    return map(_raw, np.moveaxis(array, sample_dim, 0))
 
 
 _POLYNOMIAL = 0x82F63B78
@@ -297,14 +286,10 @@ def _zeros(nbytes: int) -> Matrix:
     count = 8 * nbytes
     while count:
         if count & 1:
-            result = _product(power, result)
-        power = _product(power, power)
+            result = tuple(_apply(power, column) for column in result)
+        power = tuple(_apply(power, column) for column in power)
         count >>= 1
     return result
-
-
-def _product(outer: Matrix, inner: Matrix) -> Matrix:
-    return tuple(_apply(outer, column) for column in inner)
 
 
 def _apply(matrix: Matrix, crc: int) -> int:

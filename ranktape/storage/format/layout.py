@@ -205,7 +205,6 @@ _KEYS = {
     KeyKind.ATTEMPT: "zarr[.]json",
 }
 _PATTERNS = {kind: re.compile(pattern, re.DOTALL) for kind, pattern in _KEYS.items()}
-_TOP = {name: re.compile(name + _NUMBER + end) for name, end in (("attempt_", "(-[0-9a-f]+)?"), ("lease_", ""))}
 
 
 def parse_key(key: str) -> AttemptKey | None:
@@ -220,13 +219,13 @@ def parse_key(key: str) -> AttemptKey | None:
 
 def parse_attempt(name: str) -> int | None:
     """The number in the name of an attempt's group; None for other names."""
-    match = _TOP["attempt_"].fullmatch(name)
+    match = re.fullmatch(f"attempt_{_NUMBER}(-[0-9a-f]+)?", name)
     return int(match[1]) if match else None
 
 
 def parse_lease(name: str) -> int | None:
     """The number in the name of a lease's group; None for other names."""
-    match = _TOP["lease_"].fullmatch(name)
+    match = re.fullmatch(f"lease_{_NUMBER}", name)
     return int(match[1]) if match else None
 
 
@@ -255,16 +254,13 @@ def ranks_named(names: Iterable[str]) -> set[int]:
 MAX_PATH_LENGTH = 400
 """Characters in a site's path: object stores end keys at 1,024 bytes, and the run's own prefix comes first."""
 
-_HASH_LENGTH = 32
-
-_SHORTENED = "+"
-"""Before the hash. Encoding leaves none in a field: no name that is whole looks like one that is not."""
-
 _SEGMENT_LENGTH = 200
 """Characters in one segment of a path: file systems end names at 255 bytes."""
 
-_CONTINUED = "+/"
-"""Between two segments of a long path. Encoding leaves no `+` in a field: what one of them ends is no whole name."""
+_HASH_LENGTH = 32
+_SHORTENED, _CONTINUED = "+", "+/"
+"""Before the hash; and between two segments of a long path. Encoding leaves no `+` in a field: what has one is no
+whole name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

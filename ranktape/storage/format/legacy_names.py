@@ -151,13 +151,8 @@ def format_tensor_file_name(name: TensorFileName) -> str:
 
 def recorded_tensor_name(name: TensorFileName) -> str:
     """The tensor's name in our words, for one that was saved to a file."""
-    return recorded_name(
-        name.tensor_name,
-        operation=name.operation,
-        layer_type=name.layer_type,
-        component=name.component,
-        phase=name.phase,
-    )
+    fields = {field: getattr(name, field) for field in ("operation", "layer_type", "component", "phase")}
+    return recorded_name(name.tensor_name, **fields)
 
 
 def recorded_name(tensor_name: str, *, operation: Operation, layer_type: str, component: str, phase: str) -> str:
@@ -199,12 +194,12 @@ def _read_tail(rest: str) -> dict[str, str | None] | None:
 
 
 def _join(name: TensorFileName, tags: dict[str, str]) -> str:
-    def marked(mark: str, number: int | None) -> list[str]:
-        return [] if number is None else [f"{mark}{number}"]
+    def marked(**numbers: int | None) -> list[str]:
+        return [f"{mark}{number}" for mark, number in numbers.items() if number is not None]
 
-    parts = [name.timestamp, f"{name.counter:04d}", *marked("iter", name.iteration), tags["layer_type"]]
-    parts += [*marked("L", name.layer_idx), name.operation.value, tags["phase"], tags["component"], tags["quant_type"]]
-    parts += [*marked("rank", name.rank), *marked("sample", name.sample_idx), *marked("group", name.group_idx)]
+    parts = [name.timestamp, f"{name.counter:04d}", *marked(iter=name.iteration), tags["layer_type"]]
+    parts += [*marked(L=name.layer_idx), name.operation.value, tags["phase"], tags["component"], tags["quant_type"]]
+    parts += marked(rank=name.rank, sample=name.sample_idx, group=name.group_idx)
     return "_".join([*parts, tags["tensor_name"]]) + ".pt"
 
 

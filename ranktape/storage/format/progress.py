@@ -41,19 +41,6 @@ _MAX_REASONS = 1000
 _T = TypeVar("_T")
 
 
-def _summary(fields: Fields) -> dict[str, Any]:
-    """What the document of an iteration commit says of it: fields of `IterationStatus`."""
-    num_expected, num_missing = fields.count("num_expected"), fields.count("num_missing")
-    return {
-        "num_records": fields.integer("num_records", default=0),
-        "nbytes": fields.integer("nbytes", default=0),
-        "silent_sites": fields.texts_by_rank("silent_sites", default={}),
-        "num_expected": num_expected,
-        "num_missing": num_missing,
-        "num_recorded": None if num_expected is None or num_missing is None else num_expected - num_missing,
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """How far an attempt is, read off its keys."""
@@ -175,7 +162,8 @@ def read_verdict(backend: Backend) -> tuple[RunVerdict, list[IterationStatus]] |
         statuses,
         required=last.min_iterations,
         final=final,
-        notes=_closing_notes(backend, progresses[-1]) if final else {},
+        # Of the first rank that closed; the others' are in the iterations that they did not commit.
+        notes={rank: _last_words(backend, last.path, rank) for rank in sorted(progresses[-1].closed)[: int(final)]},
         problems={**(problems or {}), **({"the verdict": damage} if damage else {})},
     )
     return verdict, statuses
@@ -242,26 +230,24 @@ def _status(
     attempt = progress.attempt
     marks = progress.marks.get(iteration, {})
     committed = progress.committed_ranks(iteration)
-    is_complete = iteration in progress.complete
     # Of an iteration that was removed on purpose nothing is missing.
     absent = set() if iteration in progress.dropped else set(expected).difference(committed)
     named = sorted(absent)[:_MAX_REASONS]
     missing = {rank: _reason(backend, progress, iteration, rank, final=final) for rank in named}
+    summary: dict[str, Any] = {}
+    damage = ""
     if iteration in progress.dropped:
         state = IterationState.DROPPED
-    elif is_complete:
+    elif iteration in progress.complete:
         state = IterationState.COMPLETE
+        path = layout.iteration_path(attempt.path, iteration)
+        summary, damage = _read_or_damage(backend, path, _summary, default=summary)
     elif Mark.SKIPPED in marks.values():
         state = IterationState.SKIPPED
     elif final or Mark.FAILED in marks.values() or absent & progress.closed:
         state = IterationState.PARTIAL
     else:
         state = IterationState.OPEN
-    summary: dict[str, Any] = {}
-    damage = ""
-    if is_complete:
-        path = layout.iteration_path(attempt.path, iteration)
-        summary, damage = _read_or_damage(backend, path, _summary, default=summary)
     return IterationStatus(
         iteration=iteration,
         attempt=attempt.number,
@@ -274,14 +260,25 @@ def _status(
     )
 
 
+def _summary(fields: Fields) -> dict[str, Any]:
+    """What the document of an iteration commit says of it: fields of `IterationStatus`."""
+    num_expected, num_missing = fields.count("num_expected"), fields.count("num_missing")
+    return {
+        "num_records": fields.integer("num_records", default=0),
+        "nbytes": fields.integer("nbytes", default=0),
+        "silent_sites": fields.texts_by_rank("silent_sites", default={}),
+        "num_expected": num_expected,
+        "num_missing": num_missing,
+        "num_recorded": None if num_expected is None or num_missing is None else num_expected - num_missing,
+    }
+
+
 def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, final: bool) -> str:
     path = progress.attempt.path
     mark = progress.marks.get(iteration, {}).get(rank)
     if mark is not None:
         marker = layout.marker_path(path, iteration, rank, mark)
-        reason, damage = _read_or_damage(
-            backend, marker, lambda fields: fields.text("reason", default=mark.value), default=""
-        )
+        reason, damage = _read_text(backend, marker, "reason", default=mark.value)
         return f"{mark}, and {damage}" if damage else reason
     if rank in progress.closed:
         return f"ended before it ({_last_words(backend, path, rank) or 'no reason was left'})"
@@ -290,8 +287,8 @@ def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, 
 
 def read_disabled(backend: Backend) -> dict[int, str]:
     """The ranks whose capture disabled itself in the last attempt of a run, each with the reason."""
-    told = _read_of_ranks(backend, layout.closed_path, "reason")
-    return {rank: reason for rank, reason in told.items() if reason.startswith(DISABLED)}
+    reasons = _read_of_ranks(backend, layout.closed_path, "reason")
+    return {rank: reason for rank, reason in reasons.items() if reason.startswith(DISABLED)}
 
 
 def read_troubles(backend: Backend) -> dict[int, str]:
@@ -307,22 +304,17 @@ def _read_of_ranks(backend: Backend, path_of: Callable[[str, int], str], name: s
     path = attempts[-1].path
     ranks = sorted(layout.ranks_named(backend.list_names(path_of(path, 0).rpartition("/")[0])))
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        texts = list(pool.map(lambda rank: _read_text(backend, path_of(path, rank), name), ranks))
-    return {rank: text for rank, text in zip(ranks, texts, strict=True) if text}
-
-
-def _closing_notes(backend: Backend, progress: Progress) -> dict[int, str]:
-    """The last words of the first rank that closed; the others' are in the iterations that they did not commit."""
-    return {rank: _last_words(backend, progress.attempt.path, rank) for rank in sorted(progress.closed)[:1]}
+        found = list(pool.map(lambda rank: _read_text(backend, path_of(path, rank), name), ranks))
+    return {rank: damage or text for rank, (text, damage) in zip(ranks, found, strict=True) if damage or text}
 
 
 def _last_words(backend: Backend, attempt: str, rank: int) -> str:
-    return _read_text(backend, layout.closed_path(attempt, rank), "reason")
-
-
-def _read_text(backend: Backend, path: str, name: str) -> str:
-    text, damage = _read_or_damage(backend, path, lambda fields: fields.text(name, default=""), default="")
+    text, damage = _read_text(backend, layout.closed_path(attempt, rank), "reason")
     return damage or text
+
+
+def _read_text(backend: Backend, path: str, name: str, *, default: str = "") -> tuple[str, str]:
+    return _read_or_damage(backend, path, lambda fields: fields.text(name, default=default), default="")
 
 
 def _read_or_damage(backend: Backend, path: str, take: Callable[[Fields], _T], *, default: _T) -> tuple[_T, str]:

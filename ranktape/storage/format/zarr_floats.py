@@ -52,8 +52,7 @@ class SmallFloat(ZDType[np.dtype[Any], Any], HasItemSize):
         """The data type of arrays of that numpy dtype; zarr asks every class in turn."""
         if cls._check_native_dtype(dtype):
             return cls()
-        message = f"numpy dtype {dtype} is not {cls._zarr_v3_name}"
-        raise _NotThisTypeError(message)
+        raise _NotThisTypeError(f"numpy dtype {dtype} is not {cls._zarr_v3_name}")
 
     def to_native_dtype(self) -> np.dtype[Any]:
         """The dtype from ml_dtypes."""
@@ -61,15 +60,13 @@ class SmallFloat(ZDType[np.dtype[Any], Any], HasItemSize):
 
     @classmethod
     def _from_json_v2(cls, data: DTypeJSON) -> NoReturn:
-        message = f"{data!r} is not {cls._zarr_v3_name}: Zarr v2 has no name for it"
-        raise _NotThisTypeError(message)
+        raise _NotThisTypeError(f"{data!r} is not {cls._zarr_v3_name}: Zarr v2 has no name for it")
 
     @classmethod
     def _from_json_v3(cls, data: DTypeJSON) -> Self:
         if data == cls._zarr_v3_name:
             return cls()
-        message = f"{data!r} is not {cls._zarr_v3_name}"
-        raise _NotThisTypeError(message)
+        raise _NotThisTypeError(f"{data!r} is not {cls._zarr_v3_name}")
 
     @overload
     def to_json(self, zarr_format: Literal[2]) -> DTypeSpec_V2: ...
@@ -113,40 +110,30 @@ class SmallFloat(ZDType[np.dtype[Any], Any], HasItemSize):
         native = self.to_native_dtype()
         if isinstance(data, np.generic | np.ndarray) and data.dtype == native and data.ndim == 0:
             return np.asarray(data)[()]
-        if isinstance(data, str):
-            if data.startswith("0x"):
-                return self._from_bits(data)
-            if data not in _CONSTANTS:
-                raise ValueError(self._refusal(data))
-            number = _CONSTANTS[data]
-        elif isinstance(data, int | float | np.generic) and not isinstance(data, complex | np.complexfloating):
-            try:
-                number = float(data)
-            except OverflowError as error:
-                raise ValueError(self._refusal(data)) from error
-        else:
+        is_number = isinstance(data, int | float | np.generic) and not isinstance(data, complex | np.complexfloating)
+        if not is_number and not isinstance(data, str):
             raise TypeError(self._refusal(data))
-        return self._nearest(number)
+        try:
+            if isinstance(data, str) and data.startswith("0x"):
+                return self._from_bits(int(data, 16))
+            return self._nearest(_CONSTANTS[data] if isinstance(data, str) else float(data))  # type: ignore[arg-type]
+        except (KeyError, OverflowError, ValueError) as error:
+            raise ValueError(self._refusal(data)) from error
 
     def _nearest(self, number: float) -> Any:
-        native = self.to_native_dtype()
         if number == 0.0 and self._zarr_v3_name == _WITHOUT_ZERO:
             return self.default_scalar()
         with np.errstate(all="ignore"):
-            scalar = np.array(number).astype(native)[()]
+            scalar = np.array(number).astype(self.to_native_dtype())[()]
         nearest = float(scalar)
         if math.isnan(nearest) != math.isnan(number) or math.isinf(nearest) != math.isinf(number):
-            raise ValueError(self._refusal(number))
+            raise ValueError(number)
         return scalar
 
-    def _from_bits(self, text: str) -> Any:
+    def _from_bits(self, bits: int) -> Any:
         native = self.to_native_dtype()
-        try:
-            bits = int(text, 16)
-        except ValueError as error:
-            raise ValueError(self._refusal(text)) from error
         if bits >= 1 << self._num_bits:
-            raise ValueError(self._refusal(text))
+            raise ValueError(bits)
         return np.array(bits, dtype=f"<u{native.itemsize}").view(native)[()]
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +27,8 @@ if TYPE_CHECKING:
     from ranktape.storage.records.interfaces import ReadableRecord, RecordColumns
 
 _PLACE = (
-    "layer_idx",
-    "layer_stack",
-    "module",
-    "layer_type",
-    "operation",
-    "phase",
-    "component",
-    "quant_type",
-    "tensor_name",
+    *("layer_idx", "layer_stack", "module", "layer_type", "operation"),
+    *("phase", "component", "quant_type", "tensor_name"),
 )
 """Fields that say what a tensor is; some follow from others."""
 
@@ -173,7 +166,7 @@ def _independent(dims: Sequence[_Dim]) -> tuple[list[_Dim], list[tuple[_Dim, _Di
     following: list[tuple[_Dim, _Dim]] = []
     for dim in reversed(dims):
         for leading in kept:
-            if leading is not dim and _may_follow(dim.name, leading.name) and _follows(dim, leading):
+            if leading is not dim and _follows(dim, leading):
                 kept.remove(dim)
                 # What followed from this one follows from the one that it follows from.
                 following = [(one, leading if its is dim else its) for one, its in following]
@@ -182,12 +175,10 @@ def _independent(dims: Sequence[_Dim]) -> tuple[list[_Dim], list[tuple[_Dim, _Di
     return kept, following
 
 
-def _may_follow(name: str, leading: str) -> bool:
-    return {name, leading} <= set(_PLACE) or (name, leading) == ("attempt", "iteration")
-
-
 def _follows(dim: _Dim, leading: _Dim) -> bool:
-    return len(set(zip(leading.places.tolist(), dim.places.tolist(), strict=True))) == len(leading.values)
+    may_follow = {dim.name, leading.name} <= set(_PLACE) or (dim.name, leading.name) == ("attempt", "iteration")
+    pairs = set(zip(leading.places.tolist(), dim.places.tolist(), strict=True)) if may_follow else ()
+    return len(pairs) == len(leading.values)
 
 
 def _positions(dims: Sequence[_Dim], *, num_records: int) -> np.ndarray[Any, Any]:
@@ -199,7 +190,8 @@ def _positions(dims: Sequence[_Dim], *, num_records: int) -> np.ndarray[Any, Any
         twice = Counter(combinations).most_common(1)[0][0]
         raise UsageError(f"several records are alike ({_words(dims, twice)}): select one of them")
     names = ", ".join(dim.name for dim in dims)
-    missing = list(itertools.islice(_missing(shape, seen), _MAX_NAMED))
+    absent = (one for one in itertools.product(*map(range, shape)) if one not in seen)
+    missing = list(itertools.islice(absent, _MAX_NAMED))
     if missing:
         shown = "; ".join(_words(dims, one) for one in missing)
         raise UsageError(
@@ -209,10 +201,6 @@ def _positions(dims: Sequence[_Dim], *, num_records: int) -> np.ndarray[Any, Any
     positions = np.empty(shape, dtype=np.int64)
     positions[tuple(dim.places for dim in dims)] = np.arange(num_records) if dims else 0
     return positions
-
-
-def _missing(shape: Sequence[int], seen: set[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    return (one for one in itertools.product(*map(range, shape)) if one not in seen)
 
 
 def _words(dims: Sequence[_Dim], combination: Sequence[int]) -> str:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.errors import DataError, RunFormatError
-from ranktape.storage.format.blob import open_blob
-from ranktape.storage.format.catalogue import Catalogue
+from ranktape.storage.format.commit import open_catalogue
 from ranktape.storage.format.decode import StoredArray, fetch_object, open_stored, read_runs, read_slices, read_stored
 from ranktape.storage.format.encode import checksum, combine, stored_dtype, stored_shape
-from ranktape.storage.format.layout import document_key, dropped_path, iteration_path
+from ranktape.storage.format.layout import document_key, dropped_path
 from ranktape.storage.format.parts import RUN, split
 from ranktape.storage.format.record_info import Compression
 from ranktape.storage.places.backend import ForwardingBackend, Result
@@ -95,7 +94,7 @@ class RunReader:
         self._store: Any = None
         self._stored = functools.lru_cache(_NUM_DOCUMENTS)(self._open)
         self._objects = RecentObjects(backend)
-        self._catalogue = functools.lru_cache(_NUM_CATALOGUES)(self._open_catalogue)
+        self._catalogue = functools.lru_cache(_NUM_CATALOGUES)(functools.partial(open_catalogue, backend))
 
     def __reduce__(self) -> tuple[Any, tuple[bytes]]:
         return _shared_reader, (pickle.dumps(self.backend),)
@@ -119,8 +118,7 @@ class RunReader:
                 expected = (stored.sample_checksums or ())[sample]
             else:
                 values = read_stored(self.backend, stored)
-        if (actual := checksum(values)) != expected:
-            raise self._is_other(record, actual=actual, expected=expected)
+        self._expect(record, checksum(values), expected)
         return values if sample is None or is_sample else values.take(sample, axis=info.sample_dim)
 
     def parts(self, record: Record) -> Iterator[np.ndarray[Any, Any]]:
@@ -132,12 +130,15 @@ class RunReader:
         info = record.info
         with self._explained(record):
             stored = self._opened(record)
-        if record.location.stack or not stored.chunk_nbytes:
-            yield from split(self.read(record, sample=None), sample_dim=info.sample_dim)
-        elif info.sample_dim is not None and info.sample_dim == stored.cut_axis:
+        is_alone = not record.location.stack and stored.chunk_nbytes
+        is_plain = stored.cut_axis is None and stored.compression is Compression.NONE
+        if is_alone and info.sample_dim is not None and info.sample_dim == stored.cut_axis:
             yield from self._samples(record, stored)
-        elif info.sample_dim is None and _is_readable_in_runs(stored):
-            yield from self._runs(record, stored)
+        elif is_alone and info.sample_dim is None and is_plain and stored.chunk_nbytes > RUN * stored.row.itemsize:
+            # Compared as a whole, behind the last of them.
+            with self._explained(record):
+                crc = yield from read_runs(self.backend, stored, num_elements=RUN)
+            self._expect(record, f"crc32c:{crc:08x}", info.checksum)
         else:
             yield from split(self.read(record, sample=None), sample_dim=info.sample_dim)
 
@@ -148,21 +149,12 @@ class RunReader:
         for expected in stored.sample_checksums or ():
             with self._explained(record):
                 values, crc = next(slices)
-            if (actual := f"crc32c:{crc:08x}") != expected:
-                raise self._is_other(record, actual=actual, expected=expected)
+            self._expect(record, f"crc32c:{crc:08x}", expected)
             crcs.append(crc)
             yield values[np.newaxis]
         if stored.cut_axis == 0:
-            actual = f"crc32c:{combine(crcs, part_nbytes=stored.chunk_nbytes):08x}"
-            if actual != record.info.checksum:
-                raise self._is_other(record, actual=actual, expected=record.info.checksum)
-
-    def _runs(self, record: Record, stored: StoredArray) -> Iterator[np.ndarray[Any, Any]]:
-        """Run after run of a large chunk, compared as a whole behind the last of them."""
-        with self._explained(record):
-            crc = yield from read_runs(self.backend, stored, num_elements=RUN)
-        if (actual := f"crc32c:{crc:08x}") != record.info.checksum:
-            raise self._is_other(record, actual=actual, expected=record.info.checksum)
+            whole = combine(crcs, part_nbytes=stored.chunk_nbytes)
+            self._expect(record, f"crc32c:{whole:08x}", record.info.checksum)
 
     def open_array(self, path: str) -> zarr.Array[Any]:
         """The Zarr array at a path below the run; no value is read."""
@@ -189,18 +181,15 @@ class RunReader:
         catalogue = self._catalogue(attempt, record.info.iteration)
         return Records(self, [catalogue], np.arange(catalogue.num_rows)).select(site=record.location.site)
 
-    def _open_catalogue(self, attempt: str, iteration: int) -> Catalogue:
-        path = iteration_path(attempt, iteration)
-        return Catalogue(open_blob(self.backend, path), place=f"{self.url}/{path}", attempt=attempt)
-
     @contextlib.contextmanager
     def _explained(self, record: Record) -> Iterator[None]:
         """Says of what is damaged which record it is, and of what is gone that it was removed on purpose."""
         try:
             yield
         except (DataError, RunFormatError) as error:
-            if self._is_dropped(record):
-                iteration = record.info.iteration
+            iteration = record.info.iteration
+            attempt = record.location.group.partition("/")[0]
+            if self.backend.exists(document_key(dropped_path(attempt, iteration))):
                 message = f"iteration {iteration} was removed from {self.url} (--keep-last): refresh the run"
                 raise DataError(message) from error
             if not self.backend.exists(document_key("")):
@@ -208,29 +197,22 @@ class RunReader:
                 raise DataError(f"{message}: it was removed, or that machine cannot see it ({error})") from error
             raise DataError(f"{record!r} is damaged: {error}") from error
 
-    def _opened(self, record: Record) -> StoredArray:
-        """What the document of a record's array says, if it is the one that the catalogue names."""
-        stored = self._stored(record.location.array_path)
-        self._compare(stored, record)
-        return stored
-
-    def _is_other(self, record: Record, *, actual: str, expected: str) -> DataError:
-        return DataError(
-            f"{record!r} in {self.url}/{record.location.array_path} is not what was captured: "
-            f"its checksum is {actual}, {expected} was recorded; see 'ranktape check'"
-        )
+    def _expect(self, record: Record, actual: str, expected: str) -> None:
+        """That the checksum of what was read is the one that was recorded."""
+        if actual != expected:
+            raise DataError(
+                f"{record!r} in {self.url}/{record.location.array_path} is not what was captured: "
+                f"its checksum is {actual}, {expected} was recorded; see 'ranktape check'"
+            )
 
     def _open(self, path: str) -> StoredArray:
         # What the document of a stack says of each record is in the catalogue, too, and would fill the memory.
         return dataclasses.replace(open_stored(self.backend, path), attributes={})
 
-    def _is_dropped(self, record: Record) -> bool:
-        attempt = record.location.group.partition("/")[0]
-        return self.backend.exists(document_key(dropped_path(attempt, record.info.iteration)))
-
-    def _compare(self, stored: StoredArray, record: Record) -> None:
-        """That an array is the one that the catalogue names, before it is read: both say the same of the record."""
+    def _opened(self, record: Record) -> StoredArray:
+        """What the document of a record's array says, if it is the one that the catalogue names."""
         info, location = record.info, record.location
+        stored = self._stored(location.array_path)
         shape = stored.shape[1:] if location.stack else stored.shape
         dtype = stored_dtype(info)
         is_there = not location.stack or (stored.cut_axis == 0 and 0 <= location.index < stored.shape[0])
@@ -241,12 +223,7 @@ class RunReader:
                 f"{self.url}/{stored.path} has {stored.row.name}{list(stored.shape)}, the catalogue says "
                 f"{dtype.name}{list(stored_shape(info))}: the commit is damaged; see 'ranktape check'"
             )
-
-
-def _is_readable_in_runs(stored: StoredArray) -> bool:
-    """Whether a part of the array can be read without the whole, and that saves something."""
-    is_plain = stored.cut_axis is None and stored.compression is Compression.NONE
-    return is_plain and stored.chunk_nbytes > RUN * stored.row.itemsize
+        return stored
 
 
 @functools.lru_cache(maxsize=8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, overload
 
@@ -13,7 +13,7 @@ import numpy as np
 from ranktape.storage.format.catalogue import COLUMNS, concatenate, read_rows
 from ranktape.storage.places.failures import printable
 from ranktape.storage.query.columns import StringColumn, equal_rows, rows_of
-from ranktape.storage.query.filters import check_fields, filter_from_text, parse_filter
+from ranktape.storage.query.filters import Filter, check_fields, filter_from_text, parse_filter
 from ranktape.storage.query.where import parse_where
 from ranktape.storage.records.notebook import MAX_SHOWN_ROWS, clipped, html_table
 from ranktape.storage.records.record import Location, Record
@@ -127,18 +127,18 @@ class Records(Sequence[Record]):
             UnknownFieldError: a filter names no field.
             UsageError: a field cannot have such a value.
         """
-        rows = self._rows
-        for field, value in filters.items():
-            parsed = parse_filter(field.replace("__", "."), value, known=COLUMNS)
-            rows = rows[parsed.mask(self._source(rows), len(rows))]
-        return self._take(rows)
+        return self._fitting(
+            parse_filter(name.replace("__", "."), value, known=COLUMNS) for name, value in filters.items()
+        )
 
     def select_text(self, filters: Sequence[tuple[str, str]]) -> Records:
         """As `select`, with filters as a command line has them: texts, where commas separate alternatives."""
+        return self._fitting(filter_from_text(field, text, known=COLUMNS) for field, text in filters)
+
+    def _fitting(self, filters: Iterable[Filter]) -> Records:
         rows = self._rows
-        for field, text in filters:
-            parsed = filter_from_text(field, text, known=COLUMNS)
-            rows = rows[parsed.mask(self._source(rows), len(rows))]
+        for one in filters:
+            rows = rows[one.mask(self._source(rows), len(rows))]
         return self._take(rows)
 
     def where(self, expression: str) -> Records:

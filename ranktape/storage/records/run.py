@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ranktape.errors import RunNotFoundError
-from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import (
     Attempt,
     complete_iterations,
@@ -19,8 +18,8 @@ from ranktape.storage.format.attempt import (
     run_attributes,
     shown_attempts,
 )
-from ranktape.storage.format.blob import open_blob
 from ranktape.storage.format.catalogue import Catalogue, empty_catalogue
+from ranktape.storage.format.commit import open_catalogue
 from ranktape.storage.format.progress import read_disabled, read_troubles, read_verdict
 from ranktape.storage.format.status import IterationStatus, RunVerdict
 from ranktape.storage.places.backend import Backend
@@ -51,7 +50,7 @@ class Run:
         self.attributes = run_attributes(read_run(backend), place=backend.url)
         """What the run's document says: schema, options, environment, launch."""
         self._attempts_of: dict[int, list[Attempt]] = {}
-        self._catalogues: dict[tuple[int, str], Catalogue] = {}
+        self._catalogues: dict[tuple[str, int], Catalogue] = {}
         self.refresh()
 
     def __repr__(self) -> str:
@@ -134,26 +133,21 @@ class Run:
             StorageError: a catalogue cannot be read.
         """
         places = [
-            (iteration, attempt.path)
+            (attempt.path, iteration)
             for iteration in self.iterations
             for attempt in (self._attempts_of if "attempt" in filters else self._shown)[iteration]
         ]
         if "iteration" in filters and places:
             wanted = parse_filter("iteration", filters["iteration"])
-            mask: Mask = wanted.mask(lambda _: np.array([iteration for iteration, _ in places]), len(places))
+            mask: Mask = wanted.mask(lambda _: np.array([iteration for _, iteration in places]), len(places))
             places = [place for place, is_wanted in zip(places, mask, strict=True) if is_wanted]
+        unread = [place for place in places if place not in self._catalogues]
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            catalogues = list(pool.map(self._catalogue, places)) or [empty_catalogue()]
+            read = pool.map(lambda place: open_catalogue(self._backend, *place), unread)
+            self._catalogues |= zip(unread, read, strict=True)
+        catalogues = [self._catalogues[place] for place in places] or [empty_catalogue()]
         rows = np.arange(sum(catalogue.num_rows for catalogue in catalogues))
         return Records(self._reader, catalogues, rows).select(**filters)
-
-    def _catalogue(self, place: tuple[int, str]) -> Catalogue:
-        if place not in self._catalogues:
-            iteration, attempt = place
-            path = layout.iteration_path(attempt, iteration)
-            blob = open_blob(self._backend, path)
-            self._catalogues[place] = Catalogue(blob, place=f"{self.url}/{path}", attempt=attempt)
-        return self._catalogues[place]
 
 
 def open_run(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Run:
