@@ -16,7 +16,7 @@ from ranktape.analyze import overflow, stats, sweep, trace
 from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.findings.survey import survey
+from ranktape.analyze.findings.survey import Survey
 from ranktape.analyze.legacy import export_records, import_folder, open_folder
 from ranktape.analyze.table import Table
 from ranktape.analyze.views.plots.tallies import SampleMetrics
@@ -176,7 +176,7 @@ def test_a_record_that_is_one_sample_is_read_as_it(single: Records, run: Run) ->
 
 
 def test_findings_know_the_samples(single: Records) -> None:
-    samples = survey(single, engine=UNCACHED).samples
+    samples = Survey(single, engine=UNCACHED).samples
     assert samples.record.size == 2 * 2 * len(SITES) * SAMPLES
 
 

@@ -27,7 +27,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Severity, finding_of
-from ranktape.analyze.findings.survey import survey as take_stock
+from ranktape.analyze.findings.survey import Survey
 from ranktape.analyze.identity import layer_places, short_names, with_stacks
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.table import Table
@@ -248,7 +248,7 @@ def test_the_next_command_names_the_stack(run: Run) -> None:
         for place, record in enumerate(records)
         if (record.layer_stack, record.layer_idx, record.tensor_name) == (STACKS[1], 2, "grad_output")
     ]
-    known = take_stock(records)
+    known = Survey(records)
     found = finding_of(known, kind="zero", severity=Severity.LOW, score=1.0, text="is", evidence="", places=positions)
     assert "--layer-stack decoder.block --layer-idx 2" in found.command
 

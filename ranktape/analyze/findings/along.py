@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.finding import (
     Finding,
     Severity,
@@ -24,24 +25,7 @@ from ranktape.analyze.findings.finding import (
     number_text,
     records_text,
 )
-from ranktape.analyze.findings.peers import Course, binades, courses_of, robust_z
-from ranktape.analyze.findings.thresholds import (
-    EDGE_LAYER_BINADES,
-    GRADIENT_SERIOUS_BINADES,
-    GRADIENT_TAIL_BINADES,
-    JUMP_BINADES,
-    LAYER_BINADES,
-    MIN_ITERATIONS_OF_JUMP,
-    MIN_LAYERS,
-    MIN_MAD_BINADES,
-    MIN_TREND_ITERATIONS,
-    NORMAL_MAD,
-    NUM_EDGE_NEIGHBOURS,
-    ROBUST_Z,
-    SERIOUS_BINADES,
-    TREND_BINADES,
-    VANISHING_BINADES,
-)
+from ranktape.analyze.findings.peers import Course, binades, codes_of, courses_of, robust_z
 from ranktape.analyze.metrics.target import largest_value
 
 if TYPE_CHECKING:
@@ -89,24 +73,19 @@ def sen_slope(times: NDArray[np.int64], values: Floats) -> float:
 def _layers(survey: Survey, name: str) -> Iterator[Course]:
     """A metric over the layers of one kind of place, in one iteration."""
     layers = survey.fields["layer_idx"].astype(np.int64)
+    groups = codes_of(survey.roles, survey.codes("attempt", "iteration"))
     known = survey.is_floating & (layers >= 0)
-    groups = _together(survey.roles, survey.codes("attempt", "iteration"))
-    yield from courses_of(groups, layers, survey.binades(name), known=known, min_steps=MIN_LAYERS)
+    yield from courses_of(groups, layers, survey.binades(name), known=known, min_steps=limit.MIN_LAYERS)
 
 
 def _iterations(survey: Survey, values: Floats) -> Iterator[Course]:
     """A metric of one place over the iterations."""
-    groups = _together(survey.sites, survey.codes("attempt"))
-    steps = survey.fields["iteration"]
-    yield from courses_of(groups, steps, values, known=survey.is_floating, min_steps=MIN_ITERATIONS_OF_JUMP)
-
-
-def _together(groups: Codes, moments: Codes) -> Codes:
-    return groups * (int(moments.max(initial=0)) + 1) + moments
+    groups, steps = codes_of(survey.sites, survey.codes("attempt")), survey.fields["iteration"]
+    yield from courses_of(groups, steps, values, known=survey.is_floating, min_steps=limit.MIN_ITERATIONS_OF_JUMP)
 
 
 def differing_layers(
-    survey: Survey, *, metrics: Sequence[str] = LAYER_METRICS, threshold: float = ROBUST_Z
+    survey: Survey, *, metrics: Sequence[str] = LAYER_METRICS, threshold: float = limit.ROBUST_Z
 ) -> Iterator[Finding]:
     """One for each place of a layer, by the metric that shows it best.
 
@@ -122,8 +101,8 @@ def differing_layers(
         worst = max(several, key=lambda known: abs(known["binades"]))
         # With the records of every iteration in which it shows.
         places = list(dict.fromkeys(place for known in (worst, *several) for place in known["places"].tolist()))
-        iterations = named_numbers("iteration", survey.fields["iteration"][places].tolist())
-        yield far_finding(survey, **worst | {"places": places, "seen": f"{worst['seen']}, in {iterations}"})
+        seen = f"{worst['seen']}, in {named_numbers('iteration', survey.fields['iteration'][places].tolist())}"
+        yield far_finding(survey, **worst | {"places": places, "seen": seen})
 
 
 def _standing_out(survey: Survey, course: Course, name: str, *, threshold: float) -> Iterator[dict[str, Any]]:
@@ -134,9 +113,9 @@ def _standing_out(survey: Survey, course: Course, name: str, *, threshold: float
     scores = robust_z(apart, float(np.median(np.abs(apart))))
     for step, far, score in zip(course.steps.tolist(), apart.tolist(), scores.tolist(), strict=True):
         is_edge = step in {course.steps[0], course.steps[-1]}
-        edge = GRADIENT_TAIL_BINADES if is_gradient else EDGE_LAYER_BINADES
-        least = edge if is_edge else LAYER_BINADES
-        if abs(score) <= threshold or abs(far) < least * threshold / ROBUST_Z:
+        edge = limit.GRADIENT_TAIL_BINADES if is_gradient else limit.EDGE_LAYER_BINADES
+        least = edge if is_edge else limit.LAYER_BINADES
+        if abs(score) <= threshold or abs(far) < least * threshold / limit.ROBUST_Z:
             continue
         places = course.at_step(step)
         sizes, worst = survey.binades(name)[places], int(places[0])
@@ -144,7 +123,7 @@ def _standing_out(survey: Survey, course: Course, name: str, *, threshold: float
         value, expected = (survey.metric_at(name, size, place=worst) for size in (middle, middle - far))
         direction = "gradient_exploding" if far > 0 else "gradient_vanishing"
         # Of all that a layer has, its weights are most like those of the layers around it.
-        is_serious = not is_edge and (abs(far) >= SERIOUS_BINADES or bool(survey.is_weight[worst]))
+        is_serious = not is_edge and (abs(far) >= limit.SERIOUS_BINADES or bool(survey.is_weight[worst]))
         yield {
             "places": places[np.argsort(-np.abs(sizes - middle + far), kind="stable")],
             "kind": direction if is_gradient and name in _SIZES else "layer_differs",
@@ -164,8 +143,8 @@ def _apart(values: Floats) -> Floats:
     below, above = values - _before(values), values - _before(values[::-1])[::-1]
     nearer = np.where(np.abs(below) <= np.abs(above), below, above)
     apart = np.where(below * above > 0, nearer, 0.0)
-    apart[0] = values[0] - np.median(values[1 : 1 + NUM_EDGE_NEIGHBOURS])
-    apart[-1] = values[-1] - np.median(values[:-1][-NUM_EDGE_NEIGHBOURS:])
+    apart[0] = values[0] - np.median(values[1 : 1 + limit.NUM_EDGE_NEIGHBOURS])
+    apart[-1] = values[-1] - np.median(values[:-1][-limit.NUM_EDGE_NEIGHBOURS :])
     return apart
 
 
@@ -184,12 +163,26 @@ def vanishing_gradients(survey: Survey) -> Iterator[Finding]:
             continue
         totals = [_change_over_layers(row) for row in course.values]
         total, role = min(totals, key=abs), int(survey.roles[course.records[0]])
-        if abs(total) < VANISHING_BINADES or totals[0] * totals[1] < 0:
+        if abs(total) < limit.VANISHING_BINADES or totals[0] * totals[1] < 0:
             continue
         if role not in best or abs(total) > abs(best[role][0]):
             best[role] = total, course
     for total, course in best.values():
-        yield _over_layers(survey, course, total=total)
+        first, last = course.steps[[0, -1]].tolist()
+        places = course.at_step(first if total > 0 else last)
+        ends = np.exp2(course.means[[0, -1]]).tolist()
+        where = f"in layer {first}, {number_text(ends[1])} in layer {last}, step by step"
+        yield _changed(
+            survey,
+            places,
+            "norm",
+            ends if total < 0 else ends[::-1],
+            -abs(total),
+            kind="gradient_vanishing" if total > 0 else "gradient_exploding",
+            severity=Severity.LOW,
+            text=f"has a norm that changes by {factor_text(abs(total))} over the layers",
+            evidence=f"norm {number_text(ends[0])} {where}; iteration {int(survey.fields['iteration'][places[0]])}",
+        )
 
 
 def _change_over_layers(values: Floats) -> float:
@@ -200,27 +193,12 @@ def _change_over_layers(values: Floats) -> float:
     return total if is_steady else 0.0
 
 
-def _over_layers(survey: Survey, course: Course, *, total: float) -> Finding:
-    first, last = int(course.steps[0]), int(course.steps[-1])
-    places = course.at_step(first if total > 0 else last)
-    ends = [float(2.0**value) for value in course.means[[0, -1]]]
-    value, expected = ends if total > 0 else ends[::-1]
-    return finding_of(
-        survey,
-        places=places,
-        kind="gradient_vanishing" if total > 0 else "gradient_exploding",
-        severity=Severity.LOW,
-        score=abs(total),
-        text=f"has a norm that changes by {factor_text(abs(total))} over the layers",
-        evidence=(
-            f"norm {number_text(ends[0])} in layer {first}, {number_text(ends[1])} in layer {last}, "
-            f"step by step; iteration {int(survey.fields['iteration'][places[0]])}"
-        ),
-        metric="norm",
-        value=value,
-        expected=expected,
-        binades=-abs(total),
-    )
+def _changed(
+    survey: Survey, places: Codes, metric: str, ends: Sequence[float], binades: float, **known: Any
+) -> Finding:
+    """A metric that went from the one end, which was expected, to the other."""
+    size: dict[str, Any] = {"score": abs(binades), "binades": binades}
+    return finding_of(survey, places=places, metric=metric, expected=ends[0], value=ends[1], **size, **known)
 
 
 def changing(survey: Survey, *, metric: str = "absmax") -> Iterator[Finding]:
@@ -246,7 +224,7 @@ def changing(survey: Survey, *, metric: str = "absmax") -> Iterator[Finding]:
 
 def _change_over_iterations(course: Course) -> float | None:
     """By how many binades the metric changes over the run, if it does so steadily."""
-    if course.steps.size < MIN_TREND_ITERATIONS:
+    if course.steps.size < limit.MIN_TREND_ITERATIONS:
         return None
     chosen = np.unique(np.linspace(0, course.steps.size - 1, _MAX_PAIRS).astype(np.int64))
     times = course.steps[chosen]
@@ -254,7 +232,7 @@ def _change_over_iterations(course: Course) -> float | None:
     low, high = (sen_slope(times, row[chosen]) * span for row in course.values)
     is_sure = all(abs(kendall_z(row[chosen])) >= TREND_Z for row in course.values)
     total = min(low, high, key=abs)
-    return total if is_sure and low * high > 0 and abs(total) >= TREND_BINADES else None
+    return total if is_sure and low * high > 0 and abs(total) >= limit.TREND_BINADES else None
 
 
 def _jump(values: Floats) -> int | None:
@@ -263,9 +241,8 @@ def _jump(values: Floats) -> int | None:
     place = int(np.argmax(np.abs(steps)))
     others = np.delete(steps, place)
     usual = float(np.median(others))
-    spread = NORMAL_MAD * max(MIN_MAD_BINADES, float(np.median(np.abs(others - usual))))
-    is_jump = abs(steps[place]) >= JUMP_BINADES and abs(steps[place] - usual) > ROBUST_Z * spread
-    return place if is_jump else None
+    score = robust_z(steps[place] - usual, float(np.median(np.abs(others - usual))))
+    return place if abs(steps[place]) >= limit.JUMP_BINADES and abs(score) > limit.ROBUST_Z else None
 
 
 def _usual_steps(courses: Iterable[Course]) -> dict[tuple[int, int], float]:
@@ -282,52 +259,46 @@ def _is_shared(course: Course, place: int, usual: dict[tuple[int, int], float]) 
     step = float(course.means[place + 1] - course.means[place])
     before, after = course.steps[place : place + 2].tolist()
     together = usual.get((before, after), 0.0) * np.sign(step)
-    return bool(together >= JUMP_BINADES or abs(step) >= GRADIENT_SERIOUS_BINADES)
+    return bool(together >= limit.JUMP_BINADES or abs(step) >= limit.GRADIENT_SERIOUS_BINADES)
 
 
 def _jumping(survey: Survey, course: Course, *, metric: str, place: int) -> Finding:
-    before, after = (float(2.0 ** course.means[one]) for one in (place, place + 1))
-    previous, iteration = course.steps[place : place + 2].tolist()
+    ends = np.exp2(course.means[place : place + 2]).tolist()
+    before, after = course.steps[place : place + 2].tolist()
     apart = float(course.means[place + 1] - course.means[place])
-    return finding_of(
+    return _changed(
         survey,
-        places=course.at_step(iteration),
+        course.at_step(after),
+        metric,
+        ends,
+        apart,
         kind="trend",
         severity=Severity.MEDIUM,
-        score=abs(apart),
-        text=f"jumps by {factor_text(apart)} in {metric} from iteration {previous} to {iteration}",
-        evidence=f"{metric} {number_text(before)} in iteration {previous}, {number_text(after)} in {iteration}",
-        metric=metric,
-        value=after,
-        expected=before,
-        binades=apart,
+        text=f"jumps by {factor_text(apart)} in {metric} from iteration {before} to {after}",
+        evidence=f"{metric} {number_text(ends[0])} in iteration {before}, {number_text(ends[1])} in {after}",
     )
 
 
 def _trend(survey: Survey, found: Sequence[tuple[float, Course]], *, metric: str) -> Finding:
     total, course = max(found, key=lambda pair: abs(pair[0]))
-    first, last = int(course.steps[0]), int(course.steps[-1])
-    ends = [float(2.0 ** course.means[one]) for one in (0, -1)]
-    worst = course.at_step(last)
-    limit = largest_value(str(survey.dtypes[worst[0]]))
+    first, last = course.steps[[0, -1]].tolist()
+    ends, worst = np.exp2(course.means[[0, -1]]).tolist(), course.at_step(last)
+    largest = largest_value(str(survey.dtypes[worst[0]]))
     # At this rate, in as many iterations again.
-    is_near = total > 0 and course.means[-1] + total > math.log2(limit)
-    word = "grows" if total > 0 else "shrinks"
-    of_dtype = f"{number_text(limit)}, the limit of {survey.dtypes[worst[0]]}"
+    is_near = total > 0 and course.means[-1] + total > math.log2(largest)
+    word = "grow" if total > 0 else "shrink"
+    of_dtype = f"{number_text(largest)}, the limit of {survey.dtypes[worst[0]]}"
     soon = f", and reaches {of_dtype}, at this rate" if is_near else ""
-    return finding_of(
+    return _changed(
         survey,
-        places=worst,
+        worst,
+        metric,
+        ends,
+        total,
         kind="trend",
         severity=Severity.MEDIUM if is_near else Severity.LOW,
-        score=abs(total),
-        text=f"{word} steadily by {factor_text(total)} in {metric} from iteration {first} to {last}{soon}",
+        text=f"{word}s steadily by {factor_text(total)} in {metric} from iteration {first} to {last}{soon}",
         evidence=(
-            f"{metric} {number_text(ends[0])} to {number_text(ends[1])}; "
-            f"{len(found)} places of this tensor {word.removesuffix('s')} so"
+            f"{metric} {number_text(ends[0])} to {number_text(ends[1])}; {len(found)} places of this tensor {word} so"
         ),
-        metric=metric,
-        value=ends[1],
-        expected=ends[0],
-        binades=total,
     )

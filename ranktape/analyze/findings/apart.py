@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.finding import (
     Finding,
     Severity,
@@ -24,17 +25,6 @@ from ranktape.analyze.findings.peers import (
     middles_of,
     robust_z,
     sizes_of,
-)
-from ranktape.analyze.findings.thresholds import (
-    GRADIENT_RANK_BINADES,
-    GRADIENT_SERIOUS_BINADES,
-    GRADIENT_TAIL_BINADES,
-    MAX_POOLED_MAD_BINADES,
-    MIN_SAMPLES,
-    RANK_BINADES,
-    ROBUST_Z,
-    SAMPLE_BINADES,
-    SERIOUS_BINADES,
 )
 from ranktape.analyze.identity import sample_names
 
@@ -54,7 +44,7 @@ _MIN_WITHIN = 3
 
 
 def differing_ranks(
-    survey: Survey, *, metrics: Sequence[str] = RANK_METRICS, threshold: float = ROBUST_Z
+    survey: Survey, *, metrics: Sequence[str] = RANK_METRICS, threshold: float = limit.ROBUST_Z
 ) -> Iterator[Finding]:
     """One for each place and rank, by the metric that shows it best.
 
@@ -64,7 +54,7 @@ def differing_ranks(
     both are.
     """
     best: dict[tuple[int, int], Finding] = {}
-    least = _least(survey)
+    least = _least(survey) * threshold / limit.ROBUST_Z
     for name in metrics:
         for finding in _by_metric(survey, name=name, threshold=threshold, least=least):
             places = list(finding.places)
@@ -79,16 +69,14 @@ def _by_metric(survey: Survey, *, name: str, threshold: float, least: Floats) ->
     known, groups = _compared(survey, values)
     if not known.size:
         return
-    deviations, mads = _deviations(groups, values[known], roles=survey.roles[known])
-    is_far = (np.abs(robust_z(deviations, mads)) > threshold) & (
-        np.abs(deviations) >= least[known] * threshold / ROBUST_Z
-    )
+    # Arrays over all records, as places are told apart by them.
+    apart, scores = np.zeros(len(survey)), np.zeros(len(survey))
+    apart[known], mads = _deviations(groups, values[known], roles=survey.roles[known])
+    scores[known] = robust_z(apart[known], mads)
+    is_far = (np.abs(scores[known]) > threshold) & (np.abs(apart[known]) >= least[known])
     is_pair = sizes_of(groups) == _PAIR
     culprits = _culprits(survey, values, known, groups, chosen=is_far & is_pair)
     is_settled = np.isin(groups, groups[culprits])
-    # Arrays over all records, as places are told apart by them.
-    apart, scores = np.zeros(len(survey)), np.zeros(len(survey))
-    apart[known], scores[known] = deviations, robust_z(deviations, mads)
     for mask, is_sure in ((is_far & ~is_pair | culprits, True), (is_far & is_pair & ~is_settled, False)):
         chosen = np.zeros(len(survey), dtype=bool)
         chosen[known] = mask
@@ -111,15 +99,15 @@ def _least(survey: Survey) -> Floats:
     """For each record by how many binades it differs from its peers, at the least, to be told."""
     # Of shards each is another part of the tensor, and a few large channels are on one rank alone.
     is_shard = np.array(["shard(" in text for text in survey.records.column("placement").tolist()], dtype=bool)
-    usual = np.where(survey.is_gradient, GRADIENT_TAIL_BINADES, RANK_BINADES)
+    usual = np.where(survey.is_gradient, limit.GRADIENT_TAIL_BINADES, limit.RANK_BINADES)
     # Where not a single sample, but the median of three and more, is far from that of other ranks.
     middles = survey.middle_samples()
     known, groups = _compared(survey, middles)
     if known.size:
         apart, _ = _deviations(groups, middles[known], roles=survey.roles[known])
-        far = known[np.abs(apart) >= GRADIENT_RANK_BINADES]
-        usual[far[survey.is_gradient[far]]] = GRADIENT_RANK_BINADES
-    return np.where(is_shard, SERIOUS_BINADES, usual)
+        far = known[np.abs(apart) >= limit.GRADIENT_RANK_BINADES]
+        usual[far[survey.is_gradient[far]]] = limit.GRADIENT_RANK_BINADES
+    return np.where(is_shard, limit.SERIOUS_BINADES, usual)
 
 
 def _deviations(groups: Codes, values: Floats, *, roles: Codes) -> tuple[Floats, Floats]:
@@ -131,51 +119,36 @@ def _deviations(groups: Codes, values: Floats, *, roles: Codes) -> tuple[Floats,
     apart = np.where(is_pair, np.where(values == high, high - low, low - high), apart)
     pooled = medians_of(roles, np.abs(apart))
     # A handful of ranks says little about their own spread; the same tensor of all layers says more.
-    return apart, np.where(is_pair, np.minimum(pooled, MAX_POOLED_MAD_BINADES), np.maximum(mads, pooled))
+    return apart, np.where(is_pair, np.minimum(pooled, limit.MAX_POOLED_MAD_BINADES), np.maximum(mads, pooled))
 
 
 def _culprits(survey: Survey, values: Floats, known: Codes, groups: Codes, *, chosen: Mask) -> Mask:
-    """Of pairs that differ the one that is clearly farther from what its own rank has around the place."""
+    """Of pairs that differ the one that is clearly farther from what its own rank has around the place.
+
+    That is from other layers, or from other iterations; the larger one.
+    """
     found = np.zeros(known.size, dtype=bool)
     places = np.flatnonzero(chosen)
     if not places.size:
         return found
-    distances = _distances(survey, values, known[places])
-    order = np.argsort(groups[places], kind="stable")
-    for one, two in order.reshape(-1, _PAIR).tolist():
+    sites, moments = survey.sites, survey.codes("rank", "attempt", "iteration")
+    in_layers = codes_of(moments, survey.roles), sites
+    in_time = codes_of(survey.fields["rank"], sites), moments
+    distances = np.zeros(places.size)
+    for around, own in (in_layers, in_time):
+        order = np.argsort(around, kind="stable")
+        order = order[np.isfinite(values[order])]
+        labels = around[order]
+        for number, place in enumerate(known[places].tolist()):
+            first, last = np.searchsorted(labels, around[place] + np.arange(2))
+            peers = order[first:last][own[order[first:last]] != own[place]]
+            if peers.size:
+                distances[number] = max(distances[number], abs(float(np.median(values[peers]) - values[place])))
+    for one, two in np.argsort(groups[places], kind="stable").reshape(-1, _PAIR).tolist():
         gap = distances[one] - distances[two]
         if abs(gap) >= _CLEARLY_NEARER:
             found[places[one if gap > 0 else two]] = True
     return found
-
-
-def _distances(survey: Survey, values: Floats, places: Codes) -> Floats:
-    """How far each record is from those of its rank: of other layers, and of other iterations; the larger one."""
-    sites, moments = survey.sites, survey.codes("rank", "attempt", "iteration")
-    layers = _Peers(codes_of(moments, survey.roles), values)
-    times = _Peers(codes_of(survey.fields["rank"], sites), values)
-    found = np.zeros(places.size)
-    for number, place in enumerate(places.tolist()):
-        of_layers, of_times = layers.of(place), times.of(place)
-        others = (of_layers[sites[of_layers] != sites[place]], of_times[moments[of_times] != moments[place]])
-        known = [abs(float(np.median(values[peers])) - float(values[place])) for peers in others if peers.size]
-        found[number] = max(known, default=0.0)
-    return found
-
-
-class _Peers:
-    """The records of each group that have a value."""
-
-    def __init__(self, groups: Codes, values: Floats) -> None:
-        self._groups = groups
-        order = np.argsort(groups, kind="stable")
-        self._order = order[np.isfinite(values[order])]
-        self._sorted = groups[self._order]
-
-    def of(self, place: int) -> Codes:
-        """Those in the group of a record."""
-        first, last = np.searchsorted(self._sorted, self._groups[place] + np.arange(2))
-        return self._order[first:last]
 
 
 def _rank_finding(survey: Survey, name: str, places: Codes, *, apart: Floats, scores: Floats, is_sure: bool) -> Finding:
@@ -187,7 +160,7 @@ def _rank_finding(survey: Survey, name: str, places: Codes, *, apart: Floats, sc
         survey,
         places=places,
         kind="rank_differs",
-        severity=Severity.HIGH if abs(far) >= SERIOUS_BINADES else Severity.MEDIUM,
+        severity=Severity.HIGH if abs(far) >= limit.SERIOUS_BINADES else Severity.MEDIUM,
         peers="the other rank" if survey.num_ranks[worst] == _PAIR else "the other ranks",
         text="" if is_sure else unsure,
         seen=f"in {records_text(len(places))} of {iterations}",
@@ -199,7 +172,7 @@ def _rank_finding(survey: Survey, name: str, places: Codes, *, apart: Floats, sc
     )
 
 
-def outlying_samples(survey: Survey, *, threshold: float = ROBUST_Z) -> Iterator[Finding]:
+def outlying_samples(survey: Survey, *, threshold: float = limit.ROBUST_Z) -> Iterator[Finding]:
     """One for each sample of each rank and place that is far above its peers, in any of the records.
 
     Peers are the samples of the place over all ranks, microbatches and iterations. A sample also has to stand out among
@@ -218,15 +191,19 @@ def outlying_samples(survey: Survey, *, threshold: float = ROBUST_Z) -> Iterator
     apart = sizes - medians_of(moments, sizes)
     scores = robust_z(apart, medians_of(places, np.abs(apart)))
     within = sizes - medians_of(records, sizes)
-    least = np.where(survey.is_gradient[records], GRADIENT_TAIL_BINADES, SAMPLE_BINADES) * threshold / ROBUST_Z
+    least = (
+        np.where(survey.is_gradient[records], limit.GRADIENT_TAIL_BINADES, limit.SAMPLE_BINADES)
+        * threshold
+        / limit.ROBUST_Z
+    )
     is_far = (
         (scores > threshold)
         & (apart >= least)
-        & (sizes_of(places) >= MIN_SAMPLES)
+        & (sizes_of(places) >= limit.MIN_SAMPLES)
         & ((sizes_of(records) == 1) | (within >= least) | (sizes_of(records) < _MIN_WITHIN) & (within >= least / 2))
     )
     chosen = np.flatnonzero(is_far)
-    indices, ranks = samples.index[known], survey.fields["rank"][records]
+    indices, ranks = samples.number[known], survey.fields["rank"][records]
     names = sample_names(survey.records) if chosen.size else []
     groups: dict[tuple[int, int, str], list[int]] = defaultdict(list)
     for place in chosen[np.argsort(-apart[chosen], kind="stable")].tolist():
@@ -235,7 +212,7 @@ def outlying_samples(survey: Survey, *, threshold: float = ROBUST_Z) -> Iterator
     for (_, rank, name), found in groups.items():
         worst = found[0]
         far, value = float(apart[worst]), float(samples.absmax[known[worst]])
-        serious = GRADIENT_SERIOUS_BINADES if survey.is_gradient[records[worst]] else SERIOUS_BINADES
+        serious = limit.GRADIENT_SERIOUS_BINADES if survey.is_gradient[records[worst]] else limit.SERIOUS_BINADES
         iterations = named_numbers("iteration", survey.fields["iteration"][records[found]].tolist())
         yield far_finding(
             survey,

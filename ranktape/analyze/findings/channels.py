@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, read_values
+from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.finding import (
     Finding,
     Severity,
@@ -24,7 +25,6 @@ from ranktape.analyze.findings.finding import (
     records_text,
 )
 from ranktape.analyze.findings.peers import binades, robust_z
-from ranktape.analyze.findings.thresholds import CHANNEL_BINADES, MIN_CHANNELS, ROBUST_Z, SERIOUS_BINADES
 from ranktape.analyze.numerics.pieces import pieces
 from ranktape.storage.format.record_info import Keep
 
@@ -74,7 +74,7 @@ def channel_absmax(array: NDArray[np.generic]) -> NDArray[np.float64]:
 
 
 def outlying_channels(
-    survey: Survey, *, view: View | None = None, engine: Engine | None = None, threshold: float = ROBUST_Z
+    survey: Survey, *, view: View | None = None, engine: Engine | None = None, threshold: float = limit.ROBUST_Z
 ) -> Iterator[Finding]:
     """One for each place with channels that stand out in most of its records, and one where channels are dead.
 
@@ -86,7 +86,7 @@ def outlying_channels(
     sites: dict[tuple[int, int], _Channels] = {}
     for place, payload in enumerate(measured):
         absmax = payload["absmax"]
-        if absmax.size >= MIN_CHANNELS and survey.is_floating[place]:
+        if absmax.size >= limit.MIN_CHANNELS and survey.is_floating[place]:
             key = int(survey.sites[place]), absmax.size
             sites.setdefault(key, _Channels(absmax.size)).add(absmax, place=place, threshold=threshold)
     for channels in sites.values():
@@ -99,22 +99,22 @@ class _Channels:
     def __init__(self, count: int) -> None:
         # For each channel: how far it was above the others, in binades, over the records in which it stood out; in how
         # many that was; its largest robust z; and its largest value.
-        self._apart, self._times, self._scores, self._worst = (np.zeros(count) for _ in range(4))
+        self._apart, self._times, self._scores, self._worst = np.zeros((4, count))
         self._usual: list[float] = []
         self._places: list[int] = []
 
     def add(self, absmax: NDArray[np.float64], *, place: int, threshold: float) -> None:
         """Take one more record."""
         self._places.append(place)
+        np.maximum(self._worst, absmax, out=self._worst)
         sizes = binades(absmax)
         known = np.isfinite(sizes)
-        np.maximum(self._worst, absmax, out=self._worst)
-        if known.sum() < MIN_CHANNELS:
+        if known.sum() < limit.MIN_CHANNELS:
             return
         middle = float(np.median(sizes[known]))
         apart = np.where(known, sizes - middle, 0.0)
         scores = robust_z(apart, float(np.median(np.abs(apart[known]))))
-        is_far = (scores > threshold) & (apart >= CHANNEL_BINADES * threshold / ROBUST_Z)
+        is_far = (scores > threshold) & (apart >= limit.CHANNEL_BINADES * threshold / limit.ROBUST_Z)
         self._apart += np.where(is_far, apart, 0.0)
         self._times += is_far
         np.maximum(self._scores, scores, out=self._scores)
@@ -123,6 +123,8 @@ class _Channels:
     def findings(self, survey: Survey) -> Iterator[Finding]:
         """What stands out in at least half of the records, and what is always zero."""
         count, usual = self._worst.size, float(np.median(self._usual or [0.0]))
+        known: dict[str, Any] = {"places": self._places, "metric": "absmax", "expected": usual}
+        of_all = records_text(len(self._places))
         outlying = np.flatnonzero((self._times * 2 >= max(1, len(self._usual))) & (self._times > 0))
         if 0 < outlying.size <= max(1, MAX_OUTLYING_RATIO * count):
             means = self._apart[outlying] / self._times[outlying]
@@ -131,36 +133,32 @@ class _Channels:
             value = float(self._worst[channel])
             yield finding_of(
                 survey,
-                places=self._places,
                 kind="channel_outlier",
-                severity=Severity.MEDIUM if far >= SERIOUS_BINADES else Severity.LOW,
+                severity=Severity.MEDIUM if far >= limit.SERIOUS_BINADES else Severity.LOW,
                 score=far,
                 text=f"has an absmax of {factor_text(far)} times that of the other channels",
                 evidence=(
                     f"absmax {number_text(value)}, median of {count} channels {number_text(usual)}; in "
-                    f"{int(self._times[channel])} of {records_text(len(self._places))}; {_named(ordered)}"
+                    f"{int(self._times[channel])} of {of_all}; {_named(ordered)}"
                 ),
-                metric="absmax",
                 value=value,
-                expected=usual,
                 deviation=float(self._scores[channel]),
                 binades=far,
                 channel=channel,
+                **known,
             )
         dead = np.flatnonzero(self._worst == 0)
         if 0 < dead.size < count and not survey.is_gradient[self._places[0]]:
             yield finding_of(
                 survey,
-                places=self._places,
                 kind="zero",
                 severity=Severity.LOW,
                 score=dead.size / count,
                 text=f"has {dead.size} of {count} channels that are zero everywhere",
-                evidence=f"in all of {records_text(len(self._places))}; {_named(dead)}",
-                metric="absmax",
+                evidence=f"in all of {of_all}; {_named(dead)}",
                 value=0.0,
-                expected=usual,
                 channel=int(dead[0]),
+                **known,
             )
 
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.along import changing, differing_layers, vanishing_gradients
 from ranktape.analyze.findings.apart import differing_ranks, outlying_samples
 from ranktape.analyze.findings.channels import outlying_channels
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.findings.lost import lost, spoiled, underflowing
 from ranktape.analyze.findings.replicas import differing_replicas
-from ranktape.analyze.findings.survey import Survey, survey
-from ranktape.analyze.findings.thresholds import ROBUST_Z, SAME_CAUSE_SITES
+from ranktape.analyze.findings.survey import Survey
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
@@ -77,7 +77,7 @@ def find(
     """
     if not len(records):
         return []
-    known = survey(records, view=view, engine=engine)
+    known = Survey(records, view=view, engine=engine)
     found = [*all_findings(known)]
     if with_channels:
         found.extend(outlying_channels(known, view=view, engine=engine))
@@ -85,7 +85,7 @@ def find(
 
 
 def all_findings(
-    known: Survey, *, across: Sequence[str] = (), metrics: Sequence[str] = (), threshold: float = ROBUST_Z
+    known: Survey, *, across: Sequence[str] = (), metrics: Sequence[str] = (), threshold: float = limit.ROBUST_Z
 ) -> Iterator[Finding]:
     """Everything that stands out in what is known, cause or not; channels apart.
 
@@ -113,29 +113,19 @@ class Seen:
     """A finding with what decides over causes."""
 
     def __init__(self, survey: Survey, finding: Finding) -> None:
-        chosen = list(finding.places)
+        chosen, fields = list(finding.places), survey.fields
         first = min(chosen, key=survey.when)
-        fields = survey.fields
-        self.finding = finding
-        """What stands out."""
-        self.kind = finding.kind
-        """Its kind."""
+        self.finding, self.kind = finding, finding.kind
         self.is_low = finding.severity is Severity.LOW
         """Whether it is merely worth knowing."""
         self.ranks: frozenset[int] = frozenset(fields["rank"][chosen].tolist())
         """The ranks of its records: which of them are wrong is not known, where there are several."""
         self.sample, self.channel = (finding.where.get(name) for name in ("sample", "channel"))
         """Which one it is about; None where it is about none."""
-        self.start = survey.when(first)
-        """When it was first seen: attempt, iteration, and order within the rank."""
-        self.site = int(survey.sites[first])
-        """The place of the model where that was."""
-        self.module = str(fields["module"][first])
-        """Its module."""
+        self.start, self.site = survey.when(first), int(survey.sites[first])
+        """When and where it was first seen: attempt, iteration, and order within the rank; the place of the model."""
+        self.module, self.is_backward = str(fields["module"][first]), fields["operation"][first] == "backward"
         self.is_weight = bool(survey.is_weight[chosen[0]])
-        """Whether it is about a parameter."""
-        self.is_backward = fields["operation"][first] == "backward"
-        """Whether it is about the backward pass."""
         columns = (fields[name][chosen].tolist() for name in ("rank", "iteration", "microbatch"))
         self.moments = frozenset(zip(*columns, strict=True))
         """Rank, iteration and microbatch of its records."""
@@ -159,11 +149,6 @@ class Family:
     def severity(self) -> Severity:
         """That of the worst of all."""
         return min((one.finding.severity for one in (self.root, *self.following)), key=lambda one: one.order)
-
-    @property
-    def order(self) -> tuple[int, int, float]:
-        """The worst cause first."""
-        return self.severity.order, self.root.order[1], -self.root.finding.score
 
     def as_finding(self) -> Finding:
         """The cause, with what is beside it in its evidence, and all else as its consequences."""
@@ -193,8 +178,9 @@ def families_of(survey: Survey, findings: Sequence[Finding]) -> list[Family]:
             followers[cause].append(one)
         here[one.site].append((cause, one))
     families = _alike([Family(root, followers[place]) for place, root in enumerate(roots)])
-    ordered = [Family(family.root, sorted(family.following, key=lambda one: one.order)) for family in families]
-    return sorted(ordered, key=lambda family: family.order)
+    for family in families:
+        family.following.sort(key=lambda one: one.order)
+    return sorted(families, key=lambda one: (one.severity.order, one.root.order[1], -one.root.finding.score))
 
 
 def _explains(cause: Seen, one: Seen) -> bool:
@@ -204,7 +190,8 @@ def _explains(cause: Seen, one: Seen) -> bool:
     # Infinities of a mask are there on purpose: they spread to nothing, and come from nothing.
     if any(other.kind in _LOST and other.is_low for other in (cause, one)):
         return False
-    if one.is_weight and not (_is_before(cause, one) and {cause.kind, one.kind} <= _LOST):
+    is_spread = cause.start[:2] < one.start[:2] and {cause.kind, one.kind} <= _LOST
+    if one.is_weight and not is_spread:
         # Within an iteration, no weight is computed from anything.
         return False
     shrinks = one.kind in _SHRINKING or (one.finding.binades or 0) < 0
@@ -212,12 +199,23 @@ def _explains(cause: Seen, one: Seen) -> bool:
         return False
     if one.kind == "zero" and cause.kind not in _SHRINKING:
         return False
-    return _is_bad_enough(cause, one) and _reaches(cause, one)
+    return _is_bad_enough(cause, one) and (is_spread or _reaches(cause, one))
 
 
-def _is_before(cause: Seen, one: Seen) -> bool:
-    """Whether it began in an earlier iteration."""
-    return cause.start[:2] < one.start[:2]
+def _is_bad_enough(cause: Seen, one: Seen) -> bool:
+    if one.kind in _LOST:
+        return cause.kind in _LOST or (cause.kind in _TOO_LARGE and not cause.is_low)
+    # What is merely worth knowing is the cause of what is worse in its own module alone: of its gradients, say.
+    return not cause.is_low or one.is_low or (cause.kind in _TOO_LARGE and cause.module == one.module)
+
+
+def _reaches(cause: Seen, one: Seen) -> bool:
+    """Whether the cause was in what the other thing was computed from."""
+    if cause.sample is not None:
+        return one.sample in {None, cause.sample} and one.moments <= cause.moments
+    # A weight, or a rank, is the same to all of its samples.
+    is_same = one.sample is not None and cause.kind not in _LOST and not one.is_backward
+    return one.ranks <= cause.ranks and not is_same
 
 
 def _is_same_thing(cause: Seen, one: Seen) -> bool:
@@ -234,23 +232,6 @@ def _is_same_thing(cause: Seen, one: Seen) -> bool:
     return bool(cause.ranks & one.ranks) and one.sample is None
 
 
-def _is_bad_enough(cause: Seen, one: Seen) -> bool:
-    if one.kind in _LOST:
-        return cause.kind in _LOST or (cause.kind in _TOO_LARGE and not cause.is_low)
-    # What is merely worth knowing is the cause of what is worse in its own module alone: of its gradients, say.
-    return not cause.is_low or one.is_low or (cause.kind in _TOO_LARGE and cause.module == one.module)
-
-
-def _reaches(cause: Seen, one: Seen) -> bool:
-    """Whether the cause was in what the other thing was computed from."""
-    if cause.sample is not None:
-        return one.sample in {None, cause.sample} and one.moments <= cause.moments
-    if one.sample is not None and cause.kind not in _LOST and not one.is_backward:
-        # A weight, or a rank, is the same to all of its samples.
-        return False
-    return one.ranks <= cause.ranks or ({cause.kind, one.kind} <= _LOST and _is_before(cause, one))
-
-
 def _alike(families: Sequence[Family]) -> list[Family]:
     """Families of which many are alike as one: the same kind on the same ranks, which began at the same time."""
     groups: dict[tuple[object, ...], list[Family]] = defaultdict(list)
@@ -261,7 +242,7 @@ def _alike(families: Sequence[Family]) -> list[Family]:
         groups[(root.kind,) if root.is_low else (root.kind, root.finding.severity, *about)].append(family)
     found: list[Family] = []
     for members in groups.values():
-        if len(members) < SAME_CAUSE_SITES:
+        if len(members) < limit.SAME_CAUSE_SITES:
             found.extend(members)
             continue
         first = min(members, key=lambda family: family.root.start)

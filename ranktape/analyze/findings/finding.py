@@ -79,28 +79,16 @@ def finding_of(
 
     `sample` or `channel` says which one it is about; all else is as in `Finding`.
     """
-    chosen = tuple(int(place) for place in places)
-    about = {name: known.pop(name) for name in ("sample", "channel") if name in known}
-    where = _where(survey, list(chosen)) | about
-    place = _place(survey, list(chosen), where)
-    return Finding(
-        kind=kind,
-        score=float(score),
-        title=f"{place} {text}",
-        where=where,
-        places=chosen,
-        place=place,
-        command=_command(survey, kind, where),
-        **known,
-    )
+    chosen = [int(place) for place in places]
+    where = _where(survey, chosen) | {name: known.pop(name) for name in ("sample", "channel") if name in known}
+    place = _place(survey, chosen, where)
+    known |= {"title": f"{place} {text}", "command": _command(survey, kind, where)}
+    return Finding(kind=kind, score=float(score), where=where, places=tuple(chosen), place=place, **known)
 
 
 def far_finding(
     survey: Survey,
     *,
-    places: Sequence[int] | NDArray[Any],
-    kind: str,
-    severity: Severity,
     peers: str,
     seen: str,
     metric: str,
@@ -109,27 +97,17 @@ def far_finding(
     deviation: float,
     binades: float,
     text: str = "",
-    **about: int | str,
+    **known: Any,
 ) -> Finding:
     """A metric that is far from that of its peers; `seen` ends the evidence, and says of how many records it is."""
     said = text or f"has an {metric} of {factor_text(binades)} times that of {peers}"
-    far, score = number_text(abs(binades)), number_text(abs(deviation))
+    beside = f"{peers} {number_text(expected)}: {number_text(abs(binades))} binades"
     return finding_of(
         survey,
-        places=places,
-        kind=kind,
-        severity=severity,
         score=abs(binades),
         text=said.replace("an rms", "an RMS").replace(" in rms", " in RMS"),
-        evidence=(
-            f"{metric} {number_text(value)}, {peers} {number_text(expected)}: {far} binades, robust z {score}; {seen}"
-        ),
-        metric=metric,
-        value=value,
-        expected=expected,
-        deviation=deviation,
-        binades=binades,
-        **about,
+        evidence=f"{metric} {number_text(value)}, {beside}, robust z {number_text(abs(deviation))}; {seen}",
+        **known | {"metric": metric, "value": value, "expected": expected, "deviation": deviation, "binades": binades},
     )
 
 
@@ -181,9 +159,10 @@ _COMMANDS = {
     "sample_outlier": ("trace RUN", ("sample", "iteration", "rank")),
     "gradient_underflow": ("distribution RUN --kind formats", (*_SITE, "iteration")),
     "rank_differs": ("stats RUN --by iteration,rank", _SITE),
-    "layer_differs": ("stats RUN --neighbours", ("tensor_name", "iteration")),
-    "gradient_exploding": ("stats RUN --neighbours", ("tensor_name", "iteration")),
-    "gradient_vanishing": ("stats RUN --neighbours", ("tensor_name", "iteration")),
+    **dict.fromkeys(
+        ("layer_differs", "gradient_exploding", "gradient_vanishing"),
+        ("stats RUN --neighbours", ("tensor_name", "iteration")),
+    ),
     "trend": ("trend RUN", _SITE),
 }
 """For each kind the question to ask next, and the fields of the place that it takes; others have statistics."""
@@ -223,7 +202,12 @@ def _place(survey: Survey, places: list[int], where: Mapping[str, Any]) -> str:
         is_layer_unsaid = module and layer >= 0 and str(layer) not in module.split(".")
         details = [f"layer {layer}"] if is_layer_unsaid else []
     else:
-        words, details = [_several(survey, places)], []
+        modules = list(dict.fromkeys(survey.fields["module"][places].tolist()))
+        names = set(survey.fields["tensor_name"][places].tolist())
+        of = f"{len(modules)} modules, {modules[0] or '(no module)'} first,"
+        if not any(modules):
+            of = named_numbers("layer", survey.fields["layer_idx"][places].tolist())
+        words, details = [f"{names.pop() if len(names) == 1 else f'{len(names)} tensors'} of {of}"], []
     if survey.has_many_quant_types and "quant_type" in where:
         details.append(str(where["quant_type"]))
     if details:
@@ -236,11 +220,3 @@ def _place(survey: Survey, places: list[int], where: Mapping[str, Any]) -> str:
     elif num_ranks > 1 or survey.has_many_ranks:
         words.append(f"on {named_numbers('rank', ranks)}")
     return " ".join(words)
-
-
-def _several(survey: Survey, places: list[int]) -> str:
-    modules, names = (list(dict.fromkeys(survey.fields[name][places].tolist())) for name in ("module", "tensor_name"))
-    shown = names[0] if len(names) == 1 else f"{len(names)} tensors"
-    if not any(modules):
-        return f"{shown} of {named_numbers('layer', survey.fields['layer_idx'][places].tolist())}"
-    return f"{shown} of {len(modules)} modules, {modules[0] or '(no module)'} first,"

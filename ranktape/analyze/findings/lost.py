@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.finding import (
     Finding,
     Severity,
@@ -19,17 +20,6 @@ from ranktape.analyze.findings.finding import (
 )
 from ranktape.analyze.findings.peers import codes_of, medians_of
 from ranktape.analyze.findings.survey import NARROW_FORMAT
-from ranktape.analyze.findings.thresholds import (
-    FLOOR_RATIO,
-    FLUSHED_RATIO,
-    LOST_RATIO,
-    LOST_RATIO_SERIOUS,
-    MIN_CONSTANT_ELEMENTS,
-    MIN_FLOOR_ELEMENTS,
-    MIN_MASKED_RATIO,
-    MIN_SATURATED_RATIO,
-    ZERO_EXCESS,
-)
 from ranktape.analyze.numerics.formats import FORMATS
 
 if TYPE_CHECKING:
@@ -46,8 +36,9 @@ def spoiled(survey: Survey) -> Iterator[Finding]:
     """NaN, infinities, values beyond the type that was computed with, zeros and constants: one for each place."""
     yield from lost(survey)
     counts = survey.counts["saturated"]
-    mask = (survey.shares(counts) > MIN_SATURATED_RATIO) & (counts > 1)
-    yield from _counted(survey, counts, mask, kind="overflow", say=lambda places: _cut_off(survey, places))
+    mask = (survey.shares(counts) > limit.MIN_SATURATED_RATIO) & (counts > 1)
+    cut_off = "values cut off at the largest number of {seen}"
+    yield from _counted(survey, counts, mask, "overflow", cut_off, severity=Severity.MEDIUM)
     yield from _zero(survey)
     yield from _constant(survey)
 
@@ -55,31 +46,10 @@ def spoiled(survey: Survey) -> Iterator[Finding]:
 def lost(survey: Survey) -> Iterator[Finding]:
     """What no metric of finite values shows: NaN, infinities, and what the type that was computed with made so."""
     nan, inf, captured = (survey.counts[name] for name in ("nan", "inf", "captured_inf"))
-    yield from _counted(
-        survey, nan, nan > 0, kind="nan", say=lambda _: ("NaN", Severity.HIGH, ""), metric="overflow.nan.ratio"
-    )
-    is_captured = (captured > 0) & survey.is_floating
-    yield from _counted(survey, captured, is_captured, kind="inf", say=lambda places: _infinite(survey, places))
+    yield from _counted(survey, nan, nan > 0, "nan", "NaN")
+    yield from _counted(survey, captured, (captured > 0) & survey.is_floating, "inf", "Inf")
     is_new = (inf > captured) & (survey.fields["dtype"] != survey.dtypes) & survey.is_floating
-    yield from _counted(survey, inf - captured, is_new, kind="overflow", say=lambda places: _beyond(survey, places))
-
-
-_Said = tuple[str, Severity, str]
-"""What a place has, how bad that is, and what the evidence adds."""
-
-
-def _infinite(survey: Survey, places: Codes) -> _Said:
-    if _is_mask(survey, places):
-        return "-Inf, as masks do", Severity.LOW, ""
-    return "Inf", Severity.HIGH, f"; beyond the largest number of {survey.fields['dtype'][places[0]]}"
-
-
-def _beyond(survey: Survey, places: Codes) -> _Said:
-    return f"values beyond {survey.dtypes[places[0]]}, which it was computed in", Severity.HIGH, ""
-
-
-def _cut_off(survey: Survey, places: Codes) -> _Said:
-    return f"values cut off at the largest number of {survey.dtypes[places[0]]}", Severity.MEDIUM, ""
+    yield from _counted(survey, inf - captured, is_new, "overflow", "values beyond {seen}, which it was computed in")
 
 
 def _is_mask(survey: Survey, places: Codes) -> bool:
@@ -93,40 +63,36 @@ def _is_mask(survey: Survey, places: Codes) -> bool:
         return True
     parts = survey.shares(survey.counts["inf"])[survey.roles == survey.roles[places[0]]]
     is_forward = survey.fields["operation"][places[0]] == "forward"
-    return bool(is_forward and parts.size > 1 and parts[0] > MIN_MASKED_RATIO and (parts == parts[0]).all())
+    return bool(is_forward and parts.size > 1 and parts[0] > limit.MIN_MASKED_RATIO and (parts == parts[0]).all())
 
 
 def _counted(
-    survey: Survey,
-    counts: Codes,
-    mask: Mask,
-    *,
-    kind: str,
-    say: Callable[[Codes], _Said],
-    metric: str = "overflow.ratio",
+    survey: Survey, counts: Codes, mask: Mask, kind: str, what: str, *, severity: Severity = Severity.HIGH
 ) -> Iterator[Finding]:
     """One for each place of a mask, by the part of its elements that is counted."""
     for places in survey.by_site(mask, survey.shares(counts)):
-        what, severity, more = say(places)
         iterations = survey.fields["iteration"][places]
         # What is lost spreads: where it begins is the place, and all others are counted.
         beginning = places[iterations == iterations.min()]
         worst = int(beginning[0])
         elements = int(survey.metrics["elements"][worst])
         ratio = float(counts[worst] / max(1, elements))
+        is_mask = kind == "inf" and _is_mask(survey, places)
+        more = f"; beyond the largest number of {survey.fields['dtype'][places[0]]}" if kind == "inf" else ""
         ranks = named_numbers("rank", survey.fields["rank"][beginning].tolist())
         yield finding_of(
             survey,
             places=beginning,
             kind=kind,
-            severity=severity,
+            severity=Severity.LOW if is_mask else severity,
             score=ratio,
-            text=f"has {what}",
+            text=f"has {'-Inf, as masks do' if is_mask else what.format(seen=survey.dtypes[places[0]])}",
             evidence=(
-                f"{int(counts[worst])} of {elements} elements ({percent_text(ratio)}) at worst{more}; "
-                f"first in iteration {int(iterations.min())} on {ranks}, in {records_text(len(places))} in all"
+                f"{int(counts[worst])} of {elements} elements ({percent_text(ratio)}) at worst"
+                f"{'' if is_mask else more}; first in iteration {int(iterations.min())} on {ranks}, "
+                f"in {records_text(len(places))} in all"
             ),
-            metric=metric,
+            metric=f"overflow.{'nan.' if kind == 'nan' else ''}ratio",
             value=ratio,
         )
 
@@ -156,7 +122,7 @@ def _zero(survey: Survey) -> Iterator[Finding]:
 
 def _constant(survey: Survey) -> Iterator[Finding]:
     low, high, elements = (survey.metrics[name] for name in ("minimum", "maximum", "elements"))
-    is_same = (low == high) & (low != 0) & (elements >= MIN_CONSTANT_ELEMENTS)
+    is_same = (low == high) & (low != 0) & (elements >= limit.MIN_CONSTANT_ELEMENTS)
     # Weights of norms begin as ones, and what is not finite is said elsewhere.
     is_clean = (survey.counts["nan"] == 0) & (survey.counts["inf"] == 0) & ~survey.is_weight
     for places in survey.by_site(is_same & is_clean & survey.is_floating, elements):
@@ -202,73 +168,77 @@ class _Underflow:
         """Values that are subnormal, or zero by rounding; then gradients that are nothing else, or more than others."""
         survey, zeros, is_judged = self._survey, self._zeros, self._is_judged
         excess = np.where(_is_unreached(survey), 0.0, zeros - self._by_peers)
-        is_rounded = is_judged & _is_floored(survey) & (zeros - np.nan_to_num(self._by_forward) > FLUSHED_RATIO)
-        is_alone = (excess > ZERO_EXCESS) | (zeros - self._by_forward > ZERO_EXCESS)
+        is_rounded = is_judged & _is_floored(survey) & (zeros - np.nan_to_num(self._by_forward) > limit.FLUSHED_RATIO)
+        is_alone = (excess > limit.ZERO_EXCESS) | (zeros - self._by_forward > limit.ZERO_EXCESS)
         is_empty = is_judged & (zeros == 1) & is_alone
-        is_small = is_judged & (self._subnormal > LOST_RATIO)
-        is_sparse = is_judged & (excess > ZERO_EXCESS) & ~is_rounded & ~is_empty & ~is_small
+        is_small = is_judged & (self._subnormal > limit.LOST_RATIO)
+        is_sparse = is_judged & (excess > limit.ZERO_EXCESS) & ~is_rounded & ~is_empty & ~is_small
         parts = self._subnormal + np.where(is_rounded, zeros, 0.0)
         for places in survey.by_site(is_small | is_rounded, parts):
             yield self._rounded(places, part=float(parts[places[0]]), is_zero=bool(is_rounded[places[0]]))
-        for mask, is_lost in ((is_empty, True), (is_sparse, False)):
-            for places in survey.by_site(mask, zeros):
-                yield self._zero(places, is_lost=is_lost)
+        for places in survey.by_site(is_empty, zeros):
+            others = (
+                "that of other layers" if self._by_peers[places[0]] < limit.ZERO_EXCESS else "what its layer computed"
+            )
+            text = f"is all zero, and {others} is not: it underflowed, or nothing reached it"
+            yield self._finding(places, "gradient_underflow", Severity.MEDIUM, text)
+        for places in survey.by_site(is_sparse, zeros):
+            part = percent_text(float(zeros[places[0]]))
+            text = f"is {part} zeros, none by rounding: tokens without a loss and ReLU have such gradients"
+            yield self._finding(places, "zero", Severity.LOW, text)
 
     def _rounded(self, places: Codes, *, part: float, is_zero: bool) -> Finding:
-        worst = int(places[0])
-        zeros, subnormal = float(self._zeros[worst]), float(self._subnormal[worst])
-        said = [_flushed_text(self._survey, worst, zeros)] if is_zero else []
-        if subnormal > LOST_RATIO:
-            dtype = self._survey.dtypes[worst]
-            said.append(f"{percent_text(subnormal)} of it is below the smallest normal number of {dtype}")
-        return finding_of(
-            self._survey,
-            places=places,
-            kind="gradient_underflow",
-            severity=Severity.HIGH if part >= LOST_RATIO_SERIOUS else Severity.MEDIUM,
-            score=part,
-            text="underflows: " + "; ".join(said),
-            evidence=self._evidence(places),
-            metric="overflow.zero.ratio" if is_zero else "overflow.underflow.ratio",
-            value=zeros if is_zero else subnormal,
-            expected=self._usual(worst, self._zeros if is_zero else self._subnormal),
-        )
-
-    def _zero(self, places: Codes, *, is_lost: bool) -> Finding:
-        worst = int(places[0])
-        zeros = float(self._zeros[worst])
-        others = "that of other layers" if self._by_peers[worst] < ZERO_EXCESS else "what its layer computed"
-        text = f"is all zero, and {others} is not: it underflowed, or nothing reached it"
-        masked = f"is {percent_text(zeros)} zeros, none by rounding: tokens without a loss and ReLU have such gradients"
-        return finding_of(
-            self._survey,
-            places=places,
-            kind="gradient_underflow" if is_lost else "zero",
-            severity=Severity.MEDIUM if is_lost else Severity.LOW,
-            score=zeros,
-            text=text if is_lost else masked,
-            evidence=self._evidence(places),
-            metric="overflow.zero.ratio",
-            value=zeros,
-            expected=self._usual(worst, self._zeros),
-        )
-
-    def _usual(self, worst: int, ratios: Floats) -> float | None:
-        """The median of the same gradient in other layers."""
-        survey = self._survey
-        is_peer = (survey.roles == survey.roles[worst]) & (survey.sites != survey.sites[worst])
-        return float(np.median(ratios[is_peer])) if is_peer.any() else None
-
-    def _evidence(self, places: Codes) -> str:
         survey, worst = self._survey, int(places[0])
-        usual = self._usual(worst, self._zeros)
-        beside = "" if usual is None else f", in other layers {percent_text(usual)}"
+        subnormal, said = float(self._subnormal[worst]), []
+        if is_zero:
+            floor = float(survey.metrics["smallest_nonzero"][worst])
+            of_format = f", the smallest number of {_SMALLEST[floor]}" if floor in _SMALLEST else ""
+            rest = f"all else is at least {number_text(floor)}{of_format}"
+            said.append(f"rounding made {percent_text(float(self._zeros[worst]))} of it zero, and {rest}")
+        if subnormal > limit.LOST_RATIO:
+            said.append(
+                f"{percent_text(subnormal)} of it is below the smallest normal number of {survey.dtypes[worst]}"
+            )
+        severity = Severity.HIGH if part >= limit.LOST_RATIO_SERIOUS else Severity.MEDIUM
+        text = "underflows: " + "; ".join(said)
+        return self._finding(places, "gradient_underflow", severity, text, score=part, is_subnormal=not is_zero)
+
+    def _finding(
+        self,
+        places: Codes,
+        kind: str,
+        severity: Severity,
+        text: str,
+        *,
+        score: float | None = None,
+        is_subnormal: bool = False,
+    ) -> Finding:
+        """Judged by the part that is zero, or that is subnormal, beside the same gradient in other layers."""
+        survey, worst = self._survey, int(places[0])
+        is_peer = (survey.roles == survey.roles[worst]) & (survey.sites != survey.sites[worst])
+
+        def usual(ratios: Floats) -> float | None:
+            return float(np.median(ratios[is_peer])) if is_peer.any() else None
+
+        zeros, ratios = usual(self._zeros), self._subnormal if is_subnormal else self._zeros
+        beside = "" if zeros is None else f", in other layers {percent_text(zeros)}"
         absmax = float(np.nan_to_num(survey.metrics["absmax"][worst]))
         iterations = named_numbers("iteration", survey.fields["iteration"][places].tolist())
-        return (
-            f"zero {percent_text(float(self._zeros[worst]))}{beside}; "
-            f"subnormal {percent_text(float(self._subnormal[worst]))}; "
-            f"absmax {number_text(absmax)}; in {records_text(len(places))} of {iterations}"
+        return finding_of(
+            survey,
+            places=places,
+            kind=kind,
+            severity=severity,
+            score=float(ratios[worst]) if score is None else score,
+            text=text,
+            evidence=(
+                f"zero {percent_text(float(self._zeros[worst]))}{beside}; "
+                f"subnormal {percent_text(float(self._subnormal[worst]))}; "
+                f"absmax {number_text(absmax)}; in {records_text(len(places))} of {iterations}"
+            ),
+            metric=f"overflow.{'underflow' if is_subnormal else 'zero'}.ratio",
+            value=float(ratios[worst]),
+            expected=usual(ratios),
         )
 
 
@@ -276,7 +246,7 @@ def _is_floored(survey: Survey) -> Mask:
     """Whether values end at a smallest one, as those do that rounding did not make zero."""
     floored = survey.counts["floored"]
     nonzero = survey.metrics["elements"] - survey.counts["zero"] - survey.counts["nan"]
-    is_many = (floored >= MIN_FLOOR_ELEMENTS) & (floored >= FLOOR_RATIO * nonzero)
+    is_many = (floored >= limit.MIN_FLOOR_ELEMENTS) & (floored >= limit.FLOOR_RATIO * nonzero)
     # One number beside zero may be anything: a mean has such a gradient.
     is_grid: Mask = (floored < nonzero) | np.isin(survey.metrics["smallest_nonzero"], list(_SMALLEST))
     return is_many & is_grid
@@ -319,18 +289,12 @@ def _is_unreached(survey: Survey) -> Mask:
     return np.isin(moments, moments[survey.metrics["elements"] == 0])
 
 
-def _flushed_text(survey: Survey, place: int, zeros: float) -> str:
-    """How much is zero, what the smallest number is, and in which format it is the smallest."""
-    floor = float(survey.metrics["smallest_nonzero"][place])
-    of_format = f", the smallest number of {_SMALLEST[floor]}" if floor in _SMALLEST else ""
-    return f"rounding made {percent_text(zeros)} of it zero, and all else is at least {number_text(floor)}{of_format}"
-
-
 def _too_wide(survey: Survey) -> Iterator[Finding]:
     """Gradients whose range is wider than that of the widest 8-bit format, by name of the tensor."""
     is_judged, flushed = survey.is_gradient & survey.is_floating, survey.metrics["flushed"]
-    mask = is_judged & (flushed > FLUSHED_RATIO)
+    mask = is_judged & (flushed > limit.FLUSHED_RATIO)
     names: NDArray[np.object_] = survey.fields["tensor_name"]
+    least = percent_text(limit.FLUSHED_RATIO)
     for name in sorted(set(names[mask].tolist())):
         chosen = np.flatnonzero(mask & (names == name))
         ordered = chosen[np.argsort(-flushed[chosen], kind="stable")]
@@ -342,7 +306,7 @@ def _too_wide(survey: Survey) -> Iterator[Finding]:
             severity=Severity.LOW,
             score=ratio,
             text=f"would lose {percent_text(ratio)} in {NARROW_FORMAT}, even with a scale of its own",
-            evidence=f"{len(chosen)} of {total} records of {name} would lose more than {percent_text(FLUSHED_RATIO)}",
+            evidence=f"{len(chosen)} of {total} records of {name} would lose more than {least}",
             metric=f"flushed in {NARROW_FORMAT}",
             value=ratio,
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.findings.thresholds import MIN_MAD_BINADES, NORMAL_MAD
+from ranktape.analyze.findings import thresholds as limit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +34,12 @@ def codes_of(*columns: NDArray[Any]) -> Codes:
     """One whole number for each row, equal where all columns are; from 0, without gaps, NaN equal to NaN."""
     codes = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
-        places = _places_of(column)
+        if column.dtype == object:
+            # Texts are not sorted, which takes longer than all else.
+            known: dict[Any, int] = {}
+            places = np.fromiter((known.setdefault(one, len(known)) for one in column.tolist()), np.int64, len(column))
+        else:
+            places = np.unique(column, return_inverse=True)[1].reshape(-1).astype(np.int64)
         pairs = codes * (int(places.max(initial=0)) + 1) + places
         _, codes = np.unique(pairs, return_inverse=True)
     return codes.reshape(-1).astype(np.int64)
@@ -77,9 +82,9 @@ def deviations_of(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
     return apart, medians_of(groups, np.abs(apart))
 
 
-def robust_z(apart: Floats, mads: Floats | float, *, floor: float = MIN_MAD_BINADES) -> Floats:
+def robust_z(apart: Floats, mads: Floats | float, *, floor: float = limit.MIN_MAD_BINADES) -> Floats:
     """Deviations in MADs that are made comparable to standard deviations, and are at least `floor`."""
-    found: Floats = apart / (NORMAL_MAD * np.maximum(mads, floor))
+    found: Floats = apart / (limit.NORMAL_MAD * np.maximum(mads, floor))
     return found
 
 
@@ -118,11 +123,3 @@ def courses_of(groups: Codes, steps: Codes, values: Floats, *, known: Mask, min_
         found, firsts = np.unique(at[part], return_index=True)
         if found.size >= min_steps:
             yield Course(records=records[part], at=at[part], steps=found, values=middles[:, part][:, firsts])
-
-
-def _places_of(column: NDArray[Any]) -> Codes:
-    """A whole number for each different value; texts are not sorted, which takes longer than all else."""
-    if column.dtype != object:
-        return np.unique(column, return_inverse=True)[1].reshape(-1).astype(np.int64)
-    known: dict[Any, int] = {}
-    return np.fromiter((known.setdefault(one, len(known)) for one in column.tolist()), np.int64, len(column))

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
     Codes = NDArray[np.int64]
     Mask = NDArray[np.bool_]
 
-FIELDS = (*IDENTITY, "counter")
-"""What of the catalogue every finding may ask for."""
-
 SITE = ("module", "layer_type", "layer_idx", "operation", "phase", "component", "quant_type", "tensor_name", "mode")
 """What tells one place of the model from another, over ranks, iterations, microbatches and calls."""
 
@@ -50,30 +46,39 @@ NARROW_FORMAT = "fp8_e5m2"
 """The 8-bit format with the widest range: what it flushes even with a scale of its own, no other holds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Samples:
-    """Every sample of every record that has some."""
+class Samples(NamedTuple):
+    """Every sample of every record that has some: its record, its number in that, and its largest finite magnitude."""
 
     record: Codes
-    """Where in the selection its record is."""
-    index: Codes
-    """Which sample of the record it is, from 0."""
+    number: Codes
     absmax: Floats
-    """Its largest finite magnitude; NaN where it has none."""
+    """NaN where it has none."""
 
 
 class Survey:
-    """The records of a selection, as columns with one element for each."""
+    """The records of a selection, as columns with one element for each.
 
-    def __init__(self, records: Records, *, view: View, engine: Engine | None, metrics: Sequence[str]) -> None:
+    Values are read of records alone that were never asked about.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+        UsageError: a metric is not known; or of a record values were kept that are rounded already, and are to be
+            looked at as they were seen.
+    """
+
+    def __init__(
+        self, records: Records, *, view: View | None = None, engine: Engine | None = None, metrics: Sequence[str] = ()
+    ) -> None:
+        view = view or View.COMPUTE
         self.records = records
         """The selection."""
-        self.fields: dict[str, NDArray[Any]] = {name: records.column(name) for name in FIELDS}
-        """The columns of `FIELDS`."""
+        self.fields: dict[str, NDArray[Any]] = {name: records.column(name) for name in (*IDENTITY, "counter")}
+        """What of the catalogue every finding may ask for."""
         pairs = zip(self.fields["dtype"].tolist(), self.fields["compute_dtype"].tolist(), strict=True)
         self.dtypes = np.array([viewed_dtype(dtype=one, compute_dtype=two, view=view) for one, two in pairs], object)
         """What the values were looked at as."""
-        self.is_floating = _mask(self.dtypes, _is_floating)
+        self.is_floating = _mask(self.dtypes, lambda name: dtype_row(name).is_floating or dtype_row(name).is_complex)
         """Whether the elements are real or complex floating point numbers: of others nothing is judged."""
         self.is_gradient = _mask(self.fields["tensor_name"], lambda name: name.startswith("grad"))
         """Whether a record holds a gradient."""
@@ -104,17 +109,14 @@ class Survey:
         asked = {one.name: one.of for one in wanted} | _OF_DIGEST
         self.metrics = gather(records, asked, view=view, engine=engine, on_digest=add)
         """`METRICS`, others that were asked for, and those of `_OF_DIGEST`; NaN where there is none."""
-        captured = records.column("overflow.inf.count").astype(np.int64)
-        self.counts = {name: self.metrics[metric].astype(np.int64) for name, metric in COUNTS.items()}
-        self.counts |= {"captured_inf": captured} | {
-            name: self.metrics[name].astype(np.int64) for name in ("saturated", "floored")
-        }
+        counted = COUNTS | {name: name for name in ("saturated", "floored")}
+        self.counts = {name: self.metrics[metric].astype(np.int64) for name, metric in counted.items()}
+        self.counts["captured_inf"] = records.column("overflow.inf.count").astype(np.int64)
         """Those of `COUNTS`; `captured_inf`: infinities before values were rounded to what was computed with;
         `saturated`: elements that are exactly the largest number of a type without infinities; and `floored`: elements
         whose magnitude is the smallest that is not zero, if the next one is twice as large, as on the grid of a format,
         or there is no other."""
-        record, index, absmax = (np.concatenate(column) for column in zip(*samples, strict=True))
-        self.samples = Samples(record=record, index=index, absmax=absmax)
+        self.samples = Samples(*(np.concatenate(column) for column in zip(*samples, strict=True)))
         """Samples of all records."""
 
     def __len__(self) -> int:
@@ -167,20 +169,6 @@ class Survey:
         return np.maximum(self.metrics["elements"], 1) if name.endswith("ratio") else np.ones(len(self))
 
 
-def survey(
-    records: Records, *, view: View | None = None, engine: Engine | None = None, metrics: Sequence[str] = ()
-) -> Survey:
-    """The columns of a selection; values are read of records alone that were never asked about.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-        UsageError: a metric is not known; or of a record values were kept that are rounded already, and are to be
-            looked at as they were seen.
-    """
-    return Survey(records, view=view or View.COMPUTE, engine=engine, metrics=metrics)
-
-
 def _is_counted(name: str) -> bool:
     return name.startswith("overflow.") and name.endswith(("count", "ratio", "total"))
 
@@ -197,11 +185,6 @@ def _roles(fields: dict[str, NDArray[Any]]) -> Codes:
 def _mask(names: NDArray[Any], is_so: Callable[[str], bool]) -> Mask:
     known = {name: is_so(str(name)) for name in set(names.tolist())}
     return np.array([known[name] for name in names.tolist()], dtype=bool)
-
-
-def _is_floating(dtype: str) -> bool:
-    row = dtype_row(dtype)
-    return row.is_floating or row.is_complex
 
 
 def _num_ranks(sites: Codes, ranks: NDArray[Any]) -> Codes:

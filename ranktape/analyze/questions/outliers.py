@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.findings.channels import outlying_channels
 from ranktape.analyze.findings.find import Seen, all_findings, families_of
-from ranktape.analyze.findings.survey import survey
+from ranktape.analyze.findings.survey import Survey
 from ranktape.analyze.findings.thresholds import ROBUST_Z
 from ranktape.analyze.identity import words
 from ranktape.analyze.metrics.metric import METRICS, is_percentile, parse_metric
@@ -95,7 +95,7 @@ def outliers(
     if not len(records):
         return Table(title="what stands out from its peers", columns=_COLUMNS, rows=(), notes=notes)
     metrics = () if metric is None else (metric,)
-    known = survey(records, view=view, engine=engine, metrics=metrics)
+    known = Survey(records, view=view, engine=engine, metrics=metrics)
     found = list(all_findings(known, across=peers, metrics=metrics, threshold=threshold))
     if "channel" in chosen and metric in {None, "absmax"}:
         found.extend(outlying_channels(known, view=view, engine=engine, threshold=threshold))
