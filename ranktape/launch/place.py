@@ -140,9 +140,8 @@ def command_of(
 ) -> Callable[[Callable[..., CommandAnswer]], click.Command]:
     """A decorator that makes a function's command: it is given what the function returns, and gives the answer.
 
-    The function's own arguments become those of the command, what can only be named its options; storage options
-    are read as JSON, and `on_progress` is a bar. Where it takes `filters` or `records`, RUN and the options of a
-    selection give them.
+    The function's arguments become those of the command, its keywords the options. Storage options are read as JSON,
+    `on_progress` is a bar; `filters` and `records` come from RUN and the options of a selection.
 
     Args:
         function: Named as the command is, with the help page as its docstring.
@@ -156,17 +155,16 @@ def command_of(
     from ranktape.analyze.console import say
 
     parameters = inspect.signature(function).parameters
-    selected = {"run", "filters", "where", "storage_options"} & parameters.keys() if "filters" in parameters else set()
-    selected |= {"records"} & parameters.keys()
+    chosen = {"run", "filters", "where", "storage_options"} if "filters" in parameters else {"records"}
+    selected = chosen & parameters.keys()
 
     def decorate(answer_of: Callable[..., CommandAnswer]) -> click.Command:
         def run(*, as_json: bool = False, yes: bool = False, selection: Selection | None = None, **given: Any) -> None:
             alone = {flag: given.pop(flag) for flag in flags or {}}
             given |= {name: read_options(given[name]) for name in given if name.endswith("storage_options")}
-            if selection is not None:
-                given |= {
-                    name: selection.records() if name == "records" else getattr(selection, name) for name in selected
-                }
+            for name in selected:
+                assert selection is not None
+                given[name] = selection.records() if name == "records" else getattr(selection, name)
             if question is not None and not given["dry_run"]:
                 confirm(question(function(**{**given, "dry_run": True})), is_yes=yes)
             with work_bar(working) if working else contextlib.nullcontext(quiet) as on_progress:
@@ -177,22 +175,27 @@ def command_of(
             _write(answer_of(found, given | alone), as_json=as_json)
 
         own = parameters.keys() - selected - {"storage_options", "on_done", "on_progress", *(flags or {})}
-        options = [_option(one, helps.get(one.name, {})) for one in parameters.values() if one.name in own]
-        options += [json_option] if has_json else []
-        options += [_flag(name, about) for name, about in (flags or {}).items()]
-        options += [storage_options_option] if "storage_options" in parameters.keys() - selected else []
-        options += [_flag("yes", "Do not ask.")] if question is not None else []
+        options = [
+            *(_option(one, helps.get(one.name, {})) for one in parameters.values() if one.name in own),
+            *([json_option] if has_json else []),
+            *(_flag(name, about) for name, about in (flags or {}).items()),
+            *([storage_options_option] if "storage_options" in parameters.keys() - selected else []),
+            *([_flag("yes", "Do not ask.")] if question is not None else []),
+        ]
         made: Any = run
         for option in reversed(options):
             made = option(made)
+        made = _with_selection(made) if selected else made
         name = function.__name__.partition("_")[0]
-        if selected:
-            from ranktape.analyze.options import selection_options
-
-            made = selection_options(made)
         return click.command(name=name, help=inspect.cleandoc(function.__doc__ or ""))(made)
 
     return decorate
+
+
+def _with_selection(command: Any) -> Any:
+    from ranktape.analyze.options import selection_options
+
+    return selection_options(command)
 
 
 def _flag(name: str, help: str) -> Callable[[Any], Any]:  # noqa: A002  # click's word

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import DataError, NoRecordsError, RunExistsError, UsageError
 from ranktape.storage.format import layout
@@ -355,10 +355,8 @@ def copy_records(
     options = {"min_iterations": len(iterations), "copied_from": run.url, "filters": filters}
     num_done = num_left_out = 0
     with claim_run(target, launch=launch, resume=False, overwrite=False):
-        environment = run.attributes.get("environment") or {}
-        attempt = begin_attempt(
-            target, launch=launch, options=options, environment=environment, resume=False, overwrite=False
-        )
+        about: dict[str, Any] = {"options": options, "environment": run.attributes.get("environment") or {}}
+        attempt = begin_attempt(target, launch=launch, resume=False, overwrite=False, **about)
         writers = [RankWriter(target, attempt=attempt, rank=rank, environment={}) for rank in range(size)]
         for iteration in iterations:
             open_iteration(target, attempt=attempt, iteration=iteration)

@@ -1,4 +1,4 @@
-"""The runs below a place, and how each of them is."""
+"""Lists the runs below a place, and says how each of them is."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def summarize(backend: Backend, *, path: str = "") -> RunSummary:
         RunFormatError: what is there is not a run, or is damaged.
     """
     attributes = run_attributes(read_run(backend), place=backend.url)
-    created = _seconds(attributes.get("created"))
+    value = attributes.get("created")
+    created = float(value) if isinstance(value, int | float) and 0 <= value < _LAST_SECOND else None
     judged = read_verdict(backend)
     if judged is None:
         state, message = RunState.EMPTY, "no attempt has begun in it"
@@ -184,16 +185,7 @@ def _look(
         if not place and names is None and not isinstance(error, DataError | RunFormatError):
             raise
         # Whether this is a run may not be known; that it cannot be read must be.
-        return _unreadable(place, url=where, error=error), []
-
-
-def _unreadable(place: str, *, url: str, error: RanktapeError) -> RunSummary:
-    return RunSummary(path=place, url=url.rstrip("/"), state=RunState.UNREADABLE, message=str(error))
-
-
-def _seconds(value: Any) -> float | None:
-    """A time as a document has it, if it is one that a calendar has."""
-    return float(value) if isinstance(value, int | float) and 0 <= value < _LAST_SECOND else None
+        return RunSummary(path=place, url=where, state=RunState.UNREADABLE, message=str(error)), []
 
 
 def _join(url: str, place: str) -> str:

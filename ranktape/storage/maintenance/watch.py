@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ranktape.errors import RunNotFoundError
@@ -72,21 +72,14 @@ class Snapshot:
         return len(self.complete) >= self.required
 
 
-@dataclass(slots=True)
-class _SeenAttempt:
-    """What is known of one attempt."""
-
-    progress: Progress
-    amounts: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """By iteration and rank: the records and the bytes that the rank's marker says of what it committed."""
-
-
 class Watcher:
     """Looks at a run again and again; remembers what cannot change."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._seen: dict[str, _SeenAttempt] = {}
+        self._seen: dict[str, Progress] = {}
+        self._amounts: dict[tuple[str, int, int], tuple[int, int]] = {}
+        """By attempt, iteration and rank: the records and the bytes that the marker says of what was committed."""
 
     def look(self) -> Snapshot | None:
         """The run as it is now; None while no attempt has begun in it.
@@ -115,23 +108,18 @@ class Watcher:
         return self._snapshot(attempts, is_closed=is_closed)
 
     def _look_at(self, attempt: Attempt) -> None:
-        progress = read_progress(self._backend, attempt)
-        seen = self._seen.get(attempt.path)
-        if seen is None:
-            seen = self._seen[attempt.path] = _SeenAttempt(progress=progress)
-        seen.progress = progress
+        progress = self._seen[attempt.path] = read_progress(self._backend, attempt)
         new = [
-            (iteration, rank)
+            (attempt.path, iteration, rank)
             for iteration in progress.marks
             for rank in progress.committed_ranks(iteration)
-            if (iteration, rank) not in seen.amounts
+            if (attempt.path, iteration, rank) not in self._amounts
         ]
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            amounts = pool.map(lambda place: self._amounts(attempt, *place), new)
-            seen.amounts.update(zip(new, amounts, strict=True))
+            self._amounts.update(zip(new, pool.map(self._amount, new), strict=True))
 
-    def _amounts(self, attempt: Attempt, iteration: int, rank: int) -> tuple[int, int]:
-        path = layout.marker_path(attempt.path, iteration, rank, Mark.COMMITTED)
+    def _amount(self, place: tuple[str, int, int]) -> tuple[int, int]:
+        path = layout.marker_path(*place, Mark.COMMITTED)
         fields = read_attributes(self._backend, path, max_nbytes=MAX_COMMIT_NBYTES)
         if fields is None:
             # It was there a moment ago: a retention that keeps the last iterations has taken it away.
@@ -140,40 +128,36 @@ class Watcher:
 
     def _snapshot(self, attempts: list[Attempt], *, is_closed: bool) -> Snapshot:
         last = attempts[-1]
-        everything = [self._seen[attempt.path] for attempt in attempts]
-        current = everything[-1]
-        progress = current.progress
+        progress = self._seen[last.path]
+        amounts = {place: amount for place, amount in self._amounts.items() if place[0] in self._seen}
         return Snapshot(
             seconds=time.monotonic(),
             attempt=last.number,
-            ranks=tuple(_rank_watch(current, rank) for rank in last.launch.ranks),
+            ranks=tuple(self._rank_watch(progress, rank) for rank in last.launch.ranks),
             waiting={
                 iteration: tuple(progress.committed_ranks(iteration))
                 for iteration in sorted(progress.opened - progress.complete)
             },
-            complete=tuple(sorted({iteration for seen in everything for iteration in seen.progress.complete})),
+            complete=tuple(sorted(frozenset().union(*(seen.complete for seen in self._seen.values())))),
             required=last.min_iterations,
             num_records=sum(
                 num_records
-                for seen in everything
-                for (iteration, _), (num_records, _) in seen.amounts.items()
-                if iteration in seen.progress.complete
+                for (path, iteration, _), (num_records, _) in amounts.items()
+                if iteration in self._seen[path].complete
             ),
-            nbytes=sum(nbytes for seen in everything for _, nbytes in seen.amounts.values()),
+            nbytes=sum(nbytes for _, nbytes in amounts.values()),
             is_closed=is_closed,
         )
 
-
-def _rank_watch(seen: _SeenAttempt, rank: int) -> RankWatch:
-    progress = seen.progress
-    committed = sorted(iteration for iteration, marks in progress.marks.items() if marks.get(rank) is Mark.COMMITTED)
-    amounts = [seen.amounts[iteration, rank] for iteration in committed]
-    marks = [marks[rank] for marks in progress.marks.values() if rank in marks]
-    return RankWatch(
-        rank=rank,
-        iterations=tuple(committed),
-        num_records=sum(num_records for num_records, _ in amounts),
-        nbytes=sum(nbytes for _, nbytes in amounts),
-        num_lost=sum(mark is not Mark.COMMITTED for mark in marks),
-        is_closed=rank in progress.closed,
-    )
+    def _rank_watch(self, progress: Progress, rank: int) -> RankWatch:
+        marks = {iteration: marks[rank] for iteration, marks in progress.marks.items() if rank in marks}
+        committed = sorted(iteration for iteration, mark in marks.items() if mark is Mark.COMMITTED)
+        amounts = [self._amounts[progress.attempt.path, iteration, rank] for iteration in committed]
+        return RankWatch(
+            rank=rank,
+            iterations=tuple(committed),
+            num_records=sum(num_records for num_records, _ in amounts),
+            nbytes=sum(nbytes for _, nbytes in amounts),
+            num_lost=len(marks) - len(committed),
+            is_closed=rank in progress.closed,
+        )

@@ -180,7 +180,7 @@ class StoreFailures:
     def translated(self, error: BaseException, *, verb: str, key: str) -> StorageError:
         """The error to raise for one of a client."""
         kind, way_out = _kind(error)
-        detail = self._redact(" ".join(_words(error).split()))
+        detail = self._redact(" ".join(_text(error).split()))
         if len(detail) > _MAX_DETAIL:
             detail = detail[:_MAX_DETAIL] + "..."
         status, code = answer_of(error)
@@ -194,7 +194,7 @@ class StoreFailures:
         return all(self._redact(text) == text for text in texts)
 
 
-def _words(error: BaseException) -> str:
+def _text(error: BaseException) -> str:
     # obstore writes how it is made inside below its message, and repeats the whole answer.
     text = f"{type(error).__name__}: {str(error).partition('Debug source:')[0]}"
     if (found := _XML_MESSAGE.search(text)) is not None:
@@ -206,38 +206,39 @@ def _words(error: BaseException) -> str:
 def _kind(error: BaseException) -> tuple[type[StorageError], str]:
     """The class of our error, and the way out."""
     status, code = answer_of(error)
+    is_answer = status is not None or bool(code)
+    status = status or 0
     numbers = {link.errno for link in chain(error) if isinstance(link, OSError) and link.errno}
-    if numbers & FULL or code in _FULL_CODES or status == _HTTP_FULL:
-        return NoSpaceError, "free space or raise the quota, or choose another URL"
-    if status is not None or code:
-        return _kind_of_answer(status or 0, code)
     classes = {kind.__name__ for link in chain(error) for kind in type(link).__mro__}
-    if classes & _REFUSED_CLASSES or numbers & REFUSED:
-        return AccessDeniedError, "give credentials that may do this, mend the permissions, or choose another URL"
-    text = str(error)
-    if classes & _LASTING_CLASSES or "certificate" in text:
-        return StorageError, "the server is not who it should be: check the endpoint and the certificates"
-    if numbers & _PASSING or classes & _PASSING_CLASSES or _TRANSPORT.search(text):
-        return UnreachableError, "check the URL and that the server answers, then try again"
-    return StorageError, "check the URL, the storage options and that nothing else lies in the way"
-
-
-def _kind_of_answer(status: int, code: str) -> tuple[type[StorageError], str]:
-    """As `_kind`, for what an HTTP server said; 0 where the status is not known."""
     is_server_error = status >= _HTTP_SERVER_ERROR and status != _HTTP_NOT_IMPLEMENTED
-    if code in _NO_BUCKET_CODES:
-        return NoBucketError, "create the bucket, or check the URL and the endpoint"
-    if code in _PASSING_CODES or is_server_error or status in _HTTP_PASSING:
-        return UnreachableError, _try_again(status)
-    if status in _HTTP_REFUSED or code in _REFUSED_CODES:
-        return AccessDeniedError, (
-            "the credentials are wrong or lack the permission: check key and secret, their policy and the endpoint"
-        )
-    return StorageError, "check the URL, the endpoint and the storage options"
-
-
-def _try_again(status: int) -> str:
-    return f"the server answered {status or 'so'} and may be overloaded or out of order: try again later"
+    text = str(error)
+    busy = f"the server answered {status or 'so'} and may be overloaded or out of order: try again later"
+    wrong = "the credentials are wrong or lack the permission: check key and secret, their policy and the endpoint"
+    refused = "give credentials that may do this, mend the permissions, or choose another URL"
+    rules: tuple[tuple[Any, type[StorageError], str], ...] = (
+        (
+            numbers & FULL or code in _FULL_CODES or status == _HTTP_FULL,
+            NoSpaceError,
+            "free space or raise the quota, or choose another URL",
+        ),
+        (code in _NO_BUCKET_CODES, NoBucketError, "create the bucket, or check the URL and the endpoint"),
+        (code in _PASSING_CODES or is_server_error or status in _HTTP_PASSING, UnreachableError, busy),
+        (status in _HTTP_REFUSED or code in _REFUSED_CODES, AccessDeniedError, wrong),
+        (is_answer, StorageError, "check the URL, the endpoint and the storage options"),
+        (classes & _REFUSED_CLASSES or numbers & REFUSED, AccessDeniedError, refused),
+        (
+            classes & _LASTING_CLASSES or "certificate" in text,
+            StorageError,
+            "the server is not who it should be: check the endpoint and the certificates",
+        ),
+        (
+            numbers & _PASSING or classes & _PASSING_CLASSES or _TRANSPORT.search(text),
+            UnreachableError,
+            "check the URL and that the server answers, then try again",
+        ),
+        (True, StorageError, "check the URL, the storage options and that nothing else lies in the way"),
+    )
+    return next((kind, way_out) for holds, kind, way_out in rules if holds)
 
 
 def answer_of(error: BaseException) -> tuple[int | None, str]:
@@ -245,9 +246,9 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
     for link in chain(error):
         if any(kind.__name__ == _NO_ANSWER_CLASS for kind in type(link).__mro__):
             continue
-        if (told := _STATUS.search(str(link))) is not None:
+        if (found := _STATUS.search(str(link))) is not None:
             named = _XML_CODE.search(str(link))
-            return int(told[1]), named[1] if named else ""
+            return int(found[1]), named[1] if named else ""
         response = getattr(link, "response", None)
         if isinstance(response, dict) and "Error" in response:
             code = str(response["Error"].get("Code", ""))

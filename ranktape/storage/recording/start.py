@@ -1,4 +1,4 @@
-"""The place of a start of the worker group in a run.
+"""Gives a start of the worker group its place in a run.
 
 Rank 0 claims the run, makes it (or continues it) and writes the attempt's document last. Every other rank waits for
 that document: seeing it proves that all ranks write into the same store, and not each into a directory of
@@ -81,15 +81,17 @@ def begin_attempt(
         RunExistsError: another launch's run, or something that is not a run, is at the URL.
         UsageError: the URL is so long that the store takes no keys below it.
     """
-    _make_or_continue_run(
-        backend,
-        launch=launch,
-        options=options,
-        environment=environment,
-        resume=resume,
-        overwrite=overwrite,
-        add=add,
-    )
+    data = check_place(backend, resume=resume or add, overwrite=overwrite, launch_id=launch.launch_id)
+    is_anothers = data is not None and run_attributes(data, place=backend.url).get("launch_id") != launch.launch_id
+    if is_anothers and overwrite:
+        delete_parts(backend)
+        data = None
+    if data is None:
+        run = {"launch_id": launch.launch_id, "created": time.time(), "options": dict(options)}
+        attributes = {SCHEMA_KEY: SCHEMA_VERSION, **run, "environment": dict(environment)}
+        key = layout.document_key("")
+        if not backend.create(key, encode_document(group_document(attributes), key=key)) and not add:
+            raise RunExistsError(f"another launch made a run at {backend.url} just now: choose another URL")
     earlier = read_attempts(backend)
     for one in earlier:
         # What its coordinator did not live to write.
@@ -110,8 +112,7 @@ def begin_attempt(
     )
     for group in layout.ATTEMPT_GROUPS:
         write_group(backend, f"{attempt.path}/{group}", {})
-    attributes = {**attempt.to_json(), "options": dict(options), "started": time.time()}
-    write_group(backend, attempt.path, attributes)
+    write_group(backend, attempt.path, {**attempt.to_json(), "options": dict(options), "started": time.time()})
     return attempt
 
 
@@ -126,8 +127,11 @@ def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: s
     """
     _check_length(backend)
     data = read_run(backend)
-    if data is None and (found := _foreign_names(backend)):
-        raise RunExistsError(f"{backend.url} is not empty and holds no run (there is {found[0]!r}): choose another URL")
+    for name in backend.list_names("") if data is None else []:
+        # Attempts that lost their documents are no reason.
+        is_attempt = layout.parse_attempt(name) is not None
+        if not layout.is_part_of_run(name) or (is_attempt and backend.exists(layout.document_key(name))):
+            raise RunExistsError(f"{backend.url} is not empty and holds no run (there is {name!r}): choose another URL")
     is_anothers = data is not None and run_attributes(data, place=backend.url).get("launch_id") != launch_id
     if is_anothers and not (resume or overwrite or _has_ended_empty(backend)):
         raise RunExistsError(
@@ -158,35 +162,6 @@ def _check_length(backend: Backend) -> None:
         )
 
 
-def _make_or_continue_run(
-    backend: Backend,
-    *,
-    launch: Launch,
-    options: Mapping[str, Any],
-    environment: Mapping[str, Any],
-    resume: bool,
-    overwrite: bool,
-    add: bool,
-) -> None:
-    data = check_place(backend, resume=resume or add, overwrite=overwrite, launch_id=launch.launch_id)
-    if data is not None and overwrite:
-        owner = run_attributes(data, place=backend.url).get("launch_id")
-        if owner != launch.launch_id:
-            delete_parts(backend)
-            data = None
-    if data is None:
-        attributes = {
-            SCHEMA_KEY: SCHEMA_VERSION,
-            "launch_id": launch.launch_id,
-            "created": time.time(),
-            "options": dict(options),
-            "environment": dict(environment),
-        }
-        key = layout.document_key("")
-        if not backend.create(key, encode_document(group_document(attributes), key=key)) and not add:
-            raise RunExistsError(f"another launch made a run at {backend.url} just now: choose another URL")
-
-
 def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) -> Attempt:
     """The attempt that rank 0 began for this launch, waited for by every other rank.
 
@@ -207,16 +182,6 @@ def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) ->
         # A thousand ranks look; by chance, so that they do not all look at once.
         time.sleep(random.uniform(pause / 2, pause))  # noqa: S311  # no secret
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-
-def _foreign_names(backend: Backend) -> list[str]:
-    """What lies where a run is to be made, other than attempts that lost their documents."""
-    return [
-        name
-        for name in backend.list_names("")
-        if not layout.is_part_of_run(name)
-        or (layout.parse_attempt(name) is not None and backend.exists(layout.document_key(name)))
-    ]
 
 
 def delete_parts(backend: Backend) -> None:
