@@ -47,7 +47,7 @@ def problems(
     found += [f"after repair: {line}" for line in _wrong_values(url, storage_options=storage_options)]
     if (run := open_run(url, storage_options=storage_options)).iterations != sorted(stored.ready):
         found.append(f"every rank has committed {sorted(stored.ready)}, and {run.iterations} are complete")
-    found += [f"left after repair: {debris.name}" for debris in backend.list_debris()]
+    found += [f"left after repair: {debris.key}" for debris in backend.list_debris()]
     return found
 
 

@@ -131,7 +131,7 @@ class S3Tests(BackendTests):
             upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
             client.upload_part(Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=b".")
         found = backend.list_debris()
-        assert [one.name.partition("?")[0] for one in found] == ["a/b"]
+        assert [one.key.partition("?")[0] for one in found] == ["a/b"]
         assert 0 < found[0].modified < time.time() + 60  # moto began all its uploads in 2010
         assert backend.list_keys("") == []
         backend.remove_debris(found)

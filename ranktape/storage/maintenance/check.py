@@ -24,7 +24,7 @@ from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, Find
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.maintenance.check_commit import RankResult
-    from ranktape.storage.places.backend import Backend, Debris
+    from ranktape.storage.places.backend import Backend, ObjectInfo
 
 _NUM_GROUPS = 4
 """Rank commits that are looked at side by side."""
@@ -64,11 +64,11 @@ def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress |
         if not layout.is_part_of_run(name):
             found.note(FindingKind.FOREIGN, "no part of a run", key=name)
     for debris in _list_debris(backend, found):
-        size = "" if debris.nbytes is None else f" ({debris.nbytes} bytes)"
+        size = f" ({debris.nbytes} bytes)" if debris.nbytes else ""
         found.note(
             FindingKind.DEBRIS,
             f"a write that was not ended{size}: it is under way, or its writer was lost",
-            key=debris.name,
+            key=debris.key,
             mend=Mend.REMOVE_DEBRIS,
             modified=debris.modified,
         )
@@ -100,7 +100,7 @@ class _Progress:
             self._tell(self._num_done, self.num_known)
 
 
-def _list_debris(backend: Backend, found: Findings) -> list[Debris]:
+def _list_debris(backend: Backend, found: Findings) -> list[ObjectInfo]:
     try:
         return backend.list_debris()
     except StorageError as error:

@@ -338,7 +338,7 @@ def copy_records(
         target: Where the copy is to be: nothing may be there.
         run: The run.
         records: A selection of it.
-        filters: What selected them, in words, for the commits.
+        filters: What selected them, as text, for the commits.
         on_progress: Called with the number of records copied and of all.
 
     Raises:

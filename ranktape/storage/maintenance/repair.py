@@ -157,7 +157,7 @@ class _Repair:
             case Mend.REMOVE_OBJECTS:
                 return self._remove(finding.key)
             case Mend.REMOVE_DEBRIS:
-                found = [debris for debris in self._backend.list_debris() if debris.name == finding.key]
+                found = [debris for debris in self._backend.list_debris() if debris.key == finding.key]
                 self._backend.remove_debris(found)
                 return bool(found)
             case Mend.WRITE_VERDICT:

@@ -39,26 +39,14 @@ def byte_view(part: Buffer) -> memoryview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """What a listing tells of an object."""
+    """What a listing tells of an object, or of debris: a partial file, an upload that nobody completed."""
 
     key: str
-    """Relative to the prefix that was listed."""
+    """Relative to the prefix that was listed; of debris it names it to `remove_debris`, and holds the key to write."""
     nbytes: int
-    """Its size."""
+    """Its size; of debris 0 where the store does not say."""
     modified: float
     """When it was written by the store's clock, in seconds since the epoch; 0.0 where the store does not say."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Debris:
-    """What a writer left unfinished: a partial file or a multipart upload that nobody completed."""
-
-    name: str
-    """Names it to `remove_debris`; the key that was to be written is a part of it."""
-    nbytes: int | None
-    """What it takes up; None where the store does not say."""
-    modified: float
-    """When it was begun or last written, in seconds since the epoch."""
 
 
 class Backend(Protocol):
@@ -127,11 +115,11 @@ class Backend(Protocol):
         """Remove many objects at once; those that are not there are passed over."""
         ...
 
-    def list_debris(self) -> list[Debris]:
-        """What writers left unfinished, sorted by name; a writer that still works at it is not told apart."""
+    def list_debris(self) -> list[ObjectInfo]:
+        """What writers left unfinished, sorted by key; a writer that still works at it is not told apart."""
         return []
 
-    def remove_debris(self, debris: Sequence[Debris]) -> None:
+    def remove_debris(self, debris: Sequence[ObjectInfo]) -> None:
         """Remove what `list_debris` found; what is gone already is passed over."""
         assert not debris, "none was listed"
 

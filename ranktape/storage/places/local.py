@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ranktape.errors import StorageError
-from ranktape.storage.places.backend import Backend, Debris, ObjectInfo, is_text, range_within, refuse_escape, too_large
+from ranktape.storage.places.backend import Backend, ObjectInfo, is_text, range_within, refuse_escape, too_large
 from ranktape.storage.places.failures import local_error, printable
 from ranktape.storage.places.local_files import (
     absolute,
@@ -131,8 +131,7 @@ class LocalBackend(Backend):
     def list_objects(self, prefix: str) -> list[ObjectInfo]:
         """All files below a directory with size and time, sorted by key."""
         with self._translated("list", prefix):
-            found = self._statuses(prefix, are_partial=False)
-            return [ObjectInfo(key=path, nbytes=one.st_size, modified=one.st_mtime) for path, one in found]
+            return list(self._list(prefix, are_partial=False))
 
     def list_names(self, prefix: str) -> list[str]:
         """The names of everything in a directory, sorted."""
@@ -161,15 +160,14 @@ class LocalBackend(Backend):
             with self._translated("delete", key):
                 self._unlink(self._place(key))
 
-    def list_debris(self) -> list[Debris]:
+    def list_debris(self) -> list[ObjectInfo]:
         """Partial files, of crashed writers and of those still at it."""
         with self._translated("list", ""):
-            found = self._statuses("", are_partial=True)
-            return [Debris(name=path, nbytes=one.st_size, modified=one.st_mtime) for path, one in found]
+            return list(self._list("", are_partial=True))
 
-    def remove_debris(self, debris: Sequence[Debris]) -> None:
+    def remove_debris(self, debris: Sequence[ObjectInfo]) -> None:
         """Remove partial files, and the directories that nothing is left in."""
-        self.delete_keys([one.name for one in debris if one.name.endswith(PARTIAL_SUFFIX)])
+        self.delete_keys([one.key for one in debris if one.key.endswith(PARTIAL_SUFFIX)])
 
     def flush(self) -> None:
         """Flush the file system that holds the run to its disk, once for all files."""
@@ -240,13 +238,13 @@ class LocalBackend(Backend):
             folders += [f"{folder}{entry.name}/" for entry in found if entry.is_dir(follow_symlinks=False)]
             yield from (f"{folder}{entry.name}" for entry in found if entry.is_file(follow_symlinks=False))
 
-    def _statuses(self, prefix: str, *, are_partial: bool) -> Iterator[tuple[str, os.stat_result]]:
+    def _list(self, prefix: str, *, are_partial: bool) -> Iterator[ObjectInfo]:
         """The files below a directory that are partial, or are not, sorted; those that went away are left out."""
         for path in sorted(self._files(prefix)):
             if path.endswith(PARTIAL_SUFFIX) is are_partial:
                 status = status_of(self._root / prefix / path)
                 if status is not None:
-                    yield path, status
+                    yield ObjectInfo(key=path, nbytes=status.st_size, modified=status.st_mtime)
 
     def _unlink(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -17,7 +17,7 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from ranktape.errors import StorageError, UsageError
-from ranktape.storage.places.backend import Debris, answered, range_within, seconds_left
+from ranktape.storage.places.backend import ObjectInfo, answered, range_within, seconds_left
 from ranktape.storage.places.failures import answer_of
 from ranktape.storage.places.obstore_options import StoreConfig
 from ranktape.storage.places.store import Result, StoreBackend
@@ -64,11 +64,11 @@ class ObstoreBackend(StoreBackend):
         if not self._bucket:
             raise UsageError(f"{self.url} names no bucket: give a URL such as s3://bucket/run")
 
-    def list_debris(self) -> list[Debris]:
+    def list_debris(self) -> list[ObjectInfo]:
         """Multipart uploads that were begun and neither completed nor given up, where S3 is spoken."""
         return self._fsspec().list_debris() if self._config.protocol == "s3" else []
 
-    def remove_debris(self, debris: Sequence[Debris]) -> None:
+    def remove_debris(self, debris: Sequence[ObjectInfo]) -> None:
         """Give up multipart uploads."""
         if debris:
             self._fsspec().remove_debris(debris)

@@ -58,7 +58,7 @@ class RetryingBackend(ForwardingBackend):
     def with_deadline(
         self, *, timeout_seconds: float | None = None, give_up: Callable[[], bool] | None = None
     ) -> RetryingBackend:
-        """The same place with another deadline, and with a word in whether to go on trying."""
+        """The same place with another deadline; it stops trying when `give_up` says so."""
         return RetryingBackend(
             self._backend,
             timeout_seconds=self._timeout_seconds if timeout_seconds is None else timeout_seconds,

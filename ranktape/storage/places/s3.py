@@ -20,7 +20,7 @@ from typing import Any
 
 from fsspec.asyn import sync
 
-from ranktape.storage.places.backend import Backend, Debris, RangeFile, answered, seconds_left
+from ranktape.storage.places.backend import Backend, ObjectInfo, RangeFile, answered, seconds_left
 from ranktape.storage.places.failures import answer_of
 from ranktape.storage.places.remote import RemoteBackend
 
@@ -77,15 +77,15 @@ class S3Backend(RemoteBackend):
 
     delete = Backend.delete
 
-    def list_debris(self) -> list[Debris]:
+    def list_debris(self) -> list[ObjectInfo]:
         """Multipart uploads that were begun and neither completed nor given up."""
         found = self._call("list", "", lambda: list(self._uploads()))
-        return sorted(found, key=lambda one: one.name)
+        return sorted(found, key=lambda one: one.key)
 
-    def remove_debris(self, debris: Sequence[Debris]) -> None:
+    def remove_debris(self, debris: Sequence[ObjectInfo]) -> None:
         """Give up multipart uploads."""
         for one in debris:
-            self._call("delete", one.name.rpartition("?")[0], partial(self._give_up, one.name))
+            self._call("delete", one.key.rpartition("?")[0], partial(self._give_up, one.key))
 
     def _open(self) -> Exception | None:
         failure = super()._open()
@@ -150,14 +150,14 @@ class S3Backend(RemoteBackend):
                     raise PartlyDeletedError(error)
             answered()
 
-    def _uploads(self) -> Iterator[Debris]:
+    def _uploads(self) -> Iterator[ObjectInfo]:
         markers: dict[str, str] = {}
         while True:
             page = self._ask("list_multipart_uploads", Prefix=self._root, **markers)
             answered()
             for item in page.get("Uploads", []):
                 name = f"{item['Key'][len(self._root) :]}?{item['UploadId']}"
-                yield Debris(name=name, nbytes=None, modified=item["Initiated"].timestamp())
+                yield ObjectInfo(key=name, nbytes=0, modified=item["Initiated"].timestamp())
             if not page.get("IsTruncated"):
                 return
             markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
