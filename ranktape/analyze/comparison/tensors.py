@@ -6,10 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ranktape.analyze.engine.plan import shares
 from ranktape.analyze.engine.values import View, read_values, viewed_dtype
 from ranktape.analyze.numerics.differences import Differences, compare_parts
 from ranktape.storage.format.dtypes import numpy_dtype
@@ -91,41 +92,34 @@ class ComparedTensor:
             return values if values.dtype == dtype else values.astype(dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedPairOfTensors:
-    """Two tensors that are compared, and the twin of the first from a second equal run. It can be pickled."""
+class TensorPair(NamedTuple):
+    """Two tensors that are compared; it can be pickled."""
 
     a: ComparedTensor
     """The reference."""
     b: ComparedTensor
     """What is compared with it."""
-    twin: ComparedTensor | None = None
+    twin: ComparedTensor | None
     """The same tensor as `a`, of another run that should be equal."""
-    view: View = View.SEEN
-    """Which numbers are compared."""
 
 
-def compare_pairs(pairs: tuple[ComparedPairOfTensors, ...]) -> list[tuple[Differences | None, Differences | None]]:
-    """For each pair the differences of b from a, and those of the twin from a.
-
-    None where the values of one were not kept, or where shapes differ. In memory are the two tensors; of large ones
-    with samples, one sample of each.
+def compare_pairs(pairs: Sequence[TensorPair], *, view: View) -> list[tuple[Differences | None, Differences | None]]:
+    """For each pair the differences of b from a, and those of the twin from a; in memory is one pair.
 
     Raises:
         DataError: bytes or parts are missing, or damaged.
         StorageError: the store cannot be read.
     """
     return [
-        (
-            compare_tensors(pair.a, pair.b, view=pair.view),
-            None if pair.twin is None else compare_tensors(pair.a, pair.twin, view=pair.view),
-        )
-        for pair in pairs
+        (compare_tensors(a, b, view=view), None if twin is None else compare_tensors(a, twin, view=view))
+        for a, b, twin in pairs
     ]
 
 
 def compare_tensors(a: ComparedTensor, b: ComparedTensor, *, view: View = View.SEEN) -> Differences | None:
-    """The differences of one tensor from another; None where there are none to be known.
+    """The differences of one tensor from another; None where the values of one were not kept, or shapes differ.
+
+    In memory are both; of large ones with samples, one sample of each.
 
     Raises:
         DataError: bytes or parts are missing, or damaged.
@@ -150,75 +144,50 @@ def _parts(a: ComparedTensor, b: ComparedTensor, *, view: View) -> Iterator[tupl
     )
 
 
-BATCH_NBYTES = 1 << 25
-"""Bytes of the pairs of one piece of work, unless a single pair has more."""
+class PairTasks(Sequence[list[TensorPair]]):
+    """The pairs of a matching in batches, made when they are asked for: a run may have millions of them.
 
-BATCH_SIZE = 64
-"""Pairs of one piece of work at most: small tensors that are stored together are read together."""
-
-
-class PairTasks(Sequence[tuple[ComparedPairOfTensors, ...]]):
-    """The pairs of a matching in batches, made when they are asked for: a run may have millions of them."""
+    Small tensors that are stored together are read together. `twins` are the records of `noise` that belong to the
+    first side of each pair.
+    """
 
     def __init__(
-        self,
-        matching: Matching,
-        *,
-        twins: Sequence[tuple[int, ...] | None] | None,
-        noise: Records | None,
-        view: View | None,
+        self, matching: Matching, *, twins: Sequence[tuple[int, ...] | None] = (), noise: Records | None = None
     ) -> None:
-        self._matching = matching
-        self._twins = twins
-        self._noise = noise
-        self._view = view or View.SEEN
+        self._matching, self._twins, self._noise = matching, twins, noise
         nbytes = [records.column("nbytes").tolist() for records in (matching.a, matching.b)]
         sizes = [
             sum(of[row] for of, parts in zip(nbytes, pair, strict=True) for row in parts.rows)
             for pair in matching.pairs
         ]
-        self._starts = [0]
-        self.sizes: list[int] = []
+        self._batches = shares(sizes, max_nbytes=BATCH_NBYTES, max_number=BATCH_SIZE)
+        self.sizes = [sum(sizes[batch]) for batch in self._batches]
         """Bytes that each batch reads, without the twins."""
-        total = 0
-        for place, size in enumerate(sizes):
-            if total and (total + size > BATCH_NBYTES or place - self._starts[-1] >= BATCH_SIZE):
-                self._starts.append(place)
-                self.sizes.append(total)
-                total = 0
-            total += size
-        self.sizes.append(total)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._batches)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
-        number = range(len(self))[index]
-        ends = [*self._starts[1:], len(self._matching.pairs)]
-        places = range(self._starts[number], ends[number])
-        pairs = [self._matching.pairs[place] for place in places]
-        sides = [
-            _tensors(self._matching.a, [one for one, _ in pairs]),
-            _tensors(self._matching.b, [other for _, other in pairs]),
-            self._twins_of(places),
-        ]
-        return tuple(
-            ComparedPairOfTensors(a=a, b=b, twin=twin, view=self._view) for a, b, twin in zip(*sides, strict=True)
-        )
+        batch = self._batches[index]
+        pairs = self._matching.pairs[batch]
+        a = _tensors(self._matching.a, [one for one, _ in pairs])
+        b = _tensors(self._matching.b, [other for _, other in pairs])
+        twins: Iterator[ComparedTensor | None] = itertools.repeat(None, len(pairs))
+        if self._noise is not None:
+            rows = self._twins[batch]
+            known = [dataclasses.replace(one, rows=own) for (one, _), own in zip(pairs, rows, strict=True) if own]
+            found = iter(_tensors(self._noise, known))
+            twins = (next(found) if own else None for own in rows)
+        return list(map(TensorPair, a, b, twins))
 
-    def _twins_of(self, places: Sequence[int]) -> Sequence[ComparedTensor | None]:
-        if self._noise is None or self._twins is None:
-            return [None] * len(places)
-        rows = [self._twins[place] for place in places]
-        there = [
-            dataclasses.replace(self._matching.pairs[place][0], rows=known)
-            for place, known in zip(places, rows, strict=True)
-            if known is not None
-        ]
-        found = iter(_tensors(self._noise, there))
-        return [None if known is None else next(found) for known in rows]
+
+BATCH_NBYTES = 1 << 25
+"""Bytes of the pairs of one piece of work, unless a single pair has more."""
+
+BATCH_SIZE = 64
+"""Pairs of one piece of work at most."""
 
 
 def _tensors(records: Records, parts: Sequence[Parts]) -> list[ComparedTensor]:

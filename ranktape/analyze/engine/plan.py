@@ -119,12 +119,12 @@ def call_all(calls: Calls) -> list[Any]:
     return [calls.function(task) for task in calls.tasks]
 
 
-def shares(sizes: Sequence[int]) -> list[slice]:
+def shares(sizes: Sequence[int], *, max_nbytes: int = BATCH_NBYTES, max_number: int = BATCH_RECORDS) -> list[slice]:
     """Neighbours that are done together, by their sizes in bytes: one, or as many as stay below the bounds."""
     found = []
     start, total = 0, 0
     for place, size in enumerate(sizes):
-        if place > start and (total + size > BATCH_NBYTES or place - start >= BATCH_RECORDS):
+        if place > start and (total + size > max_nbytes or place - start >= max_number):
             found.append(slice(start, place))
             start, total = place, 0
         total += size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -129,8 +130,8 @@ def compare_map(
     if len(matching.pairs) > 1:
         named = matching.name_pairs()
         raise UsageError(f"a map is of one pair, and there are {len(matching.pairs)}: {named}; leave one with filters")
-    (only,) = PairTasks(matching, twins=None, noise=None, view=view)[0]
-    return difference_map(only.a, only.b, max_bins=max_bins, view=only.view)
+    (only,) = PairTasks(matching)[0]
+    return difference_map(only.a, only.b, max_bins=max_bins, view=view or View.SEEN)
 
 
 def _match(a: Records, b: Records | None, pairing: Pairing, *, allow_unmatched: bool) -> Matching:
@@ -162,8 +163,9 @@ def _compared(
     engine: Engine,
 ) -> list[ComparedPair]:
     """What sets the tensors of each pair apart."""
-    tasks = PairTasks(matching, twins=None if noise is None else _twins(matching, noise), noise=noise, view=view)
-    answers = [answer for batch in engine.map(compare_pairs, tasks, sizes=tasks.sizes) for answer in batch]
+    tasks = PairTasks(matching, twins=() if noise is None else _twins(matching, noise), noise=noise)
+    work = functools.partial(compare_pairs, view=view or View.SEEN)
+    answers = [answer for batch in engine.map(work, tasks, sizes=tasks.sizes) for answer in batch]
     distances = distances_of(matching, view=view, engine=engine) if with_distances else [None] * len(matching.pairs)
     orders = execution_order(matching.a, [one.rows[0] for one, _ in matching.pairs])
     return [
