@@ -19,7 +19,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, read_histogram, viewed_dtype, viewed_dtypes
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest, Summarizer, Summary, merge_summaries
 from ranktape.analyze.numerics.digest_kernels import MAX_COUNT, NUM_TABLES, Nature, count_samples
-from ranktape.analyze.numerics.histograms.histogram import KINDS, Histogram, Tallies, own_limits, pattern_values, scan
+from ranktape.analyze.numerics.histograms.histogram import KINDS, Tallies, own_limits, pattern_values, scan
 from ranktape.analyze.numerics.histograms.moments import statistics_of, statistics_of_pairs
 from ranktape.analyze.numerics.pieces import frozen
 from ranktape.errors import DataError
@@ -76,10 +76,11 @@ class DigestMeasure:
         if record.keep == Keep.STATISTICS:
             return _of_statistics(record)
         if record.keep == Keep.HISTOGRAM:
-            return _of_counts(read_histogram(record, view=self.view))
+            histogram = read_histogram(record, view=self.view)
+            (patterns,) = np.nonzero(histogram.counts)
+            return _of_patterns(patterns, histogram.counts[patterns], dtype=histogram.dtype)
         metrics, parts = _metrics_of(record), _parts(record, dtype)
-        is_narrow = dtype.itemsize <= _HALF_NBYTES
-        payload = _Patterns(dtype).payload(parts, metrics=metrics) if is_narrow else _wide(parts, dtype, metrics)
+        payload = (_narrow if dtype.itemsize <= _HALF_NBYTES else _wide)(parts, dtype, metrics)
         has_samples = record.sample_dim is not None or len(metrics) > 0
         return payload | {"samples": np.ascontiguousarray(metrics.T)} if has_samples else payload
 
@@ -112,7 +113,8 @@ def digest_of(payload: Payload, *, dtype: str) -> Digest:
     Raises:
         DataError: it is of another type, or damaged.
     """
-    ends: dict[str, Any] = dict(zip(ENDS, (_end(value) for value in payload["ends"].tolist()), strict=True))
+    known = (None if math.isnan(end) else end for end in payload["ends"].tolist())
+    ends: dict[str, Any] = dict(zip(ENDS, known, strict=True))
     tallies = dict(zip(("num_elements", *KINDS), payload["tallies"].tolist(), strict=True))
     is_exact, has_values = payload["flags"].tolist()
     samples = payload.get("samples")
@@ -182,11 +184,6 @@ def _of_statistics(record: Record) -> Payload:
         occurrences=np.zeros(0, dtype=np.int64),
         has_values=False,
     )
-
-
-def _of_counts(histogram: Histogram) -> Payload:
-    (patterns,) = np.nonzero(histogram.counts)
-    return _of_patterns(patterns, histogram.counts[patterns], dtype=histogram.dtype)
 
 
 def _of_patterns(patterns: NDArray[Any], occurrences: NDArray[np.int64], *, dtype: np.dtype[Any]) -> Payload:
@@ -291,47 +288,36 @@ class _Counters(threading.local):
             )
         return self.tables[num_patterns]
 
-    def forget(self) -> None:
-        """Begin anew, after a record that was not counted to its end."""
-        self.tables.clear()
-
 
 _counters = _Counters()
 
 
-class _Patterns:
-    """The digest of the values of a record of a type of at most 16 bits."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self._values = pattern_values(dtype)
-        self._table = _Table.of(dtype)
-
-    def payload(self, parts: Iterable[NDArray[Any]], *, metrics: NDArray[np.float64]) -> Payload:
-        """Count the parts, and fill in the metrics of their samples, if there are rows for them."""
-        dtype = self._dtype
-        try:
-            num_met, num_samples = 0, 0
-            tables, totals, met = _counters.of(self._values.size)
-            for part in parts:
-                patterns = frozen(part.view(f"u{dtype.itemsize}"), shape=(part.shape[0], part[0].size))
-                rows = metrics[num_samples : num_samples + len(patterns)]
-                num_met = count_samples(patterns, tables, totals, met, num_met, self._values, self._table.natures, rows)
-                num_samples += len(patterns)
-            patterns_met = met[:num_met].copy()
-            occurrences = totals[patterns_met]
-            totals[patterns_met] = 0
-        except BaseException:
-            _counters.forget()
-            raise
-        return _of_patterns(patterns_met, occurrences, dtype=dtype)
+def _narrow(parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], metrics: NDArray[np.float64]) -> Payload:
+    """The digest of values of a type of at most 16 bits; the metrics of samples are filled in, if there are rows."""
+    values, natures = pattern_values(dtype), _Table.of(dtype).natures
+    try:
+        num_met, num_samples = 0, 0
+        tables, totals, met = _counters.of(values.size)
+        for part in parts:
+            patterns = frozen(part.view(f"u{dtype.itemsize}"), shape=(part.shape[0], part[0].size))
+            rows = metrics[num_samples : num_samples + len(patterns)]
+            num_met = count_samples(patterns, tables, totals, met, num_met, values, natures, rows)
+            num_samples += len(patterns)
+        patterns_met = met[:num_met].copy()
+        occurrences = totals[patterns_met]
+        totals[patterns_met] = 0
+    except BaseException:
+        # A record that was not counted to its end leaves numbers behind.
+        _counters.tables.clear()
+        raise
+    return _of_patterns(patterns_met, occurrences, dtype=dtype)
 
 
 def load_kernels() -> None:
     """Have compiled code and tables of the common types loaded, so that processes forked from this one have them."""
     for name in ("bfloat16", "float16"):
         dtype = numpy_dtype(name)
-        _Patterns(dtype).payload([np.ones((1, 1), dtype)], metrics=np.zeros((1, len(SAMPLE_METRICS))))
+        _narrow([np.ones((1, 1), dtype)], dtype, np.zeros((1, len(SAMPLE_METRICS))))
 
 
 def _parts(record: Record, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
@@ -394,7 +380,3 @@ def merge_tallies(parts: Sequence[Tallies]) -> Tallies:
         **ends,
         per_sample=None,
     )
-
-
-def _end(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -6,24 +6,22 @@ Whatever the number of workers, results come in the order of what was asked for,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ranktape.analyze.console import say
 from ranktape.analyze.engine.cache import Cache
-from ranktape.analyze.engine.cache_object import DamagedObjectError
 from ranktape.analyze.engine.executors import in_order, workers_of
-from ranktape.analyze.engine.plan import Batch, Calls, RecordSpan, WorkPlan, call_all, measure_batch, shares
-from ranktape.analyze.engine.progress import BytesLeft, bytes_left
+from ranktape.analyze.engine.plan import Calls, WorkPlan, call_all, shares
+from ranktape.analyze.engine.progress import bytes_left
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.cache_object import Measure, Payload
     from ranktape.analyze.engine.executors import Workers
-    from ranktape.analyze.engine.plan import Measured
-    from ranktape.storage import Record, Records
+    from ranktape.storage import Records
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -58,13 +56,23 @@ class Engine:
             return
         plan = WorkPlan(records)
         cache = Cache(records.reader, measure, groups=plan.paths, warn=_warn_once) if self.use_cache else None
-        with bytes_left(is_shown=self.show_progress, description="counting") as bar:
-            question = _Question(records, measure, cache=cache, bar=bar)
-            bar.expect(plan.nbytes)
-            with closing(plan.spans(cache)) as spans:
-                works = ((span, question.work(span)) for span in spans)
-                for span, measured in in_order(works, start=self._workers):
-                    yield from question.payloads(span, measured)
+        accepts: Callable[[Payload], bool] = getattr(measure, "accepts", lambda _: True)
+        with (
+            bytes_left(is_shown=self.show_progress, description="counting") as bar,
+            closing(plan.spans(cache)) as spans,
+        ):
+            bar.expect(sum(plan.sizes))
+            works = ((span, span.work(records, measure, cache)) for span in spans)
+            for span, measured in in_order(works, start=self._workers):
+                bar.advance(sum(plan.sizes[span.places.start : span.places.stop]))
+                if measured is not None and measured.failure and cache is not None:
+                    cache.give_up(measured.failure)
+                fresh = iter(() if measured is None else measured.payloads)
+                for place in span.places:
+                    payload = span.payload(place) if place in span.known else next(fresh)
+                    # One that nobody can have measured is measured again.
+                    is_good = payload is not None and (place not in span.known or accepts(payload))
+                    yield payload if payload is not None and is_good else measure(records[place])
 
     def _workers(self) -> Workers:
         return workers_of(workers=self.workers, scheduler=self.scheduler)
@@ -91,53 +99,6 @@ class Engine:
             for part, results in in_order(works, start=lambda: workers):
                 bar.advance(sum((sizes or ())[part]))
                 yield from results
-
-
-class _Question:
-    """What is measured of the records of a selection."""
-
-    def __init__(self, records: Records, measure: Measure, *, cache: Cache | None, bar: BytesLeft) -> None:
-        self._records = records
-        self._measure = measure
-        self._cache = cache
-        self._bar = bar
-        self._accepts: Callable[[Payload], bool] = getattr(measure, "accepts", lambda _: True)
-
-    def work(self, span: RecordSpan) -> tuple[Callable[[Any], Any], Any] | None:
-        """The measuring of the records that are not known; None where all are."""
-        self._bar.advance(sum(span.size(place) for place in span.known))
-        if not span.missing:
-            return None
-        shelf = None if self._cache is None else self._cache.shelf(span.group, damaged=span.damaged)
-        keys = tuple(map(span.key, span.missing))
-        return measure_batch, Batch(records=self._some(span.missing), keys=keys, measure=self._measure, shelf=shelf)
-
-    def _some(self, places: Sequence[int]) -> tuple[Iterable[Record], ...]:
-        """The records at some places, ascending; fit to be sent."""
-        starts = [place for place, before in zip(places, [None, *places], strict=False) if place - 1 != before]
-        stops = [place + 1 for place, behind in zip(places, [*places[1:], None], strict=True) if place + 1 != behind]
-        runs = [self._records[start:stop] for start, stop in zip(starts, stops, strict=True)]
-        # To look at the records of files is to read them.
-        return tuple(run if run.is_costly else list(run) for run in runs)
-
-    def payloads(self, span: RecordSpan, result: Measured | None) -> Iterator[Payload]:
-        """The payloads of a span, of which the result has those that were not known."""
-        measured: dict[int, Payload] = {}
-        if result is not None:
-            if result.failure and self._cache is not None:
-                self._cache.give_up(result.failure)
-            measured = dict(zip(span.missing, result.payloads, strict=True))
-            self._bar.advance(sum(map(span.size, measured)))
-        for place in span.places:
-            yield measured.pop(place) if place in measured else self._known(span, place)
-
-    def _known(self, span: RecordSpan, place: int) -> Payload:
-        """A payload out of the cache; one that nobody can have measured is measured again."""
-        try:
-            payload = span.known[place].payload(span.key(place))
-        except DamagedObjectError:
-            return self._measure(self._records[place])
-        return payload if self._accepts(payload) else self._measure(self._records[place])
 
 
 @functools.cache

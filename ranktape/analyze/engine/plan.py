@@ -6,6 +6,7 @@ import ctypes
 import functools
 import itertools
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.cache import Cache, Found, record_keys
+from ranktape.analyze.engine.cache_object import DamagedObjectError
 from ranktape.analyze.engine.executors import no_leaving
 from ranktape.errors import StorageError
 
@@ -151,31 +153,35 @@ class RecordSpan:
     """Where in the selection they are."""
     keys: Sequence[str]
     """What they are known by."""
-    sizes: Sequence[int]
-    """Their bytes."""
     known: Mapping[int, CacheObject]
     """By place, the object that holds the payload."""
     damaged: tuple[str, ...]
     """Objects of the group that cannot be read, and are to be replaced."""
 
-    @property
-    def missing(self) -> list[int]:
-        """The places of those that are to be measured."""
-        return [place for place in self.places if place not in self.known]
+    def payload(self, place: int) -> Payload | None:
+        """The payload of a record that is known; None where it cannot be unpacked."""
+        try:
+            return self.known[place].payload(self.keys[place - self.places.start])
+        except DamagedObjectError:
+            return None
 
-    def key(self, place: int) -> str:
-        """What a record is known by."""
-        return self.keys[place - self.places.start]
-
-    def size(self, place: int) -> int:
-        """The bytes of a record."""
-        return self.sizes[place - self.places.start]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    path: str
-    places: slice
+    def work(
+        self, records: Records, measure: Measure, cache: Cache | None
+    ) -> tuple[Callable[[Any], Any], Batch] | None:
+        """The measuring of the records that are not known; None where all are."""
+        missing = [place for place in self.places if place not in self.known]
+        if not missing:
+            return None
+        starts = [place for place, before in zip(missing, [None, *missing], strict=False) if place - 1 != before]
+        stops = [place + 1 for place, behind in zip(missing, [*missing[1:], None], strict=True) if place + 1 != behind]
+        runs = [records[start:stop] for start, stop in zip(starts, stops, strict=True)]
+        return measure_batch, Batch(
+            # To look at the records of files is to read them.
+            records=tuple(run if run.is_costly else list(run) for run in runs),
+            keys=tuple(self.keys[place - self.places.start] for place in missing),
+            measure=measure,
+            shelf=None if cache is None else cache.shelf(self.group, damaged=self.damaged),
+        )
 
 
 class WorkPlan:
@@ -183,81 +189,54 @@ class WorkPlan:
 
     def __init__(self, records: Records) -> None:
         self._files: Sequence[Any] = getattr(records, "files", ())
-        if self._files:
-            self._groups = [_Group(path=_FILES, places=slice(0, len(records)))]
-        else:
-            self._groups = [_Group(path=path, places=places) for path, places in records.groups()]
-        self._sizes: list[int] = records.column("nbytes").tolist()
+        self._groups = [(_FILES, slice(0, len(records)))] if self._files else list(records.groups())
         self._columns = [] if self._files else [records.column(name) for name in _COLUMNS]
+        self.sizes: list[int] = records.column("nbytes").tolist()
+        """Bytes of each record."""
 
     @property
     def paths(self) -> list[str]:
         """The groups that the records are in."""
-        return [group.path for group in self._groups]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all records."""
-        return sum(self._sizes)
+        return [path for path, _ in self._groups]
 
     def spans(self, cache: Cache | None) -> Generator[RecordSpan, None, None]:
         """All records in their order, in spans whose unknown records are one batch; the cache is looked at ahead."""
+        if cache is None:
+            for path, places in self._groups:
+                yield from self._of_group(path, places, Found(), keys=[""] * int(places.stop - places.start))
+            return
         with ThreadPoolExecutor(_LOOKS_AHEAD) as pool:
-            ahead: list[tuple[_Group, Future[Found] | None]] = []
-            groups = iter(self._groups)
+            ahead: deque[tuple[str, slice, Future[Found]]] = deque()
             try:
-                for group in itertools.chain(groups, [None] * _LOOKS_AHEAD):
+                for group in itertools.chain(self._groups, [None] * _LOOKS_AHEAD):
                     if group is not None:
-                        ahead.append((group, None if cache is None else pool.submit(cache.find, group.path)))
+                        ahead.append((*group, pool.submit(cache.find, group[0])))
                     if ahead and (group is None or len(ahead) > _LOOKS_AHEAD):
-                        first, looked = ahead.pop(0)
-                        if looked is None:
-                            yield from self._of_group(first, Found(), keys=[""] * _length(first.places))
-                        else:
-                            yield from self._of_group(first, looked.result(), keys=self._keys(first.places))
+                        path, places, looked = ahead.popleft()
+                        yield from self._of_group(path, places, looked.result(), keys=self._keys(places))
             finally:
-                for _, looked in ahead:
-                    if looked is not None:
-                        looked.cancel()
+                for _, _, looked in ahead:
+                    looked.cancel()
 
-    def _of_group(self, group: _Group, found: Found, *, keys: Sequence[str]) -> Iterator[RecordSpan]:
-        first = group.places.start
-        start, num_missing, nbytes = first, 0, 0
-        for place in range(first, group.places.stop):
-            is_known = keys[place - first] in found.objects
-            size = 0 if is_known else self._sizes[place]
-            is_full = num_missing and nbytes + size > BATCH_NBYTES
-            if place > start and (is_full or place - start >= BATCH_RECORDS):
-                yield self._span(group, start, place, keys, found)
-                start, num_missing, nbytes = place, 0, 0
-            num_missing += not is_known
-            nbytes += size
-        yield self._span(group, start, group.places.stop, keys, found)
-
-    def _span(self, group: _Group, start: int, stop: int, keys: Sequence[str], found: Found) -> RecordSpan:
-        own = keys[start - group.places.start : stop - group.places.start]
-        known = {
-            place: found.objects[key]
-            for place, key in zip(range(start, stop), own, strict=True)
-            if key in found.objects
-        }
-        return RecordSpan(
-            group=group.path,
-            places=range(start, stop),
-            keys=own,
-            sizes=self._sizes[start:stop],
-            known=known,
-            damaged=tuple(found.damaged),
-        )
+    def _of_group(self, path: str, places: slice, found: Found, *, keys: Sequence[str]) -> Iterator[RecordSpan]:
+        first = int(places.start)
+        known = {place: found.objects[key] for place, key in enumerate(keys, start=first) if key in found.objects}
+        # What is known is not read, and fills no batch.
+        sizes = [0 if place in known else self.sizes[place] for place in range(first, int(places.stop))]
+        for part in shares(sizes):
+            own = range(first + part.start, first + part.stop)
+            yield RecordSpan(
+                group=path,
+                places=own,
+                keys=keys[part],
+                known={place: known[place] for place in own if place in known},
+                damaged=tuple(found.damaged),
+            )
 
     def _keys(self, places: slice) -> list[str]:
         if self._files:
             return record_keys([[_state_of(file) for file in self._files[places]]])
         return record_keys([column[places].tolist() for column in self._columns])
-
-
-def _length(places: slice) -> int:
-    return int(places.stop - places.start)
 
 
 def _state_of(file: Any) -> str:

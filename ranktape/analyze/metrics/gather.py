@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.digest_measure import digests, merge_digests
+from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
 from ranktape.analyze.numerics.digest import push
 from ranktape.storage.query.columns import equal_rows
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.digest import Digest
+    from ranktape.analyze.table import Column
     from ranktape.storage import Records
 
 
@@ -52,8 +54,14 @@ def gather(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Records in groups of equal values of some fields, sorted by them."""
+    """Records in groups of equal values of some fields, sorted by them, or each record for itself."""
 
+    fields: tuple[str, ...] = ()
+    """The fields that are grouped by."""
+    columns: tuple[Column, ...] = ()
+    """The columns that say which group or record a row of a table is of."""
+    heads: Sequence[tuple[Any, ...]] = ()
+    """What those hold, for each group."""
     keys: tuple[dict[str, Any], ...]
     """The values of the fields, for each group."""
     sizes: tuple[int, ...]
@@ -65,19 +73,46 @@ class Groups:
 def group_records(records: Records, *, by: Sequence[str]) -> Groups:
     """The groups of a selection, in the order of `Records.group_by`; one of all records without fields.
 
+    Where records are of several stacks, `layer_stack` comes before `layer_idx`.
+
     Raises:
         UnknownFieldError: records have no such field.
     """
-    if not by:
-        return Groups(keys=({},), sizes=(len(records),), numbers=(0,) * len(records))
-    groups = equal_rows(zip(*(records.column(field).tolist() for field in by), strict=True))
+    fields = with_stacks(by, records)
+    keys: tuple[dict[str, Any], ...] = ({},)
+    sizes: tuple[int, ...] = (len(records),)
     numbers = np.zeros(len(records), dtype=np.int64)
-    for number, (_, rows) in enumerate(groups):
-        numbers[rows] = number
+    if fields:
+        groups = equal_rows(zip(*(records.column(field).tolist() for field in fields), strict=True))
+        for number, (_, rows) in enumerate(groups):
+            numbers[rows] = number
+        keys = tuple(dict(zip(fields, key, strict=True)) for key, _ in groups)
+        sizes = tuple(len(rows) for _, rows in groups)
     return Groups(
-        keys=tuple(dict(zip(by, key, strict=True)) for key, _ in groups),
-        sizes=tuple(len(rows) for _, rows in groups),
+        fields=fields,
+        columns=group_columns(fields),
+        heads=[group_row(key, num_records=size) for key, size in zip(keys, sizes, strict=True)],
+        keys=keys,
+        sizes=sizes,
         numbers=tuple(numbers.tolist()),
+    )
+
+
+def row_groups(records: Records, *, by: Sequence[str]) -> Groups:
+    """As `group_records`; without fields each record is a group of its own.
+
+    Raises:
+        UnknownFieldError: records have no such field.
+    """
+    if by:
+        return group_records(records, by=by)
+    count = len(records)
+    return Groups(
+        columns=identity_columns(records),
+        heads=identity_rows(records),
+        keys=({},) * count,
+        sizes=(1,) * count,
+        numbers=tuple(range(count)),
     )
 
 
@@ -103,6 +138,9 @@ def group_digests(
     begun: dict[int, list[Digest]] = {}
     for number, digest in zip(groups.numbers, digests(records, view=view, engine=engine), strict=True):
         on_digest(number, digest)
+        if groups.sizes[number] == 1:
+            yield number, digest
+            continue
         parts = begun.setdefault(number, [])
         seen[number] += 1
         push(parts, digest, number=seen[number], merge=merge_digests)

@@ -72,6 +72,13 @@ def _percentile(percent: float) -> Metric:
     return Metric(name=f"p{percent:g}", kind=Kind.FLOAT, head=f"p{percent:g}", of=quantile)
 
 
+def count_names(kind: str) -> tuple[str, str]:
+    """What the count of a kind is called, and its part of all elements: of the total, as the catalogue has it."""
+    if kind == "total":
+        return "overflow.total", "overflow.ratio"
+    return f"overflow.{kind}.count", f"overflow.{kind}.ratio"
+
+
 def _tally(kind: str, head: str) -> tuple[Metric, Metric]:
     def count(digest: Digest) -> float:
         tallies = digest.tallies
@@ -80,11 +87,7 @@ def _tally(kind: str, head: str) -> tuple[Metric, Metric]:
     def ratio(digest: Digest) -> float:
         return count(digest) / max(1, digest.tallies.num_elements)
 
-    names = (
-        ("overflow.total", "overflow.ratio")
-        if kind == "total"
-        else (f"overflow.{kind}.count", f"overflow.{kind}.ratio")
-    )
+    names = count_names(kind)
     return (
         Metric(name=names[0], kind=Kind.INTEGER, head=f"{head} count", of=count),
         Metric(name=names[1], kind=Kind.RATIO, head=head, of=ratio),

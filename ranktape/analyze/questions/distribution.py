@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import group_columns, group_row, with_stacks, words
+from ranktape.analyze.identity import words
 from ranktape.analyze.metrics.gather import group_digests, group_records
 from ranktape.analyze.numerics.digest import finite
 from ranktape.analyze.numerics.distributions.bins import Bins, linear_bins, log2_bins
@@ -120,14 +120,12 @@ def distribution(
     known = records.select(keep=[Keep.VALUES.value, Keep.HISTOGRAM.value])
     if not len(known):
         raise NoRecordsError("of no record values were kept, nor how often each occurs: statistics say nothing of bins")
-    fields = with_stacks(by, known)
-    groups = group_records(known, by=fields)
-    *keys, count = group_columns(fields)
+    groups = group_records(known, by=by)
+    *keys, count = groups.columns
     tables: list[list[tuple[Any, ...]]] = [[] for _ in groups.keys]
     counts, is_exact, is_complex = Counter[str](), True, False
     for number, digest in group_digests(known, groups, view=seen, engine=engine):
-        head = group_row(groups.keys[number], num_records=groups.sizes[number])
-        tables[number] = [(*head, *row) for row in answer.rows(digest, options)]
+        tables[number] = [(*groups.heads[number], *row) for row in answer.rows(digest, options)]
         counts.update({kind: getattr(digest.tallies, kind) for kind in ("nan", "inf", "zero")})
         is_exact, is_complex = is_exact and digest.is_exact, is_complex or "complex" in digest.dtype
     return Table(

@@ -114,8 +114,7 @@ def _ranges_table(
     records: Records, fields: Sequence[str], targets: Sequence[Target], *, view: View, engine: Engine | None
 ) -> Table:
     shown = [parse_metric(name) for name in (*SHOWN_METRICS[:2], "norm", "smallest_nonzero", *SHOWN_METRICS[2:])]
-    by = tuple(dict.fromkeys((*fields, "tensor_name")))
-    groups = group_records(records, by=by)
+    groups = group_records(records, by=tuple(dict.fromkeys((*fields, "tensor_name"))))
     flushed: list[list[tuple[int, ...] | None]] = [[] for _ in groups.keys]
     rows: list[tuple[Any, ...]] = [()] * len(groups.keys)
     for number, digest in group_digests(
@@ -126,8 +125,7 @@ def _ranges_table(
         on_digest=lambda number, digest: flushed[number].append(_flushed(digest, targets)),
     ):
         cells = (one.of(digest) for one in shown)
-        head = group_row(groups.keys[number], num_records=groups.sizes[number])
-        rows[number] = (*head, *cells, *_flushed_cells(flushed[number], len(targets)))
+        rows[number] = (*groups.heads[number], *cells, *_flushed_cells(flushed[number], len(targets)))
     columns = [
         Column(
             name=f"flushed.{target.name}{'' if target.scaling is Scaling.NONE else '.scaled'}",
@@ -138,7 +136,7 @@ def _ranges_table(
     ]
     return Table(
         title="range of gradients: subnormal and zero in their own type, and what formats would make zero",
-        columns=(*group_columns(by), *(one.column() for one in shown), *columns),
+        columns=(*groups.columns, *(one.column() for one in shown), *columns),
         rows=tuple(rows),
         notes=(
             "scaled: with the smallest power of two for each tensor that keeps its largest value within the format",

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.engine.digest_measure import digests
-from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, role_of, with_stacks
-from ranktape.analyze.metrics.gather import Groups, group_digests, group_records
-from ranktape.analyze.numerics.distributions.distances import Distances, distance
+from ranktape.analyze.identity import role_of
+from ranktape.analyze.metrics.gather import Groups, group_digests, row_groups
+from ranktape.analyze.numerics.distributions.distances import distance
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.digest import Digest
     from ranktape.storage import Records
+    from ranktape.storage.format.statistics import Statistics
 
 _SITE = (
     "iteration",
@@ -35,16 +35,29 @@ _SITE = (
 )
 """The fields, besides the module's path without its number, that are the same at the same site of another layer."""
 
-_NUMBERS = (
-    Column(name="std", kind=Kind.FLOAT),
-    Column(name="next.std", kind=Kind.FLOAT, head="next std"),
-    Column(name="ratio.std", kind=Kind.FLOAT, head="std ratio"),
-    Column(name="absmax", kind=Kind.FLOAT),
-    Column(name="next.absmax", kind=Kind.FLOAT, head="next absmax"),
-    Column(name="ratio.absmax", kind=Kind.FLOAT, head="absmax ratio"),
-    Column(name="mean", kind=Kind.FLOAT, is_detail=True),
-    Column(name="next.mean", kind=Kind.FLOAT, head="next mean", is_detail=True),
-    Column(name="shift.mean", kind=Kind.FLOAT, head="mean shift in std"),
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def _shift(here: Statistics, there: Statistics) -> float | None:
+    return None if here.mean is None or there.mean is None else _ratio(there.mean - here.mean, here.std)
+
+
+_STATISTICS: tuple[tuple[str, str, bool, Callable[[Statistics, Statistics], float | None]], ...] = (
+    ("std", "std", False, lambda here, _: here.std),
+    ("next.std", "next std", False, lambda _, there: there.std),
+    ("ratio.std", "std ratio", False, lambda here, there: _ratio(there.std, here.std)),
+    ("absmax", "absmax", False, lambda here, _: here.absmax),
+    ("next.absmax", "next absmax", False, lambda _, there: there.absmax),
+    ("ratio.absmax", "absmax ratio", False, lambda here, there: _ratio(there.absmax, here.absmax)),
+    ("mean", "mean", True, lambda here, _: here.mean),
+    ("next.mean", "next mean", True, lambda _, there: there.mean),
+    ("shift.mean", "mean shift in std", False, _shift),
+)
+"""Name, head and whether it is a detail, of what is made of the statistics of both."""
+
+_DISTANCES = (
     Column(name="distance.kolmogorov_smirnov", kind=Kind.FLOAT, head="KS"),
     Column(name="distance.wasserstein", kind=Kind.FLOAT, head="Wasserstein", is_detail=True),
     Column(name="distance.relative_wasserstein", kind=Kind.FLOAT, head="Wasserstein in std"),
@@ -68,31 +81,27 @@ def beside_next(records: Records, *, by: Sequence[str], view: View, engine: Engi
         StorageError: the store cannot be read.
         UnknownFieldError: `by` names no field of a record.
     """
+    apart = [field for field in dict.fromkeys(by) if field != "layer_idx"]
+    groups = row_groups(records, by=[*apart, "layer_idx"] if by else ())
     if by:
-        fields = with_stacks([*dict.fromkeys(field for field in by if field != "layer_idx"), "layer_idx"], records)
-        groups = group_records(records, by=fields)
-        heads = [group_row(key, num_records=size) for key, size in zip(groups.keys, groups.sizes, strict=True)]
         layers = [key["layer_idx"] for key in groups.keys]
         pairs = _group_pairs(groups)
-        found = group_digests(records, groups, view=view, engine=engine)
-        columns = group_columns(fields)
     else:
-        heads, columns = identity_rows(records), identity_columns(records)
         layers = [int(layer) for layer in records.column("layer_idx").tolist()]
         pairs = _record_pairs(records, layers)
-        found = enumerate(digests(records, view=view, engine=engine))
     if not pairs:
         raise NoRecordsError(
             "no record has a neighbour: the selection has no site with two values of layer_idx from 0 on"
         )
     rows = {
-        first: (*heads[first], layers[second], *_compare(here, there))
-        for first, second, here, there in _together(pairs, found)
+        first: (*groups.heads[first], layers[second], *_compare(here, there))
+        for first, second, here, there in _together(pairs, group_digests(records, groups, view=view, engine=engine))
     }
+    numbers = (Column(name=name, kind=Kind.FLOAT, head=head, is_detail=detail) for name, head, detail, _ in _STATISTICS)
     next_layer = Column(name="next.layer_idx", kind=Kind.INTEGER, head="next layer")
     return Table(
         title="each layer beside the next: ratios are the next one's metric over its own",
-        columns=(*columns, next_layer, *_NUMBERS),
+        columns=(*groups.columns, next_layer, *numbers, *_DISTANCES),
         rows=tuple(rows[first] for first in sorted(rows)),
     )
 
@@ -150,27 +159,9 @@ def _together(pairs: dict[int, int], found: Iterator[tuple[int, Digest]]) -> Ite
                     del waiting[end]
 
 
-def _compare(here: Digest, there: Digest) -> tuple[float | None, ...]:
-    ours, theirs = here.statistics, there.statistics
-    apart: Distances = distance(here, there)
-    shift = None if ours.mean is None or theirs.mean is None else theirs.mean - ours.mean
-    return (
-        ours.std,
-        theirs.std,
-        _ratio(theirs.std, ours.std),
-        ours.absmax,
-        theirs.absmax,
-        _ratio(theirs.absmax, ours.absmax),
-        ours.mean,
-        theirs.mean,
-        _ratio(shift, ours.std),
-        apart.kolmogorov_smirnov,
-        apart.wasserstein,
-        apart.relative_wasserstein,
-        apart.total_variation,
-        apart.jensen_shannon,
-    )
-
-
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None
+def _compare(here: Digest, there: Digest) -> Iterator[float | None]:
+    for _, _, _, metric in _STATISTICS:
+        yield metric(here.statistics, there.statistics)
+    apart = distance(here, there)
+    for column in _DISTANCES:
+        yield getattr(apart, column.name.removeprefix("distance."))

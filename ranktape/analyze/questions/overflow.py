@@ -21,6 +21,7 @@ import numpy as np
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import SAMPLE, are_files
 from ranktape.analyze.metrics.counts import find_places
+from ranktape.analyze.metrics.metric import count_names
 from ranktape.analyze.metrics.target import KINDS, Target, largest_value, parse_targets
 from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MODERATE_RATIO, LossSeverity, severity_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
@@ -153,8 +154,7 @@ def _limit_cells(places: Places, members: Sequence[int], target: Target | None) 
 
 def _count_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
     def pair(kind: str) -> tuple[Column, Column]:
-        names = f"overflow.{kind}.count", f"overflow.{kind}.ratio"
-        count, ratio = ("overflow.total", "overflow.ratio") if kind == "total" else names
+        count, ratio = count_names(kind)
         head = "overflow" if kind == "total" else kind
         return (
             Column(name=count, kind=Kind.INTEGER, head=f"{head} count", is_detail=True),

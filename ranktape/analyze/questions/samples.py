@@ -15,23 +15,19 @@ from ranktape.analyze.identity import (
     SAMPLE,
     SAMPLE_COLUMN,
     SampleName,
-    group_columns,
-    group_row,
     identity_columns,
     identity_rows,
     sample_names,
-    with_stacks,
 )
 from ranktape.analyze.metrics.gather import group_records
-from ranktape.analyze.metrics.metric import METRICS, metric_columns, parse_metric
+from ranktape.analyze.metrics.metric import METRICS, count_names, metric_columns, parse_metric
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
+from ranktape.storage.format.record_info import TALLY_KINDS
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.storage import Records
-
-_TALLIES = ("upper", "lower", "underflow", "nan", "inf", "zero")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +37,7 @@ class Sample:
     num_records: int
     """Records that it is in."""
     counts: tuple[int, ...]
-    """Of elements, of finite ones, and of each of `_TALLIES`."""
+    """Of elements, of finite ones, and of each of `TALLY_KINDS`."""
     mean: float
     """Of the finite values, as everything that follows."""
     moment_2: float
@@ -82,40 +78,19 @@ class Sample:
         elements, num_finite, *tallies = self.counts
         variance = self.moment_2 / num_finite if num_finite else math.nan
         rms = self.norm / math.sqrt(num_finite) if num_finite else math.nan
-        numbers = {
-            "mean": self.mean,
-            "std": math.sqrt(variance),
-            "variance": variance,
-            "minimum": self.minimum,
-            "maximum": self.maximum,
-            "absmax": self.absmax,
-            "rms": rms,
-            "norm": self.norm,
-            "crest_factor": self.absmax / rms if rms else math.nan,
-        }
-        by_kind = dict(zip(_TALLIES, tallies, strict=True))
-        total = by_kind["upper"] + by_kind["lower"]
-        counts = {"overflow.total": total} | {f"overflow.{kind}.count": count for kind, count in by_kind.items()}
-        ratios = {"overflow.ratio": total} | {f"overflow.{kind}.ratio": count for kind, count in by_kind.items()}
-        return {
-            "elements": elements,
-            "finite": num_finite,
-            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
-            **counts,
-            **{name: count / max(1, elements) for name, count in ratios.items()},
-        }
+        numbers = {name: getattr(self, name) for name in ("mean", "minimum", "maximum", "absmax", "norm")}
+        numbers |= {"std": math.sqrt(variance), "variance": variance, "rms": rms}
+        numbers["crest_factor"] = self.absmax / rms if rms else math.nan
+        by_kind = dict(zip(TALLY_KINDS, tallies, strict=True))
+        by_kind["total"] = by_kind["upper"] + by_kind["lower"]
+        counts: dict[str, float | None] = {"elements": elements, "finite": num_finite}
+        for kind, count in by_kind.items():
+            counts |= dict(zip(count_names(kind), (count, count / max(1, elements)), strict=True))
+        return counts | {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
-_NOTHING = Sample(
-    num_records=0,
-    counts=(0,) * (2 + len(_TALLIES)),
-    mean=math.nan,
-    moment_2=math.nan,
-    norm=0.0,
-    minimum=math.nan,
-    maximum=math.nan,
-    absmax=math.nan,
-)
+_UNKNOWN = dict.fromkeys(("mean", "moment_2", "minimum", "maximum", "absmax"), math.nan)
+_NOTHING = Sample(num_records=0, counts=(0,) * (2 + len(TALLY_KINDS)), norm=0.0, **_UNKNOWN)
 
 SAMPLE_NAMES = tuple(name for name in METRICS if name in _NOTHING.metrics())
 """The metrics that are known of samples, in the order of `METRICS`."""
@@ -142,7 +117,7 @@ def sample_stats(
         UnknownFieldError: `by` names no field of a record.
         UsageError: there is no such metric, or not of samples.
     """
-    names = _checked(metrics)
+    names = sample_metrics(metrics) or SAMPLE_NAMES
     chosen = [METRICS[name] for name in names]
     found = _samples(records, view=view, engine=engine)
     if by:
@@ -162,12 +137,17 @@ def sample_stats(
     )
 
 
-def _checked(metrics: Sequence[str]) -> tuple[str, ...]:
+def sample_metrics(metrics: Sequence[str]) -> tuple[str, ...]:
+    """The metrics of those names, each once.
+
+    Raises:
+        UsageError: there is no such metric, or not of samples.
+    """
     names = tuple(dict.fromkeys(parse_metric(name).name for name in metrics))
     for name in names:
         if name not in SAMPLE_NAMES:
             raise UsageError(f"metric {name!r} is not known of samples: use one of {', '.join(SAMPLE_NAMES)}")
-    return names or SAMPLE_NAMES
+    return names
 
 
 _Found = Iterator[tuple[int, int, SampleName, Sample]]
@@ -184,7 +164,7 @@ def _samples(records: Records, *, view: View, engine: Engine | None) -> _Found:
 
 def sample_of(known: Mapping[str, Any], index: int) -> Sample:
     """The sample of that index, of the metrics that a digest has of all samples of a record."""
-    counts = tuple(int(known[name][index]) for name in ("num_elements", "num_finite", *_TALLIES))
+    counts = tuple(int(known[name][index]) for name in ("num_elements", "num_finite", *TALLY_KINDS))
     return Sample(
         num_records=1,
         counts=counts,
@@ -209,8 +189,7 @@ def _single(records: Records, found: _Found, *, names: Sequence[str]) -> _Rows:
 
 
 def _grouped(records: Records, found: _Found, *, by: Sequence[str], names: Sequence[str]) -> _Rows:
-    fields = [field for field in dict.fromkeys(with_stacks(by, records)) if field != SAMPLE]
-    groups = group_records(records, by=fields)
+    groups = group_records(records, by=[field for field in by if field != SAMPLE])
     totals: dict[tuple[int, bool, Any], Sample] = {}
     places = set()
     for place, _, name, sample in found:
@@ -221,10 +200,10 @@ def _grouped(records: Records, found: _Found, *, by: Sequence[str], names: Seque
     rows = []
     for key in sorted(totals):
         number, _, name = key
-        *values, num_records = group_row(groups.keys[number], num_records=totals[key].num_records)
         known = totals[key].metrics()
-        rows.append((*values, str(name), num_records, *(known[metric] for metric in names)))
-    *columns, count = group_columns(fields)
+        values = (known[metric] for metric in names)
+        rows.append((*groups.heads[number][:-1], str(name), totals[key].num_records, *values))
+    *columns, count = groups.columns
     return (*columns, SAMPLE_COLUMN, count), rows, places
 
 

@@ -8,19 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import (
-    SAMPLE,
-    group_columns,
-    group_row,
-    identity_columns,
-    identity_rows,
-    with_stacks,
-    words,
-)
-from ranktape.analyze.metrics.gather import group_digests, group_records
-from ranktape.analyze.metrics.metric import METRICS, Metric, is_percentile, metric_columns, parse_metric
+from ranktape.analyze.identity import SAMPLE, words
+from ranktape.analyze.metrics.gather import group_digests, row_groups
+from ranktape.analyze.metrics.metric import METRICS, is_percentile, metric_columns, parse_metric
 from ranktape.analyze.questions.neighbours import beside_next
 from ranktape.analyze.questions.samples import sample_stats
 from ranktape.analyze.table import Column, Kind, Table
@@ -75,29 +66,16 @@ def stats(
     if has_samples:
         return sample_stats(records, by=by, metrics=names, view=look, engine=engine)
     chosen = [parse_metric(name) for name in names] or list(METRICS.values())
-    fields = with_stacks(by, records)
-    if fields:
-        groups = group_records(records, by=fields)
-        rows: list[tuple[Any, ...]] = [()] * len(groups.keys)
-        for number, digest in group_digests(records, groups, view=look, engine=engine):
-            head = group_row(groups.keys[number], num_records=groups.sizes[number])
-            rows[number] = (*head, *_cells(digest, chosen))
-        columns = group_columns(fields)
-    else:
-        found = digests(records, view=look, engine=engine)
-        pairs = zip(identity_rows(records), found, strict=True)
-        rows = [(*identity, *_cells(digest, chosen)) for identity, digest in pairs]
-        columns = identity_columns(records)
+    groups = row_groups(records, by=by)
+    rows: list[tuple[Any, ...]] = [()] * len(groups.keys)
+    for number, digest in group_digests(records, groups, view=look, engine=engine):
+        rows[number] = (*groups.heads[number], *(one.of(digest) for one in chosen), _precision(digest))
     return Table(
         title=f"statistics of the values, {how_seen(look)}",
-        columns=(*columns, *metric_columns(chosen, are_named=bool(names)), PRECISION),
+        columns=(*groups.columns, *metric_columns(chosen, are_named=bool(names)), PRECISION),
         rows=tuple(rows),
         notes=_notes(rows, has_percentiles=any(is_percentile(one.name) for one in chosen)),
     )
-
-
-def _cells(digest: Digest, metrics: Sequence[Metric]) -> tuple[Any, ...]:
-    return (*(one.of(digest) for one in metrics), _precision(digest))
 
 
 def _precision(digest: Digest) -> str:

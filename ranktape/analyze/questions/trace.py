@@ -15,9 +15,9 @@ from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import identity_columns, identity_rows, words
 from ranktape.analyze.metrics.metric import parse_metric
-from ranktape.analyze.questions.samples import SAMPLE_NAMES, sample_of
+from ranktape.analyze.questions.samples import sample_metrics, sample_of
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.errors import NoRecordsError, UsageError
+from ranktape.errors import NoRecordsError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
@@ -56,7 +56,9 @@ def trace(
         StorageError: the store cannot be read.
         UsageError: there is no such metric, or not of samples.
     """
-    chosen = _checked(words(metric), is_sample=sample is not None)
+    names = words(metric)
+    named = [parse_metric(name) for name in (names if sample is None else sample_metrics(names)) or SHOWN]
+    chosen = tuple(dict.fromkeys(one.name for one in named))
     steps = _steps(records, sample=sample, metrics=chosen, view=view or View.COMPUTE, engine=engine)
     identities = identity_rows(records)
     order = _order(records)
@@ -69,7 +71,6 @@ def trace(
         change, first = way.step(order[position][:3], found, captured_inf=int(captured[position]))
         cells = tuple(found[name] for name in chosen)
         rows.append((number, *identities[position], index, *cells, change, first))
-    named = [parse_metric(name) for name in chosen]
     left_out = len(records) - len(rows)
     return Table(
         title="the way through the model" if sample is None else f"the way of sample {sample} through the model",
@@ -77,21 +78,13 @@ def trace(
             Column(name="step", kind=Kind.INTEGER),
             *identity_columns(records),
             Column(name="sample_index", kind=Kind.INTEGER, is_key=True, is_detail=True),
-            *(one.column() for one in named),
+            *(parse_metric(name).column() for name in chosen),
             Column(name="absmax.binades", kind=Kind.FLOAT, unit="binades", head="absmax changes in"),
             Column(name="first", kind=Kind.TEXT, head="first"),
         ),
         rows=tuple(rows),
         notes=((f"{left_out} records left out: they have no such sample, or no values were kept",) if left_out else ()),
     )
-
-
-def _checked(metrics: Sequence[str], *, is_sample: bool) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(parse_metric(name).name for name in metrics)) or SHOWN
-    unknown = [name for name in names if is_sample and name not in SAMPLE_NAMES]
-    if unknown:
-        raise UsageError(f"metric {unknown[0]!r} is not known of samples: use one of {', '.join(SAMPLE_NAMES)}")
-    return names
 
 
 def _order(records: Records) -> list[tuple[int, ...]]:

@@ -17,7 +17,7 @@ import numpy as np
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.along import kendall_z, sen_slope
 from ranktape.analyze.findings.survey import SITE
-from ranktape.analyze.identity import group_columns, group_row, with_stacks, words
+from ranktape.analyze.identity import group_columns, with_stacks, words
 from ranktape.analyze.metrics.gather import group_digests, group_records
 from ranktape.analyze.metrics.metric import Metric, parse_metric
 from ranktape.analyze.table import Column, Kind, Table
@@ -70,7 +70,7 @@ def trend(
     for number, key in enumerate(groups.keys):
         courses.setdefault(tuple(key[field] for field in fields), []).append(number)
     iterations = [int(key["iteration"]) for key in groups.keys]
-    heads = [group_row({field: key[field] for field in fields}, num_records=0)[:-1] for key in groups.keys]
+    heads = [head[: len(set(fields))] for head in groups.heads]
     rows, ends = [], []
     for members in courses.values():
         for place, number in enumerate(members):

@@ -18,7 +18,7 @@ from ranktape.analyze.findings.replicas import parse_placements, placed_copies
 from ranktape.analyze.identity import SAMPLE
 from ranktape.analyze.metrics.counts import Places, find_places
 from ranktape.analyze.metrics.gather import Groups, group_digests
-from ranktape.analyze.metrics.metric import METRICS, parse_metric
+from ranktape.analyze.metrics.metric import METRICS, count_names, parse_metric
 from ranktape.analyze.metrics.target import KINDS
 from ranktape.analyze.numerics.sweeps.metrics import METRICS as SWEPT_METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
@@ -97,8 +97,7 @@ def parse_operand(name: str) -> RuleOperand:
 def _counts() -> dict[str, RuleOperand]:
     found = [RuleOperand(name="elements", origin="counts", part="elements")]
     for kind in KINDS:
-        names = f"overflow.{kind}.count", f"overflow.{kind}.ratio"
-        count, ratio = ("overflow.total", "overflow.ratio") if kind == "total" else names
+        count, ratio = count_names(kind)
         found.append(RuleOperand(name=count, origin="counts", part=kind))
         found.append(RuleOperand(name=ratio, origin="counts", part=kind, is_ratio=True))
     found += [RuleOperand(name=f"overflow.{name}", origin="counts", part=name) for name in EXTREMES]
