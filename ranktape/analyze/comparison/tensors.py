@@ -92,7 +92,7 @@ class ComparedTensor:
             return values if values.dtype == dtype else values.astype(dtype)
 
 
-class TensorPair(NamedTuple):
+class PairOfTensors(NamedTuple):
     """Two tensors that are compared; it can be pickled."""
 
     a: ComparedTensor
@@ -103,7 +103,7 @@ class TensorPair(NamedTuple):
     """The same tensor as `a`, of another run that should be equal."""
 
 
-def compare_pairs(pairs: Sequence[TensorPair], *, view: View) -> list[tuple[Differences | None, Differences | None]]:
+def compare_pairs(pairs: Sequence[PairOfTensors], *, view: View) -> list[tuple[Differences | None, Differences | None]]:
     """For each pair the differences of b from a, and those of the twin from a; in memory is one pair.
 
     Raises:
@@ -144,7 +144,7 @@ def _parts(a: ComparedTensor, b: ComparedTensor, *, view: View) -> Iterator[tupl
     )
 
 
-class PairTasks(Sequence[list[TensorPair]]):
+class PairTasks(Sequence[list[PairOfTensors]]):
     """The pairs of a matching in batches, made when they are asked for: a run may have millions of them.
 
     Small tensors that are stored together are read together. `twins` are the records of `noise` that belong to the
@@ -180,7 +180,7 @@ class PairTasks(Sequence[list[TensorPair]]):
             known = [dataclasses.replace(one, rows=own) for (one, _), own in zip(pairs, rows, strict=True) if own]
             found = iter(_tensors(self._noise, known))
             twins = (next(found) if own else None for own in rows)
-        return list(map(TensorPair, a, b, twins))
+        return list(map(PairOfTensors, a, b, twins))
 
 
 BATCH_NBYTES = 1 << 25
