@@ -63,51 +63,53 @@ def as_itself(value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return operator.getitem, ((value,), 0)
 
 
-class Replacement:
-    """A function, or a method of a class, of a loaded module, under whose name another one stands."""
+def replace(name: str, make: Make) -> Callable[[], None] | None:
+    """Have another function, or method of a class, under the dotted name of one; what puts the original back.
 
-    def __init__(self, module: str, path: str, make: Make) -> None:
-        """Replace the function, or the method of a class, at a dotted path in the module, where there is one."""
-        owner: Any = sys.modules[module]
-        *owners, self._name = path.split(".")
-        for part in owners:
-            owner = getattr(owner, part, None)
-        self._owner = owner
-        self._original = getattr(owner, "__dict__", {}).get(self._name)
-        self._replacement: Any = None
-        if isinstance(self._original, staticmethod):
-            self._replacement = staticmethod(make(self._original.__func__))
-        elif self._original is not None:
-            self._replacement = make(self._original)
-        if self._original is not None:
-            setattr(owner, self._name, self._replacement)
+    Where somebody has replaced the replacement, that does nothing. None where the name is not loaded.
+    """
+    found = resolve(name)
+    if found is None:
+        return None
+    owner, attribute = found
+    original = getattr(owner, "__dict__", {}).get(attribute)
+    if original is None:
+        return lambda: None
+    is_static = isinstance(original, staticmethod)
+    new = staticmethod(make(original.__func__)) if is_static else make(original)
+    setattr(owner, attribute, new)
 
-    def remove(self) -> None:
-        """Put the original back, unless somebody has replaced the replacement."""
-        if self._original is not None and self._owner.__dict__.get(self._name) is self._replacement:
-            setattr(self._owner, self._name, self._original)
+    def undo() -> None:
+        if owner.__dict__.get(attribute) is new:
+            setattr(owner, attribute, original)
+
+    return undo
 
 
 class Replacements:
     """Functions of frameworks under whose names others stand, each from when its module is loaded."""
 
-    def __init__(self, wanted: Iterable[tuple[str, str, Make]]) -> None:
-        """Know the modules, the paths in them, and what makes the replacements; `refresh` puts them in place."""
+    def __init__(self, wanted: Iterable[tuple[str, Make]]) -> None:
+        """Know the dotted names, and what makes the replacements; `refresh` puts them in place."""
         self._wanted = list(wanted)
-        self._put: list[Replacement] = []
+        self._undo: list[Callable[[], None]] = []
 
     def refresh(self) -> bool:
-        """Put in place those whose modules were loaded since; whether there were any."""
-        loaded = [one for one in self._wanted if one[0] in sys.modules]
-        self._wanted = [one for one in self._wanted if one not in loaded]
-        self._put += [Replacement(*one) for one in loaded]
-        return bool(loaded)
+        """Put in place those that were loaded since; whether there were any."""
+        wanted, self._wanted = self._wanted, []
+        for name, make in wanted:
+            undo = replace(name, make)
+            if undo is None:
+                self._wanted.append((name, make))
+            else:
+                self._undo.append(undo)
+        return len(self._wanted) < len(wanted)
 
     def remove(self) -> None:
         """Put the originals back; nothing takes their places after that."""
         self._wanted.clear()
-        for replacement in self._put:
-            replacement.remove()
+        for undo in self._undo:
+            undo()
 
 
 _LEFT_ALONE = ("torch._dynamo", "torch._inductor", "torch.overrides", "ranktape.")

@@ -11,6 +11,7 @@ recomputation, that of what enters the first layer outside of it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from torch import nn
 
 from ranktape.capture.hooks.calls import Taking, Watch, tensor_in
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.stacks import Stack, StackLayer, embedding_path, module_path
+from ranktape.capture.hooks.stacks import Stack, embedding_path, module_path
 from ranktape.capture.passes.circumstances import in_backward, is_traced
 from ranktape.capture.roles.table import OUTPUT, Ports, port_of
 from ranktape.capture.settings.rules import Numbers, read_numbers
@@ -87,11 +88,15 @@ class LayerHooks:
             path = prefix + embedding_path(root, stack)
             source = Source(module=path, layer_type="embedding", layer_idx=-1, component="hidden")
             self._watch.recorder.attach(source, [_VALUE])
-        self._watch.handles.append(first.module.register_forward_pre_hook(self._on_enter(source), with_kwargs=True))
+        enter = Hook(functools.partial(self._on_enter, source))
+        self._watch.handles.append(first.module.register_forward_pre_hook(enter, with_kwargs=True))
         path = (prefix + module_path(stack.name)).rstrip(".")
         for layer in stack.layers:
             if self._wanted is None or self._wanted.holds(layer.idx):
-                self._attach_layer(layer, prefix, stack=path)
+                source = Source(prefix + layer.path, "hidden", layer.idx, "hidden", path)
+                self._watch.recorder.attach(source, [_VALUE])
+                leave = Hook(functools.partial(self._on_leave, source))
+                self._watch.handles.append(layer.module.register_forward_hook(leave, with_kwargs=True))
 
     def remove(self) -> None:
         """Have copies that are held go with the next forward pass."""
@@ -101,38 +106,29 @@ class LayerHooks:
                 _release_at_next(module)
         self._firsts.clear()
 
-    def _attach_layer(self, layer: StackLayer, prefix: str, *, stack: str) -> None:
-        source = Source(prefix + layer.path, "hidden", layer.idx, "hidden", stack)
-        recorder = self._watch.recorder
-        recorder.attach(source, [_VALUE])
+    def _on_leave(self, source: Source, _: nn.Module, *called: Any) -> None:
+        if is_traced():
+            return
+        output = called[-1]
+        with self._watch.recorder.guarded(source):
+            tensor = tensor_in(output, None)
+            if tensor is None:
+                reason = f"the layer gave a {type(output).__name__} without a tensor"
+                self._watch.recorder.refuse(source, _VALUE, reason)
+            else:
+                self._take(source, tensor, given=called[:-1])
 
-        def hook(_: nn.Module, *called: Any) -> None:
-            if is_traced():
-                return
-            output = called[-1]
-            with recorder.guarded(source):
-                tensor = tensor_in(output, None)
-                if tensor is None:
-                    recorder.refuse(source, _VALUE, f"the layer gave a {type(output).__name__} without a tensor")
-                else:
-                    self._take(source, tensor, given=called[:-1])
-
-        self._watch.handles.append(layer.module.register_forward_hook(Hook(hook), with_kwargs=True))
-
-    def _on_enter(self, source: Source | None) -> Hook:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if is_traced() or in_backward():
-                return
-            _thread.states.tensors = [] if self._watch.tracker.is_active else None
-            if source is None:
-                return
-            with self._watch.recorder.guarded(source):
-                tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-                real = next((one for one in tensors if one.is_floating_point()), None)
-                if real is not None:
-                    self._take(source, real, given=real)
-
-        return Hook(hook)
+    def _on_enter(self, source: Source | None, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_traced() or in_backward():
+            return
+        _thread.states.tensors = [] if self._watch.tracker.is_active else None
+        if source is None:
+            return
+        with self._watch.recorder.guarded(source):
+            tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+            real = next((one for one in tensors if one.is_floating_point()), None)
+            if real is not None:
+                self._take(source, real, given=real)
 
     def _take(self, source: Source, tensor: torch.Tensor, *, given: Any) -> None:
         """Record what a layer makes of what was given to it; what enters the first one makes itself.

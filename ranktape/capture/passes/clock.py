@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ranktape.capture.hooks.hook import Hook, Replacement
+from ranktape.capture.hooks.hook import Hook, replace
 from ranktape.capture.passes.circumstances import (
     calls_itself,
     in_backward,
@@ -147,7 +147,7 @@ class OptimizerClock:
         self.has_ticked = False
         """Whether the step of an optimizer has ended an iteration."""
         self._handle = register_optimizer_step_post_hook(self._on_step)
-        self._scaler = Replacement("torch.amp.grad_scaler", "GradScaler.step", self._around_scaler)
+        self._put_back = replace("torch.amp.grad_scaler.GradScaler.step", self._around_scaler)
 
     @property
     def has_stepped(self) -> bool:
@@ -157,7 +157,8 @@ class OptimizerClock:
     def stop(self) -> None:
         """Listen no more."""
         self._handle.remove()
-        self._scaler.remove()
+        if self._put_back is not None:
+            self._put_back()
 
     def explain(self) -> str:
         """Why no iteration ends, and the way out."""

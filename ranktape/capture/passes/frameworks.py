@@ -27,13 +27,12 @@ if TYPE_CHECKING:
     from ranktape.capture.passes.tracker import Tracker
 
 
-_STAGES = "torch.distributed.pipelining.stage"
 _REHEARSALS = ("_prepare_forward_infra", "_prepare_backward_infra")
 
 
 def pipeline_replacements(
     tracker: Tracker, guard: Guard, on_stage: Callable[[nn.Module, int], None]
-) -> Iterator[tuple[str, str, Make]]:
+) -> Iterator[tuple[str, Make]]:
     """What listens to pipeline schedules; `on_stage` is called with a stage that is about to run, and its index."""
 
     def staged(stage: Any, fwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> AbstractContextManager[None]:
@@ -62,7 +61,7 @@ def pipeline_replacements(
         },
     }
     for path, context in contexts.items():
-        yield _STAGES, path, functools.partial(within, context)
+        yield f"torch.distributed.pipelining.stage.{path}", functools.partial(within, context)
 
 
 def is_rehearsing() -> bool:
@@ -80,19 +79,19 @@ def stage_prefix(stage: int, layer_indexes: list[int]) -> str:
 
 
 _HANDED = (
-    ("torch.utils.checkpoint", "CheckpointFunction.forward", 1, True),
-    ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", 0, False),
-    ("torch.distributed._composable.checkpoint_activation", "_checkpoint_without_reentrant_generator", 0, False),
-    ("megatron.core.tensor_parallel.random", "CheckpointFunction.forward", 1, True),
-    ("megatron.core.tensor_parallel.random", "CheckpointWithoutOutput.checkpoint", 1, True),
-    ("transformer_engine.pytorch.distributed", "_CheckpointFunction.forward", 1, True),
-    ("deepspeed.runtime.activation_checkpointing.checkpointing", "CheckpointFunction.forward", 1, True),
+    ("torch.utils.checkpoint.CheckpointFunction.forward", 1, True),
+    ("torch.utils.checkpoint._checkpoint_without_reentrant_generator", 0, False),
+    ("torch.distributed._composable.checkpoint_activation._checkpoint_without_reentrant_generator", 0, False),
+    ("megatron.core.tensor_parallel.random.CheckpointFunction.forward", 1, True),
+    ("megatron.core.tensor_parallel.random.CheckpointWithoutOutput.checkpoint", 1, True),
+    ("transformer_engine.pytorch.distributed._CheckpointFunction.forward", 1, True),
+    ("deepspeed.runtime.activation_checkpointing.checkpointing.CheckpointFunction.forward", 1, True),
 )
-"""Functions that are handed the function of a segment: the module of each, its path there, which argument that is, and
-whether the first pass calls what it was handed, too."""
+"""Functions that are handed the function of a segment: which argument that is, and whether the first pass calls what it
+was handed, too."""
 
 
-def checkpoint_replacements(tracker: Tracker, guard: Guard) -> Iterator[tuple[str, str, Make]]:
+def checkpoint_replacements(tracker: Tracker, guard: Guard) -> Iterator[tuple[str, Make]]:
     """What stands between checkpoints and their segments; the guard contains what goes wrong."""
 
     def around(position: int, original: Callable[..., Any], *, runs_first: bool) -> Callable[..., Any]:
@@ -106,8 +105,8 @@ def checkpoint_replacements(tracker: Tracker, guard: Guard) -> Iterator[tuple[st
 
         return replacement
 
-    for module, path, position, runs_first in _HANDED:
-        yield module, path, functools.partial(around, position, runs_first=runs_first)
+    for name, position, runs_first in _HANDED:
+        yield name, functools.partial(around, position, runs_first=runs_first)
 
 
 class Segment:
