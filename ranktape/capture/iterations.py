@@ -133,12 +133,15 @@ class Iterations:
         if self.is_watching:
             self._end_iteration()
         for passed in self._schedule.between(self._iteration, iteration):
-            reason = f"the training went from iteration {self._iteration} to {iteration}"
-            self._tell(SlotKind.SKIP, {"iteration": passed, "reason": reason})
+            self._skip(passed, f"the training went from iteration {self._iteration} to {iteration}")
         self._iteration = iteration
         self._clock.begin_iteration()
         self._recorder.poll()
-        self._keep_writer()
+        try:
+            # One that was killed is started again, also while nothing is captured: others may wait for it.
+            self._process.keep_alive()
+        except CaptureError as error:
+            self._disable(str(error))
         ring = self._process.ring
         ring.set_counter(Counter.STEP, self._iteration)
         # Grows when the writer has something to say about the plan; to look costs the training thread nothing.
@@ -146,18 +149,17 @@ class Iterations:
             self._news = news
             self._keeps_weights = False  # an iteration failed, perhaps the one that has them
             for late in self._schedule.learn(ring.hear() or {}, iteration=iteration):
-                reason = f"the rank learned of it only in iteration {iteration}"
-                self._tell(SlotKind.SKIP, {"iteration": late, "reason": reason})
+                self._skip(late, f"the rank learned of it only in iteration {iteration}")
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
         is_wanted = self._disabled is None and self._schedule.wants(self._iteration)
         if is_wanted and (reason := self._lacks_room()) is not None:
-            self._tell(SlotKind.SKIP, {"iteration": self._iteration, "reason": reason})
+            self._skip(self._iteration, reason)
             is_wanted = False
         if is_wanted:
             self._tell(SlotKind.BEGIN, {"iteration": self._iteration})
-            self._listen()
+            self._console.pass_on(self._process.ring.hear() or {})
         if self._disabled is not None:
             return
         # One that is not captured tells what a captured one costs; not in a training that would run eagerly for it.
@@ -202,7 +204,7 @@ class Iterations:
         # What no optimizer updates is stored once: in a generation every token would bring it again.
         self._keeps_weights = not self._tracker.is_training and self.options.keep_last is None and reason is None
         if tally.is_staged and reason is not None:
-            self._tell(SlotKind.SKIP, {"iteration": tally.iteration, "reason": reason})
+            self._skip(tally.iteration, reason)
         elif tally.is_staged:
             self._num_recorded += 1
             if coverage is not None:
@@ -262,17 +264,6 @@ class Iterations:
             raise error
         self._disable(str(error))
 
-    def _keep_writer(self) -> None:
-        """A writer that was killed is started again, also while nothing is captured: others may wait for it."""
-        try:
-            self._process.keep_alive()
-        except CaptureError as error:
-            self._disable(str(error))
-
-    def _listen(self) -> None:
-        """Once in each captured iteration: has the writer trouble?"""
-        self._console.pass_on(self._process.ring.hear() or {})
-
     def _tell_of_wait(self) -> None:
         """A training that stands still must not do so in silence."""
         self._console.pass_on(self._process.ring.hear() or {})
@@ -292,6 +283,9 @@ class Iterations:
             f"it takes {self._predicted_nbytes} bytes, {free} of the host budget are free: "
             f"raise --host-budget-nbytes or --every"
         )
+
+    def _skip(self, iteration: int, reason: str) -> None:
+        self._tell(SlotKind.SKIP, {"iteration": iteration, "reason": reason})
 
     def _tell(self, kind: SlotKind, header: dict[str, Any]) -> None:
         try:

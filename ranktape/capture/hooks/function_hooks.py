@@ -34,7 +34,7 @@ from ranktape.capture.hooks.hook import (
 from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
 from ranktape.capture.passes.circumstances import is_traced
 from ranktape.capture.roles.known import ATTENTION, function_roles
-from ranktape.capture.roles.table import Ports, operand_of, ports_of, resolved
+from ranktape.capture.roles.table import Argument, Ports, ports_of, resolved
 from ranktape.capture.source import Source
 
 if TYPE_CHECKING:
@@ -159,8 +159,7 @@ class FunctionHooks:
     ) -> Any:
         """A product with a parameter: inside of a module that is recorded, or a bare one."""
         entries = self._running.entries
-        position, keyword = _place(role)
-        weight: Any = args[position] if len(args) > position else kwargs.get(keyword)
+        weight = _owned(role).find(args, kwargs)
         if entries and any(tensor is weight for tensor, _ in entries[-1].awaited):
             # Else the gradient is seen on the parameter itself: inside of an `autograd.Function` an alias has none.
             if torch.is_grad_enabled():
@@ -277,8 +276,6 @@ def _giver(original: Callable[..., Any], role: FunctionRole) -> Callable[..., An
 
 
 @functools.lru_cache(maxsize=64)
-def _place(role: FunctionRole) -> tuple[int, str]:
-    """Where among the arguments the operand is that has an owner."""
-    operand = operand_of(role.operands[role.owner])
-    assert operand.position is not None, "our own roles give both"
-    return operand.position, operand.keyword
+def _owned(role: FunctionRole) -> Argument:
+    """The argument that has an owner; our own roles give its place and its name."""
+    return next(argument for argument in ports_of(role).arguments if argument.ports[0].name == role.owner)

@@ -23,19 +23,13 @@ from ranktape.capture.hooks.multihead import MultiheadHooks
 from ranktape.capture.hooks.stacks import Surveys
 from ranktape.capture.hooks.weights import Weights
 from ranktape.capture.passes.circumstances import in_backward, is_traced, keyword_arguments
-from ranktape.capture.passes.frameworks import (
-    checkpoint_replacements,
-    is_rehearsing,
-    pipeline_replacements,
-    stage_prefix,
-)
+from ranktape.capture.passes.frameworks import framework_replacements, is_rehearsing, stage_prefix
 from ranktape.capture.passes.passes import Arguments, Frame
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.roles.table import FunctionRole, ModuleRole, Ports, ports_of
 from ranktape.capture.source import Source
-from ranktape.capture.tensors.megatron_placement import is_megatron, megatron_placement
-from ranktape.capture.tensors.placement import Placements
+from ranktape.capture.tensors.placement import Placements, is_megatron, megatron_placement
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,6 +45,8 @@ class ModelHooks:
     def __init__(self, recorder: Recorder, *, is_given: bool) -> None:
         """Know no model yet; where it `is_given` it will be added, and no others are looked for."""
         self._options = options = recorder.options
+        self._wants = options.wants_layer_type
+        self._is_wanted = options.wants_module
         self._recorder = recorder
         self._tracker = recorder.tracker
         self._is_given = is_given
@@ -83,10 +79,12 @@ class ModelHooks:
     def tell_of_roots(self, watch: Callable[..., None]) -> None:
         """Have `watch` called with every model that is known or will be, and `is_running` where it runs already."""
         self._on_root = watch
-        for reference, _ in self._roots:
-            module = reference()
-            if module is not None:
-                watch(module)
+        for root, _ in self._living():
+            watch(root)
+
+    def _living(self) -> Iterator[tuple[nn.Module, str]]:
+        """The models that there still are, with what the paths of their modules begin with."""
+        yield from ((root, prefix) for reference, prefix in self._roots if (root := reference()) is not None)
 
     def add_root(self, root: nn.Module, *, is_running: bool = False) -> None:
         """Know a model, or what wraps a model that is known; `is_running` where this is found in a call of it.
@@ -152,12 +150,10 @@ class ModelHooks:
 
     def attach(self, *, keeps_weights: bool = False) -> None:
         """Put the hooks on all known models, and wait for others; weights of earlier iterations may be relied on."""
-        tracker, guard = self._tracker, self._recorder.guarded()
+        tracker = self._tracker
         self._weights.begin(keeps=keeps_weights)
         self._watch = watch = Watch(self._recorder, weights=self._weights, place=self._place)
-        self._frameworks = Replacements(
-            [*checkpoint_replacements(tracker, guard), *pipeline_replacements(tracker, guard, self.meet_stage)]
-        )
+        self._frameworks = Replacements(framework_replacements(tracker, self._recorder.guarded(), self.meet_stage))
         watch.handles.append(self._frameworks)
         self._is_rehearsing = self._frameworks.refresh() and is_rehearsing()
         tracker.before_pass = self._refresh
@@ -192,19 +188,19 @@ class ModelHooks:
         if not self._tracker.records(module):
             self._tracker.pass_over(module)
             return None
-        mistakes: list[UsageError] = []
+        mistake: UsageError | None = None
         with self._recorder.guarded():
             try:
                 self._check_layers(module)
             except UsageError as error:
-                mistakes.append(error)
-            if not mistakes and not self._refresh():
+                mistake = error
+            if mistake is None and not self._refresh():
                 self.add_root(module, is_running=True)
                 self._attach_to(module, self._roots[-1][1])
                 # Its own pre-hooks came too late for this call, and torch gives a global one no keywords.
                 changed = self.enter_late(module, (args, keyword_arguments(module)))
                 return None if changed is None else changed[0]
-        for mistake in mistakes:
+        if mistake is not None:
             self.on_mistake(mistake)  # it is the user's, who is told at once
         return None
 
@@ -228,14 +224,8 @@ class ModelHooks:
         return self._is_rehearsing
 
     def _attach_known(self) -> None:
-        for reference, prefix in self._roots:
-            module = reference()
-            if module is not None:
-                self._attach_to(module, prefix)
-
-    def _path(self, module: nn.Module, bare: str) -> str:
-        """The path of a module, with the stage of a pipeline that it is in."""
-        return (self._stage_prefixes.get(module, "") + bare).rstrip(".")
+        for root, prefix in self._living():
+            self._attach_to(root, prefix)
 
     def weights(self) -> Iterator[tuple[Source, nn.Module, str, str]]:
         """The parameters of the modules that hooks are on: source, module, name there, name in records."""
@@ -267,7 +257,7 @@ class ModelHooks:
 
     def unmatched_roles(self) -> Iterator[str]:
         """What a person is told of registered roles that have matched nothing."""
-        kinds = {type(module) for reference, _ in self._roots for module in _modules_of(reference())}
+        kinds = {type(module) for root, _ in self._living() for module in root.modules()}
         missed = [role for role in registered_roles() if role not in self._matched and self._wants(role.layer_type)]
         return (explain_unmatched(role, kinds) for role in missed)
 
@@ -284,8 +274,9 @@ class ModelHooks:
             module = place.module
             if module in self._attached:
                 continue
-            layer_stack = self._path(module, prefix + place.layer_stack) if place.layer_idx >= 0 else ""
-            frame = place._replace(path=self._path(module, prefix + place.path), layer_stack=layer_stack)
+            before = self._stage_prefixes.get(module, "") + prefix
+            layer_stack = (before + place.layer_stack).rstrip(".") if place.layer_idx >= 0 else ""
+            frame = place._replace(path=(before + place.path).rstrip("."), layer_stack=layer_stack)
             self._attached[module] = frame
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks; what it does inside is not Python either
@@ -355,9 +346,6 @@ class ModelHooks:
         with self._recorder.guarded():
             self._tracker.leave(module, output)
 
-    def _wants(self, layer_type: str) -> bool:
-        return self._options.wants_layer_type(layer_type)
-
     def _is_wanted_kind(self, layer_type: str, path: str) -> bool:
         if (layer_type, path) not in self._wanted:
             # What `layers` alone records of an embedding is what enters the stack.
@@ -365,13 +353,6 @@ class ModelHooks:
             self._wanted[layer_type, path] = is_named and self._wants(layer_type) and self._is_wanted(path)
         return self._wanted[layer_type, path]
 
-    def _is_wanted(self, path: str) -> bool:
-        return self._options.wants_module(path)
-
 
 def _source(frame: Frame, layer_type: str, component: str) -> Source:
     return Source(frame.path, layer_type, frame.layer_idx, component, frame.layer_stack)
-
-
-def _modules_of(root: nn.Module | None) -> Iterator[nn.Module]:
-    return iter(()) if root is None else root.modules()

@@ -254,8 +254,8 @@ class OptimizerClock:
 _MAX_NAMED = 5
 
 
-class Clock:
-    """Calls back when an iteration has ended."""
+class Clock(OptimizerClock):
+    """Calls back when an iteration has ended, by whatever ends it."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class Clock:
         self._is_over_training = is_asked and Mode.TRAIN in self._modes
         self._on_forward = on_forward
         self._num_forwards = 0
-        self._optimizers = OptimizerClock(on_step, advance_on=options.advance_on, on_skip=on_skip)
+        super().__init__(on_step, advance_on=options.advance_on, on_skip=on_skip)
         self._forwards: ForwardClock | None = None
         # Without a training there is no optimizer; one that was asked for will have one.
         is_inference = options.advance_on == "optimizer" and Mode.EVAL in self._modes and not self._is_over_training
@@ -286,18 +286,9 @@ class Clock:
         self._is_counting = self._forwards is not None
 
     @property
-    def has_ticked(self) -> bool:
-        """Whether the step of an optimizer has ended an iteration."""
-        return self._optimizers.has_ticked
-
-    @property
     def ends_at_close(self) -> bool:
         """Whether the running iteration has all it will have: nothing but another forward would end it."""
         return self._is_counting and self._num_forwards > 0
-
-    def explain(self) -> str:
-        """Why no iteration ends, and the way out."""
-        return self._optimizers.explain()
 
     def watch(self, model: nn.Module, *, is_running: bool = False) -> None:
         """Know a model; `is_running` where it became known in a call of it."""
@@ -321,14 +312,14 @@ class Clock:
 
     def stop(self) -> None:
         """Listen no more."""
-        self._optimizers.stop()
+        super().stop()
         if self._forwards is not None:
             self._forwards.stop()
 
     def _counts(self, model: nn.Module) -> bool:
         """Whether a forward that begins now is one of those that end iterations."""
         mode = mode_of(model)
-        if not self._is_by_forward and (mode is Mode.TRAIN or self._optimizers.has_stepped):
+        if not self._is_by_forward and (mode is Mode.TRAIN or self.has_stepped):
             self._is_counting = False  # it is a training
         return self._is_counting and mode in self._modes
 

@@ -30,40 +30,6 @@ if TYPE_CHECKING:
 _REHEARSALS = ("_prepare_forward_infra", "_prepare_backward_infra")
 
 
-def pipeline_replacements(
-    tracker: Tracker, guard: Guard, on_stage: Callable[[nn.Module, int], None]
-) -> Iterator[tuple[str, Make]]:
-    """What listens to pipeline schedules; `on_stage` is called with a stage that is about to run, and its index."""
-
-    def staged(stage: Any, fwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> AbstractContextManager[None]:
-        with guard:
-            on_stage(stage.submod, stage.stage_index)
-        num_microbatches = getattr(stage, "chunks", None)
-        return tracker.staged(int(fwd_chunk_id), of=num_microbatches if isinstance(num_microbatches, int) else None)
-
-    def within(
-        context: Callable[..., AbstractContextManager[None]], original: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            with context(*args, **kwargs):
-                return original(*args, **kwargs)
-
-        return replacement
-
-    contexts = {
-        "_PipelineStageBase.forward_one_chunk": staged,
-        "_PipelineStageBase.backward_weight_one_chunk": lambda *_args, **_kwargs: tracker.adding_weights(),
-        **{
-            f"{owner}.{name}": lambda *_args, **_kwargs: tracker.rehearsing()
-            for owner in ("PipelineStage", "_PipelineStage")
-            for name in _REHEARSALS
-        },
-    }
-    for path, context in contexts.items():
-        yield f"torch.distributed.pipelining.stage.{path}", functools.partial(within, context)
-
-
 def is_rehearsing() -> bool:
     """Whether a schedule rehearses on this thread; what was loaded in the middle of it was not told when it began."""
     return any(is_running(name) for name in _REHEARSALS)
@@ -91,8 +57,29 @@ _HANDED = (
 was handed, too."""
 
 
-def checkpoint_replacements(tracker: Tracker, guard: Guard) -> Iterator[tuple[str, Make]]:
-    """What stands between checkpoints and their segments; the guard contains what goes wrong."""
+def framework_replacements(
+    tracker: Tracker, guard: Guard, on_stage: Callable[[nn.Module, int], None]
+) -> Iterator[tuple[str, Make]]:
+    """What listens to pipeline schedules, and stands between checkpoints and their segments, by dotted names.
+
+    `on_stage` is called with a stage that is about to run, and its index; the guard contains what goes wrong.
+    """
+
+    def staged(stage: Any, fwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> AbstractContextManager[None]:
+        with guard:
+            on_stage(stage.submod, stage.stage_index)
+        num_microbatches = getattr(stage, "chunks", None)
+        return tracker.staged(int(fwd_chunk_id), of=num_microbatches if isinstance(num_microbatches, int) else None)
+
+    def within(
+        context: Callable[..., AbstractContextManager[None]], original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            with context(*args, **kwargs):
+                return original(*args, **kwargs)
+
+        return replacement
 
     def around(position: int, original: Callable[..., Any], *, runs_first: bool) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -105,6 +92,17 @@ def checkpoint_replacements(tracker: Tracker, guard: Guard) -> Iterator[tuple[st
 
         return replacement
 
+    contexts = {
+        "_PipelineStageBase.forward_one_chunk": staged,
+        "_PipelineStageBase.backward_weight_one_chunk": lambda *_args, **_kwargs: tracker.adding_weights(),
+        **{
+            f"{owner}.{name}": lambda *_args, **_kwargs: tracker.rehearsing()
+            for owner in ("PipelineStage", "_PipelineStage")
+            for name in _REHEARSALS
+        },
+    }
+    for path, context in contexts.items():
+        yield f"torch.distributed.pipelining.stage.{path}", functools.partial(within, context)
     for name, position, runs_first in _HANDED:
         yield name, functools.partial(around, position, runs_first=runs_first)
 

@@ -58,47 +58,44 @@ class Footprint:
 
 def footprint_of(headers: Sequence[tuple[bytes, int]], options: CaptureOptions) -> Footprint:
     """What tensors take whose headers are given, each with the bytes of its slot."""
-    slots = [(json.loads(header), nbytes) for header, nbytes in headers]
-    infos = [_info_of(header) for header, _ in slots]
-    kept = [_kept_of(header, info) for (header, _), info in zip(slots, infos, strict=True)]
-    names = [
-        f"{info.module or info.layer_type} {info.operation} {info.phase} {info.tensor_name}".strip() for info in infos
-    ]
-    largest = max(range(len(slots)), key=lambda number: slots[number][1], default=None)
+    tensors = [(*_infos_of(json.loads(header)), nbytes) for header, nbytes in headers]
+    kept = [info for _, info, _ in tensors]
+    largest, _, largest_nbytes = max(tensors, key=lambda one: one[2], default=(None, None, 0))
     return Footprint(
-        num_tensors=len(slots),
-        nbytes=sum(info.nbytes for info in infos),
-        staged_nbytes=sum(nbytes for _, nbytes in slots),
-        stored_nbytes=sum(one.nbytes for one in kept),
+        num_tensors=len(tensors),
+        nbytes=sum(info.nbytes for info, _, _ in tensors),
+        staged_nbytes=sum(nbytes for _, _, nbytes in tensors),
+        stored_nbytes=sum(info.nbytes for info in kept),
         num_objects=_num_arrays(kept, options) * ARRAY_OBJECTS + COMMIT_OBJECTS,
-        kept=dict(sorted(Counter(str(one.keep) for one in kept).items())),
-        largest="" if largest is None else names[largest],
-        largest_nbytes=0 if largest is None else slots[largest][1],
+        kept=dict(sorted(Counter(str(info.keep) for info in kept).items())),
+        largest="" if largest is None else _name_of(largest),
+        largest_nbytes=largest_nbytes,
     )
 
 
-def _info_of(header: dict[str, Any]) -> RecordInfo:
+def _name_of(info: RecordInfo) -> str:
+    return f"{info.module or info.layer_type} {info.operation} {info.phase} {info.tensor_name}".strip()
+
+
+def _infos_of(header: dict[str, Any]) -> tuple[RecordInfo, RecordInfo]:
+    """What a tensor is, and what is kept of it."""
     shape = tuple(header["shape"])
-    dtype = numpy_dtype(header["dtype"])
+    one = np.zeros(1, dtype=numpy_dtype(header["dtype"]))
     known = {name: header[name] for name in RecordInfo.__dataclass_fields__ if name in header}
-    return RecordInfo(
+    info = RecordInfo(
         **{**known, "shape": shape, "keep": Keep.VALUES.value},
         rank=0,
         attempt=0,
-        nbytes=int(np.prod(shape, dtype=np.int64)) * dtype.itemsize,
-        overflow=measure(np.zeros(1, dtype=dtype), sample_dim=None),
+        nbytes=math.prod(shape) * one.itemsize,
+        overflow=measure(one, sample_dim=None),
         checksum="",
     )
-
-
-def _kept_of(header: dict[str, Any], info: RecordInfo) -> RecordInfo:
-    # Of one value as of all of them it is known whether something else is kept.
-    one = np.zeros(1, dtype=numpy_dtype(info.dtype))
     keep = str(header.get("keep", Keep.VALUES.value))
+    # Of one value as of all of them it is known whether something else is kept.
     if reduce_to(keep, one, info=info) is None:
-        return info
+        return info, info
     nbytes = kept_nbytes(keep, nbytes=info.nbytes, dtype=info.dtype, compute_dtype=info.compute_dtype)
-    return dataclasses.replace(info, keep=keep, nbytes=nbytes)
+    return info, dataclasses.replace(info, keep=keep, nbytes=nbytes)
 
 
 def _num_arrays(kept: Sequence[RecordInfo], options: CaptureOptions) -> int:
@@ -111,15 +108,11 @@ def _num_arrays(kept: Sequence[RecordInfo], options: CaptureOptions) -> int:
             continue
         # Only its size counts: no memory is behind it.
         array = np.broadcast_to(np.zeros(1, dtype=np.uint8), (info.nbytes,))
-        full = pending.hold(stack.HeldTensor(array=array, info=info, site="", release=_nothing))
+        full = pending.hold(stack.HeldTensor(array=array, info=info, site="", release=lambda: None))
         count += full is not None
         if pending.held_nbytes > stack.MAX_HELD_NBYTES:
             count += len(pending.take_all())
     return count + len(pending.take_all())
-
-
-def _nothing() -> None:
-    pass
 
 
 _MARGIN = 1.5
@@ -234,34 +227,34 @@ def make_forecast(
         )
     largest = max(ranks, key=lambda one: one.footprint.staged_nbytes)
     num_stored = len(iterations) if options.keep_last is None else min(len(iterations), options.keep_last + 1)
-    stored = [one.footprint.stored_nbytes for one in ranks]
+    iteration_nbytes = sum(one.footprint.stored_nbytes for one in ranks)
     store_seconds = max(one.footprint.stored_nbytes / one.write_rate for one in ranks)
-    steps = [one.step_seconds for one in ranks if one.step_seconds is not None]
-    captured = [one.captured_seconds for one in ranks if one.captured_seconds is not None]
-    step_seconds = max(steps) if steps else None
-    captured_seconds = max(captured) if captured else None
-    slowdowns = _slowdowns(
-        step_seconds,
-        captured_seconds,
-        store_seconds=store_seconds,
-        every=_distance(iterations),
-        fits=largest.footprint.staged_nbytes * len(iterations) <= largest.budget_nbytes,
-    )
+    step_seconds = max((one.step_seconds for one in ranks if one.step_seconds is not None), default=None)
+    captured_seconds = max((one.captured_seconds for one in ranks if one.captured_seconds is not None), default=None)
+    captured_slowdown = sustained_slowdown = None
+    if step_seconds and captured_seconds is not None:
+        added = max(0.0, captured_seconds - step_seconds)
+        num_steps = (iterations[-1] - iterations[0]) / (len(iterations) - 1) if len(iterations) > 1 else 1.0
+        others = step_seconds * num_steps
+        # What the ring takes as a whole is waited for at the end, if at all.
+        fits = largest.footprint.staged_nbytes * len(iterations) <= largest.budget_nbytes
+        waits = 0.0 if fits else max(0.0, store_seconds - others - added)
+        captured_slowdown, sustained_slowdown = added / step_seconds, (added + waits) / others
     return Forecast(
         url=url,
         iterations=list(iterations),
         num_stored=num_stored,
         ranks=list(ranks),
         largest_rank=largest.rank,
-        iteration_nbytes=sum(stored),
-        run_nbytes=sum(stored) * num_stored,
+        iteration_nbytes=iteration_nbytes,
+        run_nbytes=iteration_nbytes * num_stored,
         num_objects=sum(one.footprint.num_objects for one in ranks),
         host_nbytes=max(one.budget_nbytes * one.num_local_ranks for one in ranks),
         step_seconds=step_seconds,
         captured_seconds=captured_seconds,
         store_seconds=store_seconds,
-        captured_slowdown=slowdowns[0],
-        sustained_slowdown=slowdowns[1],
+        captured_slowdown=captured_slowdown,
+        sustained_slowdown=sustained_slowdown,
         refusals=find_refusals(ranks, options=options, num_iterations=len(iterations), num_stored=num_stored),
     )
 
@@ -358,24 +351,6 @@ def _time_refusals(
             f"when the training ends, storing what is left will take about {longest:.0f} s on rank {slowest.rank}: "
             f"give --finish-timeout-seconds {math.ceil(longest * _MARGIN)}"
         )
-
-
-def _slowdowns(
-    step_seconds: float | None, captured_seconds: float | None, *, store_seconds: float, every: float, fits: bool
-) -> tuple[float | None, float | None]:
-    """Of a captured step, and of all steps on the way."""
-    if not step_seconds or captured_seconds is None:
-        return None, None
-    added = max(0.0, captured_seconds - step_seconds)
-    others = step_seconds * every
-    # What the ring takes as a whole is waited for at the end, if at all.
-    waits = 0.0 if fits else max(0.0, store_seconds - others - added)
-    return added / step_seconds, (added + waits) / others
-
-
-def _distance(iterations: Sequence[int]) -> float:
-    """Steps of the training for each captured iteration."""
-    return (iterations[-1] - iterations[0]) / (len(iterations) - 1) if len(iterations) > 1 else 1.0
 
 
 def _whole(nbytes: int) -> int:

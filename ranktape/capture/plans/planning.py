@@ -178,13 +178,15 @@ class PlanningCapture(Capture):
         # The quickest of each: what else the machine did is not the capture's.
         warm = [seconds for number, seconds in steps.items() if number > 1]
         captured = [self._durations[number] for number in CAPTURED_STEPS[1:] if number < len(self._durations)]
+        # What thousands of ranks leave for rank 0 is in its memory together.
+        max_named = _MAX_NAMED if self.rank else None
         return RankPlan(
             rank=self.rank,
             host=socket.gethostname(),
             num_local_ranks=self._place.num_local_ranks,
             num_steps=self._num_steps,
             num_layers={kind: len(modules) for kind, modules in sorted(self._layers.items())},
-            layers={kind: list(modules)[: self._max_named] for kind, modules in sorted(self._layers.items())},
+            layers={kind: list(modules)[:max_named] for kind, modules in sorted(self._layers.items())},
             footprint=footprint,
             num_expected=int(end.get("num_expected", 0)),
             silent_sites=dict(end.get("silent_sites", {})),
@@ -198,11 +200,6 @@ class PlanningCapture(Capture):
             write_rate=self._write_rate,
             free_nbytes=free_nbytes(self._backend),
         )
-
-    @property
-    def _max_named(self) -> int | None:
-        # What thousands of ranks leave for rank 0 is in its memory together.
-        return _MAX_NAMED if self.rank else None
 
     @property
     def url(self) -> str:

@@ -20,8 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ranktape.capture.passes.circumstances import untraced
 from ranktape.capture.source import TensorRole
-from ranktape.capture.tensors.megatron_placement import is_megatron, megatron_placement
-from ranktape.capture.tensors.placement import is_dtensor
+from ranktape.capture.tensors.placement import is_dtensor, is_megatron, megatron_placement
 from ranktape.storage.format.record_info import Operation
 
 if TYPE_CHECKING:
