@@ -62,7 +62,6 @@ class Iterations:
     _predicted_nbytes: int
 
     def __init__(self, options: CaptureOptions) -> None:
-        """Before the first one."""
         self.options = options
         self._tracker = Tracker(modes=options.wanted_modes)
         self._iteration = options.first_iteration

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ranktape.capture import Capture
-from ranktape.capture.hooks.stacks import Surveys
+from ranktape.capture.hooks.stacks import survey
 from ranktape.storage import Run, open_run
 from tests.capture.two_stacks import STACKS, capture_two_stacks
 
@@ -46,10 +46,9 @@ class Translator(nn.Module):
 
 def stacks_of(model: nn.Module) -> dict[str, tuple[int, str]]:
     """For the path of each linear layer its layer and its stack."""
-    survey = Surveys(layer_offset=0).of(model)
     return {
         place.path: (place.layer_idx, place.layer_stack)
-        for place in survey.places
+        for place in survey(model).places
         if isinstance(place.module, nn.Linear)
     }
 
@@ -109,7 +108,7 @@ def test_a_model_in_which_no_list_is_found_takes_names_at_their_word() -> None:
     model.blocks = nn.Module()
     model.blocks.add_module("7", Layer(7))
     model.alone = Layer(3)
-    places = {place.path: (place.layer_idx, place.layer_stack) for place in Surveys(layer_offset=0).of(model).places}
+    places = {place.path: (place.layer_idx, place.layer_stack) for place in survey(model).places}
     assert places["blocks.7"] == (7, "blocks")
     assert places["alone"] == (3, "")
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture, get_layer_hidden_states
-from ranktape.capture.hooks.stacks import embedding_path, find_stacks, numbered
+from ranktape.capture.hooks.stacks import embedding_path, numbered, survey
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage import open_run
 from tests.capture.role_models import VOCABULARY, WIDTH, Task, train_twice
@@ -222,19 +222,19 @@ def test_layers_and_linear_layers_together(tmp_path: Path) -> None:
 
 def test_stacks_are_found_in_models_of_all_kinds() -> None:
     model = Model()
-    [stack] = find_stacks(model)
+    [stack] = survey(model).stacks
     assert (stack.name, [layer.idx for layer in stack.layers]) == ("layers", [0, 1, 2])
     assert embedding_path(model, stack) == "tok_embeddings"
     wrapped = nn.Module()
     wrapped.module = model
-    assert [layer.path for layer in find_stacks(wrapped)[0].layers] == ["layers.0", "layers.1", "layers.2"]
-    [plain] = find_stacks(nn.Sequential(*(Block() for _ in range(2))), layer_offset=8)
+    assert [layer.path for layer in survey(wrapped).stacks[0].layers] == ["layers.0", "layers.1", "layers.2"]
+    [plain] = survey(nn.Sequential(*(Block() for _ in range(2))), layer_offset=8).stacks
     assert [(layer.idx, layer.path) for layer in plain.layers] == [(8, "0"), (9, "1")]
-    assert find_stacks(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == []
+    assert survey(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))).stacks == []
     experts = nn.Module()
     experts.experts = nn.ModuleList(Block() for _ in range(4))
-    assert find_stacks(experts) == []
-    [seq2seq, _] = find_stacks(nn.Transformer(WIDTH, 2, 2, 3, WIDTH, batch_first=True))
+    assert survey(experts).stacks == []
+    [seq2seq, _] = survey(nn.Transformer(WIDTH, 2, 2, 3, WIDTH, batch_first=True)).stacks
     assert (seq2seq.name, len(seq2seq.layers)) == ("decoder.layers", 3)
 
 
@@ -244,11 +244,11 @@ def test_layers_that_say_their_number_are_believed() -> None:
     model.decoder = nn.ModuleList(blocks)
     for number, block in enumerate(blocks, start=9):
         block.layer_number = number  # type: ignore[assignment]  # as Megatron-core has it, from 1
-    [stack] = find_stacks(model, layer_offset=100)
+    [stack] = survey(model, layer_offset=100).stacks
     assert [layer.idx for layer in stack.layers] == [8, 9]
     for block in blocks:
         block.layer_number = 1  # type: ignore[assignment]
-    assert [layer.idx for layer in find_stacks(model)[0].layers] == [0, 1], "two layers cannot have one number"
+    assert [layer.idx for layer in survey(model).stacks[0].layers] == [0, 1], "two layers cannot have one number"
 
 
 def test_numbers_that_are_none_are_only_names() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ranktape.capture import Capture
-from ranktape.capture.hooks.stacks import ModelSurvey, Surveys, stated_idx
+from ranktape.capture.hooks.stacks import ModelSurvey, stated_idx, survey
 from ranktape.storage import open_run
 
 WIDTH = 4
@@ -75,8 +75,8 @@ def places(url: Path, iteration: int) -> set[tuple[str, int]]:
     return {(record.info.module, record.info.layer_idx) for record in records}
 
 
-def numbers(survey: ModelSurvey) -> dict[str, int]:
-    return {place.path: place.layer_idx for place in survey.places}
+def numbers(found: ModelSurvey) -> dict[str, int]:
+    return {place.path: place.layer_idx for place in found.places}
 
 
 @pytest.mark.parametrize("is_given", [True, False], ids=["given", "found"])
@@ -129,23 +129,21 @@ def test_a_survey_sees_every_change_that_moves_a_stack() -> None:
     model: Any = nn.Module()
     model.small = nn.ModuleList(Block() for _ in range(2))
     model.large = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
-    surveys = Surveys(layer_offset=0)
-    assert surveys.of(model).stacks[0].name == "large"
+    assert survey(model).stacks[0].name == "large"
     for block in model.small:
         block.up.weight = nn.Parameter(torch.ones(100, WIDTH))
-    assert surveys.of(model).stacks[0].name == "small"
+    assert survey(model).stacks[0].name == "small"
 
     # Layers that stand elsewhere, too: their second place is in no list of a model's modules.
     model = nn.Module()
     blocks = [Block(), Block()]
     model.first = nn.Sequential(blocks[0])
     model.layers = nn.ModuleList([*blocks, Block()])
-    surveys = Surveys(layer_offset=0)
-    assert [layer.idx for layer in surveys.of(model).stacks[0].layers] == [0, 1, 2]
-    assert surveys.of(model).stacks[0].layers[0].module is blocks[0]
+    assert [layer.idx for layer in survey(model).stacks[0].layers] == [0, 1, 2]
+    assert survey(model).stacks[0].layers[0].module is blocks[0]
     model.layers = nn.ModuleList(list(model.layers)[1:])
-    assert [layer.idx for layer in surveys.of(model).stacks[0].layers] == [0, 1]
-    assert surveys.of(model).stacks[0].layers[0].module is blocks[1]
+    assert [layer.idx for layer in survey(model).stacks[0].layers] == [0, 1]
+    assert survey(model).stacks[0].layers[0].module is blocks[1]
 
 
 def test_a_second_place_that_is_gone_is_no_layer_any_more() -> None:
@@ -153,10 +151,9 @@ def test_a_second_place_that_is_gone_is_no_layer_any_more() -> None:
     shared = Block()
     model.first = shared
     model.layers = nn.ModuleDict({"0": Block(), "1": Block(), "2": shared})
-    surveys = Surveys(layer_offset=0)
-    assert len(surveys.of(model).stacks[0].layers) == 3
+    assert len(survey(model).stacks[0].layers) == 3
     del model.layers["2"]
-    assert [layer.path for layer in surveys.of(model).stacks[0].layers] == ["layers.0", "layers.1"]
+    assert [layer.path for layer in survey(model).stacks[0].layers] == ["layers.0", "layers.1"]
 
 
 def test_weights_that_are_made_later_make_a_layer() -> None:
@@ -168,11 +165,10 @@ def test_weights_that_are_made_later_make_a_layer() -> None:
     model: Any = nn.Module()
     model.layers = nn.ModuleList(Bare() for _ in range(2))
     model.lazy = nn.ModuleList(nn.Sequential(nn.LazyLinear(WIDTH)) for _ in range(2))
-    surveys = Surveys(layer_offset=0)
-    assert [stack.name for stack in surveys.of(model).stacks] == ["lazy"], "what is not made yet has no size"
+    assert [stack.name for stack in survey(model).stacks] == ["lazy"], "what is not made yet has no size"
     for bare in model.layers:
         bare.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    assert [stack.name for stack in surveys.of(model).stacks] == ["layers", "lazy"]
+    assert [stack.name for stack in survey(model).stacks] == ["layers", "lazy"]
 
 
 def test_a_number_is_found_wherever_a_module_tells_it() -> None:
@@ -192,8 +188,7 @@ def test_a_number_is_found_wherever_a_module_tells_it() -> None:
 
     modules = [Block(2), Asked(), Relayed(), Broken(), nn.Linear(1, 1)]
     assert [stated_idx(module) for module in modules] == [2, 3, 3, None, None]
-    surveys = Surveys(layer_offset=0)
     model = Model()
-    assert numbers(surveys.of(model))["layers.1.up"] == 1
+    assert numbers(survey(model))["layers.1.up"] == 1
     model.layers[1].layer_idx = 7  # type: ignore[assignment]  # it is no tensor
-    assert numbers(surveys.of(model))["layers.1.up"] == 7
+    assert numbers(survey(model))["layers.1.up"] == 7

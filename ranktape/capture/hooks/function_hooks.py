@@ -51,7 +51,6 @@ class StandIn:
     """Stands for a function while an iteration is captured, and passes through at other times."""
 
     def __init__(self, original: Callable[..., Any], role: FunctionRole, name: str = "") -> None:
-        """Know the function; its dotted name where it has one, as what a registry gives has not."""
         self.original = original
         self.role = role
         self._name = name

@@ -20,7 +20,7 @@ from ranktape.capture.hooks.hook import Hook, Replacements
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
 from ranktape.capture.hooks.module_hooks import ModuleHooks, is_hidden, is_seen_inside
 from ranktape.capture.hooks.multihead import MultiheadHooks
-from ranktape.capture.hooks.stacks import Surveys
+from ranktape.capture.hooks.stacks import survey
 from ranktape.capture.hooks.weights import Weights
 from ranktape.capture.passes.circumstances import in_backward, is_traced, keyword_arguments
 from ranktape.capture.passes.frameworks import framework_replacements, is_rehearsing, stage_prefix
@@ -50,7 +50,7 @@ class ModelHooks:
         self._recorder = recorder
         self._tracker = recorder.tracker
         self._is_given = is_given
-        self._surveys = Surveys(layer_offset=options.layer_offset)
+        self._survey = functools.partial(survey, layer_offset=options.layer_offset)
         self._roots: list[tuple[weakref.ref[nn.Module], str]] = []
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._attached: dict[nn.Module, Frame] = {}
@@ -94,7 +94,7 @@ class ModelHooks:
         """
         self._check_layers(root)
         stage = self._stage_prefixes.get(root, "")
-        places = self._surveys.of(root).places
+        places = self._survey(root).places
         new = {stage + place.path for place in places if place.path and place.module not in self._known}
         is_alone = role_of(type(root)) is not None and bool(self._roots)
         prefix = f"{type(root).__name__}{len(self._roots)}." if is_alone or new & self.paths else ""
@@ -109,7 +109,7 @@ class ModelHooks:
         if module in self._stage_prefixes or (self._is_given and module not in self._known):
             return
         offset = self._options.layer_offset
-        numbers = [place.layer_idx for place in self._surveys.of(module).places]
+        numbers = [place.layer_idx for place in self._survey(module).places]
         prefix = "" if offset else stage_prefix(stage, numbers)
         for part in module.modules():
             self._stage_prefixes[part] = prefix
@@ -210,7 +210,7 @@ class ModelHooks:
         Raises:
             UsageError: it has not all of them.
         """
-        stacks = [] if self._has_stack else self._surveys.of(root).stacks
+        stacks = [] if self._has_stack else self._survey(root).stacks
         if stacks:
             self._has_stack = True
             check_layers(self._options, root, stacks[0])
@@ -268,9 +268,9 @@ class ModelHooks:
         self._functions.learn(root)
         self._matched |= self._functions.matched
         stage = self._stage_prefixes.get(root, "")
-        survey = self._surveys.of(root)
+        found = self._survey(root)
         leave = Hook(self._on_leave)
-        for place in survey.places:
+        for place in found.places:
             module = place.module
             if module in self._attached:
                 continue
@@ -286,8 +286,8 @@ class ModelHooks:
             self._watch.handles.append(module.register_forward_hook(leave, always_call=True))
             with self._recorder.guarded(_source(frame, "module", "unknown")):
                 self._attach_role(frame)
-        if self._layers is not None and survey.stacks:
-            self._layers.attach(root, survey.stacks[0], prefix=stage + prefix)
+        if self._layers is not None and found.stacks:
+            self._layers.attach(root, found.stacks[0], prefix=stage + prefix)
 
     def _attach_role(self, frame: Frame) -> None:
         """Put hooks on a module that has a role."""

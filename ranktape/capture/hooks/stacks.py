@@ -1,15 +1,14 @@
-"""Finds a model's modules, the number of each one's layer, and its stacks of layers; anew when the model changed.
+"""Finds a model's modules, the number of each one's layer, and its stacks of layers.
 
 A stack is the outermost list, dictionary or sequence of like layers that hold linear layers. A layer's number is what
 it says itself (`layer_idx`, or `layer_number` counted from 1, both global), else its key, to which `layer_offset` is
-added on a later stage of a pipeline. Names are data: one that is no small number is none. What is remembered of a model
-are names and numbers, never the modules: a model that the training drops is gone.
+added on a later stage of a pipeline. Names are data: one that is no small number is none.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -77,22 +76,52 @@ def module_path(path: str) -> str:
     return ".".join(parts)
 
 
-def find_stacks(root: nn.Module, *, layer_offset: int = 0) -> list[Stack]:
-    """The outermost stacks of a model, that of its decoder first."""
+def survey(root: nn.Module, *, layer_offset: int = 0) -> ModelSurvey:
+    """What there is in a model as it is now."""
+    named = list(root.named_modules())
+    stated = {module: idx for _, module in named if (idx := stated_idx(module)) is not None}
+    stacks = _find_stacks(named, stated, layer_offset=layer_offset)
+    paths = [module_path(stack.name) for stack in stacks]
+    places = []
+    for name, module in named:
+        path, own = module_path(name), stated.get(module)
+        idx, at = -1, ""
+        for stack, container in zip(stacks, paths, strict=True):
+            if (found := stack.idx_of(name)) is not None:
+                idx, at = found, container
+                break
+        if idx < 0 and (own is not None or not stacks):
+            number, at = numbered(path)
+            idx = number if number < 0 else number + layer_offset
+        places.append(Frame(path, module, idx if own is None else own, at))
+    return ModelSurvey(places, stacks)
+
+
+def _find_stacks(
+    named: Sequence[tuple[str, nn.Module]], stated: Mapping[nn.Module, int], *, layer_offset: int
+) -> list[Stack]:
+    """The outermost stacks among the modules of a model, that of its decoder first."""
     stacks: dict[str, Stack] = {}
-    sizes: dict[str, int] = {}
-    for name, module in root.named_modules():
+    for name, module in named:
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         if not is_list or any(stack.idx_of(name) is not None for stack in stacks.values()):
             continue
-        if keys := _layers_in(name, module, layer_offset=layer_offset):
-            stacks[name] = _stack(name, module, keys)
-            sizes[name] = sum(0 if is_lazy(one) else one.numel() for one in module.parameters())
+        if keys := _layers_in(name, module, stated, layer_offset=layer_offset):
+            # By its children, not by its attributes: a class may have something else under the name of a stack.
+            layers = [
+                StackLayer(idx, module_path(f"{name}.{key}".lstrip(".")), child)
+                for key, child in module.named_children()
+                if (idx := keys.get(key)) is not None
+            ]
+            stacks[name] = Stack(name, sorted(layers, key=lambda layer: layer.idx), keys)
 
     def order(stack: Stack) -> tuple[bool, int]:
-        return any(part in stack.name for part in _ASIDE) and "decoder" not in stack.name, -sizes[stack.name]
+        is_aside = any(part in stack.name for part in _ASIDE) and "decoder" not in stack.name
+        parameters: Iterable[Any] = modules[stack.name].parameters()
+        return is_aside, -sum(one.numel() for one in parameters if not is_lazy(one))
 
-    return sorted(stacks.values(), key=order)
+    modules = dict(named)
+    return sorted(stacks.values(), key=order) if len(stacks) > 1 else list(stacks.values())
 
 
 def stated_idx(module: nn.Module) -> int | None:
@@ -124,7 +153,9 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
 
 
-def _layers_in(name: str, container: nn.Module, *, layer_offset: int) -> dict[str, int]:
+def _layers_in(
+    name: str, container: nn.Module, stated: Mapping[nn.Module, int], *, layer_offset: int
+) -> dict[str, int]:
     """The keys of the layers in a container, with their numbers; empty where it is no stack."""
     own = module_path(name).rpartition(".")[2]
     children = dict(container.named_children())
@@ -140,22 +171,11 @@ def _layers_in(name: str, container: nn.Module, *, layer_offset: int) -> dict[st
         if 2 * count <= len(children) or (len(children) == 1 and isinstance(container, nn.Sequential)):
             return {}
         kinds = {key: one for key, one in kinds.items() if one is kind}
-    stated = {key: idx for key in kinds if (idx := _stated_within(children[key])) is not None}
-    if len(stated) == len(kinds) == len(set(stated.values())):
-        return stated
+    # Most models state nothing: then no layer is walked through.
+    within = {key: [stated[part] for part in children[key].modules() if part in stated] for key in kinds if stated}
+    if within and all(within.values()) and len({found[0] for found in within.values()}) == len(within):
+        return {key: found[0] for key, found in within.items()}
     return {key: numbers[key] + layer_offset for key in kinds}
-
-
-def _stack(name: str, container: nn.Module, keys: dict[str, int]) -> Stack:
-    # By its children, not by its attributes: a class may have something else under the name of a stack.
-    children = dict(container.named_children())
-    layers = [StackLayer(idx, module_path(f"{name}.{key}".lstrip(".")), children[key]) for key, idx in keys.items()]
-    return Stack(name, sorted(layers, key=lambda layer: layer.idx), keys)
-
-
-def _stated_within(layer: nn.Module) -> int | None:
-    stated = (stated_idx(module) for module in layer.modules())
-    return next((idx for idx in stated if idx is not None), None)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -202,64 +222,3 @@ def embedding_path(root: nn.Module, stack: Stack) -> str:
             if is_beside and any(_layer_type(part) == "embedding" for part in child.modules()):
                 return module_path(name)
     return module_path(".".join([*parts[:-1], "embedding"]))
-
-
-class _Findings(NamedTuple):
-    """What is remembered of a model."""
-
-    members: list[tuple[Any, ...]]
-    """All that was read of each module: where that is another, it is another model."""
-    places: list[tuple[str, int, str]]
-    """For each of them the path, the number of the layer, and the list that holds it."""
-    stacks: list[tuple[str, dict[str, int]]]
-    """For each stack its name, and the numbers of its layers by their keys in it."""
-
-
-class Surveys:
-    """The surveys of a training's models."""
-
-    def __init__(self, *, layer_offset: int) -> None:
-        self._layer_offset = layer_offset
-        self._findings: weakref.WeakKeyDictionary[nn.Module, _Findings] = weakref.WeakKeyDictionary()
-
-    def of(self, root: nn.Module) -> ModelSurvey:
-        """The survey of a model as it is now."""
-        named = list(root.named_modules())
-        members = [_member(name, module) for name, module in named]
-        known = self._findings.get(root)
-        if known is None or known.members != members:
-            stacks = find_stacks(root, layer_offset=self._layer_offset)
-            places = [(module_path(name), *self._layer_of(name, module, stacks)) for name, module in named]
-            known = _Findings(members, places, [(stack.name, stack.keys) for stack in stacks])
-            self._findings[root] = known
-        modules = dict(named)
-        return ModelSurvey(
-            places=[
-                Frame(path, module, layer_idx, stack)
-                for (_, module), (path, layer_idx, stack) in zip(named, known.places, strict=True)
-            ],
-            stacks=[_stack(name, modules[name], keys) for name, keys in known.stacks],
-        )
-
-    def _layer_of(self, name: str, module: nn.Module, stacks: list[Stack]) -> tuple[int, str]:
-        """The number of the layer that a module is in, and the path of the list that holds it."""
-        own = stated_idx(module)
-        for stack in stacks:
-            idx = stack.idx_of(name)
-            if idx is not None:
-                return idx if own is None else own, module_path(stack.name)
-        if stacks and own is None:
-            return -1, ""
-        number, path = numbered(module_path(name))
-        if own is not None:
-            return own, path
-        return number if number < 0 else number + self._layer_offset, path
-
-
-def _member(name: str, module: nn.Module) -> tuple[Any, ...]:
-    kind = type(module)
-    own = module._parameters.values()  # noqa: SLF001  (runs no parametrization)
-    shapes = tuple(None if one is None or is_lazy(one) else tuple(one.shape) for one in own)
-    # A module that stands under two names has one of them in the list: its other place is among the children.
-    children = tuple((key, id(child)) for key, child in module.named_children())
-    return name, id(module), kind, role_of(kind), stated_idx(module), shapes, children

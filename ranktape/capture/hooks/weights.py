@@ -43,7 +43,6 @@ class Weights:
     """Those that need not be recorded again."""
 
     def __init__(self) -> None:
-        """None yet."""
         self._seen: set[tuple[Source, str, str, int]] = set()
         self._stored: set[tuple[Source, str, str, int, int]] = set()
 

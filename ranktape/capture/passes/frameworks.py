@@ -124,7 +124,6 @@ class Segment:
             return self._function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What the function has."""
         return getattr(self._function, name)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

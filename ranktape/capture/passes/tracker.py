@@ -48,7 +48,6 @@ class Tracker:
     """Follows the passes of one captured iteration."""
 
     def __init__(self, *, modes: Collection[str] = (Mode.TRAIN,)) -> None:
-        """Prepare, for passes in these modes."""
         self._modes = frozenset(modes)
         self.sample_ids: tuple[int | str, ...] | None = None
         """Identifiers of the samples of the passes to come."""
