@@ -18,6 +18,7 @@ import pytest
 from ranktape.errors import NoBucketError, StorageError, UsageError
 from ranktape.storage.places.backend import Backend, without_credentials
 from ranktape.storage.places.urls import open_backend
+from tests.exhaustive import exhaustive
 from tests.s3 import S3Server
 from tests.storage.conformance import BackendTests
 
@@ -187,6 +188,7 @@ class TestMotoObstore(TestMotoFsspec):
 
 
 @pytest.mark.ceph
+@exhaustive("make test has these over moto, and trainings over Ceph's gateway")
 class TestCephFsspec(S3Tests):
     @pytest.fixture
     def server(self, ceph_server: S3Server) -> S3Server:
