@@ -43,12 +43,12 @@ def schemas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 @pytest.fixture(scope="module")
 def refusals(schemas: dict[str, dict[str, Any]]) -> Refusals:
     """What the schema of a command has against a document."""
+    return lambda document, name: refused(document, schemas[name])
 
-    def against(document: Any, name: str) -> list[str]:
-        errors = Draft202012Validator(schemas[name]).iter_errors(document)
-        return [f"{error.json_path}: {error.message}" for error in errors]
 
-    return against
+def refused(document: Any, schema: dict[str, Any]) -> list[str]:
+    """What a schema has against a document."""
+    return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema).iter_errors(document)]
 
 
 @pytest.fixture(scope="module")

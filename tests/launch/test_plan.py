@@ -19,7 +19,7 @@ from ranktape.launch.plan import forecast_lines
 from ranktape.storage import open_run
 from tests.exhaustive import exhaustive
 from tests.launch.processes import errors, python, torchrun
-from tests.test_schemas import refusals, schemas  # noqa: F401  # fixtures
+from tests.test_schemas import SCRIPT, refused
 
 PLAN = ("-m", "ranktape.launch.cli", "plan")
 
@@ -48,12 +48,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_plan_says_what_the_capture_then_takes(folder: Path, request: pytest.FixtureRequest) -> None:
+def test_the_plan_says_what_the_capture_then_takes(folder: Path) -> None:
     selected = ("--keep", "values", "--tensor-name", "*put,weight", "--every", "2", "--max-iterations", "2")
     ended = python(*PLAN, "--capture", "runs/new", "--json", *selected, "train.py", "50", cwd=folder)
     assert ended.returncode == 0, ended.stderr
     forecast = json.loads(ended.stdout)
-    assert request.getfixturevalue("refusals")(forecast, "plan") == []
+    assert refused(forecast, SCRIPT.other_schemas()["plan"]) == []
     # The script was stopped, and what it printed is not in the way.
     assert "step 5" in ended.stderr
     assert "step 9" not in ended.stderr
@@ -122,19 +122,19 @@ def test_what_stands_in_the_way_is_one_line(words: tuple[str, ...], message: str
     assert not (folder / "run").exists()
 
 
-def test_the_ranks_of_a_launch_make_one_plan(folder: Path, request: pytest.FixtureRequest) -> None:
+def test_the_ranks_of_a_launch_make_one_plan(folder: Path) -> None:
     words = ("-m", "ranktape.launch.plan", "--capture", "runs/new", "--json", "train.py", "50")
     ended = torchrun(*words, cwd=folder)
     assert ended.returncode == 0, ended.stderr
     forecast = json.loads(ended.stdout)
-    assert request.getfixturevalue("refusals")(forecast, "plan") == []
+    assert refused(forecast, SCRIPT.other_schemas()["plan"]) == []
     assert [rank["rank"] for rank in forecast["ranks"]] == [0, 1]
     assert {rank["num_steps"] for rank in forecast["ranks"]} == {7}
     assert forecast["iteration_nbytes"] == 2 * forecast["ranks"][0]["footprint"]["stored_nbytes"] > 0
     assert not (folder / "runs").exists()
-    refused = torchrun(*words[:2], "--capture", "run", "--module", "nothing", "train.py", "50", cwd=folder)
-    assert refused.returncode != 0
-    assert any("no module matches --module nothing" in line for line in errors(refused))
+    declined = torchrun(*words[:2], "--capture", "run", "--module", "nothing", "train.py", "50", cwd=folder)
+    assert declined.returncode != 0
+    assert any("no module matches --module nothing" in line for line in errors(declined))
 
 
 ONE_CANNOT = """
