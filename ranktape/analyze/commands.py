@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import say
 from ranktape.analyze.options import Selection, say_what_is_left_out
@@ -93,27 +93,22 @@ def plot(
         write.form_of(path)
     target = _parse_target(format)
     records = selection.records()
-    if is_one and wanted[0].name == "overflow":
-        said = write.what_is_not_lost(write.plot_overflow(records, path=path, format=format, view=view, engine=engine))
-        if said:
-            say(said, err=True)
-    elif is_one:
-        write.write_one(wanted[0], records, path=path, format=target, view=view, engine=engine)
-    else:
+    look: dict[str, Any] = {"view": view, "engine": engine}
+    if not is_one:
+        on_plot, kinds = lambda path: say(str(path)), None if all else wanted
         written = write.write_plots(
-            records,
-            folder=path,
-            kinds=None if all else wanted,
-            format=target,
-            view=view,
-            engine=engine,
-            source=selection.run,
-            on_plot=lambda path: say(str(path)),
+            records, folder=path, kinds=kinds, format=target, source=selection.run, on_plot=on_plot, **look
         )
         rest = f", {len(written.left_out)} left out" if written.left_out else ""
         say(f"{len(written.drawn)} plots{rest}: see {path / write.README}", err=True)
-    if is_one:
-        say(str(path))
+        return
+    if wanted[0].name == "overflow":
+        said = write.what_is_not_lost(write.plot_overflow(records, path=path, format=format, **look))
+        if said:
+            say(said, err=True)
+    else:
+        write.write_one(wanted[0], records, path=path, format=target, **look)
+    say(str(path))
 
 
 def _parse_target(name: str | None) -> Format | None:

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 MAX_BRIEF_ROWS, MAX_BRIEF_LINE, MAX_BRIEF_NOTES = 20, 1000, 20
 """What an interpreter or a notebook shows: rows, letters of a line above or below them, and lines below."""
 
-MAX_LINE_LENGTH = 100_000
-"""Characters of a line on a terminal, before it wraps."""
-
 
 class Kind(enum.StrEnum):
     """What the values of a column are, and so how text shows them."""
@@ -257,7 +254,7 @@ class _TextTable:
         # A terminal that is too narrow wraps the lines: better than numbers cut off.
         # (A simple terminal is taken at its word only if the height is given too.)
         size = Console(file=sys.stdout).size
-        needed = Console(width=MAX_LINE_LENGTH, height=size.height).measure(self._rich_table()).maximum
+        needed = Console(width=100_000, height=size.height).measure(self._rich_table()).maximum
         console = Console(file=sys.stdout, highlight=False, width=max(needed, size.width), height=size.height)
         console.print(Group(*self.rich_parts()))
 

@@ -12,6 +12,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ranktape.analyze import overflow, plot_overflow
+from ranktape.analyze.legacy.outputs.plots import draw_panels
 from ranktape.analyze.views.plots.overflow_layers import draw_overflow
 from ranktape.errors import StorageError, UsageError
 from ranktape.storage import Records
@@ -205,6 +206,7 @@ def test_what_cannot_be_drawn_is_an_error(records: Records, tmp_path: Path) -> N
 
 def test_no_global_state_of_matplotlib_is_touched() -> None:
     """Pyplot is that state; a process that never needed it does not load it."""
-    sources = list(Path(draw_overflow.__code__.co_filename).parent.glob("*.py"))
+    folders = [Path(function.__code__.co_filename).parent for function in (draw_overflow, draw_panels)]
+    sources = [path for folder in folders for path in folder.glob("*.py")]
     assert len(sources) > 10
     assert [path.name for path in sources if "pyplot" in path.read_text(encoding="utf-8")] == []

@@ -16,12 +16,12 @@ from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.views.plots import boxes
 from ranktape.analyze.views.plots.data import PlotData
 from ranktape.analyze.views.plots.distributions import standardised
-from ranktape.analyze.views.plots.groups import group_by
+from ranktape.analyze.views.plots.groups import group_by, rank_deviations, rank_distances
 from ranktape.analyze.views.plots.heat_maps import Grid, Scale, draw_heat_maps, size_of
 from ranktape.analyze.views.plots.losses import ratio_counts, read_pairs
 from ranktape.analyze.views.plots.style import Page, families, plain
 from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
-from ranktape.analyze.views.plots.tallies import LOWEST, exponents, rank_deviations, rank_distances
+from ranktape.analyze.views.plots.tallies import LOWEST, exponents
 from ranktape.errors import NoRecordsError
 from tests.analyze.runs import SITES, Tensor, describe_tensor, store
 from tests.analyze.test_plot import assert_readable, texts

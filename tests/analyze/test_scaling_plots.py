@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -180,9 +178,3 @@ def test_the_box_holds_statistics() -> None:
         ("smallest |x|", "1e-30"),
     ]
     assert ("largest", "448") in lines
-
-
-def test_no_global_state_of_matplotlib_is_touched() -> None:
-    source = "import sys, ranktape.analyze.legacy.outputs.plots; print('matplotlib.pyplot' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"

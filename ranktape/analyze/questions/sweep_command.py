@@ -128,18 +128,9 @@ def sweep(
         StorageError: the output directory cannot be made.
         UsageError: an option is not allowed.
     """
-    given = {
-        "mode": sweep_mode,
-        "scale_rule": scale_rule,
-        "rounding": rounding,
-        "block_size": block_size,
-        "axis": axis,
-        "scale_bits": scale_bits,
-        "num_levels": num_levels,
-        "max_scale_exp": max_scale_exp,
-        "min_scale_exp": min_scale_exp,
-    }
-    options = SweepOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    given: dict[str, Any] = {"mode": sweep_mode, "scale_rule": scale_rule, "rounding": rounding, "axis": axis}
+    given |= {"block_size": block_size, "scale_bits": scale_bits, "num_levels": num_levels}
+    options = SweepOptions(**given, max_scale_exp=max_scale_exp, min_scale_exp=min_scale_exp)
     request = parse_request(format, options=options, view=view or View.COMPUTE)
     check_shape(by=by, with_levels=levels, target_sqnr=target_sqnr)
     if SAMPLE in by and output_dir is not None:

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 MAX_TICKS, MAX_SHARE_TICKS = 8, 6
 """Numbers beside an axis, and powers of ten beside one of shares."""
 
-SMALLEST_SHARE = 1e-12
-"""Below this an axis of shares is linear at most."""
-
 LIMITS = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "fp16", "bf16")
 """Formats whose largest values axes name, the most wanted first: of two that lie too close the later one is not."""
 
@@ -79,7 +76,7 @@ def scale_shares(axes: Axes, which: str, shares: Sequence[float] | Any) -> None:
     """A logarithmic axis up to 100 % that has a true zero at its foot."""
     known = np.asarray(shares, dtype=float)
     positive = known[known > 0]
-    smallest = max(SMALLEST_SHARE, float(positive.min())) if positive.size else 0.01
+    smallest = max(1e-12, float(positive.min())) if positive.size else 0.01
     lowest = min(-2, math.floor(math.log10(smallest)))
     step = max(1, math.ceil(-lowest / MAX_SHARE_TICKS))
     ticks = [0.0, *(10.0**power for power in range(-(-lowest // step * step), 1, step))]

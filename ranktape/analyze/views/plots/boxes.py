@@ -30,14 +30,8 @@ NOTE = (
     "Zeros have no place on an axis of powers of two and are left out."
 )
 
-MAX_BOXES = 16
-"""Groups that have a box: each stands beside its name, and needs no colour of its own."""
-
 MAX_POINTS = 300
 """Points of one box; of more, every n-th from the smallest to the largest, and both ends."""
-
-LINEAR_BINADES = 12
-"""An axis of both signs is linear unless its magnitudes spread over more binades."""
 
 
 class BoxPanel(NamedTuple):
@@ -74,7 +68,8 @@ PANELS: Mapping[str, tuple[BoxPanel, ...]] = {
 
 def boxes(data: PlotData, row: Plot, *, panels: str = "general") -> Figure:
     """One panel for each metric, one box for each group; both share the names at the left."""
-    groups, left_out = groups_of(data, row, max_groups=MAX_BOXES)
+    # Each box stands beside its name, and needs no colour of its own.
+    groups, left_out = groups_of(data, row, max_groups=16)
     chosen = PANELS[panels]
     num_columns = 2 if len(chosen) == 4 else len(chosen)  # noqa: PLR2004 - two rows of two
     page = page_of(
@@ -142,7 +137,7 @@ def _scale(axes: Axes, values: NDArray[np.float64], panel: BoxPanel) -> None:
         scale_powers(axes, "x", values)
     else:
         magnitudes = np.abs(values[values != 0])
-        if magnitudes.size and np.log2(magnitudes.max() / magnitudes.min()) > LINEAR_BINADES and magnitudes.max() > 10:  # noqa: PLR2004
+        if magnitudes.size and np.log2(magnitudes.max() / magnitudes.min()) > 12 and magnitudes.max() > 10:  # noqa: PLR2004
             axes.set_xscale("symlog", linthresh=1.0)
         low, high = float(values.min()), float(values.max())
         margin = 0.06 * (high - low) or max(0.5, 0.1 * abs(high))

@@ -25,7 +25,7 @@ from ranktape.analyze.metrics.metric import METRICS
 from ranktape.analyze.metrics.target import parse_targets
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.histograms.histogram import Limits
-from ranktape.analyze.views.plots.tallies import Binades, SampleMetrics
+from ranktape.analyze.views.plots.tallies import HIGHEST, LOWEST, SampleMetrics, binade_counts
 from ranktape.errors import NoRecordsError
 from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import Keep
@@ -54,9 +54,6 @@ SITE_FIELDS = (
 
 COMPARED = (("hifp8", "hif8", "hifloat8"), ("mxfp8", "mxfp8_e4m3", "mxfp8_e5m2"))
 """Tags of the two quant types that the legacy tool compares."""
-
-PENDING_FACTOR = 4
-"""Values that wait to be merged, as a multiple of those that were merged before."""
 
 COUNTS = ("num_elements", "upper", "lower", "underflow", "flushed", "nan", "inf", "zero")
 """What is counted in each row, against the limits of the dtype or of the format that was asked for."""
@@ -274,6 +271,33 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, list | set | tuple) else [value]
 
 
+class Binades:
+    """Counts of finite magnitudes by binade, [2^e, 2^(e+1)) for an exponent e, by operation and value of a field."""
+
+    def __init__(self, data: PlotData, field: str) -> None:
+        self._operations, self._num_values = data.values_of("operation"), len(data.values_of(field))
+        self._row_of = data.codes("operation") * self._num_values + data.codes(field)
+        # Zeros, and what is not finite, are behind the binades.
+        self._counts = np.zeros((len(self._operations) * self._num_values, HIGHEST - LOWEST + 3))
+
+    def add(self, index: int, digest: Digest) -> None:
+        """Add the values of the record in that place."""
+        row = self._counts[self._row_of[index]]
+        row[:-2] += binade_counts(digest)
+        row[-2:] += digest.tallies.zero, digest.tallies.nan + digest.tallies.inf
+
+    def shares(self, operation: str, *, with_zeros: bool = False) -> NDArray[np.float64]:
+        """For each value of the field, in order, the part of all its elements in each binade.
+
+        With zeros in a column of their own behind. NaN where no record is, or no value is known.
+        """
+        start = self._operations.index(operation) * self._num_values
+        counts = self._counts[start : start + self._num_values]
+        total = counts.sum(axis=1, keepdims=True)
+        wanted = counts[:, : -1 if with_zeros else -2]
+        return np.where(total > 0, wanted / np.maximum(1, total), np.nan)
+
+
 class DataPass:
     """What one pass over the digests of a selection leaves."""
 
@@ -316,7 +340,7 @@ class DataPass:
         waiting.append(digest)
         held = self.cells[kind].values.size if kind in self.cells else 0
         # Each value is merged a few times at most, however many records there are.
-        if sum(one.values.size for one in waiting) > PENDING_FACTOR * max(held, 1 << 14):
+        if sum(one.values.size for one in waiting) > 4 * max(held, 1 << 14):
             self._merge(kind)
 
     def close(self) -> None:

@@ -48,9 +48,6 @@ MAX_DEVIATIONS, SMALLEST_DENSITY = 8.0, 1e-5
 NUM_BINS = 128
 """Bins of a linear axis; few values make fewer of a shape."""
 
-CENTRE = (0.01, 0.99)
-"""Parts of the values between which raw densities are drawn."""
-
 MAX_CODES, MIN_REPEATS = 2048, 8
 """Values are of few bits where there are no more of them than that, each so many times on average."""
 
@@ -72,7 +69,8 @@ def distributions(data: PlotData, row: Plot) -> Figure:
 def _draw_shapes(axes: Axes, groups: Sequence[Group]) -> bool:
     """Whether any group has a shape."""
     name(axes, title="shape, in units of each group's own standard deviation")
-    shapes = [(group, standardised(group.digest)) for group in groups if group.digest and _is_spread(group.digest)]
+    known = [(group, group.digest) for group in groups if group.digest is not None and group.digest.has_values]
+    shapes = [(group, standardised(digest)) for group, digest in known if digest.statistics.std]
     if not shapes:
         empty(axes, NO_VALUES if all(group.digest is None for group in groups) else "no values that differ")
         return False
@@ -111,10 +109,6 @@ def _draw_normal(axes: Axes, places: NDArray[np.float64], *, mean: float = 0, st
 
 def _dotted(label: str, *, linewidth: float = 1.2) -> Any:
     return key(Line2D([], [], color=GREY, linewidth=linewidth, linestyle=":"), label)
-
-
-def _is_spread(digest: Digest) -> bool:
-    return digest.has_values and bool(digest.statistics.std)
 
 
 def standardised(digest: Digest) -> Bins:
@@ -263,7 +257,7 @@ def central_bins(digest: Digest | None) -> Bins | None:
         return None
     is_finite = np.isfinite(digest.values)
     values, ends = digest.values[is_finite], np.cumsum(digest.counts[is_finite])
-    low, high = (float(values[np.searchsorted(ends, part * ends[-1])]) for part in CENTRE)
+    low, high = (float(values[np.searchsorted(ends, part * ends[-1])]) for part in (0.01, 0.99))
     bins = linear_bins(digest, NUM_BINS, low=low, high=high)
     edges, held = _joined(digest, bins.edges, bins.counts)
     return edges, held / int(ends[-1]) / np.diff(edges)

@@ -1,7 +1,8 @@
-"""Puts tensors into groups, gives each a look, and begins a plot with a line on which tensors it is of."""
+"""Puts tensors into groups, gives each a look, compares ranks, and begins a plot with a line on what it is of."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -201,3 +202,64 @@ def pooled(data: PlotData, name: str, groups: NDArray[np.int64], *, num_groups: 
     found = np.full(num_groups, np.nan)
     np.fmax.at(found, places, data.metric(name)[inside])
     return found
+
+
+SITE_OF_RANKS = ("iteration", "microbatch", "call", "module", "operation", "phase", "tensor_name")
+"""What is the same of a tensor on all ranks."""
+
+MAX_COMPARED, MAX_SITES = 128, 4096
+"""Ranks that are compared with one another, and tensors that they are compared by.
+
+Of more ranks blocks of neighbours are compared, of more tensors every n-th."""
+
+
+def _rank_logs(data: PlotData, metric: str) -> tuple[NDArray[np.float64], list[int]]:
+    """log2 of a metric for each site and rank, NaN where there is none; and the layer of each site."""
+    sites = list(zip(*(data.column(field).tolist() for field in (*SITE_OF_RANKS, "layer_idx")), strict=True))
+    index = {site: number for number, site in enumerate(dict.fromkeys(sites))}
+    grid = np.full((len(index), len(data.values_of("rank"))), np.nan)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log2(data.metric(metric))
+    grid[[index[site] for site in sites], data.codes("rank")] = np.where(np.isfinite(logs), logs, np.nan)
+    return grid, [site[-1] for site in index]
+
+
+def rank_deviations(data: PlotData, *, layers: Sequence[int]) -> NDArray[np.float64]:
+    """For each layer and rank log2 of absmax over that of the median rank: of the tensor that is farthest off.
+
+    NaN where no other rank has the same tensor.
+    """
+    logs, layer_of = _rank_logs(data, "absmax")
+    found = np.full((len(layers), logs.shape[1]), np.nan)
+    rows = {layer: row for row, layer in enumerate(layers)}
+    shared = np.flatnonzero((~np.isnan(logs)).sum(axis=1) > 1)
+    if not shared.size:
+        return found
+    deviations = logs[shared] - np.nanmedian(logs[shared], axis=1, keepdims=True)
+    for site, values in zip(shared.tolist(), deviations, strict=True):
+        row = found[rows[layer_of[site]]]
+        row[:] = np.where(np.isnan(row) | (np.abs(values) > np.abs(row)), np.where(np.isnan(values), row, values), row)
+    return found
+
+
+def rank_distances(data: PlotData) -> tuple[NDArray[np.float64], int]:
+    """For each pair of ranks the mean |log2| of the ratio of the deviations of the same tensors, and ranks in a block.
+
+    Of blocks of neighbouring ranks, a tensor's deviation is the one farthest from the median rank's. NaN where two
+    have no tensor in common.
+    """
+    logs, _ = _rank_logs(data, "std")
+    logs = logs[:: math.ceil(logs.shape[0] / MAX_SITES)]
+    size = math.ceil(logs.shape[1] / MAX_COMPARED)
+    if size > 1:
+        known = logs[(~np.isnan(logs)).any(axis=1)]
+        off = known - np.nanmedian(known, axis=1, keepdims=True)
+        starts = np.arange(0, off.shape[1], size)
+        high, low = np.fmax.reduceat(off, starts, axis=1), np.fmin.reduceat(off, starts, axis=1)
+        logs = np.where(-low > high, low, high)
+    found = np.full((logs.shape[1], logs.shape[1]), np.nan)
+    for rank in range(logs.shape[1]):
+        gaps = np.abs(logs - logs[:, rank : rank + 1])
+        counts = (~np.isnan(gaps)).sum(axis=0)
+        found[rank] = np.where(counts > 0, np.nansum(gaps, axis=0) / np.maximum(1, counts), np.nan)
+    return found, size

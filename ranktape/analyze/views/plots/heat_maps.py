@@ -26,7 +26,7 @@ from ranktape.analyze.views.plots.axes import (
     share_text,
     thinned,
 )
-from ranktape.analyze.views.plots.groups import page_of, pooled
+from ranktape.analyze.views.plots.groups import page_of, pooled, rank_deviations, rank_distances
 from ranktape.analyze.views.plots.style import (
     INFINITE_COLOR,
     INK,
@@ -41,7 +41,7 @@ from ranktape.analyze.views.plots.style import (
     name,
     say,
 )
-from ranktape.analyze.views.plots.tallies import exponents, filled, rank_deviations, rank_distances, sample_names
+from ranktape.analyze.views.plots.tallies import exponents, filled, sample_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -35,9 +35,6 @@ SIDES = (
 MAX_DRAWN_POINTS = 20_000
 """Points of a scatter plot: of more, the largest are drawn."""
 
-BINS_PER_DECADE = 4
-"""Of a histogram of ratios."""
-
 MAX_PAIRS, VALUES_OF_PAIR = 48, 400
 """Pairs of tensors whose values are read, and values that are drawn of each: of more, every n-th."""
 
@@ -136,7 +133,7 @@ def ratio_counts(shares: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDAr
     positive = shares[shares > 0]
     smallest = max(1e-12, float(positive.min())) if positive.size else 0.01
     lowest = min(-2, int(np.floor(np.log10(smallest))))
-    edges = 10.0 ** np.linspace(lowest, 0, BINS_PER_DECADE * -lowest + 1)
+    edges = 10.0 ** np.linspace(lowest, 0, 4 * -lowest + 1)
     counts, _ = np.histogram(np.clip(positive, edges[0], 1.0), bins=edges)
     return edges, counts, int((shares == 0).sum())
 

@@ -98,7 +98,10 @@ def draw_overflow(table: Table, *, title: str = "") -> Figure:
     rows = _placed(table)
     operations = sorted({row["operation"] for row in rows}, key=lambda name: (name != "forward", name))
     layers = sorted({row["layer_idx"] for row in rows})
-    styles = {one: _style(index) for index, one in enumerate(sorted({row["layer_type"] for row in rows}))}
+    styles: dict[str, dict[str, Any]] = {}
+    for index, one in enumerate(sorted({row["layer_type"] for row in rows})):
+        hollow = {"markerfacecolor": "white"} if index >= len(COLORS) else {}
+        styles[one] = {"color": COLORS[index % len(COLORS)], "marker": MARKS[index % len(MARKS)], **hollow}
     is_against_format = any(column.name == FLUSHED for column in table.columns)
     panels = [*PANELS[: 3 if is_against_format else 2], *([ZEROS] if zeros_of(table) >= MANY_ZEROS else [])]
     # int8 is the name of a format and of an element type, and they have different limits.
@@ -178,11 +181,6 @@ def _draw_panel(
         axes.plot(places, ratios, **style, markersize=size, linewidth=2 * fineness, clip_on=False)
     if not any(ratio for line in found.values() for ratio in line.worst):
         say(axes, panel.absence)
-
-
-def _style(index: int) -> dict[str, Any]:
-    hollow = {"markerfacecolor": "white"} if index >= len(COLORS) else {}
-    return {"color": COLORS[index % len(COLORS)], "marker": MARKS[index % len(MARKS)], **hollow}
 
 
 def _subtitle(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, Format | None]) -> str:

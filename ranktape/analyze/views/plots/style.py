@@ -49,8 +49,6 @@ MAX_GROUPS = len(COLORS)
 SEQUENTIAL = "cividis"
 """Map of what grows from little to much: as light as it is large, in any colour vision and in grey."""
 
-DOTS_PER_INCH = 150
-
 FALLBACKS = (
     *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans SC", "Source Han Sans SC"),
     *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Microsoft YaHei", "SimHei", "PingFang SC", "Arial Unicode MS"),
@@ -71,9 +69,6 @@ MISSING_COLOR, ZERO_COLOR, INFINITE_COLOR = "white", "#D6D6D6", VERMILION
 
 PAD_INCHES = 0.12
 """Around and between heading, panels, legend and notes."""
-
-MAX_TITLE_LINES, MAX_SUBTITLE_LINES, MAX_NOTE_LINES = 2, 3, 3
-"""Of a text that is wrapped; the rest is cut off."""
 
 
 class Page:
@@ -111,11 +106,11 @@ class Page:
         """Put the heading above the panels, the legend and the notes below, and make room for them."""
         figure = self.figure
         width, panels_height = figure.get_size_inches().tolist()
-        above, below = self._above(width), []
-        for note in self.notes:
-            lines = wrapped(note, width=width - 2 * PAD_INCHES, size=SMALL_SIZE, max_lines=MAX_NOTE_LINES)
-            below += [(line, SMALL_SIZE, "normal", PALE_INK) for line in lines]
-        top, bottom = (_height(texts) for texts in (above, below))
+        above = self._texts(self.title, width=width, size=TITLE_SIZE, max_lines=2, weight="bold", color=INK)
+        for part in self.subtitle.splitlines():
+            above += self._texts(part, width=width, size=TEXT_SIZE, max_lines=2)
+        below = [text for note in self.notes for text in self._texts(note, width=width, size=SMALL_SIZE, max_lines=3)]
+        top, bottom = (sum(_line_height(text) for text in some) + PAD_INCHES * bool(some) for some in (above, below))
         legend = _legend(figure, self.handles, width=width) if self.handles else None
         # As tall as it is drawn, which letters of other writings change.
         legend_height = 0.0 if legend is None else legend.get_window_extent().height / figure.dpi
@@ -123,9 +118,9 @@ class Page:
         figure.set_size_inches(width, height)
         for texts, start in ((above, height - PAD_INCHES / 2), (below, bottom)):
             place = start
-            for line, size, weight, color in texts:
-                _write(figure, line, size=size, weight=weight, color=color, x=PAD_INCHES / width, y=place / height)
-                place -= _line_height(size)
+            for text in texts:
+                text.set_position((PAD_INCHES / width, place / height))
+                place -= _line_height(text)
         if legend is not None:
             legend.set_bbox_to_anchor((0.5, bottom / height), transform=figure.transFigure)
         foot = (bottom + legend_height) / height
@@ -135,14 +130,20 @@ class Page:
         engine.set(rect=(0, foot, 1, 1 - foot - top / height), w_pad=0.06, h_pad=0.06)
         return figure
 
-    def _above(self, width: float) -> list[tuple[str, float, str, str]]:
-        room = width - 2 * PAD_INCHES
-        titles = wrapped(self.title, width=room, size=TITLE_SIZE, weight="bold", max_lines=MAX_TITLE_LINES)
-        texts = [(line, TITLE_SIZE, "bold", INK) for line in titles]
-        for part in self.subtitle.splitlines():
-            lines = wrapped(part, width=room, size=TEXT_SIZE, max_lines=MAX_SUBTITLE_LINES)
-            texts += [(line, TEXT_SIZE, "normal", PALE_INK) for line in lines]
+    def _texts(
+        self, text: str, *, width: float, size: float, max_lines: int, weight: str = "normal", color: str = PALE_INK
+    ) -> list[Text]:
+        """The lines of a text, which stand where the panels are not; what does not fit is cut off."""
+        lines = wrapped(text, width=width - 2 * PAD_INCHES, size=size, max_lines=max_lines, weight=weight)
+        style: dict[str, Any] = {"fontsize": size, "fontweight": weight, "color": color, "ha": "left", "va": "top"}
+        texts = [self.figure.text(0, 0, line, **style) for line in lines]
+        for one in texts:
+            one.set_in_layout(False)
         return texts
+
+
+def _line_height(text: Text) -> float:
+    return float(text.get_fontsize()) * 1.45 / 72
 
 
 def dress(axes: Axes) -> None:
@@ -161,21 +162,6 @@ def name(axes: Axes, *, title: str | None = None, x: str | None = None, y: str |
         axes.set_xlabel(x, fontsize=TEXT_SIZE)
     if y is not None:
         axes.set_ylabel(y, fontsize=TEXT_SIZE)
-
-
-def _write(figure: Figure, line: str, *, size: float, weight: str, color: str, x: float, y: float) -> None:
-    place: dict[str, Any] = {"ha": "left", "va": "top"}
-    text = figure.text(x, y, line, fontsize=size, fontweight=weight, color=color, **place)
-    # It stands where the panels are not.
-    text.set_in_layout(False)
-
-
-def _line_height(size: float) -> float:
-    return size * 1.45 / 72
-
-
-def _height(texts: Sequence[tuple[str, float, str, str]]) -> float:
-    return sum(_line_height(size) for _, size, _, _ in texts) + PAD_INCHES * bool(texts)
 
 
 def _legend(figure: Figure, handles: Sequence[Artist], *, width: float) -> Legend:
@@ -304,5 +290,5 @@ def plot_bytes(figure: Figure, *, form: str = "png") -> bytes:
     """The plot as the bytes of a file; the same data give the same bytes."""
     stream = io.BytesIO()
     metadata: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form, {})
-    figure.savefig(stream, format=form, dpi=DOTS_PER_INCH, metadata=metadata)
+    figure.savefig(stream, format=form, dpi=150, metadata=metadata)
     return stream.getvalue()

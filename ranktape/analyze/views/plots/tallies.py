@@ -1,4 +1,4 @@
-"""Counts by binade and by sample what one pass over the digests of a selection finds, and compares ranks."""
+"""Counts by binade and by sample what is in digests."""
 
 from __future__ import annotations
 
@@ -17,38 +17,10 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.identity import SampleName
     from ranktape.analyze.numerics.digest import Digest
-    from ranktape.analyze.views.plots.data import PlotData
     from ranktape.storage import Records
 
 LOWEST, HIGHEST = -160, 135
 """Exponents of the first and the last binade, which hold what lies beyond them too; float32 has those in between."""
-
-
-class Binades:
-    """Counts of finite magnitudes by binade, [2^e, 2^(e+1)) for an exponent e, by operation and value of a field."""
-
-    def __init__(self, data: PlotData, field: str) -> None:
-        self._operations, self._num_values = data.values_of("operation"), len(data.values_of(field))
-        self._row_of = data.codes("operation") * self._num_values + data.codes(field)
-        # Zeros, and what is not finite, are behind the binades.
-        self._counts = np.zeros((len(self._operations) * self._num_values, HIGHEST - LOWEST + 3))
-
-    def add(self, index: int, digest: Digest) -> None:
-        """Add the values of the record in that place."""
-        row = self._counts[self._row_of[index]]
-        row[:-2] += binade_counts(digest)
-        row[-2:] += digest.tallies.zero, digest.tallies.nan + digest.tallies.inf
-
-    def shares(self, operation: str, *, with_zeros: bool = False) -> NDArray[np.float64]:
-        """For each value of the field, in order, the part of all its elements in each binade.
-
-        With zeros in a column of their own behind. NaN where no record is, or no value is known.
-        """
-        start = self._operations.index(operation) * self._num_values
-        counts = self._counts[start : start + self._num_values]
-        total = counts.sum(axis=1, keepdims=True)
-        wanted = counts[:, : -1 if with_zeros else -2]
-        return np.where(total > 0, wanted / np.maximum(1, total), np.nan)
 
 
 def binade_counts(digest: Digest) -> NDArray[np.float64]:
@@ -196,64 +168,3 @@ def sample_names(samples: SampleMetrics) -> tuple[list[str], str]:
     """What samples are called, and what stands below an axis of them: the user's ids, or rank and place, or place."""
     names = [plain(one, max_letters=12) if rank is None else f"{rank}:{one}" for rank, one in samples.ordered()]
     return names, "rank : place in the batch" if samples.is_by_rank else "sample"
-
-
-SITE_OF_RANKS = ("iteration", "microbatch", "call", "module", "operation", "phase", "tensor_name")
-"""What is the same of a tensor on all ranks."""
-
-MAX_COMPARED, MAX_SITES = 128, 4096
-"""Ranks that are compared with one another, and tensors that they are compared by.
-
-Of more ranks blocks of neighbours are compared, of more tensors every n-th."""
-
-
-def _rank_logs(data: PlotData, metric: str) -> tuple[NDArray[np.float64], list[int]]:
-    """log2 of a metric for each site and rank, NaN where there is none; and the layer of each site."""
-    sites = list(zip(*(data.column(field).tolist() for field in (*SITE_OF_RANKS, "layer_idx")), strict=True))
-    index = {site: number for number, site in enumerate(dict.fromkeys(sites))}
-    grid = np.full((len(index), len(data.values_of("rank"))), np.nan)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log2(data.metric(metric))
-    grid[[index[site] for site in sites], data.codes("rank")] = np.where(np.isfinite(logs), logs, np.nan)
-    return grid, [site[-1] for site in index]
-
-
-def rank_deviations(data: PlotData, *, layers: Sequence[int]) -> NDArray[np.float64]:
-    """For each layer and rank log2 of absmax over that of the median rank: of the tensor that is farthest off.
-
-    NaN where no other rank has the same tensor.
-    """
-    logs, layer_of = _rank_logs(data, "absmax")
-    found = np.full((len(layers), logs.shape[1]), np.nan)
-    rows = {layer: row for row, layer in enumerate(layers)}
-    shared = np.flatnonzero((~np.isnan(logs)).sum(axis=1) > 1)
-    if not shared.size:
-        return found
-    deviations = logs[shared] - np.nanmedian(logs[shared], axis=1, keepdims=True)
-    for site, values in zip(shared.tolist(), deviations, strict=True):
-        row = found[rows[layer_of[site]]]
-        row[:] = np.where(np.isnan(row) | (np.abs(values) > np.abs(row)), np.where(np.isnan(values), row, values), row)
-    return found
-
-
-def rank_distances(data: PlotData) -> tuple[NDArray[np.float64], int]:
-    """For each pair of ranks the mean |log2| of the ratio of the deviations of the same tensors, and ranks in a block.
-
-    Of blocks of neighbouring ranks, a tensor's deviation is the one farthest from the median rank's. NaN where two
-    have no tensor in common.
-    """
-    logs, _ = _rank_logs(data, "std")
-    logs = logs[:: math.ceil(logs.shape[0] / MAX_SITES)]
-    size = math.ceil(logs.shape[1] / MAX_COMPARED)
-    if size > 1:
-        known = logs[(~np.isnan(logs)).any(axis=1)]
-        off = known - np.nanmedian(known, axis=1, keepdims=True)
-        starts = np.arange(0, off.shape[1], size)
-        high, low = np.fmax.reduceat(off, starts, axis=1), np.fmin.reduceat(off, starts, axis=1)
-        logs = np.where(-low > high, low, high)
-    found = np.full((logs.shape[1], logs.shape[1]), np.nan)
-    for rank in range(logs.shape[1]):
-        gaps = np.abs(logs - logs[:, rank : rank + 1])
-        counts = (~np.isnan(gaps)).sum(axis=0)
-        found[rank] = np.where(counts > 0, np.nansum(gaps, axis=0) / np.maximum(1, counts), np.nan)
-    return found, size

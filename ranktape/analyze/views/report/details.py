@@ -125,12 +125,15 @@ class Details:
         """For each format and record the ratio at the usual scale, in dB."""
         self.num_without_values = 0
         """Records of which statistics alone were kept."""
+        self.num_rounded = 0
+        """Records whose values are known as a quantile summary."""
         self.num_not_read = 0
         """Records that could have been read for scales of blocks, and were not."""
 
     def add(self, index: int, digest: Digest) -> None:
         """Take in what is known of one record."""
         self.num_without_values += not digest.has_values
+        self.num_rounded += not digest.is_exact
         is_magnitude = np.isfinite(digest.values) & (digest.values != 0)
         values, counts = digest.values[is_magnitude], digest.counts[is_magnitude]
         if not values.size:

@@ -23,8 +23,6 @@ from ranktape.analyze.views.report.details import Details, bundles_of
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.findings.finding import Finding
     from ranktape.analyze.numerics.digest import Digest
@@ -86,24 +84,23 @@ def build_model(
     named = sorted({place for finding in findings[:MAX_FINDINGS] for place in finding.places[:MAX_PLACES]})
     details = Details(bundles_of(records, alone=named), num_records=len(records), formats=formats, view=view)
     samples = SampleColumns()
-    columns, num_rounded = _columns(records, details, samples, view=view, engine=used)
+
+    def add(index: int, digest: Digest) -> None:
+        details.add(index, digest)
+        samples.add(index, digest)
+
+    metrics = {name: parse_metric(name).of for name in ("elements", *(one.source for one in SHOWN))}
+    columns = gather(records, metrics, view=view, engine=used, on_digest=add)
     details.add_block_sweeps(records, first=named, engine=used)
     sample_columns, num_sampled = samples.to_json(first=set(named))
     shown = [(one, columns[one.source]) for one in SHOWN]
     swept = [scheme.element.name for scheme, _ in details.targets]
-    left_out = _details_left_out(details, num_records=len(records), num_rounded=num_rounded)
-    if len(findings) > MAX_FINDINGS:
-        more = len(findings) - MAX_FINDINGS
-        left_out.insert(0, f"{more:,} findings more than the {MAX_FINDINGS} that the page lists.")
-    if num_sampled != samples.num_records:
-        count = f"{num_sampled:,} of {samples.num_records:,} records"
-        left_out.append(f"Samples are shown of {count} that have some: those that differ most.")
     return Model(
         url=printable(url),
         facts=_facts(records, scope=scope, environment=environment or {}),
         headline=_headline(findings, num_records=len(records)),
         findings=tuple(findings[:MAX_FINDINGS]),
-        left_out=tuple(left_out),
+        left_out=_left_out(details, samples, num_findings=len(findings), num_sampled=num_sampled),
         data={
             "url": printable(url),
             "count": len(records),
@@ -118,22 +115,6 @@ def build_model(
             "start": _start(findings, columns, records),
         },
     )
-
-
-def _columns(
-    records: Records, details: Details, samples: SampleColumns, *, view: View, engine: Engine
-) -> tuple[dict[str, NDArray[np.float64]], int]:
-    """The metrics of each record by their names, from one pass that fills the others too; how many were rounded."""
-    num_rounded = 0
-
-    def add(index: int, digest: Digest) -> None:
-        nonlocal num_rounded
-        details.add(index, digest)
-        samples.add(index, digest)
-        num_rounded += not digest.is_exact
-
-    wanted = {name: parse_metric(name).of for name in ("elements", *(one.source for one in SHOWN))}
-    return gather(records, wanted, view=view, engine=engine, on_digest=add), num_rounded
 
 
 def _fields(records: Records) -> list[dict[str, Any]]:
@@ -247,50 +228,45 @@ def _headline(findings: Sequence[Finding], *, num_records: int) -> str:
     return f"{len(findings):,} {verb}: {', '.join(parts)}."
 
 
-def _details_left_out(details: Details, *, num_records: int, num_rounded: int) -> list[str]:
-    said = []
-    if details.bundles.together:
-        said.append(
-            f"Distributions and sweeps are of {details.bundles.num:,} groups of the {num_records:,} records, which "
-            f"agree in {details.bundles.together}; those that a finding names have their own."
-        )
+def _left_out(details: Details, samples: SampleColumns, *, num_findings: int, num_sampled: int) -> tuple[str, ...]:
+    """What the page does not show or shows together, and of which numbers it speaks."""
+    said, bundles = [], details.bundles
+    if num_findings > MAX_FINDINGS:
+        said.append(f"{num_findings - MAX_FINDINGS:,} findings more than the {MAX_FINDINGS} that the page lists.")
+    if bundles.together:
+        groups = f"{bundles.num:,} groups of the {len(bundles.of):,} records, which agree in {bundles.together}"
+        said.append(f"Distributions and sweeps are of {groups}; those that a finding names have their own.")
     if details.num_without_values:
-        said.append(
-            f"Of {details.num_without_values:,} records the statistics alone were kept: they have no distribution, "
-            "no percentile and no sweep."
-        )
+        kept = f"Of {details.num_without_values:,} records the statistics alone were kept"
+        said.append(f"{kept}: they have no distribution, no percentile and no sweep.")
     if details.num_not_read:
-        said.append(
-            f"Formats with scales of blocks were not tried on {details.num_not_read:,} records, for time: 'ranktape "
-            "analyze sweep' does."
-        )
-    if num_rounded:
-        said.append(
-            f"Of {num_rounded:,} records of wide types, distributions and sweeps with one scale are of summaries."
-        )
-    return said
+        untried = f"Formats with scales of blocks were not tried on {details.num_not_read:,} records"
+        said.append(f"{untried}, for time: 'ranktape analyze sweep' does.")
+    if details.num_rounded:
+        wide = f"Of {details.num_rounded:,} records of wide types"
+        said.append(f"{wide}, distributions and sweeps with one scale are of summaries.")
+    if num_sampled != samples.num_records:
+        some = f"{num_sampled:,} of {samples.num_records:,} records that have some"
+        said.append(f"Samples are shown of {some}: those that differ most.")
+    return tuple(said)
 
 
 def _start(findings: Sequence[Finding], columns: Mapping[str, Any], records: Records) -> dict[str, Any]:
     """What the overview shows first: where the worst finding is seen best."""
-    names = {one.name for one in SHOWN}
+    is_magnitude = {one.name: one.is_magnitude for one in SHOWN}
     worst = findings[0] if findings else None
-    name = "absmax"
-    if worst is not None and worst.metric in names:
+    name = "overflow.ratio" if np.nansum(columns["overflow.total"]) else "absmax"
+    if worst is not None and worst.metric in is_magnitude:
         name = worst.metric
-    elif np.nansum(columns["overflow.total"]):
-        name = "overflow.ratio"
 
-    def differs(field: str) -> bool:
-        return np.unique(records.column(field)).size > 1
+    def first(*fields: str, or_else: str) -> str:
+        return next((field for field in fields if np.unique(records.column(field)).size > 1), or_else)
 
     is_of_sample = worst is not None and "sample" in worst.where
-    across = next((field for field in ("rank", "iteration") if differs(field)), "kind")
-    magnitudes = {one.name for one in SHOWN if one.is_magnitude}
     return {
         "metric": name,
-        "across": "sample" if is_of_sample else across,
-        "down": "layer_idx" if differs("layer_idx") else "module",
-        "againstPeers": name in magnitudes,
-        "colorBy": next((field for field in ("operation", "layer_type") if differs(field)), "kind"),
+        "across": "sample" if is_of_sample else first("rank", "iteration", or_else="kind"),
+        "down": first("layer_idx", or_else="module"),
+        "againstPeers": is_magnitude[name],
+        "colorBy": first("operation", "layer_type", or_else="kind"),
     }
