@@ -14,11 +14,18 @@ import scipy.spatial.distance  # type: ignore[import-untyped]  # it has no types
 import scipy.stats  # type: ignore[import-untyped]  # it has no types
 
 from ranktape.analyze.engine.digest_measure import digests, merge_digests
+from ranktape.analyze.numerics.bins import (
+    NARROW_FORMATS,
+    Axis,
+    aligned_exponent,
+    count_between,
+    held_by,
+    linear_bins,
+    log2_bins,
+    occupancy,
+)
 from ranktape.analyze.numerics.digest import KEPT_CELLS, MAX_RANK_ERROR, Digest
-from ranktape.analyze.numerics.distributions.bins import Axis, count_between, linear_bins, log2_bins
-from ranktape.analyze.numerics.distributions.distances import distance
-from ranktape.analyze.numerics.distributions.normal_fit import fit_normal
-from ranktape.analyze.numerics.distributions.occupancy import NARROW_FORMATS, aligned_exponent, held_by, occupancy
+from ranktape.analyze.numerics.distances import distance, fit_normal
 from ranktape.analyze.numerics.formats import FORMATS, round_to
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from tests.analyze.every_tensor import COMPLEX, REAL, Array, digest_of_array, every, filled, numbers_of, stored

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.digest_measure import digests, merge_digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.numerics.distributions.distances import Distances, distance
+from ranktape.analyze.numerics.distances import Distances, distance
 from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import Keep

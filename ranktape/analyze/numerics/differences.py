@@ -173,6 +173,9 @@ class _DifferenceTotals:
         largest_scaled = float(sums_BM[:, SUMS.index("largest")].max(initial=0.0))
         largest_relative = float(sums_BM[:, SUMS.index("largest_relative")].max(initial=0.0))
         count, num_relative = total["finite"], total["finite"] - total["zeros"]
+        relative_norm = _relative_norm(total, largest_scaled) if count else None
+        _, moment_a, moment_b = moments
+        is_constant = not (moment_a > _NEGLIGIBLE * total["square_a"] and moment_b > _NEGLIGIBLE * total["square_b"])
         return Differences(
             num_elements=self._num_elements,
             num_compared=int(count),
@@ -187,10 +190,10 @@ class _DifferenceTotals:
             mean_abs=_unscaled(total["absolute"] / count, top) if count else None,
             max_rel=largest_relative if num_relative else None,
             mean_rel=total["relative"] / num_relative if num_relative else None,
-            relative_norm=_relative_norm(total, largest_scaled) if count else None,
-            cosine=_cosine(total, largest_scaled),
-            sqnr=_sqnr(total, largest_scaled) if count else None,
-            correlation=_correlation(total, moments, largest_scaled),
+            relative_norm=relative_norm,
+            cosine=_cosine(total["product"], total["square_a"], total["square_b"], is_equal=not largest_scaled),
+            sqnr=_decibels(relative_norm),
+            correlation=None if is_constant else _cosine(*moments, is_equal=not largest_scaled),
             ulp_max=self._ulp if self._num_elements else None,
         )
 
@@ -243,54 +246,45 @@ def _unravel(place: int, shape: tuple[int, ...], first_dim: int | None) -> tuple
 
 
 def _moments(columns: dict[str, NDArray[np.float64]], total: dict[str, float]) -> tuple[float, float, float]:
-    """The sums of squares and of products of differences from the means of the whole arrays."""
+    """The sums of products and of squares of differences from the means of the whole arrays."""
     counts = columns["finite"]
 
     def shift(name: str) -> NDArray[np.float64]:
         return np.where(counts > 0, columns[name] / np.maximum(counts, 1) - total[name] / max(1, total["finite"]), 0.0)
 
     shifts_a, shifts_b = ([shift(f"{part}_{side}") for part in ("real", "imaginary")] for side in "ab")
+
+    def moment(name: str, xs: list[NDArray[np.float64]], ys: list[NDArray[np.float64]]) -> float:
+        return float((columns[name] + counts * sum(x * y for x, y in zip(xs, ys, strict=True))).sum())
+
     return (
-        float((columns["moment_a"] + counts * sum(one * one for one in shifts_a)).sum()),
-        float((columns["moment_b"] + counts * sum(one * one for one in shifts_b)).sum()),
-        float(
-            (columns["moment_ab"] + counts * sum(x * y for x, y in zip(shifts_a, shifts_b, strict=True))).sum(),
-        ),
+        moment("moment_ab", shifts_a, shifts_b),
+        moment("moment_a", shifts_a, shifts_a),
+        moment("moment_b", shifts_b, shifts_b),
     )
 
 
-def _norm_of_difference(total: dict[str, float], largest: float) -> float:
-    # The squares of what is below 1e-162 are 0.
-    return math.sqrt(total["square_difference"]) or largest
-
-
 def _relative_norm(total: dict[str, float], largest: float) -> float | None:
-    difference, reference = _norm_of_difference(total, largest), math.sqrt(total["square_a"])
+    # The squares of what is below 1e-162 are 0.
+    difference, reference = math.sqrt(total["square_difference"]) or largest, math.sqrt(total["square_a"])
     if not difference:
         return 0.0
     return _known(difference / reference) if reference else math.inf
 
 
-def _cosine(total: dict[str, float], largest: float) -> float | None:
-    norms = math.sqrt(total["square_a"]) * math.sqrt(total["square_b"])
+def _decibels(relative_norm: float | None) -> float | None:
+    """The ratio of signal and difference of which that is the root, the other way round."""
+    if not relative_norm:
+        return None if relative_norm is None else math.inf
+    return -20 * math.log10(relative_norm)
+
+
+def _cosine(product: float, square_a: float, square_b: float, *, is_equal: bool) -> float | None:
+    """None where one of the two has no length."""
+    norms = math.sqrt(square_a) * math.sqrt(square_b)
     if not norms:
         return None
-    return 1.0 if not largest else _known(min(1.0, max(-1.0, total["product"] / norms)))
-
-
-def _sqnr(total: dict[str, float], largest: float) -> float | None:
-    relative = _relative_norm(total, largest)
-    if relative is None or not relative:
-        return None if relative is None else math.inf
-    return -20 * math.log10(relative)
-
-
-def _correlation(total: dict[str, float], moments: tuple[float, float, float], largest: float) -> float | None:
-    moment_a, moment_b, moment_ab = moments
-    if not (moment_a > _NEGLIGIBLE * total["square_a"] and moment_b > _NEGLIGIBLE * total["square_b"]):
-        return None
-    deviations = math.sqrt(moment_a) * math.sqrt(moment_b)
-    return 1.0 if not largest else _known(min(1.0, max(-1.0, moment_ab / deviations)))
+    return 1.0 if is_equal else _known(min(1.0, max(-1.0, product / norms)))
 
 
 def _known(value: float) -> float | None:

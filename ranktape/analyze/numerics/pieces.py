@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -110,6 +110,17 @@ def each(work: Callable[[Item], Result], items: Sequence[Item], *, threads: int 
         return [work(item) for item in items]
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(work, items))
+
+
+BATCH = 32
+"""Items whose results are held at a time."""
+
+
+def in_batches(work: Callable[[Item], Result], items: Iterable[Item], *, threads: int | None) -> Iterator[Result]:
+    """What `work` gives for each item, in their order; a few of them are held at a time."""
+    remaining = iter(items)
+    while batch := list(itertools.islice(remaining, BATCH)):
+        yield from each(work, batch, threads=threads)
 
 
 RUN = 64

@@ -18,17 +18,19 @@ import numpy as np
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import words
 from ranktape.analyze.metrics.gather import group_digests, group_records
-from ranktape.analyze.numerics.digest import finite
-from ranktape.analyze.numerics.distributions.bins import Bins, linear_bins, log2_bins
-from ranktape.analyze.numerics.distributions.normal_fit import fit_normal
-from ranktape.analyze.numerics.distributions.occupancy import (
+from ranktape.analyze.numerics.bins import (
     NARROW_FORMATS,
+    Bins,
     HeldRange,
     Occupancy,
     aligned_exponent,
     held_by,
+    linear_bins,
+    log2_bins,
     occupancy,
 )
+from ranktape.analyze.numerics.digest import finite
+from ranktape.analyze.numerics.distances import fit_normal
 from ranktape.analyze.numerics.formats import Coding, parse_format
 from ranktape.analyze.questions.stats import how_seen
 from ranktape.analyze.table import Column, Kind, Table

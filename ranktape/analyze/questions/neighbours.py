@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.identity import role_of
 from ranktape.analyze.metrics.gather import Groups, group_digests, row_groups
-from ranktape.analyze.numerics.distributions.distances import distance
+from ranktape.analyze.numerics.distances import distance
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError
 

@@ -252,7 +252,7 @@ def round_hybrids(
 
 
 @compiled
-def mix(state: int | np.int64) -> np.int64:
+def mix(state: Any) -> Any:
     """A signed 64-bit number of which each bit depends on every bit of the state: a bijection.
 
     The output function of splitmix64 (Steele, Lea and Flood, 2014) in operations that int64 has everywhere, products
@@ -261,8 +261,10 @@ def mix(state: int | np.int64) -> np.int64:
         x ^= (x >> 30) & (2**34 - 1);  x *= 0xBF58476D1CE4E5B9
         x ^= (x >> 27) & (2**37 - 1);  x *= 0x94D049BB133111EB
         x ^= (x >> 31) & (2**33 - 1)
+
+    Its Python is called with torch tensors, too.
     """
-    first = np.int64(state ^ ((state >> 30) & 0x3FFFFFFFF)) * FIRST_FACTOR
+    first = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * FIRST_FACTOR
     second = (first ^ ((first >> 27) & 0x1FFFFFFFFF)) * SECOND_FACTOR
     return second ^ ((second >> 31) & 0x1FFFFFFFF)
 

@@ -111,6 +111,16 @@ class Histogram:
         (patterns,) = np.nonzero(self.counts)
         return pattern_values(self.dtype)[patterns], self.counts[patterns]
 
+    def magnitudes(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """The magnitudes that occur and how often; both signs together where the type has a sign bit."""
+        half = self.counts.size // 2
+        if not _has_sign_bit(self.dtype):
+            values, counts = self.pairs()
+            return np.abs(values), counts
+        both = self.counts[:half] + self.counts[half:]
+        (patterns,) = np.nonzero(both)
+        return pattern_values(self.dtype)[patterns], both[patterns]
+
 
 def count_values(array: AnyArray, *, threads: int | None = 1) -> Histogram:
     """The histogram of an array of a type of at most 16 bits, of any shape and layout, without a copy of the whole.
@@ -148,6 +158,13 @@ def pattern_values(dtype: np.dtype[Any]) -> NDArray[np.float64]:
         values: NDArray[np.float64] = (patterns != 0 if dtype == np.bool_ else patterns.view(dtype)).astype(np.float64)
     values.flags.writeable = False
     return values
+
+
+@functools.cache
+def _has_sign_bit(dtype: np.dtype[Any]) -> bool:
+    values = pattern_values(dtype)
+    half = values.size // 2
+    return np.array_equal(values[:half], -values[half:], equal_nan=True)
 
 
 @functools.cache
@@ -206,8 +223,6 @@ def scan(array: AnyArray, *, limits: Limits, sample_dim: int | None = None) -> T
         tallies = _scan_floats(array, shape_OSI=shape_OSI, limits=limits)
     elif row.is_complex:
         tallies = _scan_floats(larger_part(array), shape_OSI=shape_OSI, limits=limits)
-    elif limits.min_normal == 0 and limits.overflow_start == np.inf:
-        tallies = _scan_integers(array, shape_OSI=shape_OSI)
     else:
         tallies = _scan_floats(array.astype(np.float64), shape_OSI=shape_OSI, limits=limits)
     return tallies if sample_dim is not None else dataclasses.replace(tallies, per_sample=None)
@@ -284,17 +299,6 @@ def _scan_counts(counts_SP: NDArray[np.int64], *, dtype: np.dtype[Any], limits: 
     occurs_P = counts_SP.any(axis=0)
     extremes = _extremes(values_P[occurs_P])
     return _tallies(counts_SP @ kinds_PK, num_elements=int(counts_SP.sum()), extremes=extremes)
-
-
-def _scan_integers(array: AnyArray, *, shape_OSI: tuple[int, int, int]) -> Tallies:
-    counts_SK = np.zeros((shape_OSI[1], len(KINDS)), dtype=np.int64)
-    array_OSI = contiguous(array).reshape(shape_OSI)
-    counts_SK[:, KINDS.index("zero")] = (array_OSI == 0).sum(axis=(0, 2))
-    ends = array if not array.size else np.array([array.min(), array.max()])
-    nonzero = np.abs(array.astype(np.float64))[array != 0]
-    smallest_nonzero = float(nonzero.min()) if nonzero.size else None
-    minimum, maximum, largest, _ = _extremes(ends.astype(np.float64).ravel())
-    return _tallies(counts_SK, num_elements=array.size, extremes=(minimum, maximum, largest, smallest_nonzero))
 
 
 def _scan_floats(array: AnyArray, *, shape_OSI: tuple[int, int, int], limits: Limits) -> Tallies:

@@ -13,7 +13,6 @@ import numpy as np
 from ranktape.analyze.numerics.formats import FORMATS, codes_of
 from ranktape.analyze.numerics.formats.kernels import constants_of, round_even
 from ranktape.analyze.numerics.kernels import compiled
-from ranktape.analyze.numerics.pieces import Box
 from ranktape.analyze.numerics.quantization.schemes import (
     QuantizePlan,
     ScaleRecipe,
@@ -132,12 +131,9 @@ def block_scales(largest_G: NDArray[np.float64], tensor: TensorScale, scales_G: 
 
 
 @compiled
-def factors(
-    scales_G: NDArray[np.float64], tensor: TensorScale, before_G: NDArray[np.float64], after_G: NDArray[np.float64]
-) -> None:
-    """Write the factors of blocks with these scales."""
+def _fill_factors(scales_G: NDArray[np.float64], tensor: TensorScale, factors_2G: NDArray[np.float64]) -> None:
     for group in range(scales_G.size):
-        before_G[group], after_G[group] = factors_of(scales_G[group], tensor)
+        factors_2G[0, group], factors_2G[1, group] = factors_of(scales_G[group], tensor)
 
 
 CHUNK = 1 << 15
@@ -170,15 +166,6 @@ class GroupScales:
         """The number by which scales of NVFP4 are multiplied."""
         return None if self.tensor is None else float(self.tensor.scale)
 
-    def of_box(self, box: Box, *, plan: QuantizePlan) -> NDArray[np.float64]:
-        """The scales of a piece's groups, [O, B, 1, I] of blocks and as many dimensions of others."""
-        before, count, _, after = box.shape_OBEI
-        if plan.scheme.scaling is Scaling.BLOCK:
-            return self.values[box.groups].reshape(before, count, 1, after)
-        if plan.scheme.scaling is Scaling.CHANNEL:
-            return self.values[box.place[plan.axis]].reshape(1, count, 1, 1)
-        return self.values.reshape(1, 1, 1, 1)
-
 
 @np.errstate(over="ignore", invalid="ignore")  # what is beyond the largest scale becomes it
 def group_scales(largest: NDArray[np.float64], *, plan: QuantizePlan, largest_of_all: float) -> GroupScales:
@@ -205,15 +192,14 @@ def group_scales(largest: NDArray[np.float64], *, plan: QuantizePlan, largest_of
     return GroupScales(stored=stored.reshape(largest.shape), values=values.reshape(largest.shape), tensor=tensor)
 
 
-def nvfp4_factors(scales: NDArray[np.float64], tensor: TensorScale) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def nvfp4_factors(scales: NDArray[np.float64], tensor: TensorScale) -> NDArray[np.float64]:
     """What elements of blocks with these scales are multiplied by (of ModelOpt divided by), and rounded ones after it.
 
-    In the first step the product, or quotient, is rounded to float32.
+    In the first step the product, or quotient, is rounded to float32. Both lie one after the other.
     """
-    flat = np.ascontiguousarray(scales).reshape(-1)
-    before, after = np.empty((2, flat.size))
-    factors(flat, tensor, before, after)
-    return before.reshape(scales.shape), after.reshape(scales.shape)
+    factors = np.empty((2, scales.size))
+    _fill_factors(np.ascontiguousarray(scales).reshape(-1), tensor, factors)
+    return factors.reshape(2, *scales.shape)
 
 
 def _powers_of_two(largest: NDArray[np.float64], *, plan: QuantizePlan) -> tuple[NDArray[Any], NDArray[np.float64]]:
@@ -234,12 +220,6 @@ def _powers_of_two(largest: NDArray[np.float64], *, plan: QuantizePlan) -> tuple
 
 def _exact_scales(largest: NDArray[np.float64], *, plan: QuantizePlan) -> NDArray[np.float64]:
     """The largest magnitude over the target, in float32; 1 for groups of nothing but zeros."""
-    exact = _float32s(largest / exact_target(plan.scheme.element))
-    shifted = np.clip(_float32s(np.ldexp(exact, plan.scale_offset)), MIN_FLOAT32, MAX_FLOAT32)
-    return np.where(largest == 0, 1.0, shifted)
-
-
-@np.errstate(over="ignore", invalid="ignore")
-def _float32s(numbers: NDArray[np.float64] | float) -> NDArray[np.float64]:
-    """The nearest float32 numbers, as float64."""
-    return np.asarray(numbers, dtype=np.float64).astype(np.float32).astype(np.float64)
+    exact = (largest / exact_target(plan.scheme.element)).astype(np.float32).astype(np.float64)
+    shifted = np.ldexp(exact, plan.scale_offset).astype(np.float32).astype(np.float64)
+    return np.where(largest == 0, 1.0, np.clip(shifted, MIN_FLOAT32, MAX_FLOAT32))

@@ -211,12 +211,17 @@ class _Pieces:
         """The magnitudes of a piece divided by their scales, and the factors that undo it."""
         if scales is None:
             return magnitudes, None
-        own = scales.of_box(box, plan=self._plan)
+        scaling, own = self._plan.scheme.scaling, scales.values
+        before, count, _, after = box.shape_OBEI
+        if scaling is Scaling.BLOCK:
+            own = own[box.groups].reshape(before, count, 1, after)
+        elif scaling is Scaling.CHANNEL:
+            own = own[box.place[self._plan.axis]].reshape(1, count, 1, 1)
         if scales.tensor is None:
             factor = self.moved(own)
             return magnitudes / factor, factor
-        before, factor = map(self.moved, nvfp4_factors(own, scales.tensor))
-        wide = magnitudes / before if scales.tensor.recipe == ScaleRecipe.MODELOPT else magnitudes * before
+        first, factor = map(self.moved, nvfp4_factors(own, scales.tensor))
+        wide = magnitudes / first if scales.tensor.recipe == ScaleRecipe.MODELOPT else magnitudes * first
         return self._xp.asarray(self._xp.asarray(wide, dtype=self._xp.float32), dtype=self._xp.float64), factor
 
     def _rounded(self, magnitudes: Any, box: Box, *, is_scaled: bool) -> Any:
@@ -254,11 +259,8 @@ def _check(dtype: str) -> None:
 def _as_tensors(quantized: Quantized) -> Quantized:
     import torch
 
-    has_scales = quantized.scales is not None
+    names = ("values", "scales", "scale_values", "stored_codes")
+    arrays: dict[str, Any] = {name: getattr(quantized, name) for name in names}
     return dataclasses.replace(
-        quantized,
-        values=torch.from_numpy(quantized.values),
-        scales=torch.from_numpy(quantized.scales) if has_scales else None,
-        scale_values=torch.from_numpy(quantized.scale_values) if has_scales else None,
-        stored_codes=torch.from_numpy(quantized.stored_codes),
+        quantized, **{name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()}
     )

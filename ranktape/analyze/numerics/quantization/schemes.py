@@ -71,34 +71,28 @@ NVFP4_BLOCK_SIZE = 16
 """NVIDIA's NVFP4: e4m3 scales for blocks of 16, one float32 scale for the tensor."""
 
 
-def _nvfp4(name: str, recipe: ScaleRecipe) -> Scheme:
+def _blocks(name: str, element: str, size: int, scale: str, recipe: ScaleRecipe | None = None) -> Scheme:
     return Scheme(
         name=name,
-        element=FORMATS["nvfp4"],
+        element=FORMATS[element],
         scaling=Scaling.BLOCK,
-        block_size=NVFP4_BLOCK_SIZE,
-        scale=FORMATS["fp8_e4m3"],
+        block_size=size,
+        scale=FORMATS[scale],
         recipe=recipe,
     )
 
 
 def _mx(element: str) -> Scheme:
-    return Scheme(
-        name=f"mx{element}",
-        element=FORMATS[element],
-        scaling=Scaling.BLOCK,
-        block_size=MX_BLOCK_SIZE,
-        scale=FORMATS["e8m0"],
-    )
+    return _blocks(f"mx{element}", element, MX_BLOCK_SIZE, "e8m0")
 
 
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
         *map(_mx, ("fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1", "int8")),
-        _nvfp4("nvfp4", ScaleRecipe.TRANSFORMER_ENGINE),
-        _nvfp4("nvfp4_modelopt", ScaleRecipe.MODELOPT),
-        _nvfp4("nvfp4_torchao", ScaleRecipe.TORCHAO),
+        _blocks("nvfp4", "nvfp4", NVFP4_BLOCK_SIZE, "fp8_e4m3", ScaleRecipe.TRANSFORMER_ENGINE),
+        _blocks("nvfp4_modelopt", "nvfp4", NVFP4_BLOCK_SIZE, "fp8_e4m3", ScaleRecipe.MODELOPT),
+        _blocks("nvfp4_torchao", "nvfp4", NVFP4_BLOCK_SIZE, "fp8_e4m3", ScaleRecipe.TORCHAO),
     )
 }
 """The schemes with blocks, by name; any format without blocks is a scheme too."""
@@ -313,13 +307,12 @@ def _scale_rule(rule: str | None, *, scheme: Scheme) -> ScaleRule | None:
     if scheme.scaling is Scaling.NONE or scheme.has_tensor_scale:
         why = "has a rule of its own" if scheme.has_tensor_scale else "has no scales"
         raise UsageError(f"scale_rule is {rule!r}, and {scheme.name} {why}: leave it out, or choose another `scaling`")
-    try:
-        return ScaleRule(rule)
-    except ValueError as error:
-        allowed = [*ScaleRule] if scheme.scaling is Scaling.BLOCK else [EXACT, *ScaleRule]
+    allowed = [*ScaleRule] if scheme.scaling is Scaling.BLOCK else [EXACT, *ScaleRule]
+    if rule not in set(ScaleRule):
         raise UsageError(
             f"scale_rule {rule!r} is not one for scaling {scheme.scaling}: use one of {', '.join(allowed)}"
-        ) from error
+        )
+    return ScaleRule(rule)
 
 
 def _scale_offset(offset: int, *, scheme: Scheme) -> int:

@@ -9,12 +9,11 @@ import numpy as np
 from ranktape.analyze.numerics.formats import Format, Rounding
 from ranktape.analyze.numerics.formats.codes import NARROW_BITS, code_table, codes_of
 from ranktape.analyze.numerics.formats.kernels import (
-    FIRST_FACTOR,
     GOLDEN,
     HALF,
     ONE_FIELD,
-    SECOND_FACTOR,
     UNIFORM_UNIT,
+    mix,
     state_of,
 )
 
@@ -48,12 +47,7 @@ def uniforms_at(index: torch.Tensor, *, seed: int) -> torch.Tensor:
     """`formats.uniforms` of the elements with these int64 indices in C order."""
     import torch
 
-    def mix(state: torch.Tensor) -> torch.Tensor:
-        first = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * FIRST_FACTOR
-        second = (first ^ ((first >> 27) & 0x1FFFFFFFFF)) * SECOND_FACTOR
-        return second ^ ((second >> 31) & 0x1FFFFFFFF)
-
-    mixed = mix(state_of(seed) + (index + 1) * GOLDEN)
+    mixed: torch.Tensor = mix.py_func(state_of(seed) + (index + 1) * GOLDEN)  # type: ignore[attr-defined]
     return ((mixed >> 11) & 0x1FFFFFFFFFFFFF).to(torch.float64) * UNIFORM_UNIT
 
 

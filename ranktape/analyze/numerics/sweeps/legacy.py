@@ -101,21 +101,18 @@ def legacy_histogram(numbers: NDArray[Any] | Histogram) -> Histogram:
     Raises:
         UsageError: records do not hold such a dtype.
     """
-    if not isinstance(numbers, Histogram):
-        if numbers.dtype.itemsize <= _BFLOAT16.itemsize:
-            return legacy_histogram(count_values(numbers))
+    if isinstance(numbers, Histogram):
+        if numbers.dtype == _BFLOAT16:
+            return numbers
+        values, occurrences = numbers.pairs()
         merged = np.zeros(1 << 16, dtype=np.int64)
-        for piece in pieces(np.atleast_1d(numbers), axis=0, block_size=1):
-            flat = np.ravel(piece)
-            for start in range(0, flat.size, CHUNK):
-                merged += count_values(_patterns(flat[start : start + CHUNK])).counts
+        np.add.at(merged, _halves(values).view(np.uint16), occurrences)
         return Histogram(dtype=_BFLOAT16, counts=merged)
-    if numbers.dtype == _BFLOAT16:
-        return numbers
-    values, counts = numbers.pairs()
-    merged = np.zeros(1 << 16, dtype=np.int64)
-    np.add.at(merged, _patterns(values), counts)
-    return Histogram(dtype=_BFLOAT16, counts=merged)
+    if numbers.dtype.itemsize <= _BFLOAT16.itemsize:
+        return legacy_histogram(count_values(numbers))
+    parts = (np.ravel(piece) for piece in pieces(np.atleast_1d(numbers), axis=0, block_size=1))
+    chunks = (part[start : start + CHUNK] for part in parts for start in range(0, part.size, CHUNK))
+    return sum(map(count_values, map(_halves, chunks)), start=count_values(np.zeros(0, dtype=_BFLOAT16)))
 
 
 def legacy_result(values: ArrayLike, *, target: Format, exponent: float) -> NDArray[np.float64]:
@@ -233,10 +230,6 @@ def _rounded(scaled: NDArray[np.float32], *, target: Format) -> NDArray[np.float
 def _halves(values: ArrayLike) -> NDArray[Any]:
     with np.errstate(over="ignore", invalid="ignore"):  # wider numbers beyond float32; signalling NaN
         return np.asarray(values).astype(np.float32).astype(_BFLOAT16)
-
-
-def _patterns(values: NDArray[Any]) -> NDArray[np.uint16]:
-    return _halves(values).view(np.uint16)
 
 
 def _sums(

@@ -1,17 +1,20 @@
-"""Counts the kinds of numbers that a tensor holds for a sweep."""
+"""Counts the kinds of numbers that a tensor holds for a sweep, and reads it in groups that share a scale."""
+
+# Shapes: O = before the axis, B = blocks, E = elements of a group, I = after the axis, G = groups.
+# ruff: noqa: N803, N806 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ranktape.analyze.numerics.histograms.histogram import own_limits, pattern_values, scan
-from ranktape.analyze.numerics.pieces import by_memory, pieces
+from ranktape.analyze.numerics.pieces import Box, boxes, by_memory, grouped_shape, in_batches, pieces
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -136,3 +139,69 @@ def population_of_parts(parts: Sequence[Sequence[float] | NDArray[np.float64]]) 
         largest=float(rows[:, 5].max(initial=0.0)),
         smallest=smallest if math.isfinite(smallest) else 0.0,
     )
+
+
+BOX = 1 << 16
+"""Values in groups that a thread works on at a time."""
+
+
+class Groups:
+    """An array whose elements share scales in blocks along an axis, or in channels beside it."""
+
+    def __init__(self, array: AnyArray, *, axis: int, is_channel: bool, block_size: int) -> None:
+        self._array, self._axis, self.is_channel = array, axis, is_channel
+        self._block_size = 1 if is_channel else block_size
+
+    def boxes(self) -> Iterator[Box]:
+        """What the array is cut into."""
+        return boxes(self._array.shape, axis=self._axis, block_size=self._block_size, box_size=BOX)
+
+    def place(self, box: Box) -> slice | tuple[slice, ...]:
+        """Where the groups of a box are among all groups."""
+        return box.place[self._axis] if self.is_channel else box.groups
+
+    def rows(self, box: Box) -> NDArray[np.float64]:
+        """The magnitudes of a box, one row for each group."""
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            magnitudes = np.abs(self._array[box.place].astype(np.float64, order="C"))
+        order = (1, 0, 2, 3) if self.is_channel else (0, 1, 3, 2)
+        num_groups = box.shape_OBEI[1] if self.is_channel else box.size // box.shape_OBEI[2]
+        return np.ascontiguousarray(magnitudes.reshape(box.shape_OBEI).transpose(order)).reshape(num_groups, -1)
+
+    def look(self, *, keep: bool, threads: int | None) -> tuple[NDArray[np.float64] | None, float]:
+        """The largest magnitude of each group, if they are to be kept, and the largest that is in any metric."""
+        shape = grouped_shape(self._array.shape, axis=self._axis, block_size=self._block_size)
+        largest = np.zeros(shape[self._axis] if self.is_channel else shape) if keep else None
+        largest_of_all = 0.0
+
+        def look(box: Box) -> tuple[Box, NDArray[np.float64]]:
+            values_GE = self.rows(box)
+            if self.is_channel:
+                values_GE[~(values_GE < np.inf)] = 0.0
+            return box, values_GE.max(axis=1)
+
+        for box, of_groups in in_batches(look, self.boxes(), threads=threads):
+            if largest is None:
+                largest_of_all = max(largest_of_all, float(of_groups[of_groups < np.inf].max(initial=0.0)))
+            else:
+                kept = largest[self.place(box)]
+                np.maximum(kept, of_groups.reshape(kept.shape), out=kept)
+        if largest is not None:
+            largest_of_all = float(largest[largest < np.inf].max(initial=0.0))
+        return largest, largest_of_all
+
+
+def left_out(values_GE: NDArray[np.float64], is_left_out: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Put zeros in place of what is left out; how much there is of each kind, for `population_of_parts`."""
+    nan = inf = num_left_out = 0
+    if is_left_out.any():
+        left_out = values_GE[is_left_out]
+        nan, inf = int(np.isnan(left_out).sum()), int(np.isinf(left_out).sum())
+        num_left_out = left_out.size
+        values_GE[is_left_out] = 0.0
+    zero = values_GE.size - np.count_nonzero(values_GE) - num_left_out
+    spoiled = num_left_out - nan - inf
+    # One less, the bits of a zero are the largest number there is.
+    lowest = (values_GE.view(np.uint64) - np.uint64(1)).min()
+    smallest = float((lowest + np.uint64(1)).view(np.float64)) if lowest < np.iinfo(np.uint64).max else math.inf
+    return np.array([values_GE.size, nan, inf, zero, spoiled, values_GE.max(), smallest])

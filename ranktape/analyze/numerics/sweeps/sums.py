@@ -6,25 +6,22 @@ of blocks, or from the values in boxes. All arithmetic is float64. Sums are adde
 code, not of the machine.
 """
 
-# Shapes: N = values, L = levels, K = kinds of sums, C = kinds of counts, B = blocks, E = elements of a group,
-# G = groups that share a scale.
+# Shapes: L = levels, K = kinds of sums, C = kinds of counts, E = elements of a group, G = groups that share a scale.
 # ruff: noqa: N803, N806, N815 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ranktape.analyze.numerics.formats.kernels import RoundingConstants, constants_of
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
-from ranktape.analyze.numerics.pieces import RUN, Box, boxes, each, frozen, grouped_shape
+from ranktape.analyze.numerics.pieces import RUN, Box, frozen, in_batches
 from ranktape.analyze.numerics.quantization.group_scales import level_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling, Scheme, exact_target, unbounded_exponents
 from ranktape.analyze.numerics.sweeps.kernels import (
@@ -38,28 +35,19 @@ from ranktape.analyze.numerics.sweeps.kernels import (
     Scales,
     sum_levels,
 )
-from ranktape.analyze.numerics.sweeps.population import Population, population_of_parts
+from ranktape.analyze.numerics.sweeps.population import BOX, Groups, Population, left_out, population_of_parts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.numerics.formats import Format, Rounding
     from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
-    from ranktape.analyze.numerics.histograms.histogram import AnyArray, Histogram
+    from ranktape.analyze.numerics.histograms.histogram import AnyArray
     from ranktape.analyze.numerics.quantization.schemes import ScaleRule
     from ranktape.analyze.numerics.sweeps.options import SweepOptions
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
 CHUNK = 1 << 18
 """Values with one scale whose sums are added up apart, so that chunks may be done in any order, by any threads."""
-
-BOX = 1 << 16
-"""Values in groups that a thread works on at a time."""
-
-BATCH = 32
-"""Chunks whose sums are held at a time."""
 
 MERGED_FROM = 1 << 13
 """From so many cells on, adding up those with the same magnitude takes less time than rounding each of them."""
@@ -188,13 +176,6 @@ def _scales(kind: int, *, largest: float, end: int = 0, recipe: int = 0) -> Scal
     return Scales(kind, end, shift, factors, MAX_SHIFTED_EXPONENT, recipe)
 
 
-def _in_batches(work: Callable[[Item], Result], items: Iterable[Item], *, threads: int | None) -> Iterator[Result]:
-    """What `work` gives for each item, in their order; a few of them are held at a time."""
-    remaining = iter(items)
-    while batch := list(itertools.islice(remaining, BATCH)):
-        yield from each(work, batch, threads=threads)
-
-
 _ONE_GROUP = np.ones(1)
 """All values share the scale of the level."""
 
@@ -205,24 +186,6 @@ def _one_scale(exponents: NDArray[np.float64], *, largest: float, constants: Rou
     fractions = np.array([2.0 ** float(part) for part in exponents - wholes])
     shifted = np.clip(wholes - how.shift, -MAX_SHIFTED_EXPONENT, MAX_SHIFTED_EXPONENT).astype(np.int64)
     return _Levels(np.ldexp(fractions, shifted), how, constants)
-
-
-def magnitude_pairs(histogram: Histogram) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """The magnitudes that occur and how often; both signs together where the type has a sign bit."""
-    half = histogram.counts.size // 2
-    if not _has_sign_bit(histogram.dtype):
-        values, counts = histogram.pairs()
-        return np.abs(values), counts
-    both = histogram.counts[:half] + histogram.counts[half:]
-    (patterns,) = np.nonzero(both)
-    return pattern_values(histogram.dtype)[patterns], both[patterns]
-
-
-@functools.cache
-def _has_sign_bit(dtype: np.dtype[Any]) -> bool:
-    values = pattern_values(dtype)
-    half = values.size // 2
-    return np.array_equal(values[:half], -values[half:], equal_nan=True)
 
 
 def sums_of_pairs(
@@ -267,7 +230,7 @@ def sums_of_values(
         floats = values if values.dtype.kind == "f" else values.astype(np.float64)
         return levels.part(floats.reshape(1, -1), _ONE_GROUP)
 
-    return levels.total(_in_batches(part, range(0, array.size, CHUNK), threads=threads), largest=largest)
+    return levels.total(in_batches(part, range(0, array.size, CHUNK), threads=threads), largest=largest)
 
 
 def sums_of_blocks(
@@ -328,7 +291,7 @@ def sums_of_groups(
     where no other element differs from zero. `largest` is the largest finite magnitude of all elements, `axis` is not
     negative, and the array has at least one dimension.
     """
-    groups = _Groups(array, axis=axis, is_channel=scheme.scaling is Scaling.CHANNEL, block_size=scheme.block_size)
+    groups = Groups(array, axis=axis, is_channel=scheme.scaling is Scaling.CHANNEL, block_size=scheme.block_size)
     # Blocks may be cut into boxes: then their largest magnitudes must be known before.
     keep = groups.is_channel or min(scheme.block_size, array.shape[axis]) > BOX // RUN
     found = groups.look(keep=keep, threads=threads) if keep or array.dtype == np.float64 else (None, 0.0)
@@ -360,79 +323,17 @@ def sums_of_groups(
         else:
             largest_G = largest_of_groups[groups.place(box)].reshape(-1)
         is_spoiled_G = ~(largest_G < np.inf)
-        kinds = _left_out(values_GE, ~(values_GE < np.inf) if groups.is_channel else is_spoiled_G)
+        kinds = left_out(values_GE, ~(values_GE < np.inf) if groups.is_channel else is_spoiled_G)
         found = levels.part(values_GE, known(np.where(is_spoiled_G, 0.0, largest_G)))
         return found._replace(num_finite=values_GE.size - int(kinds[1] + kinds[2] + kinds[4])), kinds
 
     rows: list[NDArray[Any]] = []
 
     def parts() -> Iterator[_Part]:
-        for found, kinds in _in_batches(part, groups.boxes(), threads=threads):
+        for found, kinds in in_batches(part, groups.boxes(), threads=threads):
             rows.append(kinds)
             yield found
 
     sums = levels.total(parts(), largest=0.0)
     population = population_of_parts(rows)
     return dataclasses.replace(sums, largest=math.ldexp(population.largest, -how.shift)), population
-
-
-class _Groups:
-    """An array whose elements share scales in blocks along an axis, or in channels beside it."""
-
-    def __init__(self, array: AnyArray, *, axis: int, is_channel: bool, block_size: int) -> None:
-        self._array, self._axis, self.is_channel = array, axis, is_channel
-        self._block_size = 1 if is_channel else block_size
-
-    def boxes(self) -> Iterator[Box]:
-        """What the array is cut into."""
-        return boxes(self._array.shape, axis=self._axis, block_size=self._block_size, box_size=BOX)
-
-    def place(self, box: Box) -> slice | tuple[slice, ...]:
-        """Where the groups of a box are among all groups."""
-        return box.place[self._axis] if self.is_channel else box.groups
-
-    def rows(self, box: Box) -> NDArray[np.float64]:
-        """The magnitudes of a box, one row for each group."""
-        with np.errstate(invalid="ignore"):  # signalling NaN
-            magnitudes = np.abs(self._array[box.place].astype(np.float64, order="C"))
-        order = (1, 0, 2, 3) if self.is_channel else (0, 1, 3, 2)
-        num_groups = box.shape_OBEI[1] if self.is_channel else box.size // box.shape_OBEI[2]
-        return np.ascontiguousarray(magnitudes.reshape(box.shape_OBEI).transpose(order)).reshape(num_groups, -1)
-
-    def look(self, *, keep: bool, threads: int | None) -> tuple[NDArray[np.float64] | None, float]:
-        """The largest magnitude of each group, if they are to be kept, and the largest that is in any metric."""
-        shape = grouped_shape(self._array.shape, axis=self._axis, block_size=self._block_size)
-        largest = np.zeros(shape[self._axis] if self.is_channel else shape) if keep else None
-        largest_of_all = 0.0
-
-        def look(box: Box) -> tuple[Box, NDArray[np.float64]]:
-            values_GE = self.rows(box)
-            if self.is_channel:
-                values_GE[~(values_GE < np.inf)] = 0.0
-            return box, values_GE.max(axis=1)
-
-        for box, of_groups in _in_batches(look, self.boxes(), threads=threads):
-            if largest is None:
-                largest_of_all = max(largest_of_all, float(of_groups[of_groups < np.inf].max(initial=0.0)))
-            else:
-                kept = largest[self.place(box)]
-                np.maximum(kept, of_groups.reshape(kept.shape), out=kept)
-        if largest is not None:
-            largest_of_all = float(largest[largest < np.inf].max(initial=0.0))
-        return largest, largest_of_all
-
-
-def _left_out(values_GE: NDArray[np.float64], is_left_out: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Put zeros in place of what is left out; how much there is of each kind, for `population_of_parts`."""
-    nan = inf = num_left_out = 0
-    if is_left_out.any():
-        left_out = values_GE[is_left_out]
-        nan, inf = int(np.isnan(left_out).sum()), int(np.isinf(left_out).sum())
-        num_left_out = left_out.size
-        values_GE[is_left_out] = 0.0
-    zero = values_GE.size - np.count_nonzero(values_GE) - num_left_out
-    spoiled = num_left_out - nan - inf
-    # One less, the bits of a zero are the largest number there is.
-    lowest = (values_GE.view(np.uint64) - np.uint64(1)).min()
-    smallest = float((lowest + np.uint64(1)).view(np.float64)) if lowest < np.iinfo(np.uint64).max else math.inf
-    return np.array([values_GE.size, nan, inf, zero, spoiled, values_GE.max(), smallest])

@@ -29,7 +29,6 @@ from ranktape.analyze.numerics.sweeps.population import (
     population_of_values,
 )
 from ranktape.analyze.numerics.sweeps.sums import (
-    magnitude_pairs,
     sums_of_blocks,
     sums_of_groups,
     sums_of_pairs,
@@ -203,7 +202,7 @@ class _Source:
             return self._result(found, (), scheme, SweepMode.TENSOR)
         exponents = self._options.exponents(largest=found.largest, smallest=found.smallest, target=target)
         if self._is_countable:
-            values, counts = magnitude_pairs(self._histogram)
+            values, counts = self._histogram.magnitudes()
             sums = sums_of_pairs(values, counts=counts, exponents=exponents, target=target, rounding=rounding)
         else:
             sums = sums_of_values(

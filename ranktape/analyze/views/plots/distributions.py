@@ -14,8 +14,8 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from ranktape.analyze.numerics.distributions.bins import linear_bins
-from ranktape.analyze.numerics.distributions.normal_fit import fit_normal
+from ranktape.analyze.numerics.bins import linear_bins
+from ranktape.analyze.numerics.distances import fit_normal
 from ranktape.analyze.views.palette import GREY
 from ranktape.analyze.views.plots.axes import (
     band_handles,
