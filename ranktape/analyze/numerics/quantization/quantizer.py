@@ -259,8 +259,8 @@ def _check(dtype: str) -> None:
 def _as_tensors(quantized: Quantized) -> Quantized:
     import torch
 
-    names = ("values", "scales", "scale_values", "stored_codes")
-    arrays: dict[str, Any] = {name: getattr(quantized, name) for name in names}
-    return dataclasses.replace(
-        quantized, **{name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()}
-    )
+    tensors: dict[str, Any] = {}
+    for name in ("values", "scales", "scale_values", "stored_codes"):
+        array = getattr(quantized, name)
+        tensors[name] = None if array is None else torch.from_numpy(array)
+    return dataclasses.replace(quantized, **tensors)
