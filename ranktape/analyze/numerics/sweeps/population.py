@@ -145,7 +145,7 @@ BOX = 1 << 16
 """Values in groups that a thread works on at a time."""
 
 
-class Groups:
+class ScaledGroups:
     """An array whose elements share scales in blocks along an axis, or in channels beside it."""
 
     def __init__(self, array: AnyArray, *, axis: int, is_channel: bool, block_size: int) -> None:

@@ -35,7 +35,7 @@ from ranktape.analyze.numerics.sweeps.kernels import (
     Scales,
     sum_levels,
 )
-from ranktape.analyze.numerics.sweeps.population import BOX, Groups, Population, left_out, population_of_parts
+from ranktape.analyze.numerics.sweeps.population import BOX, Population, ScaledGroups, left_out, population_of_parts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -291,7 +291,7 @@ def sums_of_groups(
     where no other element differs from zero. `largest` is the largest finite magnitude of all elements, `axis` is not
     negative, and the array has at least one dimension.
     """
-    groups = Groups(array, axis=axis, is_channel=scheme.scaling is Scaling.CHANNEL, block_size=scheme.block_size)
+    groups = ScaledGroups(array, axis=axis, is_channel=scheme.scaling is Scaling.CHANNEL, block_size=scheme.block_size)
     # Blocks may be cut into boxes: then their largest magnitudes must be known before.
     keep = groups.is_channel or min(scheme.block_size, array.shape[axis]) > BOX // RUN
     found = groups.look(keep=keep, threads=threads) if keep or array.dtype == np.float64 else (None, 0.0)
