@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ranktape.analyze.numerics.formats import FORMATS, Coding, Format, Rounding, codes_of, decode, encode, round_to
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
-from tests.analyze.format_oracles import PATTERNS, TYPES, Floats, assert_same, every_16_bit_value, gfloat_info
+from tests.analyze.format_oracles import PATTERNS, TYPES, assert_same, every_16_bit_value, gfloat_info
 
 SMALL = [row for row in FORMATS.values() if row.num_bits <= 16]
 
@@ -33,19 +33,6 @@ def some_codes(row: Format) -> np.ndarray[Any, Any]:
     drawn = np.random.default_rng(0).integers(0, 1 << 64, 50_000, dtype=np.uint64) >> np.uint64(64 - row.num_bits)
     ends = np.array([0, 1, (1 << row.mantissa_bits) - 1, 1 << row.mantissa_bits, (1 << row.num_bits) - 1], np.uint64)
     return np.concatenate([drawn, ends, ends ^ np.uint64(1 << (row.num_bits - 1))])
-
-
-def stored_values(codes: np.ndarray[Any, Any], row: Format) -> Floats:
-    """What ml_dtypes or numpy reads in the codes."""
-    dtype = numpy_dtype(str(row.dtype))
-    with np.errstate(invalid="ignore"):
-        return codes.astype(f"u{dtype.itemsize}").view(dtype).astype(np.float64)
-
-
-@every_format(STORED)
-def test_codes_are_read_as_by_ml_dtypes(row: Format) -> None:
-    codes = some_codes(row)
-    assert_same(decode(codes, target=row), stored_values(codes, row))
 
 
 @every_format([row for row in SMALL if row.name != "hif8"])

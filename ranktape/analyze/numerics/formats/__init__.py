@@ -1,13 +1,13 @@
 """Gives the numbers that each low-precision format holds, their codes, and the rounding of values to them."""
 
-from ranktape.analyze.numerics.formats.codes import codes_of as codes_of
-from ranktape.analyze.numerics.formats.codes import decode as decode
-from ranktape.analyze.numerics.formats.codes import encode as encode
-from ranktape.analyze.numerics.formats.rounding import round_to as round_to
-from ranktape.analyze.numerics.formats.rounding import uniforms as uniforms
 from ranktape.analyze.numerics.formats.table import BY_DTYPE as BY_DTYPE
 from ranktape.analyze.numerics.formats.table import FORMATS as FORMATS
 from ranktape.analyze.numerics.formats.table import Coding as Coding
 from ranktape.analyze.numerics.formats.table import Format as Format
 from ranktape.analyze.numerics.formats.table import Rounding as Rounding
 from ranktape.analyze.numerics.formats.table import parse_format as parse_format
+from ranktape.analyze.numerics.formats.values import codes_of as codes_of
+from ranktape.analyze.numerics.formats.values import decode as decode
+from ranktape.analyze.numerics.formats.values import encode as encode
+from ranktape.analyze.numerics.formats.values import round_to as round_to
+from ranktape.analyze.numerics.formats.values import uniforms as uniforms

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.numerics.formats import Format, Rounding
-from ranktape.analyze.numerics.formats.codes import NARROW_BITS, code_table
 from ranktape.analyze.numerics.formats.kernels import (
     BEYOND,
     RoundingConstants,
@@ -16,6 +15,7 @@ from ranktape.analyze.numerics.formats.kernels import (
     round_block,
     state_of,
 )
+from ranktape.analyze.numerics.formats.values import NARROW_BITS, code_table
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.storage.format.dtypes import numpy_dtype
 

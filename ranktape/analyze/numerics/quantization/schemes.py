@@ -13,7 +13,7 @@ import numpy as np
 
 from ranktape.analyze.numerics.formats import FORMATS, Format, Rounding, parse_format
 from ranktape.analyze.numerics.formats.kernels import ONE_FIELD, check_values
-from ranktape.analyze.numerics.formats.rounding import parse_rounding
+from ranktape.analyze.numerics.formats.values import parse_rounding
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:

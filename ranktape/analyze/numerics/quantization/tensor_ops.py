@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ranktape.analyze.numerics.formats import Format, Rounding
-from ranktape.analyze.numerics.formats.codes import NARROW_BITS, code_table, codes_of
 from ranktape.analyze.numerics.formats.kernels import (
     GOLDEN,
     HALF,
@@ -16,6 +15,7 @@ from ranktape.analyze.numerics.formats.kernels import (
     mix,
     state_of,
 )
+from ranktape.analyze.numerics.formats.values import NARROW_BITS, code_table, codes_of
 
 if TYPE_CHECKING:
     from types import ModuleType

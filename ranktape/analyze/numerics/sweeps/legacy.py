@@ -124,22 +124,6 @@ def legacy_result(values: ArrayLike, *, target: Format, exponent: float) -> NDAr
     return _table(to_bfloat16(values), target=target, exponent=exponent).result
 
 
-def legacy_exponents(*, largest: float, smallest: float, target: Format, options: SweepOptions) -> NDArray[np.float64]:
-    """The exponents of the tool's levels for a tensor whose magnitudes are, zeros aside, between these two.
-
-    Logarithms are exact: what the tool's were near a power of two is not known.
-    """
-    emax = 2 ** (target.exponent_bits - 1) - 1
-    first = float(math.frexp(largest)[1] - 1 - emax)
-    last = float(math.frexp(smallest)[1] - 1 - target.emin)
-    unset_first, unset_last = UNSET_EXPONENTS
-    if options.max_scale_exp is not None and options.max_scale_exp != unset_first:
-        first = float(options.max_scale_exp)
-    if options.min_scale_exp is not None and options.min_scale_exp != unset_last:
-        last = float(options.min_scale_exp)
-    return np.linspace(max(first, last), min(first, last), options.num_levels or NUM_LEVELS)
-
-
 def legacy_levels(histogram: Histogram, *, target: Format, options: SweepOptions) -> tuple[LegacyLevel, ...]:
     """One level for each of the tool's exponents; none where no finite number differs from zero.
 
@@ -155,9 +139,15 @@ def legacy_levels(histogram: Histogram, *, target: Format, options: SweepOptions
     ordinary = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
     if not ordinary.size:
         return ()
-    exponents = legacy_exponents(
-        largest=float(ordinary.max()), smallest=float(ordinary.min()), target=target, options=options
-    )
+    # Logarithms are exact: what the tool's were near a power of two is not known.
+    first = float(math.frexp(float(ordinary.max()))[1] - 2 ** (target.exponent_bits - 1))
+    last = float(math.frexp(float(ordinary.min()))[1] - 1 - target.emin)
+    unset_first, unset_last = UNSET_EXPONENTS
+    if options.max_scale_exp is not None and options.max_scale_exp != unset_first:
+        first = float(options.max_scale_exp)
+    if options.min_scale_exp is not None and options.min_scale_exp != unset_last:
+        last = float(options.min_scale_exp)
+    exponents = np.linspace(max(first, last), min(first, last), options.num_levels or NUM_LEVELS)
     tables = [_table(magnitudes.astype(np.float32), target=target, exponent=float(one)) for one in exponents]
     sums = _sums(magnitudes, counts=counts, tables=tables, target=target)
     levels = levels_of(sums, exponents=exponents.tolist())

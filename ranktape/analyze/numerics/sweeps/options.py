@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ranktape.analyze.numerics.formats import Coding, Rounding
-from ranktape.analyze.numerics.formats.rounding import parse_rounding
+from ranktape.analyze.numerics.formats.values import parse_rounding
 from ranktape.analyze.numerics.quantization.schemes import (
     MAX_SCALE_BITS,
     MIN_SCALE_BITS,
@@ -133,12 +133,6 @@ class SweepOptions:
         """The width of the exponents of scales, whether it was given or not."""
         return MAX_SCALE_BITS if self.scale_bits is None else self.scale_bits
 
-    def spread(self, first: float, last: float) -> NDArray[np.float64]:
-        """Exponents evenly from one end to the other; an end that was given takes the place of its own."""
-        start = first if self.max_scale_exp is None else self.max_scale_exp
-        stop = last if self.min_scale_exp is None else self.min_scale_exp
-        return np.linspace(start, stop, self.num_levels or NUM_LEVELS)
-
     def exponents(self, *, largest: float, smallest: float, target: Format) -> NDArray[np.float64]:
         """The exponents for a tensor whose magnitudes are, zeros aside, between these two.
 
@@ -151,7 +145,9 @@ class SweepOptions:
             last = max(last, math.frexp(largest)[1] - 1 + target.taper[0])
         if first == last and self.max_scale_exp is None and self.min_scale_exp is None and self.num_levels != 1:
             first, last = first + MAX_OFFSET, last - MAX_OFFSET
-        return self.spread(first, last)
+        start = first if self.max_scale_exp is None else self.max_scale_exp
+        stop = last if self.min_scale_exp is None else self.min_scale_exp
+        return np.linspace(start, stop, self.num_levels or NUM_LEVELS)
 
     def offsets(self) -> NDArray[np.int64]:
         """The offsets to the exponents that a scale rule gives: distinct integers, evenly placed.
