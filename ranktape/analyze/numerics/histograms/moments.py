@@ -10,7 +10,7 @@ imports neither torch nor zarr.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,15 +67,8 @@ def statistics_of_pairs(values: NDArray[np.float64], counts: NDArray[np.int64], 
     is_finite = np.isfinite(values)
     occurring, weights = values[is_finite], counts[is_finite].astype(np.float64)
     none = np.zeros(occurring.size)
-    total, moments = merge_moments(weights, occurring * weights, [none, none, none])
-    return _statistics(
-        num_elements=num_elements,
-        num_finite=int(weights.sum()),
-        total=total,
-        moments=moments,
-        sum_magnitudes=float((np.abs(occurring) * weights).sum()),
-        finite=occurring,
-    )
+    sums = weights, occurring * weights, none, none, none, np.abs(occurring) * weights
+    return _statistics(sums, finite=occurring, num_elements=num_elements)
 
 
 def warm_up() -> None:
@@ -105,40 +98,26 @@ def _as_floats(flat: NDArray[Any], *, is_complex: bool) -> Iterator[NDArray[Any]
 def _of_floats(values: NDArray[Any]) -> Statistics:
     sums_BM = np.zeros((-(-values.size // BLOCK), _NUM_SUMS))
     sum_powers(frozen(values, shape=(values.size,)), sums_BM)
-    counts, sums, second, third, fourth, magnitudes = sums_BM.T
-    total, moments = merge_moments(counts, sums, [second, third, fourth])
-    num_finite = int(counts.sum())
-    return _statistics(
-        num_elements=values.size,
-        num_finite=num_finite,
-        total=total,
-        moments=moments,
-        sum_magnitudes=float(magnitudes.sum()),
-        finite=values if num_finite == values.size else values[np.isfinite(values)],
-    )
+    is_all_finite = sums_BM[:, 0].sum() == values.size
+    finite = values if is_all_finite else values[np.isfinite(values)]
+    return _statistics(sums_BM.T, finite=finite, num_elements=values.size)
 
 
-def _statistics(
-    *,
-    num_elements: int,
-    num_finite: int,
-    total: float,
-    moments: list[float],
-    sum_magnitudes: float,
-    finite: NDArray[Any],
-) -> Statistics:
+def _statistics(sums: Iterable[NDArray[np.float64]], *, finite: NDArray[Any], num_elements: int) -> Statistics:
+    """What parts add up to, of whose finite values the counts, the sums and so on are given in columns."""
+    counts, totals, second, third, fourth, magnitudes = sums
+    total, moments = merge_moments(counts, totals, [second, third, fourth])
     ends = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
     if ends[0] == ends[1]:
         moments = [0.0, 0.0, 0.0]
-    second, third, fourth = moments
     return Statistics(
         num_elements=num_elements,
-        num_finite=num_finite,
+        num_finite=int(counts.sum()),
         sum=total,
-        moment_2=second,
-        moment_3=third,
-        moment_4=fourth,
-        sum_magnitudes=sum_magnitudes,
+        moment_2=moments[0],
+        moment_3=moments[1],
+        moment_4=moments[2],
+        sum_magnitudes=float(magnitudes.sum()),
         minimum=ends[0],
         maximum=ends[1],
         absmax=None if ends[0] is None or ends[1] is None else max(abs(ends[0]), abs(ends[1])),
