@@ -236,7 +236,7 @@ class Recorder:
     def drain(self) -> None:
         """Wait for what is on its way from a device; called once at the end."""
         if self._device is not None:
-            self._device.drain()
+            self._device.poll(waits=True)
 
     def refuse(self, source: Source, role: TensorRole, reason: str, *, call: Call | None = None) -> None:
         """Say of a tensor of the running iteration, or of one call in it, that it is not recorded, and why."""

@@ -109,15 +109,6 @@ class Rendezvous:
         if self._store is not None:
             self._store.set(self._failure_key, _LATE + text if is_late else text)
 
-    def failure(self) -> FailedElsewhereError | None:
-        """Why another rank cannot start; None where none said so."""
-        if self._store is None or not self._store.check([self._failure_key]):
-            return None
-        text = str(self._store.get(self._failure_key).decode())
-        if text.startswith(_LATE):
-            return LateElsewhereError(text.removeprefix(_LATE))
-        return FailedElsewhereError(text)
-
     def give_up(self, text: str) -> None:
         """Tell rank 0 that this one records nothing, so that it is not waited for."""
         if self._store is not None:
@@ -139,8 +130,11 @@ class Rendezvous:
         """
         deadline = time.monotonic() + seconds
         while not poll():
-            if (failure := self.failure()) is not None:
-                raise failure
+            if self._store is not None and self._store.check([self._failure_key]):
+                text = str(self._store.get(self._failure_key).decode())
+                if text.startswith(_LATE):
+                    raise LateElsewhereError(text.removeprefix(_LATE))
+                raise FailedElsewhereError(text)
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)

@@ -8,6 +8,7 @@ never ended by a capture that fails inside.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from types import TracebackType
@@ -30,10 +31,11 @@ from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.source import Source, Tags, TensorRole, site_of
 from ranktape.capture.staging.process import WriterProcess, default_host_budget_nbytes
 from ranktape.capture.staging.ring_file import Counter
-from ranktape.capture.starting import judge_end, open_place, ring_path, start_writer
+from ranktape.capture.starting import open_place, ring_path, start_writer
 from ranktape.capture.tensors.master import MasterWeights
-from ranktape.errors import CaptureError, UsageError
+from ranktape.errors import CaptureError, RanktapeError, UsageError
 from ranktape.storage.format.layout import rank_iteration_path, site_path
+from ranktape.storage.format.progress import read_verdict
 from ranktape.storage.format.status import RunVerdict
 
 if TYPE_CHECKING:
@@ -351,12 +353,35 @@ class Capture(Iterations):
                 if ranks := self._rendezvous.given_up():
                     self._process.tell_of_given_up(ranks)
 
-    def _judge(self, words: dict[str, Any], *, waited_seconds: float) -> RunVerdict:
-        return judge_end(
-            words,
-            waited_seconds=waited_seconds,
-            process=self._process,
-            backend=self._backend,
-            console=self._console,
-            required=self.options.min_iterations,
-        )
+    def _judge(self, words: Mapping[str, Any], *, waited_seconds: float) -> RunVerdict:
+        """The writer's verdict on rank 0; elsewhere, and without one, what the store says and this rank knows."""
+        console = self._console
+        console.pass_on(words)
+        if "verdict" in words:
+            return RunVerdict(**words["verdict"])
+        state, ring = words.get("state"), self._process.ring.path
+        problem = words.get("error") or words.get("problem")
+        if state == "late":
+            problem = f"not everything was stored within {waited_seconds:g} s; the writer goes on"
+        elif state not in {"closed", "failed"}:
+            problem = f"the writer process ended: {self._process.ending()}"
+        if problem is not None:
+            console.warn_once(str(problem))
+        if ring is not None and state not in {"late", "closed"}:
+            console.warn_once(
+                f"what was staged and not stored is in {ring}: 'ranktape recover {ring.parent}' stores it"
+            )
+        missing = [] if problem is None else [f"rank {self.rank}: {problem}"]
+        # Only rank 0 has a coordinator; the others answer for what they stored themselves.
+        if self.rank == 0:
+            try:
+                judged = read_verdict(self._backend)
+            except RanktapeError as error:
+                judged = None
+                console.warn(str(error))
+            if judged is not None:
+                stored = judged[0]
+                return stored if stored.met else dataclasses.replace(stored, missing=[*stored.missing, *missing])
+        is_met = self.rank != 0 and problem is None
+        required = self.options.min_iterations
+        return RunVerdict(met=is_met, required=required, complete=[], missing=missing, final=False)

@@ -1,4 +1,4 @@
-"""Begins a capture on all ranks together, each with a writer that is ready, and judges how it ended."""
+"""Begins a capture on all ranks together, each with a writer that is ready."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,16 +26,13 @@ from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.settings.table import SETTINGS
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring_file import Words, boot_id, new_ring_path
-from ranktape.errors import LateError, RanktapeError, UsageError
+from ranktape.errors import LateError, UsageError
 from ranktape.lazy_names import __version__
 from ranktape.storage.format.attempt import Launch
-from ranktape.storage.format.progress import read_verdict
-from ranktape.storage.format.status import RunVerdict
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.start import check_place
 
 if TYPE_CHECKING:
-    from ranktape.capture.console import Console
     from ranktape.capture.rendezvous import RankPlace
     from ranktape.capture.staging.process import WriterProcess
     from ranktape.storage.places.backend import Backend
@@ -199,9 +196,9 @@ def _writer_config(
     # As plain values: those of classes that a script has defined cannot be passed on.
     own = [one for one in SETTINGS if not (one.is_filter or one.is_free)]
     plain = dataclasses.replace(options, **{one.name: _plain(one.kind, getattr(options, one.name)) for one in own})
-    told = {one.name: one.default for one in SETTINGS if one not in own}
-    told["storage_options"] = json.loads(json.dumps(dict(options.storage_options or {})))
-    told["spill_dir"] = None if options.spill_dir is None else str(_absolute(options.spill_dir))
+    changed = {one.name: one.default for one in SETTINGS if one not in own}
+    changed["storage_options"] = json.loads(json.dumps(dict(options.storage_options or {})))
+    changed["spill_dir"] = None if options.spill_dir is None else str(_absolute(options.spill_dir))
     return WriterConfig(
         url=url,
         rank=place.rank,
@@ -209,7 +206,7 @@ def _writer_config(
         launch=Launch(
             launch_id=launch_id, restart=place.restart, world_size=place.world_size, first_rank=place.first_rank
         ),
-        options=dataclasses.replace(plain, **told, where=None),
+        options=dataclasses.replace(plain, **changed, where=None),
         document=options.document(),
         environment=describe_environment(),
         cadence=cadence_of(plain),
@@ -224,41 +221,3 @@ def _plain(kind: type, value: Any) -> Any:
 def _absolute(directory: str) -> Path:
     # The program may change its working directory before it is used.
     return Path(directory).expanduser().absolute()
-
-
-def judge_end(
-    words: Mapping[str, Any],
-    *,
-    waited_seconds: float,
-    process: WriterProcess,
-    backend: Backend,
-    console: Console,
-    required: int,
-) -> RunVerdict:
-    """The writer's verdict on rank 0; elsewhere, and where there is none, what the store says and this rank knows."""
-    console.pass_on(words)
-    if "verdict" in words:
-        return RunVerdict(**words["verdict"])
-    state, ring = words.get("state"), process.ring.path
-    problem = words.get("error") or words.get("problem")
-    if state == "late":
-        problem = f"not everything was stored within {waited_seconds:g} s; the writer goes on"
-    elif state not in {"closed", "failed"}:
-        problem = f"the writer process ended: {process.ending()}"
-    if problem is not None:
-        console.warn_once(str(problem))
-    if ring is not None and state not in {"late", "closed"}:
-        console.warn_once(f"what was staged and not stored is in {ring}: 'ranktape recover {ring.parent}' stores it")
-    missing = [] if problem is None else [f"rank {console.rank}: {problem}"]
-    # Only rank 0 has a coordinator; the others answer for what they stored themselves.
-    if console.rank == 0:
-        try:
-            judged = read_verdict(backend)
-        except RanktapeError as error:
-            judged = None
-            console.warn(str(error))
-        if judged is not None:
-            stored = judged[0]
-            return stored if stored.met else dataclasses.replace(stored, missing=[*stored.missing, *missing])
-    is_met = console.rank != 0 and problem is None
-    return RunVerdict(met=is_met, required=required, complete=[], missing=missing, final=False)

@@ -145,7 +145,7 @@ def command_of(
 
     Args:
         function: Named as the command is, with the help page as its docstring.
-        helps: For each option the help, or what click is told of it.
+        helps: For each option the help, or what click is given of it.
         flags: Arguments that the answer knows in place of the function, with their help.
         working: What the bar says.
         question: Gives, for what a dry run has returned, what is asked before something is removed; None for nothing.
@@ -203,7 +203,7 @@ def _flag(name: str, help: str) -> Callable[[Any], Any]:  # noqa: A002  # click'
 
 
 def _option(parameter: inspect.Parameter, about: str | Mapping[str, Any]) -> Callable[[Any], Any]:
-    """What click is told of one of a function's arguments."""
+    """What click is given of one of a function's arguments."""
     fields: dict[str, Any] = {"help": about} if isinstance(about, str) else dict(about)
     kind = _KINDS[re.split(r"[ \[]", parameter.annotation)[0]]
     if kind is Path:

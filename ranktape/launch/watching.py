@@ -135,22 +135,22 @@ def _missing(now: Snapshot, *, until_complete: bool, min_records: int | None) ->
 
 
 def lines(view: WatchView, *, before: Snapshot | None) -> list[str]:
-    """What a pipe is told: a line for each change since the look before; none where nothing changed."""
+    """What a pipe is given: a line for each change since the look before; none where nothing changed."""
     now = view.snapshot
-    told = []
+    found = []
     if before is None or before.attempt != now.attempt:
         world, required = count_text(len(now.ranks), "rank"), count_text(now.required, "iteration")
-        told.append(f"attempt {now.attempt}: {world}, {required} guaranteed")
+        found.append(f"attempt {now.attempt}: {world}, {required} guaranteed")
     same_attempt = before is not None and before.attempt == now.attempt
     waiting_before = before.waiting if before is not None and same_attempt else {}
     for iteration, ranks in now.waiting.items():
         if waiting_before.get(iteration) != ranks:
-            told.append(f"iteration {iteration}: committed by {_ranks_text(ranks)} ({len(ranks)} of {len(now.ranks)})")
+            found.append(f"iteration {iteration}: committed by {_ranks_text(ranks)} ({len(ranks)} of {len(now.ranks)})")
     new = [iteration for iteration in now.complete if before is None or iteration not in before.complete]
-    told += [f"iteration {iteration}: complete" for iteration in new]
-    if told or (before is not None and before.is_closed != now.is_closed):
-        told.append(_summary(view))
-    return told
+    found += [f"iteration {iteration}: complete" for iteration in new]
+    if found or (before is not None and before.is_closed != now.is_closed):
+        found.append(_summary(view))
+    return found
 
 
 def _view(looks: Sequence[Snapshot]) -> WatchView:

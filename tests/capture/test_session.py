@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -267,26 +266,6 @@ def test_one_capture_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(CaptureError, match="a capture is running in this process already"):
             Capture(tmp_path / "other").__enter__()
         steps(Net(), 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"starts": 1}, "'starts' is no option of a capture: did you mean start"),
-        ({"start": -1}, "--start-at -1 is not allowed: give 0 or more"),
-        ({"every": 0}, "--every 0 is not allowed: give 1 or more"),
-        ({"min_iterations": 3, "max_iterations": 2}, "--max-iterations 2 is below --min-iterations 3"),
-        ({"policy": "drop"}, "--policy drop is not allowed: give one of block, skip, histogram"),
-        ({"compression": "gzip"}, "--compression gzip is not allowed: give one of none, zstd"),
-        ({"min_iterations": 3, "keep_last": 2}, "--keep-last 2 is below --min-iterations 3, which are guaranteed"),
-        ({"quant_type": ""}, "quant_type='' is not allowed"),
-        ({"resume": True, "overwrite": True}, "exclude each other"),
-        ({"host_budget_nbytes": 5}, "--host-budget-nbytes 5 is not allowed: give 1048576 or more"),
-    ],
-)
-def test_options_are_checked(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=message):
-        Capture(tmp_path / "run", **options)
 
 
 def writer_pid(capture: Capture) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,6 +16,8 @@ from ranktape.capture.settings.config import given_settings
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.table import SETTINGS
 from ranktape.launch.options import capture_arguments, capture_options, capture_request
+from ranktape.launch.runner import main
+from ranktape.launch.worker import OWNER
 
 EXAMPLES: dict[type, str] = {int: "2097152", float: "2.5", str: "layers.*"}
 """A word that each kind of setting takes."""
@@ -108,3 +112,52 @@ def test_a_wrong_option_is_named_with_what_is_allowed(words: list[str], match: s
     _, result = parse(words)
     assert result.exit_code == 2
     assert match in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "match"),
+    [
+        (["--capture", "run", "missing.py"], 2, "no script 'missing.py'"),
+        (["--capture", "run", "-m", "nowhere.train"], 2, "no module named 'nowhere'"),
+        (["--capture", "run"], 2, "Missing argument 'SCRIPT'"),
+        (["train.py"], 2, "Missing option '--capture': give the URL of the run, set RANKTAPE_CAPTURE"),
+        (["--capture", "run", "--min-iteratons", "2", "train.py"], 2, "No such option '--min-iteratons'. (Did you"),
+        (["--capture", "run", "--resume", "--overwrite", "train.py"], 2, "exclude each other"),
+        (["--capture", "file.txt/run", "train.py"], 1, "file.txt/run"),
+        (["--capture", "/proc/run", "train.py"], 1, "/proc/run"),
+        (["--capture", "nosuch://bucket/run", "train.py"], 2, "nosuch"),
+        (["--capture-config", "nowhere.yaml", "train.py"], 2, "nowhere.yaml cannot be read"),
+        (["--capture-config", "wrong.yaml", "train.py"], 2, "wrong.yaml: there is no setting 'evry': did you mean"),
+        (
+            ["--capture", "run", "--where", "layr_idx < 3", "train.py"],
+            2,
+            "no field 'layr_idx': did you mean layer_idx?",
+        ),
+        (["--capture", "run", "--select", "keep=some", "train.py"], 2, "--select, rule 1: keep 'some' is not allowed"),
+        (["--capture", "run", "--layer-type", "atention", "train.py"], 2, "did you mean attention?"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_a_users_mistake_is_one_line_of_the_launcher(
+    words: list[str],
+    exit_code: int,
+    match: str,
+    *,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.py").write_text("raise AssertionError('the script ran')")
+    (tmp_path / "file.txt").write_text("a file")
+    (tmp_path / "wrong.yaml").write_text("evry: 1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ranktape.launch"])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    # As the launcher leaves it: no process that this one starts waits for a training.
+    monkeypatch.setenv(OWNER, "0")
+    assert main(words) == exit_code
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("ranktape: error: ")
+    assert match in line
+    assert captured.out == ""

@@ -218,27 +218,15 @@ def test_an_existing_run_is_refused_resumed_or_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "exit_code", "match"),
     [
-        (["--capture", "run", "missing.py"], 2, "no script 'missing.py'"),
-        pytest.param(["--capture", "run", "-m", "nowhere.train"], 2, "no module named 'nowhere'", marks=ALIKE),
-        (["--capture", "run"], 2, "Missing argument 'SCRIPT'"),
-        (["train.py"], 2, "Missing option '--capture'"),
-        (
-            ["--capture", "run", "--min-iteratons", "2", "train.py"],
-            2,
-            "No such option '--min-iteratons'. (Did you mean",
-        ),
         (["--capture", "run", "--every", "0", "train.py"], 2, "--every 0 is not allowed: give 1 or more"),
-        (["--capture", "run", "--resume", "--overwrite", "train.py"], 2, "exclude each other"),
-        (["--capture", "file.txt/run", "train.py"], 1, "file.txt/run"),
-        pytest.param(["--capture", "/proc/run", "train.py"], 1, "/proc/run", marks=ALIKE),
-        pytest.param(["--capture", "nosuch://bucket/run", "train.py"], 2, "nosuch", marks=ALIKE),
         (["--capture", "run", "--module", "decoder.*", "train.py"], 1, "decoder.*"),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+    ids=["before", "in"],
 )
-def test_a_users_mistake_is_one_line(words: list[str], exit_code: int, match: str, tmp_path: Path) -> None:
+def test_a_mistake_met_before_the_training_or_in_it_is_one_line(
+    words: list[str], exit_code: int, match: str, tmp_path: Path
+) -> None:
     write_script(tmp_path)
-    (tmp_path / "file.txt").write_text("a file")
     ended = python(*LAUNCH, *words, cwd=tmp_path)
     assert len(errors(ended)) == 1, ended.stderr
     assert match in errors(ended)[0]
@@ -435,3 +423,32 @@ def test_an_unmet_minimum_does_not_make_torchrun_train_again(tmp_path: Path) -> 
     (warning,) = [line for line in own_lines(ended) if "guaranteed iterations" in line]
     assert "ranktape status run --require-minimum" in warning
     assert status(tmp_path / "run", "--require-minimum").returncode == 3
+
+
+CONFIG = """\
+capture: run
+min-iterations: 3
+every: 2
+policy: skip
+select:
+  - {layer_type: attention, every: 4, keep: statistics}
+  - tensor_name=input rank=1
+"""
+
+
+@pytest.mark.distributed
+def test_a_launch_by_a_file_with_the_last_word_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "capture.yaml").write_text(CONFIG)
+    words = ("--capture-config", "capture.yaml", "--min-iterations", "4", "--phase", "pre", PLAIN, "--steps", "9")
+    ended = torchrun(*LAUNCH, *words, cwd=tmp_path, env={"RANKTAPE_EVERY": "1", "RANKTAPE_MIN_ITERATIONS": "99"})
+    assert ended.returncode == 0, ended.stderr
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 1, 2, 3]
+    found = {(record.iteration, record.rank, record.layer_type, record.keep) for record in run.select()}
+    assert found == {
+        *((0, rank, "attention", "statistics") for rank in (0, 1)),
+        *((iteration, 1, "linear", "values") for iteration in range(4)),
+    }
+    assert {record.tensor_name for record in run.select(layer_type="linear")} == {"input"}
+    assert {record.phase for record in run.select()} == {"pre"}
+    assert all(not row.silent_sites for row in run.status())

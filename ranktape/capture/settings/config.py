@@ -20,7 +20,7 @@ from ranktape.errors import UsageError
 from ranktape.storage.places.urls import parse_storage_options
 
 DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
-"""Where the legacy tools saved when they were told nothing."""
+"""Where the legacy tools saved where nothing said where to."""
 
 
 def legacy_environment(environment: Mapping[str, str] = os.environ) -> tuple[bool, str, int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,7 +68,9 @@ class DeviceStage:
             # Asked for before the stream changes: inside of the block it would be the side stream itself.
             compute = torch.cuda.current_stream(tensor.device)
             clone = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-            side = self._side(tensor.device)
+            if tensor.device not in self._sides:
+                self._sides[tensor.device] = torch.cuda.Stream(tensor.device)
+            side = self._sides[tensor.device]
             side.wait_stream(compute)
             target = torch.frombuffer(slot.payload, dtype=torch.uint8)
             with torch.cuda.stream(side):
@@ -83,27 +84,12 @@ class DeviceStage:
                 self.poll()
             self.poll()
 
-    def poll(self) -> None:
-        """Publish what has arrived."""
-        self._publish_while(lambda copy: copy.event.query())
-
-    def drain(self) -> None:
-        """Wait for everything that is under way, and publish it."""
-
-        def arrived(copy: _DeviceCopy) -> bool:
-            copy.event.synchronize()
-            return True
-
-        self._publish_while(arrived)
-
-    def _side(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._sides:
-            self._sides[device] = torch.cuda.Stream(device)
-        return self._sides[device]
-
-    def _publish_while(self, has_arrived: Callable[[_DeviceCopy], bool]) -> None:
+    def poll(self, *, waits: bool = False) -> None:
+        """Publish what has arrived; where it `waits`, everything that is under way, as it arrives."""
         with self._lock:
-            while self._copies and has_arrived(self._copies[0]):
+            while self._copies and (waits or self._copies[0].event.query()):
+                if waits:
+                    self._copies[0].event.synchronize()
                 copy = self._copies.popleft()
                 self._nbytes -= copy.clone.nbytes
                 self._ring.publish(copy.slot)

@@ -64,9 +64,9 @@ _EXIT_SECONDS = 10.0
 _MAX_IN_VAIN = 2
 """How often it may be killed without having committed an iteration in between."""
 
-_MAX_TOLD = 4
+_MAX_NAMED = 4
 _MAX_CHARACTERS = 300
-"""Ranks that are told of with a reason, and the length of one."""
+"""Ranks that are named with a reason, and the length of one."""
 
 _LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
 """Writers that outlived their capture: whoever lets go of a running child is warned of it."""
@@ -159,12 +159,12 @@ class WriterProcess:
         command = [sys.executable, "-P", "-m", MODULE, *(str(descriptor) for descriptor in descriptors)]
         try:
             # A pipe would hold up the training until the process reads it.
-            with os.fdopen(unnamed_file("ranktape-writer-config"), "wb+") as told:
-                pickle.dump(config, told)
-                told.seek(0)
+            with os.fdopen(unnamed_file("ranktape-writer-config"), "wb+") as file:
+                pickle.dump(config, file)
+                file.seek(0)
                 self._process = subprocess.Popen(
                     command,
-                    stdin=told,
+                    stdin=file,
                     stdout=subprocess.DEVNULL,
                     stderr=self._stderr,
                     # The reading end stays open here too: to wake up a writer that is gone must not raise SIGPIPE.
@@ -280,11 +280,11 @@ class WriterProcess:
     def tell_of_given_up(self, ranks: Mapping[int, str]) -> None:
         """Say, while `finish` waits, which ranks record nothing, each with the reason: they are not waited for."""
         # There is a page of room for them: what many ranks say is mostly the same.
-        told = {
-            str(rank): text[:_MAX_CHARACTERS] if number < _MAX_TOLD else ""
+        reasons = {
+            str(rank): text[:_MAX_CHARACTERS] if number < _MAX_NAMED else ""
             for number, (rank, text) in enumerate(ranks.items())
         }
-        self.ring.say({"reason": self._reason, "given_up": told})
+        self.ring.say({"reason": self._reason, "given_up": reasons})
 
     def close(self, *, has_captured: bool = True) -> None:
         """Let go of the process and of the pipes to it; a writer that still works goes on.

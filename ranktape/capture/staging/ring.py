@@ -38,7 +38,7 @@ _WAIT_SECONDS = 0.0005
 _LIVENESS_SECONDS = 0.1
 
 LONG_WAIT_SECONDS = 5.0
-"""A wait for room of this length is told."""
+"""A wait for room of this length is reported."""
 
 
 class RingProducer(RingFile):

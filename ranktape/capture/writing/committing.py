@@ -11,8 +11,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.staging.ring_file import Counter
 from ranktape.capture.writing.recover import expectations
@@ -86,16 +85,15 @@ class Committer:
         if end is not None and not self._ring_is_kept:
             # At once: the room behind it is free only when it is, and a commit can take as long as an outage.
             self._ring.free(end)
-        self._pool.submit(self._guarded, partial(self._commit, staged, end))
+        self._submit(self._commit, staged, end)
 
     def mark(self, iteration: int, mark: Mark, reason: str) -> None:
         """Say of an iteration, when all before it are settled, that it is not recorded."""
-        word = _OwedMark(iteration=iteration, mark=mark, reason=reason)
-        self._pool.submit(self._guarded, partial(self._mark, word))
+        self._submit(self._mark, _OwedMark(iteration=iteration, mark=mark, reason=reason))
 
     def recover(self, recovery: Recovery, iteration: int, left: Left) -> None:
         """Settle an iteration that had ended when the writer before this one was killed, and free its slots."""
-        self._pool.submit(self._guarded, partial(self._recover, recovery, iteration, left))
+        self._submit(self._recover, recovery, iteration, left)
 
     def close(self) -> None:
         """Wait for all that was asked for, and try once more to write what is owed."""
@@ -106,12 +104,15 @@ class Committer:
         """Begin nothing more."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001  # a defect of ours must cost neither what comes after it nor our silence
-            self._say(problem=f"a commit went wrong: {type(error).__name__}: {error}")
-            traceback.print_exc()
+    def _submit(self, work: Callable[..., None], *given: Any) -> None:
+        def guarded() -> None:
+            try:
+                work(*given)
+            except Exception as error:  # noqa: BLE001  # a defect of ours must cost neither what follows nor our silence
+                self._say(problem=f"a commit went wrong: {type(error).__name__}: {error}")
+                traceback.print_exc()
+
+        self._pool.submit(guarded)
 
     def _commit(self, staged: Staged, end: Slot | None) -> None:
         header = {"expected": [], "silent_sites": {}} if end is None else end.header
@@ -122,18 +123,25 @@ class Committer:
         def commit() -> None:
             self._rank_writer.commit(staged.iteration, **expectations(header))
 
-        failure = self._storer.finish(staged, commit)
-        if failure is not None:
-            self._mark(
-                _OwedMark(iteration=staged.iteration, mark=Mark.FAILED, reason=failure, lacks_space=staged.lacks_space)
-            )
-        elif self._spill is not None and (reason := self._spill.why_spilled(staged.iteration)) is not None:
-            waits = f"it waits in {self._spill.place} for 'ranktape push', as the store did not take it ({reason})"
-            self._mark(
-                _OwedMark(iteration=staged.iteration, mark=Mark.FAILED, reason=waits, waits_in=self._spill.place)
-            )
-        else:
+        failure, waits_in = self._storer.finish(staged, commit), None
+        if failure is None and self._spill is not None:
+            why = self._spill.why_spilled(staged.iteration)
+            if why is not None:
+                waits_in = self._spill.place
+                failure = f"it waits in {waits_in} for 'ranktape push', as the store did not take it ({why})"
+        if failure is None:
             self._committed(staged)
+        else:
+            lacks_space = staged.lacks_space and waits_in is None
+            self._mark(
+                _OwedMark(
+                    iteration=staged.iteration,
+                    mark=Mark.FAILED,
+                    reason=failure,
+                    lacks_space=lacks_space,
+                    waits_in=waits_in,
+                )
+            )
         if end is not None and self._ring_is_kept:
             # Only now: until it is committed, 'ranktape recover' must know that the iteration had ended.
             self._ring.free(end)
