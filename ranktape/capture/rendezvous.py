@@ -222,16 +222,12 @@ def _own_launch_id() -> str:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"{socket.gethostname()}-{uuid.uuid4().hex}"
     agent = os.getppid()
-    return f"{socket.gethostname()}-{agent}-{_start_of(agent)}"
-
-
-def _start_of(pid: int) -> str:
-    """When a process began, so that a number used again is not taken for it."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # When it began, so that a number used again is not taken for it.
+        began = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:  # no /proc on this system: the number alone must do
-        return "0"
-    return fields[19]
+        began = "0"
+    return f"{socket.gethostname()}-{agent}-{began}"
 
 
 _servers: list[Store] = []

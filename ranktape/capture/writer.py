@@ -231,7 +231,7 @@ class Writer:
             self._committer.commit(self._iterations.pop(iteration), slot)
         elif slot.kind is SlotKind.SKIP:
             if (staged := self._iterations.pop(iteration, None)) is not None:
-                self._storer.interrupt(staged)
+                self._storer.finish(staged)
             self._committer.mark(iteration, Mark.SKIPPED, str(slot.header["reason"]))
             self._ring.free(slot)
 
@@ -281,8 +281,8 @@ class Writer:
             if self._config.options.manual and staged.num_tensors:
                 self._committer.commit(staged, None)  # what was saved is saved, however the process ended
                 continue
-            stored = self._storer.interrupt(staged)
-            self._committer.mark(iteration, Mark.FAILED, f"cut off after {stored} tensors: {reason}")
+            self._storer.finish(staged)
+            self._committer.mark(iteration, Mark.FAILED, f"cut off after {staged.num_stored} tensors: {reason}")
         self._committer.close()
         with self._storer.trying():
             self._storer.rank_writer.close(reason=reason)

@@ -170,7 +170,8 @@ class AutoStart:
             # What came too late is no mistake, and another start may find it in time: a training is not ended for it.
             if order is not None and isinstance(error, LateError):
                 is_strict = bool(order.settings["strict"])
-            self._failure = one_line(wording(_text_of(error)))
+            text = str(error) if isinstance(error, RanktapeError) else f"{type(error).__name__}: {error}"
+            self._failure = one_line(wording(text))
             _fail(error, self._failure, is_strict=is_strict)
 
     def _is_wanted_in_eval(self) -> bool:
@@ -245,10 +246,6 @@ def in_variables(text: str) -> str:
         for setting in SETTINGS
     }
     return re.sub(r"--[a-z-]+", lambda flag: variables.get(flag[0], flag[0]), text)
-
-
-def _text_of(error: BaseException) -> str:
-    return str(error) if isinstance(error, RanktapeError) else f"{type(error).__name__}: {error}"
 
 
 def _fail(error: BaseException, text: str, *, is_strict: bool) -> None:

@@ -113,11 +113,9 @@ def command(
     read_text(text)
     settings = plan_capture(values, steps=steps, quant_type=dtype if quant == UNQUANTIZED else quant)
     _refuse_existing(output, settings=settings)
-    script = ["--steps", str(steps), "--dtype", dtype, "--micro-batches", str(micro_batches)]
-    if quant != UNQUANTIZED:
-        script += ["--quant", quant]
-    if text is not None:
-        script += ["--text", text]
+    own = {"steps": steps, "dtype": dtype, "micro-batches": micro_batches, "text": text}
+    own["quant"] = None if quant == UNQUANTIZED else quant
+    script = [word for name, value in own.items() if value is not None for word in (f"--{name}", str(value))]
     train(["--capture", output, *capture_arguments(settings)], script=script, num_ranks=num_ranks)
     show(output, storage_options=settings.get("storage_options"))
 

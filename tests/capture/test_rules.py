@@ -29,7 +29,7 @@ KNOWN = ("linear", "attention", "embedding", "hidden")
     ],
 )
 def test_a_rule_is_read_as_it_is_written(text: str, rules: list[dict[str, str]]) -> None:
-    assert parse_rules(text, label="--select") == rules
+    assert parse_rules(text) == rules
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_rule_is_read_as_it_is_written(text: str, rules: list[dict[str, str]])
 )
 def test_a_text_that_is_no_rule_is_refused_where_it_goes_wrong(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
-        parse_rules(text, label="--select")
+        parse_rules(text)
 
 
 @given(
@@ -63,7 +63,7 @@ def test_any_text_can_stand_in_quotes(rule: dict[str, str]) -> None:
     for quote in "'\"":
         quoted = {name: value.replace("\\", "\\\\").replace(quote, "\\" + quote) for name, value in rule.items()}
         text = " ".join(f"{name}={quote}{value}{quote}" for name, value in quoted.items())
-        assert parse_rules(text, label="--select") == [rule]
+        assert parse_rules(text) == [rule]
 
 
 @given(st.text(max_size=60))

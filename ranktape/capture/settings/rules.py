@@ -164,14 +164,14 @@ def cadence_of(options: Settings) -> Cadence:
     return Cadence(start=options.start, beats=tuple(beats), first=options.first_iteration)
 
 
-def parse_rules(text: str, *, label: str) -> list[dict[str, str]]:
-    """The rules of a text, each with the text of every name; `label` is what messages call the text.
+def parse_rules(text: str) -> list[dict[str, str]]:
+    """The rules of a text, each with the text of every name.
 
     Raises:
         UsageError: it is none; says where, and what was expected there.
     """
     if len(text) > MAX_LENGTH:
-        raise UsageError(f"{label} has {len(text)} characters: give at most {MAX_LENGTH}")
+        raise UsageError(f"--select has {len(text)} characters: give at most {MAX_LENGTH}")
     rules: list[dict[str, str]] = [{}]
     start = 0
     while True:
@@ -179,7 +179,7 @@ def parse_rules(text: str, *, label: str) -> list[dict[str, str]]:
         if match is None:
             rest = text[start:].lstrip()
             raise UsageError(
-                f"{label}: expected NAME=VALUE at character {len(text) - len(rest) + 1}, found {rest[:_CONTEXT]!r}: "
+                f"--select: expected NAME=VALUE at character {len(text) - len(rest) + 1}, found {rest[:_CONTEXT]!r}: "
                 f"write a rule as in \"layer_type=attention every=100 where='call > 0'\""
             )
         start = match.end()
@@ -190,11 +190,13 @@ def parse_rules(text: str, *, label: str) -> list[dict[str, str]]:
             continue
         name = match["name"].replace("-", "_")
         if name in rules[-1]:
-            raise UsageError(f"{label} says {name} twice in one rule: separate alternatives with commas")
+            raise UsageError(f"--select says {name} twice in one rule: separate alternatives with commas")
         quoted = match["single"] if match["single"] is not None else match["double"]
         rules[-1][name] = match["bare"] if quoted is None else re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL)
     if not all(rules):
-        raise UsageError(f"{label} {text[:_CONTEXT]!r} has a rule that says nothing: write NAME=VALUE, or leave it out")
+        raise UsageError(
+            f"--select {text[:_CONTEXT]!r} has a rule that says nothing: write NAME=VALUE, or leave it out"
+        )
     return rules
 
 
@@ -209,7 +211,7 @@ def rule_words(given: Any) -> list[dict[str, Any]]:
         if isinstance(rule, str):
             rules += [
                 {name: split_texts([text]) if name in FIELDS else text for name, text in words.items()}
-                for words in parse_rules(rule, label="--select")
+                for words in parse_rules(rule)
             ]
             continue
         if not isinstance(rule, Mapping):

@@ -130,7 +130,14 @@ class Committer:
                 waits_in = self._spill.place
                 failure = f"it waits in {waits_in} for 'ranktape push', as the store did not take it ({why})"
         if failure is None:
-            self._committed(staged)
+            self.num_committed += 1
+            if staged.num_counted:
+                self._say(
+                    notice=f"iteration {staged.iteration}: {staged.num_counted} of {staged.num_tensors} tensors are "
+                    f"kept as histograms, as the store was too slow for their values"
+                )
+            self._had_word(staged.iteration)
+            self._settle()
         else:
             lacks_space = staged.lacks_space and waits_in is None
             self._mark(
@@ -161,16 +168,6 @@ class Committer:
         finally:
             for slot in (*left.words, *left.tensors):
                 self._ring.free(slot)
-
-    def _committed(self, staged: Staged) -> None:
-        self.num_committed += 1
-        if staged.num_counted:
-            self._say(
-                notice=f"iteration {staged.iteration}: {staged.num_counted} of {staged.num_tensors} tensors are kept "
-                f"as histograms, as the store was too slow for their values"
-            )
-        self._had_word(staged.iteration)
-        self._settle()
 
     def _mark(self, word: _OwedMark) -> None:
         self._say(problem=f"iteration {word.iteration} is not stored by rank {self._rank}: {word.reason}")

@@ -151,18 +151,15 @@ class Coordinator:
                 continue
             progress = self._look()
             pause, seen = _pause_after(pause, is_news=progress != seen), progress
-            if progress is not None:
-                self._owes_plan = not self._decided(progress)
-
-    def _decided(self, progress: Progress) -> bool:
-        """Whether what follows from the progress could be announced."""
-        try:
-            self._decide(progress)
-        except StorageError as error:
-            self.problems["plan"] = str(error)
-            return False
-        self.problems.pop("plan", None)
-        return True
+            if progress is None:
+                continue
+            try:
+                self._decide(progress)
+                self._owes_plan = False
+                self.problems.pop("plan", None)
+            except StorageError as error:  # it could not be announced
+                self._owes_plan = True
+                self.problems["plan"] = str(error)
 
     def _look(self) -> Progress | None:
         with self._lock:

@@ -188,19 +188,10 @@ class Storer:
         if is_idle:
             self.rank_writer.abandon(staged.iteration)
 
-    def interrupt(self, staged: Staged) -> int:
-        """The iteration will have no end: wait for its tensors, and forget it; how many were stored or held."""
-        for future in staged.futures:
-            future.result()
-        with self._lock:
-            self._open.pop(staged.iteration, None)
-        self.rank_writer.abandon(staged.iteration)
-        return staged.num_stored
+    def finish(self, staged: Staged, commit: Callable[[], None] | None = None) -> str | None:
+        """Wait until the tensors of an iteration are stored or held, then commit it, or forget it where it has no end.
 
-    def finish(self, staged: Staged, commit: Callable[[], None]) -> str | None:
-        """Wait until the tensors of an iteration are stored or held, then commit it; why that could not be done.
-
-        None says that it is committed.
+        Why it could not be committed; None says that it is.
         """
         for future in staged.futures:
             future.result()
@@ -208,8 +199,9 @@ class Storer:
 
         def work() -> None:
             nonlocal is_committed
-            with self.trying(staged, is_held=True):
-                commit()
+            if commit is not None:
+                with self.trying(staged, is_held=True):
+                    commit()
             is_committed = True
 
         self._run(staged, work)
