@@ -5,7 +5,16 @@ All are `RanktapeError`s: what a user can cause or must know, never shown with a
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar
+
+
+def nearest(name: str, known: Collection[str], *, otherwise: str = "use one of", cutoff: float = 0.5) -> str:
+    """The way out where a name is not known: the one that is nearest to it, else all that are."""
+    import difflib
+
+    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else f"{otherwise} {', '.join(known)}"
 
 
 class RanktapeError(Exception):

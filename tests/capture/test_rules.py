@@ -123,7 +123,7 @@ def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
         ({"layer_idx": "3-0"}, "ends before it begins"),
         ({"layer_idx": {"a": 1}}, "is not something a field can hold"),
         ({"operation": "foward"}, "operation 'foward' is not allowed: did you mean forward?"),
-        ({"operation": "x"}, "operation 'x' is not allowed: give forward or backward"),
+        ({"operation": "x"}, "operation 'x' is not allowed: give one of forward, backward"),
         ({"mode": "test"}, "--mode test is not allowed: give one of train, eval"),
         ({"start": -1}, "--start-at -1 is not allowed: give 0 or more"),
         ({"every": 0}, "--every 0 is not allowed: give 1 or more"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
 from ranktape.analyze.numerics.histograms.histogram import Histogram, Limits, Tallies, scan, scan_histogram
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES, Scaling, parse_scheme
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
-from ranktape.errors import UsageError
+from ranktape.errors import UsageError, nearest
 from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import EXTREMES, Keep
 
@@ -293,8 +292,7 @@ def _scaled(end: float, exponent: int) -> float:
 
 def _parse_scaling(name: str) -> Scaling:
     if name not in SCALINGS:
-        near = difflib.get_close_matches(name, SCALINGS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(SCALINGS)}"
+        hint = nearest(name, SCALINGS, otherwise="give one of", cutoff=0.6)
         raise UsageError(f"--scaling {name!r} is not allowed: {hint}")
     return Scaling(name)
 

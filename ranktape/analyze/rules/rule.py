@@ -9,7 +9,6 @@ selection about what the catalogue knows of records. A file of rules is a YAML l
 from __future__ import annotations
 
 import contextlib
-import difflib
 import enum
 import re
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ranktape.analyze.findings.finding import Severity
-from ranktape.errors import UsageError
+from ranktape.errors import UsageError, nearest
 from ranktape.storage.places.failures import printable
 from ranktape.storage.query.where import Where, parse_where
 from ranktape.yaml_file import parse_yaml, read_text
@@ -220,8 +219,7 @@ def _rule(entry: Any, *, place: str) -> GateRule:
     values = {}
     for key, value in entry.items():
         if key not in _PARSERS:
-            near = difflib.get_close_matches(key, _PARSERS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(_PARSERS)}"
+            hint = nearest(key, _PARSERS, otherwise="use", cutoff=0.6)
             raise UsageError(f"{shown}: unknown key {_shown(key)}: {hint}")
         try:
             values[key] = _PARSERS[key](value)

@@ -7,16 +7,15 @@ or `RANKTAPE_CAPTURE_CONFIG` names, then the defaults of `CaptureOptions`.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import FIELDS
 from ranktape.capture.settings.table import SETTINGS, SWITCH_WORDS, Setting, is_given, shown, split_texts
-from ranktape.errors import UsageError
+from ranktape.errors import UsageError, nearest
 from ranktape.storage.places.urls import parse_storage_options
 
 DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
@@ -128,7 +127,7 @@ def with_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     known = [setting.name for setting in SETTINGS]
     if unknown := sorted(set(values) - set(known)):
-        raise UsageError(f"{unknown[0]!r} is no option of a capture: {_nearest(unknown[0], known)}")
+        raise UsageError(f"{unknown[0]!r} is no option of a capture: {nearest(unknown[0], sorted(known))}")
     path = values.get("capture_config")
     if path is None or values.keys() >= set(known):
         return dict(values)  # the latter were resolved already
@@ -155,7 +154,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
             continue
         setting = _BY_ALIAS.get(name)
         if setting is None:
-            raise UsageError(f"{file}: there is no setting {key!r:.60}: {_nearest(name, (*_BY_ALIAS, _URL))}")
+            raise UsageError(f"{file}: there is no setting {key!r:.60}: {nearest(name, sorted((*_BY_ALIAS, _URL)))}")
         if setting.name in values:
             raise UsageError(f"{file}: {setting.name} is given twice, by two of its names: give it once")
         if setting.name == "capture_config":
@@ -186,7 +185,7 @@ def stray_variables(environment: Mapping[str, str] | None = None) -> list[str]:
     variables = os.environ if environment is None else environment
     known = {*OTHER_VARIABLES, *(PREFIX + alias.upper() for alias in _BY_ALIAS)}
     return [
-        f"the environment has {name}, which is no setting: {_nearest(name, known)}"
+        f"the environment has {name}, which is no setting: {nearest(name, sorted(known))}"
         for name in sorted(variables)
         if name.startswith(PREFIX) and name not in known
     ]
@@ -224,11 +223,6 @@ def _of_text(setting: Setting, text: str, *, label: str) -> Any:
         return setting.kind(text)
     except ValueError as error:
         raise UsageError(f"{label}={text!r:.60} is not allowed: set it to a number") from error
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"use one of {', '.join(sorted(known))}"
 
 
 _DEST = "capture_"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from ranktape.capture.settings.rules import (
     rule_words,
 )
 from ranktape.capture.settings.table import SETTINGS, Settings, is_given
-from ranktape.errors import UsageError
+from ranktape.errors import UsageError, nearest
 from ranktape.storage.format.record_info import Keep, Mode
 from ranktape.storage.query.columns import StringColumn, glob
 
@@ -128,9 +127,8 @@ def check_layer_types(options: CaptureOptions, *, known: Sequence[str]) -> None:
     """
     unknown = [] if options.manual else [one for one in options.wanted_layer_types if not any(map(glob(one), known))]
     for pattern in unknown:
-        near = difflib.get_close_matches(pattern, known, n=1)
-        if near or len(unknown) == len(options.wanted_layer_types):
-            hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(known)}"
+        hint = nearest(pattern, known, otherwise="give one of", cutoff=0.6)
+        if hint.startswith("did you") or len(unknown) == len(options.wanted_layer_types):
             raise UsageError(f"no kind of layer is called {pattern!r:.60} (--layer-type): {hint}")
 
 

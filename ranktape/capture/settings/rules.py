@@ -17,7 +17,6 @@ ever run.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -28,7 +27,7 @@ import numpy as np
 
 from ranktape.capture.settings.cadence import Beat, Cadence
 from ranktape.capture.settings.table import COLLECTIONS, MAX_NUMBER, SETTINGS, Settings, is_given, shown, split_texts
-from ranktape.errors import UnknownFieldError, UsageError
+from ranktape.errors import UnknownFieldError, UsageError, nearest
 from ranktape.fields import FieldKind, field_names
 from ranktape.storage.format.record_info import Keep, Mode, Operation
 from ranktape.storage.query.columns import NumberRange, StringColumn, glob
@@ -301,8 +300,7 @@ def _checked_filter(name: str, value: Any) -> Filter:
     for text in found.alternatives if name in CLOSED else ():
         allowed = CLOSED[name]
         if not any(map(glob(str(text)), allowed)):
-            near = difflib.get_close_matches(str(text), allowed, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"give {' or '.join(allowed)}"
+            hint = nearest(str(text), allowed, otherwise="give one of", cutoff=0.6)
             raise UsageError(f"{name} {text!r:.60} is not allowed: {hint}")
     return found
 
@@ -336,9 +334,7 @@ def _check_names(names: Sequence[str], *, others: Sequence[str]) -> None:
                 f"{name} is not known yet when a tensor is captured: choose by {', '.join(FIELDS)}, "
                 f"and by {name} when the run is read"
             )
-        near = difflib.get_close_matches(name, (*FIELDS, *others), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join((*FIELDS, *others))}"
-        raise UnknownFieldError(f"tensors have no field {name!r:.60}: {hint}")
+        raise UnknownFieldError(f"tensors have no field {name!r:.60}: {nearest(name, (*FIELDS, *others))}")
 
 
 def _no_rows(name: str, /) -> Column:
