@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,83 +42,48 @@ def mends(report: RepairReport) -> list[Mend | None]:
     return [finding.mend for finding in report.done]
 
 
-def lose_marker_to_another(path: Path) -> None:
-    """The rank did not know that its commit had arrived."""
-    (marker,) = path.glob("attempt*/commits/iter_00000010/rank_00001.committed")
-    attempt = marker.parents[2]
-    shutil.rmtree(marker)
-    write_group(open_backend(path), f"{attempt.name}/commits/iter_00000010/rank_00001.failed", {"reason": "no answer"})
+COMMIT = "iterations/iter_00000010/zarr.json"
+MARKER = "commits/iter_00000010/rank_0000{}.committed/zarr.json"
+# Those of an array, of a stack, and of a group between.
+MEMBERS: dict[str, Callable[[bytes], bytes] | None] = {
+    "rank_00000/iter_00000010/large*/zarr.json": lambda _: b"{}",
+    "rank_00000/iter_00000010/stack*/zarr.json": None,
+    f"rank_00000/iter_00000010/{LONG_NAME[:20]}*/zarr.json": None,
+}
+DAMAGES: dict[str, dict[str, Callable[[bytes], bytes] | None]] = {
+    "marker": {MARKER.format(1): None},
+    "iteration commit": {COMMIT: None},
+    "damaged iteration commit": {COMMIT: lambda old: old.replace(b'"num_records":12', b'"num_records":13')},
+    "merged catalogue": {"iterations/iter_00000010/c.0": None},
+    "documents of a commit": MEMBERS,
+    "documents of groups": {
+        f"{group}/zarr.json": None for group in ("commits", "dropped", "commits/iter_00000000", "rank_00001")
+    },
+    # The marker can be restored only after the document has been.
+    "marker and documents": {MARKER.format(0): lambda _: b"", **MEMBERS, COMMIT: None},
+}
+"""Of objects of an attempt: what becomes of their content; None for one that is lost."""
 
 
-def lose_marker(path: Path) -> None:
-    """A marker of a complete iteration."""
-    (marker,) = path.glob("attempt*/commits/iter_00000010/rank_00001.committed/zarr.json")
-    marker.unlink()
+def damage(path: Path, name: str) -> None:
+    for pattern, change in DAMAGES[name].items():
+        (file,) = path.glob(f"attempt*/{pattern}")
+        if change is None:
+            file.unlink()
+        else:
+            file.write_bytes(change(file.read_bytes()))
 
 
-def lose_iteration_commit(path: Path) -> None:
-    """The document of an iteration commit."""
-    (document,) = path.glob("attempt*/iterations/iter_00000010/zarr.json")
-    document.unlink()
-
-
-def damage_iteration_commit(path: Path) -> None:
-    """The document of an iteration commit."""
-    (document,) = path.glob("attempt*/iterations/iter_00000010/zarr.json")
-    document.write_bytes(document.read_bytes().replace(b'"num_records":12', b'"num_records":13'))
-
-
-def lose_merged_catalogue(path: Path) -> None:
-    """The object of an iteration commit."""
-    (catalogue,) = path.glob("attempt*/iterations/iter_00000010/c.0")
-    catalogue.unlink()
-
-
-def damage_documents_of_a_commit(path: Path) -> None:
-    """Those of an array, of a stack, and of a group between."""
-    (array,) = path.glob("attempt*/rank_00000/iter_00000010/large*/zarr.json")
-    array.write_bytes(b"{}")
-    (stack,) = path.glob("attempt*/rank_00000/iter_00000010/stack*/zarr.json")
-    stack.unlink()
-    (group,) = path.glob(f"attempt*/rank_00000/iter_00000010/{LONG_NAME[:20]}*/zarr.json")
-    group.unlink()
-
-
-def lose_documents_of_groups(path: Path) -> None:
-    """Those that say nothing but that there is a group."""
-    for pattern in ("commits", "dropped", "commits/iter_00000000", "rank_00001"):
-        (group,) = path.glob(f"attempt*/{pattern}/zarr.json")
-        group.unlink()
-
-
-def damage_marker_and_document(path: Path) -> None:
-    """The marker can be restored only after the document has been."""
-    (marker,) = path.glob("attempt*/commits/iter_00000010/rank_00000.committed/zarr.json")
-    marker.write_bytes(b"")
-    damage_documents_of_a_commit(path)
-    lose_iteration_commit(path)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lose_marker,
-        lose_marker_to_another,
-        lose_iteration_commit,
-        damage_iteration_commit,
-        lose_merged_catalogue,
-        damage_documents_of_a_commit,
-        lose_documents_of_groups,
-        damage_marker_and_document,
-    ],
-    ids=lambda damage: damage.__name__,
-)
-def test_what_follows_from_the_rank_commits_is_restored(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("name", [*DAMAGES, "marker to another"])
+def test_what_follows_from_the_rank_commits_is_restored(tmp_path: Path, name: str) -> None:
     path = tmp_path / "run"
-    backend, _, _ = whole_run(str(path))
+    backend, attempt, _ = whole_run(str(path))
     values = [record.read().tobytes() for record in open_run(path).select()]
     commits = {key: data for key, data in contents(path).items() if "/rank_" in key and "commits" not in key}
-    damage(path)
+    damage(path, name.removesuffix(" to another"))
+    if name == "marker to another":
+        # The rank did not know that its commit had arrived.
+        write_group(backend, f"{attempt.path}/commits/iter_00000010/rank_00001.failed", {"reason": "no answer"})
     assert check_run(backend).errors
     before = contents(path)
     planned = repair_run(backend, dry_run=True)
@@ -229,7 +193,7 @@ def test_lost_values_are_left_and_named(tmp_path: Path) -> None:
     backend, _, _ = whole_run(str(path))
     (values,) = path.glob("attempt*/rank_00000/iter_00000010/large*/c.0.0")
     values.unlink()
-    lose_iteration_commit(path)
+    damage(path, "iteration commit")
     report = repair_run(backend, min_age_seconds=0)
     # An iteration whose values are lost is not called complete again.
     assert report.done == ()

@@ -70,8 +70,19 @@ def open_backend(
     _refuse_credentials(text)
     _check_options(protocol.lower(), storage_options or {})
     options = dict(storage_options or {})
-    client = _client(options.pop("client", None))
-    return _open_remote(text, client=client, options=options, timeout_seconds=timeout_seconds)
+    given = options.pop("client", None)
+    client = os.environ.get(_CLIENT_VARIABLE, "auto") if given is None else given
+    if client not in _CLIENTS:
+        source = _CLIENT_VARIABLE if given is None else "the storage option client"
+        raise UsageError(f"{source} is {client!r}: give one of {', '.join(_CLIENTS)}")
+    fsspec = _Fsspec(url=text, options=options)
+    config = None if client == "fsspec" else _obstore_config(text, options, is_required=client == "obstore")
+    if config is None:
+        return RetryingBackend(fsspec(), timeout_seconds=timeout_seconds)
+    from ranktape.storage.places.obstore_backend import ObstoreBackend
+
+    backend = ObstoreBackend(text, config=config, storage_options=options, fsspec=fsspec)
+    return RetryingBackend(backend, timeout_seconds=timeout_seconds, reopen=fsspec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -89,17 +100,6 @@ class _Fsspec:
         from ranktape.storage.places.remote import RemoteBackend
 
         return RemoteBackend(self.url, storage_options=self.options)
-
-
-def _open_remote(url: str, *, client: str, options: dict[str, Any], timeout_seconds: float) -> RetryingBackend:
-    fsspec_backend = _Fsspec(url=url, options=options)
-    config = None if client == "fsspec" else _obstore_config(url, options, is_required=client == "obstore")
-    if config is None:
-        return RetryingBackend(fsspec_backend(), timeout_seconds=timeout_seconds)
-    from ranktape.storage.places.obstore_backend import ObstoreBackend
-
-    backend = ObstoreBackend(url, config=config, storage_options=options, fsspec=fsspec_backend)
-    return RetryingBackend(backend, timeout_seconds=timeout_seconds, reopen=fsspec_backend)
 
 
 def _check_options(protocol: str, options: Any) -> None:
@@ -127,14 +127,6 @@ def _check_options(protocol: str, options: Any) -> None:
 
 def _wrong_option(name: str, value: object, allowed: str) -> UsageError:
     return UsageError(f"the storage option {name} is of the kind {type(value).__name__}: give {allowed}")
-
-
-def _client(option: Any) -> str:
-    client = os.environ.get(_CLIENT_VARIABLE, "auto") if option is None else option
-    if client not in _CLIENTS:
-        source = _CLIENT_VARIABLE if option is None else "the storage option client"
-        raise UsageError(f"{source} is {client!r}: give one of {', '.join(_CLIENTS)}")
-    return str(client)
 
 
 def _obstore_config(url: str, options: Mapping[str, Any], *, is_required: bool) -> StoreConfig | None:
