@@ -19,13 +19,15 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from ranktape.errors import StorageError, UsageError
 from ranktape.storage.places.backend import ObjectInfo, answered, range_within, seconds_left
 from ranktape.storage.places.failures import answer_of
-from ranktape.storage.places.obstore_options import StoreConfig
 from ranktape.storage.places.store import Result, StoreBackend
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
     from ranktape.storage.places.remote import RemoteBackend
+
+_KINDS: dict[str, Any] = {"s3": S3Store, "s3a": S3Store, "gs": GCSStore, "gcs": GCSStore, "az": AzureStore}
+"""By protocol."""
 
 _OWNER = os.getpid()
 """The process whose runtime obstore's threads are in."""
@@ -53,12 +55,18 @@ class ObstoreBackend(StoreBackend):
     """A run in a bucket; the `Backend` over obstore."""
 
     def __init__(
-        self, url: str, *, config: StoreConfig, storage_options: Mapping[str, Any], fsspec: Callable[[], RemoteBackend]
+        self,
+        url: str,
+        *,
+        config: Mapping[str, Any],
+        storage_options: Mapping[str, Any],
+        fsspec: Callable[[], RemoteBackend],
     ) -> None:
-        super().__init__(url, secrets={**config.values, **storage_options})
+        super().__init__(url, secrets={**config, **storage_options})
         self._config = config
         self._fsspec = fsspec
-        self._bucket, _, prefix = self.url.partition("://")[2].partition("/")
+        self._protocol, _, path = self.url.partition("://")
+        self._bucket, _, prefix = path.partition("/")
         self._root = f"{prefix.strip('/')}/".lstrip("/")
         self._stores: dict[tuple[int, bool], ObjectStore] = {}
         if not self._bucket:
@@ -66,7 +74,7 @@ class ObstoreBackend(StoreBackend):
 
     def list_debris(self) -> list[ObjectInfo]:
         """Multipart uploads that were begun and neither completed nor given up, where S3 is spoken."""
-        return self._fsspec().list_debris() if self._config.protocol == "s3" else []
+        return self._fsspec().list_debris() if _KINDS[self._protocol] is S3Store else []
 
     def remove_debris(self, debris: Sequence[ObjectInfo]) -> None:
         """Give up multipart uploads."""
@@ -148,18 +156,17 @@ class ObstoreBackend(StoreBackend):
         return store
 
     def _make(self, seconds: float, *, is_upload: bool) -> ObjectStore:
-        kinds: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
         client_options: dict[str, Any] = {
-            "allow_http": self._config.allows_http,
+            "allow_http": str(self._config.get("endpoint")).startswith("http://"),
             "timeout": dt.timedelta(seconds=seconds),
             "connect_timeout": dt.timedelta(seconds=min(seconds, _CONNECT_SECONDS)),
         }
         if not is_upload:
             # obstore counts the time in which a body is sent as silence of the server.
             client_options["read_timeout"] = dt.timedelta(seconds=min(seconds, _SILENCE_SECONDS))
-        store: ObjectStore = kinds[self._config.protocol](
+        store: ObjectStore = _KINDS[self._protocol](
             self._bucket,
-            config=self._config.values,
+            config=self._config,
             client_options=client_options,
             retry_config={"max_retries": 0},  # one who retries is enough: `retry.py`
         )
