@@ -121,13 +121,12 @@ _STORE = {FieldKind.JSON: _json, FieldKind.CHECKSUM: crc_of, "numel": math.prod,
 """From a value of an entry to that of a column, by the column's name or its kind; others stay what they are."""
 
 
-def columns_of(entries: Sequence[CatalogueEntry], *, is_checked: bool = True) -> dict[str, Column]:
-    """The stored columns of entries, in their order.
+def columns_of(found: Mapping[str, Sequence[Any]], *, is_checked: bool = True) -> dict[str, Column]:
+    """The stored columns of what records have, by the columns' names; a column of no records may be left out.
 
     Raises:
-        ArithmeticError, AttributeError, TypeError, ValueError: an entry is checked, and says what no record does.
+        ArithmeticError, AttributeError, TypeError, ValueError: it is checked, and says what no record does.
     """
-    found = dict(zip(KINDS, zip(*map(_values, entries), strict=True), strict=False))
     columns: dict[str, Column] = {}
     for name, kind in KINDS.items():
         store: Any = _STORE.get(name) or _STORE.get(kind)
@@ -156,7 +155,8 @@ def _check_column(name: str, column: np.ndarray[Any, Any]) -> None:
 
 def encode_catalogue(entries: Sequence[CatalogueEntry]) -> bytes:
     """The npz archive that holds the entries as columns, in their order."""
-    return pack_columns(columns_of(entries, is_checked=False).items())
+    found = dict(zip(KINDS, zip(*map(_values, entries), strict=True), strict=False))
+    return pack_columns(columns_of(found, is_checked=False).items())
 
 
 def encode_text(values: Sequence[str]) -> StringColumn:

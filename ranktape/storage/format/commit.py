@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Mapping
@@ -31,8 +32,8 @@ from ranktape.storage.format.documents import (
     read_document,
     write_group,
 )
-from ranktape.storage.format.layout import Mark, TensorSite, site_path
-from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.format.layout import SITE_FIELDS, Mark, TensorSite, site_path
+from ranktape.storage.format.record_info import EXTREMES, RecordInfo
 from ranktape.storage.format.validation import Fields, check_document, check_records, used_texts
 from ranktape.storage.query.columns import values_of
 
@@ -202,8 +203,7 @@ def parse_commit(document: Mapping[str, Any], *, place: str, attempt: str) -> Ra
     fields = Fields(document.get("attributes", {}), place=place)
     try:
         members = document.get("consolidated_metadata", {}).get("metadata", {})
-        entries = [entry for name, member in members.items() for entry in entries_of(name, member)]
-        columns = columns_of(sorted(entries, key=lambda entry: (entry.info.counter, entry.site)))
+        columns = columns_of(_recorded(members))
         catalogue = Catalogue(columns, place=place, attempt=attempt)
         check_records(columns.__getitem__)
         for name, kind in KINDS.items():
@@ -237,6 +237,52 @@ def entries_of(name: str, member: Mapping[str, Any]) -> list[CatalogueEntry]:
         CatalogueEntry(site=site_path(TensorSite.of(info)), stack=name, index=index, info=info)
         for index, info in enumerate(infos)
     ]
+
+
+def _recorded(members: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What the documents of a commit's arrays say, column by column, in the order of recording.
+
+    As `entries_of`, in a quarter of the time: a record is never made.
+    """
+    values: dict[str, list[Any]] = {name: [] for name in KINDS}
+    for member, document in members.items():
+        if document["node_type"] != "array" or member == layout.CATALOGUE:
+            continue
+        attributes = document["attributes"]
+        is_stack = "captures" in attributes
+        common, captures = (attributes["common"], attributes["captures"]) if is_stack else ({}, [attributes])
+        number = len(captures)
+        places: dict[str, list[Any]] = {
+            "stack": [member if is_stack else ""] * number,
+            "site": ["" if is_stack else member] * number,
+            "index": [*range(number)] if is_stack else [-1],
+        }
+        for name in KINDS:
+            first, *inner = ("shape" if name == "numel" else name).split(".")
+            if name in places:
+                found = places[name]
+            elif any(first in capture for capture in captures):
+                found = [(capture if first in capture else common)[first] for capture in captures]
+            else:
+                found = [common[first]] * number
+            for step in inner:
+                found = [one[step] for one in found]
+            values[name] += found
+    values["shape"] = values["numel"] = [*map(tuple, values["shape"])]
+    for name in EXTREMES:
+        # Infinities are texts in JSON.
+        column = values[f"overflow.{name}"]
+        column[:] = [float(one) if isinstance(one, str) else one for one in column]
+    sites = map(_site_path, *(values[name] for name in SITE_FIELDS))
+    values["site"] = [name or site for name, site in zip(values["site"], sites, strict=True)]
+    keys = list(zip(values["counter"], values["site"], strict=True))
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    return {name: [column[row] for row in order] for name, column in values.items()}
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _site_path(*fields: Any) -> str:
+    return site_path(TensorSite(**dict(zip(SITE_FIELDS, fields, strict=True))))
 
 
 def _lost(backend: Backend, group: str, *, rank: int, iteration: int) -> DataError:
