@@ -120,7 +120,7 @@ def test_the_catalogue_is_a_frame(run: Run) -> None:
 
 def test_without_pandas_and_xarray_it_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     record = run.select()[0]
-    monkeypatch.delitem(sys.modules, "ranktape.storage.records.labelled_record", raising=False)
+    monkeypatch.delitem(sys.modules, "ranktape.storage.records.labelled", raising=False)
     for name in ("pandas", "xarray"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=r"to_pandas\(\) needs pandas .*pip install 'ranktape\[notebook\]'"):

@@ -217,6 +217,7 @@ def test_without_the_extra_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     records = make_run(tmp_path / "run")
+    monkeypatch.delitem(sys.modules, "ranktape.storage.records.labelled")
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(UsageError, match=r"pip install 'ranktape\[dask\]'"):
         records.stack()

@@ -57,6 +57,15 @@ class Keep(enum.StrEnum):
     STATISTICS = "statistics"
     """What its finite values add up to: `ranktape.storage.format.statistics`."""
 
+    def not_kept(self, wanted: Keep) -> str:
+        """What to say where this was kept and something else is wanted: what reads it."""
+        verb, reader = {
+            Keep.VALUES: ("were", "read"),
+            Keep.HISTOGRAM: ("was", "counts"),
+            Keep.STATISTICS: ("were", "statistics"),
+        }[self]
+        return f"the {self} {verb} kept, not the {wanted}: use {reader}()"
+
 
 def check_term(value: str, *, field: str) -> str:
     """Return `value` if it can stand in an open vocabulary (`layer_type`, `phase`, `component`, ...).

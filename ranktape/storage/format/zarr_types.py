@@ -49,13 +49,10 @@ def register_on_import() -> None:
     Never raises, and never makes `import zarr` fail: a failure of ours is reported as a RuntimeWarning. Safe to
     call from any thread, and more than once.
     """
-    if _AWAITED in sys.modules:
-        _register_and_report()
-        return
     with _lock:
-        if not any(isinstance(finder, _AwaitZarr) for finder in sys.meta_path):
+        if _AWAITED not in sys.modules and not any(isinstance(finder, _AwaitZarr) for finder in sys.meta_path):
             sys.meta_path.insert(0, _AwaitZarr())
-    # Another thread may have imported zarr since the first look, past a finder that was not there yet.
+    # Looked at again: another thread may have imported zarr past a finder that was not there yet.
     if _AWAITED in sys.modules:
         _stop_waiting()
         _register_and_report()

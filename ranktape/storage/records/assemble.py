@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,11 +19,29 @@ from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchErr
 from ranktape.storage.format.dtypes import dtype_row, round_once, to_torch
 from ranktape.storage.format.layout import TensorSite
 from ranktape.storage.format.record_info import Keep
-from ranktape.storage.records.interfaces import AnyRecord, ReadableRecord
 from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
 
 if TYPE_CHECKING:
     import torch
+
+    from ranktape.storage.format.record_info import RecordInfo
+
+
+class ReadableRecord(Protocol):
+    """A record of which values can be read."""
+
+    @property
+    def info(self) -> RecordInfo:
+        """Its identity."""
+        ...
+
+    def read(self, sample: int | None = None) -> np.ndarray[Any, Any]:
+        """Its values, or those of one sample."""
+        ...
+
+
+AnyRecord = TypeVar("AnyRecord", bound=ReadableRecord)
+"""The kind of record that a view is made of."""
 
 _MAX_CELLS = 1 << 22
 """Of the grid on which it is seen whether parts cover a tensor: a mesh of many thousand ranks has as many."""

@@ -19,7 +19,7 @@ from ranktape.storage.format.record_info import EXTREMES, FIELDS, TALLY_KINDS
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
 
-    from ranktape.storage.records.interfaces import RecordColumns
+    from ranktape.storage.records.labelled import RecordColumns
 
 _INT64 = np.iinfo(np.int64)
 

@@ -1,7 +1,7 @@
 """Records as labelled arrays of xarray, whose values are read when they are used.
 
 Each field that tells the records apart is a dimension, before those of the tensors. A chunk is one record; where one
-sample of it is taken, no more than the sample is read.
+sample of it is taken, no more than the sample is read. Imports xarray.
 """
 
 from __future__ import annotations
@@ -9,22 +9,37 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import xarray
+from xarray.backends import BackendArray
+from xarray.core import indexing
 
 from ranktape.errors import RunFormatError, UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.format.validation import check_sample_ids
-from ranktape.storage.records.interfaces import otherwise_kept
 
 if TYPE_CHECKING:
-    import xarray
+    from ranktape.storage.records.assemble import ReadableRecord
 
-    from ranktape.storage.records.interfaces import ReadableRecord, RecordColumns
+
+class RecordColumns(Protocol):
+    """A selection of records as columns."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> ReadableRecord: ...
+
+    def __iter__(self) -> Iterator[ReadableRecord]: ...
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        """One field of all of them."""
+        ...
+
 
 _PLACE = (
     *("layer_idx", "layer_stack", "module", "layer_type", "operation"),
@@ -99,6 +114,34 @@ class RecordGrid:
         return values[(*inner[:dim], slice(None), *inner[dim + 1 :])]
 
 
+class _LazyRecord(BackendArray):
+    """The values of a record, as xarray asks for parts of a file."""
+
+    def __init__(self, record: ReadableRecord) -> None:
+        self._grid = RecordGrid([record], np.zeros((), dtype=np.int64))
+        self.dtype, self.shape = self._grid.dtype, self._grid.shape
+
+    def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
+        # Places and slices alone: what is chosen of them by lists is chosen after the reading.
+        return indexing.explicit_indexing_adapter(
+            key, self.shape, indexing.IndexingSupport.BASIC, self._grid.__getitem__
+        )
+
+
+def record_array(record: ReadableRecord) -> xarray.DataArray:
+    """The values under the names of their dimensions; `attrs` are the record's fields, samples have their identifiers.
+
+    Nothing is read before it is used. One sample is read alone.
+    """
+    info = record.info
+    fields = info.to_json()
+    ids = fields.pop("sample_ids")
+    values = xarray.Variable(own_names(record), indexing.LazilyIndexedArray(_LazyRecord(record)))
+    is_labelled = ids is not None and info.sample_dim is not None and len(ids) == info.shape[info.sample_dim]
+    coordinates = {SAMPLE: (SAMPLE, labels_of(ids))} if is_labelled else {}
+    return xarray.DataArray(values, coords=coordinates, name=info.tensor_name, attrs=fields)
+
+
 def stack_records(records: RecordColumns) -> xarray.DataArray:
     """The records as one array over the fields in which they differ and the tensors' own dimensions; nothing is read.
 
@@ -109,7 +152,6 @@ def stack_records(records: RecordColumns) -> xarray.DataArray:
     """
     try:
         import dask.array
-        import xarray
     except ImportError as error:
         raise UsageError(f"stack() needs dask and xarray ({error}): pip install 'ranktape[dask]'") from error
     if not len(records):
@@ -146,7 +188,7 @@ def _check_alike(records: RecordColumns) -> None:
                 f"select one of them first, such as .select({name}={values[0]!r})"
             )
     if records[0].info.keep != Keep.VALUES:
-        raise UsageError(f"of these records {otherwise_kept(records[0].info.keep, wanted=Keep.VALUES)} of each")
+        raise UsageError(f"of these records {Keep(records[0].info.keep).not_kept(Keep.VALUES)} of each")
 
 
 def _dim(records: RecordColumns, name: str) -> _Dim:

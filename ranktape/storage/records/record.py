@@ -13,7 +13,6 @@ from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, unpack_b
 from ranktape.storage.format.dtypes import to_torch
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.format.statistics import Statistics
-from ranktape.storage.records.interfaces import expect
 from ranktape.storage.records.notebook import fields_html
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ class Record(_Fields):
             DataError: bytes are missing, or are not those captured.
             UsageError: there is no such sample, the tensor has no samples, or its values were not kept.
         """
-        expect(self, Keep.VALUES)
+        self._expect(Keep.VALUES)
         index = None if sample is None else self._checked_sample(sample)
         return self._reader.read(self, sample=None if self.info.sample_dim is None else index)
 
@@ -147,7 +146,7 @@ class Record(_Fields):
             DataError: bytes are missing, or are not those captured.
             UsageError: the values were not kept.
         """
-        expect(self, Keep.VALUES)
+        self._expect(Keep.VALUES)
         return self._reader.parts(self)
 
     def counts(self) -> np.ndarray[Any, Any]:
@@ -157,7 +156,7 @@ class Record(_Fields):
             DataError: bytes are missing, or are not those written.
             UsageError: something else was kept.
         """
-        expect(self, Keep.HISTOGRAM)
+        self._expect(Keep.HISTOGRAM)
         return self._reader.read(self, sample=None)[:NUM_CODES]
 
     def block_counts(self, *, axis: str = BLOCK_AXES[0]) -> BlockCounts:
@@ -169,7 +168,7 @@ class Record(_Fields):
             DataError: bytes are missing, or are not those written.
             UsageError: something else was kept; blocks along that axis were not counted.
         """
-        expect(self, Keep.HISTOGRAM)
+        self._expect(Keep.HISTOGRAM)
         return _block_counts_in(self._reader.read(self, sample=None), record=self, axis=axis)
 
     def statistics(self) -> Statistics:
@@ -179,7 +178,7 @@ class Record(_Fields):
             DataError: bytes are missing, or are not those written.
             UsageError: something else was kept.
         """
-        expect(self, Keep.STATISTICS)
+        self._expect(Keep.STATISTICS)
         return _statistics_in(self._reader.read(self, sample=None), record=self)
 
     def tensor(self) -> torch.Tensor:
@@ -201,10 +200,10 @@ class Record(_Fields):
             UsageError: xarray is not installed, or the values were not kept.
         """
         try:
-            from ranktape.storage.records.labelled_record import record_array
+            from ranktape.storage.records.labelled import record_array
         except ImportError as error:
             raise UsageError(f"to_xarray() needs xarray ({error}): pip install 'ranktape[notebook]'") from error
-        expect(self, Keep.VALUES)
+        self._expect(Keep.VALUES)
         return record_array(self)
 
     def global_view(self, *, replicas: str = "check") -> GlobalView[Record]:
@@ -221,6 +220,10 @@ class Record(_Fields):
 
         siblings = [self] if self.info.placement is None else self._reader.siblings(self)
         return view_of(self, siblings=siblings, replicas=replicas)
+
+    def _expect(self, keep: Keep) -> None:
+        if self.info.keep != keep:
+            raise UsageError(f"of {self!r} {Keep(self.info.keep).not_kept(keep)}")
 
     def _checked_sample(self, sample: int) -> int:
         count = self.info.num_samples

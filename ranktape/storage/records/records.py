@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from ranktape.errors import UsageError
 from ranktape.storage.format.catalogue import COLUMNS, concatenate, read_rows
 from ranktape.storage.places.failures import printable
 from ranktape.storage.query.columns import StringColumn, equal_rows, rows_of
@@ -208,8 +209,10 @@ class Records(Sequence[Record]):
         Raises:
             UsageError: dask or xarray is not installed, the records are not of one form, or one is missing.
         """
-        from ranktape.storage.records.labelled import stack_records
-
+        try:
+            from ranktape.storage.records.labelled import stack_records
+        except ImportError as error:
+            raise UsageError(f"stack() needs dask and xarray ({error}): pip install 'ranktape[dask]'") from error
         return stack_records(self)
 
     def to_xarray(self) -> xarray.DataArray:
