@@ -154,7 +154,8 @@ class _Watched:
         With `is_due`, the gradients of what was not called are among them; evaluation has none.
         """
         has_gradients = self.is_training if self.is_called else is_due
-        roles = dict.fromkeys(role for role in self.known if has_gradients or role.operation != Operation.BACKWARD)
+        known = list(self.known)  # another thread may put hooks on it meanwhile
+        roles = dict.fromkeys(role for role in known if has_gradients or role.operation != Operation.BACKWARD)
         excused = set()
         for role, site in list(self.sites.items()):
             if site.is_met or site.hooked:

@@ -263,26 +263,22 @@ def test_gradients_that_are_left_out_by_their_call_are_not_missing(tmp_path: Pat
     assert 0 < status.num_expected <= status.num_records
 
 
-def test_a_gradient_of_a_call_that_is_wanted_is_missing_where_others_were_left_out() -> None:
+@pytest.mark.parametrize(
+    ("num_calls", "excused", "seen"),
+    [
+        pytest.param(3, [call(0)], [call(1)], id="others were left out"),
+        pytest.param(2, [], [call(0), dataclasses.replace(call(1), mode=Mode.EVAL)], id="seen in an evaluation"),
+    ],
+)
+def test_a_gradient_of_a_call_that_is_wanted_is_missing(num_calls: int, excused: list[Call], seen: list[Call]) -> None:
     expected, layer, grad = Expected(), source("layer"), role("grad_input", Operation.BACKWARD)
     expected.begin()
     expected.called(layer)
-    for index in range(3):
-        expected.site(layer, grad).hooked.add(call(index).key)
-    expected.excuse(layer, grad, call(0))
-    expected.site(layer, grad).seen.add(call(1).key)
-    (reason,) = expected.end()["silent_sites"].values()
-    assert reason == "no backward pass reached 1 of its 2 calls"
-
-
-def test_an_evaluation_with_gradients_is_not_taken_for_a_training_pass() -> None:
-    expected, layer, grad = Expected(), source("layer"), role("grad_input", Operation.BACKWARD)
-    expected.begin()
-    expected.called(layer)
-    for index in range(2):
-        expected.site(layer, grad).hooked.add(call(index).key)
-    expected.site(layer, grad).seen.add(call(0).key)
-    expected.site(layer, grad).seen.add(dataclasses.replace(call(1), mode=Mode.EVAL).key)
+    site = expected.site(layer, grad)
+    site.hooked.update(call(index).key for index in range(num_calls))
+    for one in excused:
+        expected.excuse(layer, grad, one)
+    site.seen.update(one.key for one in seen)
     (reason,) = expected.end()["silent_sites"].values()
     assert reason == "no backward pass reached 1 of its 2 calls"
 
@@ -306,20 +302,15 @@ def test_nothing_is_missing_in_inference(tmp_path: Path) -> None:
     assert [status.num_records for status in rows] == [6, 4]
 
 
-def source_of(number: int) -> Source:
-    return Source(module=f"part{number}", layer_type="linear", layer_idx=number, component="linear")
-
-
-INPUT = TensorRole(operation=Operation.FORWARD, phase="pre", tensor_name="input")
+INPUT = role("input")
 
 
 def test_a_source_of_which_an_iteration_has_nothing_is_forgotten_and_what_is_disabled_stays() -> None:
     expected = Expected()
-    call = Call(iteration=0, microbatch=0, index=0, compute_dtype="float32", batch_size=1)
-    gone, kept, broken = (source_of(number) for number in range(3))
+    gone, kept, broken = (source(f"part{number}") for number in range(3))
     expected.begin()
-    expected.site(gone, INPUT).seen.add(call.key)
-    sites = [expected.site(source, INPUT) for source in (gone, kept)]
+    expected.site(gone, INPUT).seen.add(call().key)
+    sites = [expected.site(one, INPUT) for one in (gone, kept)]
     expected.disable(broken, INPUT, "it broke")
     for _ in range(3):
         expected.end()
@@ -341,7 +332,7 @@ def test_a_source_of_which_an_iteration_has_nothing_is_forgotten_and_what_is_dis
 def test_the_forms_of_all_sites_together_are_bounded() -> None:
     expected = Expected()
     form = RecordForm(header="{", keep="values", nbytes=4, kept_nbytes=4, sample_dim=None, places=None)
-    sites = [expected.site(source_of(number), INPUT) for number in range(1000)]
+    sites = [expected.site(source(f"part{number}"), INPUT) for number in range(1000)]
     for number in range(MAX_ALL_FORMS):
         assert expected.keep_form(sites[number % len(sites)], number, form) is form
     assert sum(len(site.forms) for site in sites) == MAX_ALL_FORMS
@@ -353,7 +344,7 @@ def test_the_end_of_an_iteration_takes_steps_in_proportion_to_its_sources() -> N
     def num_steps(num_sources: int) -> int:
         expected = Expected()
         for number in range(num_sources):
-            expected.attach(source_of(number), [INPUT])
+            expected.attach(source(f"part{number}"), [INPUT])
         steps = 0
 
         def count(_frame: FrameType, _event: str, _argument: object) -> None:
@@ -377,7 +368,7 @@ def test_an_iteration_begins_while_other_threads_meet_new_sources() -> None:
 
     def meet() -> None:
         for number in range(5000):
-            expected.attach(source_of(number), [INPUT])
+            expected.attach(source(f"part{number}"), [INPUT])
 
     thread = threading.Thread(target=meet)
     sys.setswitchinterval(1e-6)

@@ -50,6 +50,11 @@ _SPARSE = 6
 class StandIn:
     """Stands for a function while an iteration is captured, and passes through at other times."""
 
+    hooks: ClassVar[FunctionHooks | None] = None
+    """Those of the iteration that is captured; None outside of one."""
+    known: ClassVar[dict[str, StandIn]] = {}
+    """All that have a dotted name."""
+
     def __init__(self, original: Callable[..., Any], role: FunctionRole, name: str = "") -> None:
         self.original = original
         self.role = role
@@ -58,7 +63,7 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the original gives."""
-        hooks = _Active.hooks
+        hooks = StandIn.hooks
         if hooks is None or is_traced():
             return self.original(*args, **kwargs)
         compute = functools.partial(self._compute, hooks) if self._name else self.original
@@ -74,13 +79,6 @@ class StandIn:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """By name, so that a model which has it can be pickled, and unpickled where we are not installed."""
         return (pkgutil.resolve_name, (self._name,)) if self._name else as_itself(self.original)
-
-
-class _Active:
-    """The hooks of the iteration that is captured; None outside of one."""
-
-    hooks: ClassVar[FunctionHooks | None] = None
-    replacements: ClassVar[dict[str, StandIn]] = {}
 
 
 class FunctionHooks:
@@ -118,7 +116,7 @@ class FunctionHooks:
         self._table = table_of(pairs)
         self._loaded = frozenset(sys.modules)
         self.places = replace_names(self._table)
-        _Active.hooks = self
+        StandIn.hooks = self
 
     def originals(self) -> AbstractContextManager[None]:
         """For a moment have the functions themselves under the names of modules."""
@@ -126,13 +124,13 @@ class FunctionHooks:
 
     def learn(self, root: nn.Module) -> None:
         """Know a model, which may hold functions; with the first one, replace them, as all is loaded that it needs."""
-        if _Active.hooks is not self:
+        if StandIn.hooks is not self:
             self._attach()
         self._undo += replace_in_model(root, self._table)
 
     def remove(self) -> None:
         """Put the originals back; what else has got hold of a replacement passes through it from now on."""
-        _Active.hooks = None
+        StandIn.hooks = None
         for undo in reversed(self._undo):
             undo()
         restore_names(self.places)
@@ -235,11 +233,11 @@ class FunctionHooks:
             self._undo.append(functools.partial(setattr, holder, attribute, original))
             setattr(holder, attribute, _giver(original, role))
             return []
-        known = _Active.replacements.get(name)
+        known = StandIn.known.get(name)
         if isinstance(original, StandIn):
             return []
         if known is None or known.original is not original or known.role is not role:
-            known = _Active.replacements[name] = StandIn(original, role, name)
+            known = StandIn.known[name] = StandIn(original, role, name)
         return [(original, known)]
 
     def _source(self, role: FunctionRole, owner: Owner | None = None) -> Source | None:

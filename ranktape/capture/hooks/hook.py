@@ -173,8 +173,7 @@ def restore_names(places: Places) -> None:
 def put_back(places: Places) -> Iterator[None]:
     """For a moment have the functions themselves under their names."""
     changed = [place for place in places if place[0].get(place[1]) is place[3]]
-    for namespace, name, old, _ in changed:
-        namespace[name] = old
+    restore_names(changed)
     try:
         yield
     finally:

@@ -68,8 +68,7 @@ class MasterWeights:
 
     def note_skip(self) -> None:
         """Say of the iteration why the optimizer's view is not in it: a gradient scaler has skipped its step."""
-        tally = self._recorder.tally
-        if tally is None or os.getpid() != self._owner or self._seen_iteration == tally.iteration:
+        if self._due() is None:
             return
         with self._recorder.guarded():
             for source, roles, _, _ in self._held():
@@ -82,16 +81,22 @@ class MasterWeights:
 
     @untraced
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Mapping[str, Any]) -> None:
-        tally = self._recorder.tally
-        if tally is None or os.getpid() != self._owner or self._seen_iteration == tally.iteration:
+        # Without a pass it is a step that initialises the optimizer.
+        iteration = self._due() if self._tracker.num_passes else None
+        if iteration is None:
             return
-        if self._tracker.num_passes == 0:
-            return  # a step that initialises the optimizer
-        self._seen_iteration = tally.iteration
+        self._seen_iteration = iteration
         with self._recorder.guarded():
             for source, roles, parameter, place in self._held():
                 with self._recorder.guarded(source, roles[0]):
                     self._record(source, roles, parameter, place, optimizer)
+
+    def _due(self) -> int | None:
+        """The iteration that is captured, where its weights were not seen yet."""
+        tally = self._recorder.tally
+        if tally is None or os.getpid() != self._owner or self._seen_iteration == tally.iteration:
+            return None
+        return tally.iteration
 
     def _held(self) -> Iterator[tuple[Source, tuple[TensorRole, TensorRole], nn.Parameter, _Place]]:
         """The weights and biases that there are, with what is recorded of each, and the module and its name of it."""
