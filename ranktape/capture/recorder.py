@@ -14,8 +14,7 @@ import torch
 from ranktape.capture.expected import Expected, Site
 from ranktape.capture.guard import Guard, StrictCaptureError, failure_text
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.passes.circumstances import TRANSFORMED, is_transformed
-from ranktape.capture.passes.passes import Call, dtype_name
+from ranktape.capture.passes.passes import TRANSFORMED, Call, dtype_name, is_transformed
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.settings.selecting import find_unmatched
 from ranktape.capture.sites import IterationTally, RecordForm, form_of, ids_at, narrow

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ranktape.capture.hooks.weights import CACHED, Leaves, Owners, is_cached_by_autocast, is_lasting
-from ranktape.capture.passes.circumstances import in_backward
-from ranktape.capture.passes.passes import Arguments, Call
+from ranktape.capture.passes.passes import Arguments, Call, in_backward
 from ranktape.capture.source import NO_TAGS, Tags
 
 if TYPE_CHECKING:

@@ -68,36 +68,36 @@ def find_coverage(
         attending: The modules whose attention is to be recorded, where they have any.
         sources: What ran.
     """
-    owned: dict[int, tuple[int, str]] = {}
-    kinds: dict[int, set[str]] = {}
+    weights: dict[int, tuple[str, int, str]] = {}
     for frame in frames:
         for name, weight in frame.module._parameters.items():  # noqa: SLF001  (runs no parametrization)
             if weight is None or weight.ndim < _MIN_DIMS:
                 continue
-            # One that several modules have is seen where any of them is.
-            owned.setdefault(id(weight), (weight.numel(), _label(f"{frame.path}.{name}", frame.module)))
             kind = "seen" if is_seen(frame.module, name) else "left out" if is_left_out(frame) else "unseen"
-            kinds.setdefault(id(weight), set()).add(kind)
+            own = kind, weight.numel(), _label(f"{frame.path}.{name}", frame.module)
+            known, num_values, label = weights.get(id(weight), own)
+            # One that several modules have is seen where any of them is.
+            weights[id(weight)] = min(kind, known, key=_KINDS.index), num_values, label
     counts: Counter[str] = Counter()
     unseen: Counter[str] = Counter()
-    for number, (num_values, label) in owned.items():
-        kind = next(kind for kind in ("seen", "left out", "unseen") if kind in kinds[number])
+    for kind, num_values, label in weights.values():
         counts[kind] += num_values
         if kind == "unseen":
             unseen[label] += num_values
     total = counts.total() or math.nan
-    named = {label: num for label, num in unseen.most_common() if num >= MIN_SHARE * total}
+    named = {
+        label: f"no hook sees it: {_percent(num / total)} of the model's weights"
+        for label, num in unseen.most_common()
+        if num >= MIN_SHARE * total
+    }
     return Coverage(
-        seen=counts["seen"] / total if owned else 1.0,
-        left_out=counts["left out"] / total if owned else 0.0,
-        unseen={
-            **{
-                label: f"no hook sees it: {_percent(num / total)} of the model's weights"
-                for label, num in named.items()
-            },
-            **_attention_by_hand(attending, sources=sources),
-        },
+        seen=counts["seen"] / total if weights else 1.0,
+        left_out=counts["left out"] / total if weights else 0.0,
+        unseen=named | _attention_by_hand(attending, sources=sources),
     )
+
+
+_KINDS = ("seen", "left out", "unseen")
 
 
 def _attention_by_hand(frames: Iterable[Frame], *, sources: Collection[Source]) -> dict[str, str]:

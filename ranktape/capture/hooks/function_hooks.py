@@ -32,13 +32,13 @@ from ranktape.capture.hooks.hook import (
     table_of,
 )
 from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
-from ranktape.capture.passes.circumstances import is_traced
+from ranktape.capture.passes.passes import is_traced
 from ranktape.capture.roles.known import ATTENTION, function_roles
 from ranktape.capture.roles.table import Argument, Ports, ports_of, resolved
 from ranktape.capture.source import Source
 
 if TYPE_CHECKING:
-    from ranktape.capture.hooks.multihead import MultiheadHooks
+    from ranktape.capture.hooks.module_hooks import MultiheadHooks
     from ranktape.capture.passes.passes import Arguments
     from ranktape.capture.roles.table import FunctionRole
 

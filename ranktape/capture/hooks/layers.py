@@ -24,7 +24,7 @@ from torch import nn
 from ranktape.capture.hooks.calls import Taking, Watch, tensor_in
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.stacks import Stack, embedding_path, module_path
-from ranktape.capture.passes.circumstances import in_backward, is_traced
+from ranktape.capture.passes.passes import in_backward, is_traced
 from ranktape.capture.roles.table import OUTPUT, Ports, port_of
 from ranktape.capture.settings.rules import Numbers, read_numbers
 from ranktape.capture.source import Source

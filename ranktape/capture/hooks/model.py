@@ -18,13 +18,11 @@ from ranktape.capture.hooks.coverage import Coverage, explain_silence, explain_u
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook, Replacements
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
-from ranktape.capture.hooks.module_hooks import ModuleHooks, is_hidden, is_seen_inside
-from ranktape.capture.hooks.multihead import MultiheadHooks
+from ranktape.capture.hooks.module_hooks import ModuleHooks, MultiheadHooks, is_hidden, is_seen_inside
 from ranktape.capture.hooks.stacks import survey
 from ranktape.capture.hooks.weights import Weights
-from ranktape.capture.passes.circumstances import in_backward, is_traced, keyword_arguments
 from ranktape.capture.passes.frameworks import framework_replacements, is_rehearsing, stage_prefix
-from ranktape.capture.passes.passes import Arguments, Frame
+from ranktape.capture.passes.passes import Arguments, Frame, in_backward, is_traced, keyword_arguments
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.roles.table import FunctionRole, ModuleRole, Ports, ports_of

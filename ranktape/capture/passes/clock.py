@@ -25,7 +25,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ranktape.capture.hooks.hook import Hook, replace
-from ranktape.capture.passes.circumstances import (
+from ranktape.capture.passes.passes import (
+    Arguments,
     calls_itself,
     in_backward,
     in_nested_backward,
@@ -33,7 +34,6 @@ from ranktape.capture.passes.circumstances import (
     is_traced,
     untraced,
 )
-from ranktape.capture.passes.passes import Arguments
 from ranktape.capture.passes.tracker import mode_of
 from ranktape.capture.settings.table import is_given
 from ranktape.storage.format.record_info import Mode

@@ -22,8 +22,16 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.passes.circumstances import calls_itself, in_backward, is_transformed
-from ranktape.capture.passes.passes import Call, ForwardPass, Frame, Microbatch, dtype_name
+from ranktape.capture.passes.passes import (
+    Call,
+    ForwardPass,
+    Frame,
+    Microbatch,
+    calls_itself,
+    dtype_name,
+    in_backward,
+    is_transformed,
+)
 from ranktape.storage.format.record_info import Mode
 
 

@@ -1,7 +1,8 @@
 """The roles that are known: those of PyTorch, of the frameworks on it, and those that a user has registered.
 
 `nn.MultiheadAttention` needs no row: its projections are bare calls of `F.linear` on its parameters, and its attention
-is one of `F.scaled_dot_product_attention`, or, when it is asked for the weights of its attention, see `multihead.py`.
+is one of `F.scaled_dot_product_attention`, or, when it is asked for the weights of its attention, see
+`module_hooks.py`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def grouped(*functions: str, names: tuple[str, str]) -> FunctionRole:
 ATTENTION = _attention("torch.nn.functional.scaled_dot_product_attention")
 
 MULTIHEAD = _attention("torch.nn.functional.multi_head_attention_forward", layout="TBHD")
-"""The attention inside of `nn.MultiheadAttention` that is asked for its weights; `multihead.py` sees it."""
+"""The attention inside of `nn.MultiheadAttention` that is asked for its weights; `module_hooks.py` sees it."""
 
 _PYTORCH_FUNCTIONS = (
     ATTENTION,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ranktape.capture.passes.circumstances import untraced
+from ranktape.capture.passes.passes import untraced
 from ranktape.capture.source import TensorRole
 from ranktape.capture.tensors.placement import is_dtensor, is_megatron, megatron_placement
 from ranktape.storage.format.record_info import Operation
