@@ -26,15 +26,19 @@ from torch.utils.checkpoint import (
 from ranktape.capture import Capture
 from ranktape.storage import Records, Run, open_run
 from tests.capture.verify import verify_run
+from tests.optional import needs
 
 # torch warns of a reentrant checkpoint inside of another one, whose first pass has no gradients.
 # The frameworks tell of what they will rename, and of what they import.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:None of the inputs have requires_grad", "ignore::FutureWarning", "ignore::DeprecationWarning"
-)
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytestmark = [
+    needs("megatron", "transformers"),
+    pytest.mark.filterwarnings(
+        "ignore:None of the inputs have requires_grad",
+        "ignore:Transformer Engine and Apex are not",
+        "ignore::FutureWarning",
+        "ignore::DeprecationWarning",
+    ),
+]
 
 WIDTH = 8
 Segment = Callable[..., Any]

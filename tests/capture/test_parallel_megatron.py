@@ -16,8 +16,7 @@ import torch
 from ranktape.storage import Run, open_run
 from tests.capture.test_parallel import ROOT, assert_close, key_of, torchrun
 from tests.capture.verify import verify_run
-
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+from tests.optional import needs
 
 PROGRAM = ROOT / "tests" / "capture" / "programs" / "megatron_model.py"
 VARIANTS = ("alone", "tp", "sequence", "checkpointed", "ddp")
@@ -27,7 +26,7 @@ STEPS = 2
 MICROBATCHES = 2
 
 support = pytest.mark.support
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [needs("megatron"), pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ import torch
 from ranktape.storage import open_run
 from tests.capture.test_parallel import ROOT
 from tests.capture.verify import verify_run
+from tests.optional import needs
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytestmark = needs("megatron")
 
 PROGRAM = """
 import sys
