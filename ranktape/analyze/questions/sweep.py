@@ -22,7 +22,7 @@ from ranktape.analyze.questions.swept import (
     Swept,
     answerable,
     grouped,
-    parse_request,
+    parse_jobs,
     sweep_selection,
     swept_array,
     with_samples,
@@ -32,11 +32,11 @@ from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.records.records import Records
 
 if TYPE_CHECKING:
-    from ranktape.analyze.advice.shared import CommonScale, FormatChoice
+    from ranktape.analyze.advice.shared import CommonScale
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.numerics.sweeps.options import SweepOptions
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
-    from ranktape.analyze.questions.swept import SweepRequest, SweptGroup
+    from ranktape.analyze.questions.swept import SweptGroup
 
 SOURCE_COLUMN = Column(name="source", kind=Kind.TEXT, is_key=True)
 """Which run, folder or file a record is of, where there are several."""
@@ -105,7 +105,7 @@ def records_table(swept: Sequence[Swept], *, target_sqnr: float) -> Table:
     shape = _Shape(swept)
     rows = []
     for record in swept:
-        choice = _choice([record], target_sqnr=target_sqnr) if shape.has_formats else None
+        choice = _choice_row([record], target_sqnr=target_sqnr) if shape.has_formats else ()
         for found in record.sweeps:
             bests = [best_by(found, name) for name in BEST_BY]
             tensor = [getattr(found, name) for name in COUNTED]
@@ -115,7 +115,7 @@ def records_table(swept: Sequence[Swept], *, target_sqnr: float) -> Table:
                     *shape.start(record, found),
                     *tensor,
                     *shape.level(found.recommended),
-                    *(_choice_row(choice) if shape.has_formats else ()),
+                    *choice,
                     _note(found),
                 )
             )
@@ -186,7 +186,7 @@ def group_table(groups: Sequence[SweptGroup], *, by: Sequence[str], target_sqnr:
     shape = _Shape(swept)
     rows = []
     for group in groups:
-        choice = _choice_row(_choice(group.members, target_sqnr=target_sqnr))
+        choice = _choice_row(group.members, target_sqnr=target_sqnr)
         key = group_row(group.key, num_records=len(group.members))
         for index, common in enumerate(group.commons):
             sweeps = [record.sweeps[index] for record in group.members]
@@ -249,16 +249,10 @@ def _common_row(common: CommonScale | None) -> tuple[float | None, ...]:
     return common.exponent, scale_of(common.exponent), common.score, common.median_price, common.worst_price
 
 
-def _choice(swept: Sequence[Swept], *, target_sqnr: float) -> FormatChoice | None:
-    sweeps: dict[str, list[ScaleSweep]] = {}
-    for record in swept:
-        for found in record.sweeps:
-            sweeps.setdefault(found.scheme.name, []).append(found)
-    return best_format(sweeps, target_sqnr=target_sqnr)
-
-
-def _choice_row(choice: FormatChoice | None) -> tuple[Any, ...]:
+def _choice_row(swept: Sequence[Swept], *, target_sqnr: float) -> tuple[Any, ...]:
     """What `CHOICE_COLUMNS` hold; nothing where no tensor needs a scale."""
+    columns = zip(*(record.sweeps for record in swept), strict=True)
+    choice = best_format({sweeps[0].scheme.name: sweeps for sweeps in columns}, target_sqnr=target_sqnr)
     if choice is None:
         return (None,) * len(CHOICE_COLUMNS)
     return (
@@ -329,7 +323,7 @@ def sweep(
             where these are asked for; `by` and `with_levels` exclude each other.
         UnknownFieldError: `by` names no field of a record.
     """
-    asked = parse_request(format, options=options, view=view)
+    asked = parse_jobs(format, options=options)
     check_shape(by=by, with_levels=with_levels, target_sqnr=target_sqnr)
     if not isinstance(records, Records):
         alone = [swept_array(records, asked, by=by)]
@@ -341,18 +335,18 @@ def sweep(
     if SAMPLE in by:
         chosen, said = with_samples(chosen)
         notes.append(said)
-    request, left_out = answerable(asked, keeps=set(chosen.column("keep").tolist()))
+    jobs, left_out = answerable(asked, keeps=set(chosen.column("keep").tolist()))
     notes.append(left_out)
     fields = with_stacks(by, chosen)
     found = []
-    for swept in sweep_selection(chosen, request, by=fields, engine=engine):
+    for swept in sweep_selection(chosen, jobs, view=view, by=fields, engine=engine):
         if isinstance(swept, RanktapeError):
             raise swept
         found += swept
         on_record()
     table = table_of(
         found,
-        request,
+        view=view,
         by=fields,
         with_levels=with_levels,
         target_sqnr=target_sqnr,
@@ -376,8 +370,8 @@ def check_shape(*, by: Sequence[str], with_levels: bool, target_sqnr: float) -> 
 
 def table_of(
     swept: Sequence[Swept],
-    request: SweepRequest,
     *,
+    view: View,
     by: Sequence[str],
     with_levels: bool,
     target_sqnr: float,
@@ -391,5 +385,6 @@ def table_of(
         StorageError: the store cannot be read.
     """
     if by:
-        return group_table(grouped(swept, request, engine=engine, on_record=on_record), by=by, target_sqnr=target_sqnr)
+        groups = grouped(swept, view=view, engine=engine, on_record=on_record)
+        return group_table(groups, by=by, target_sqnr=target_sqnr)
     return levels_table(swept) if with_levels else records_table(swept, target_sqnr=target_sqnr)

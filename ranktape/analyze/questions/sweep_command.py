@@ -30,25 +30,23 @@ from ranktape.analyze.legacy.outputs.write import (
     titles_of,
 )
 from ranktape.analyze.metrics.target import is_sweepable, sweepable
-from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
+from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.options import say_what_is_left_out
 from ranktape.analyze.questions.sweep import check_shape, table_of
-from ranktape.analyze.questions.swept import answerable, num_readings, parse_request, sweep_selection, with_samples
+from ranktape.analyze.questions.swept import answerable, num_readings, parse_jobs, sweep_selection, with_samples
 from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError, WorkersError
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.engine.sweep_measure import Job
     from ranktape.analyze.legacy.open import RecordSource
     from ranktape.analyze.options import Output, Selection
-    from ranktape.analyze.questions.swept import SweepRequest, Swept
+    from ranktape.analyze.questions.swept import Swept
     from ranktape.storage import Records
 
 MAX_NAMED_FAILURES = 4
 """Reasons that the last message names."""
-
-RULE = "-" * 60
-"""Below the line that says which tensor is next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +129,7 @@ def sweep(
     given: dict[str, Any] = {"mode": sweep_mode, "scale_rule": scale_rule, "rounding": rounding, "axis": axis}
     given |= {"block_size": block_size, "scale_bits": scale_bits, "num_levels": num_levels}
     options = SweepOptions(**given, max_scale_exp=max_scale_exp, min_scale_exp=min_scale_exp)
-    request = parse_request(format, options=options, view=view or View.COMPUTE)
+    jobs: Sequence[Job] = parse_jobs(format, options=options)
     check_shape(by=by, with_levels=levels, target_sqnr=target_sqnr)
     if SAMPLE in by and output_dir is not None:
         raise UsageError("--by sample and --output-dir exclude each other: files are written about whole tensors")
@@ -142,21 +140,21 @@ def sweep(
         outputs = OutputOptions(output_dir=output_dir or DEFAULT_OUTPUT_DIR, with_plots=not no_plots)
     tensors = _list_tensors(selections, by=by)
     fields = with_stacks(by, *{id(one.records): one.records for one in tensors if one.records is not None}.values())
-    request, left_out = answerable(request, keeps={tensor.keep for tensor in tensors})
+    jobs, left_out = answerable(jobs, keeps={tensor.keep for tensor in tensors})
     if left_out:
         say(left_out, err=True)
     # One bar is enough.
-    quiet = dataclasses.replace(engine, show_progress=False)
+    quiet, seen = dataclasses.replace(engine, show_progress=False), view or View.COMPUTE
     # What goes to stdout is the answer: with a table, the log is not it.
     show = functools.partial(say, err=has_table)
-    run = _SweepOfAll(request, by=fields, outputs=outputs, show=show, engine=quiet)
+    run = _SweepOfAll(jobs, view=seen, by=fields, outputs=outputs, show=show, engine=quiet)
     table = None
-    total = len(tensors) * num_readings(request, by=fields) if outputs is None else 0
+    total = len(tensors) * num_readings(jobs, by=fields) if outputs is None else 0
     with progress(total, description="sweeping") as on_record:
         run.sweep(tensors, on_record=on_record)
         if has_table and run.swept:
             shape: dict[str, Any] = {"by": fields, "with_levels": levels, "target_sqnr": target_sqnr}
-            table = table_of(run.swept, request, **shape, engine=quiet, on_record=on_record)
+            table = table_of(run.swept, view=seen, **shape, engine=quiet, on_record=on_record)
     run.show_summary()
     if table is not None:
         output.write(table)
@@ -164,9 +162,9 @@ def sweep(
         raise next(iter(run.failures.values()))[0][1]
     if reasons := run.reasons():
         rest = len(reasons) - MAX_NAMED_FAILURES
-        more = f"; and for {rest} more reasons" if rest > 0 else ""
-        named = "; ".join(reasons[:MAX_NAMED_FAILURES])
-        raise DataError(f"{run.num_failed} of {len(tensors)} tensors could not be swept: {named}{more}")
+        named = "; ".join(reasons[:MAX_NAMED_FAILURES]) + (f"; and for {rest} more reasons" if rest > 0 else "")
+        num_failed = sum(map(len, run.failures.values()))
+        raise DataError(f"{num_failed} of {len(tensors)} tensors could not be swept: {named}")
 
 
 class _SweepOfAll:
@@ -174,15 +172,16 @@ class _SweepOfAll:
 
     def __init__(
         self,
-        request: SweepRequest,
+        jobs: Sequence[Job],
         *,
+        view: View,
         by: Sequence[str],
         outputs: OutputOptions | None,
         show: Callable[[str], object],
         engine: Engine,
     ) -> None:
-        self._request, self._outputs, self._show = request, outputs, show
-        self._sweeps = functools.partial(sweep_selection, request=request, by=by, engine=engine)
+        self._jobs, self._view, self._outputs, self._show = jobs, view, outputs, show
+        self._sweeps = functools.partial(sweep_selection, jobs=jobs, view=view, by=by, engine=engine)
         self._ahead: dict[int, Iterator[list[Swept] | RanktapeError]] = {}
         self._names = FolderNames()
         self.swept: list[Swept] = []
@@ -206,7 +205,7 @@ class _SweepOfAll:
             if outputs is None:
                 found = self._take(tensor)
             else:
-                show(f"\n[{number}/{len(tensors)}] Processing: {printable(tensor.title)}\n{RULE}")
+                show(f"\n[{number}/{len(tensors)}] Processing: {printable(tensor.title)}\n{'-' * 60}")
                 try:
                     found = self._write(tensor, outputs)
                 except WorkersError:
@@ -214,7 +213,11 @@ class _SweepOfAll:
                 except RanktapeError as error:
                     found = error
             if isinstance(found, RanktapeError):
-                alike = self.failures.setdefault(_reason(tensor, found), [])
+                reason = str(found)
+                if tensor.records is not None and tensor.error is None:
+                    with contextlib.suppress(RanktapeError):
+                        reason = reason.replace(repr(tensor.records[tensor.index]), "")
+                alike = self.failures.setdefault(reason.replace(tensor.title, ""), [])
                 alike.append((tensor, found))
                 if outputs is not None or (len(alike) == 1 and len(tensors) > 1):
                     show(f"Failed to process: {printable(tensor.title)}: {found}")
@@ -228,7 +231,7 @@ class _SweepOfAll:
         """Say how many tensors could be swept, and which could not, where files are written."""
         if self._outputs is None:
             return
-        num_swept, num_failed = len(self.swept), self.num_failed
+        num_swept, num_failed = len(self.swept), sum(map(len, self.failures.values()))
         counts = {"Total tensors": num_swept + num_failed, "Successful": num_swept, "Failed": num_failed}
         lines = ["", DOUBLE, "FINAL SUMMARY", DOUBLE, *(f"{what}: {count}" for what, count in counts.items())]
         lines += [f"  {reason}" for reason in self.reasons()] or ["All tests completed successfully!"]
@@ -241,11 +244,6 @@ class _SweepOfAll:
             f"{printable(alike[0][0].title)}: {alike[0][1]}"
             for alike in self.failures.values()
         ]
-
-    @property
-    def num_failed(self) -> int:
-        """Tensors that could not be swept."""
-        return sum(map(len, self.failures.values()))
 
     def _take(self, tensor: ListedTensor) -> list[Swept] | RanktapeError:
         """The sweeps of the next tensor of its selection, or of its samples where these are asked for."""
@@ -274,14 +272,14 @@ class _SweepOfAll:
             name=printable(tensor.title),
             source=printable(tensor.source),
             dtype=record.dtype,
-            judged_as=viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=self._request.view),
+            judged_as=viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=self._view),
             shape=record.shape,
         )
         with contextlib.ExitStack() as stack:
             reports = [
                 stack.enter_context(
                     TensorReport(
-                        resolve(name, options=self._request.options)[0].name,
+                        job.scheme.name,
                         subject=subject,
                         folder_name=folder_name,
                         options=outputs,
@@ -289,7 +287,7 @@ class _SweepOfAll:
                         show=self._show,
                     )
                 )
-                for name in self._request.formats
+                for job in self._jobs
             ]
             swept = self._take(tensor)
             if isinstance(swept, RanktapeError):
@@ -299,15 +297,6 @@ class _SweepOfAll:
             for report, sweep in zip(reports, swept[0].sweeps, strict=True):
                 report.finish(sweep)
         return swept
-
-
-def _reason(tensor: ListedTensor, error: RanktapeError) -> str:
-    """The message without the tensor's own names."""
-    text = str(error)
-    if tensor.records is not None and tensor.error is None:
-        with contextlib.suppress(RanktapeError):
-            text = text.replace(repr(tensor.records[tensor.index]), "")
-    return text.replace(tensor.title, "")
 
 
 def _list_tensors(selections: Sequence[Selection], *, by: Sequence[str]) -> list[ListedTensor]:
@@ -321,22 +310,26 @@ def _list_tensors(selections: Sequence[Selection], *, by: Sequence[str]) -> list
         UsageError: a filter, an expression or `by` is wrong.
     """
     tensors: list[ListedTensor] = []
-    unmatched: list[NoRecordsError] = []
+    unmatched: list[RanktapeError] = []
     for selection in selections:
-        source = None
+        source, unreadable = None, dict[str, str]()
         try:
             if _is_file(selection.run) and not Path(selection.run).exists():
                 raise RunNotFoundError(f"there is no file at {printable(selection.run)}: check the path")
             source = selection.source()
-            tensors += _unreadable(selection, source)
+            say_what_is_left_out(source, with_unreadable=selection.skip_unreadable)
+            # The files of a folder that failed already, unless they are to be left out.
+            unreadable = {} if selection.skip_unreadable else getattr(source, "unreadable", {})
+            for name, why in unreadable.items():
+                tensors.append(ListedTensor(title=name, source=selection.run, error=DataError(why)))
             tensors += _tensors(selection, source, by=by)
         except RanktapeError as error:
-            is_empty = source is not None and isinstance(error, NoRecordsError)
             if source is not None and isinstance(error, UsageError):
                 raise
+            is_empty = source is not None and isinstance(error, NoRecordsError)
             if is_empty and source is not None and source.iterations:
-                unmatched.append(error)  # type: ignore[arg-type]  # it is one
-            elif not is_empty or selection.skip_unreadable or not getattr(source, "unreadable", None):
+                unmatched.append(error)
+            elif not (is_empty and unreadable):
                 tensors.append(ListedTensor(title=selection.run, source=selection.run, error=error))
     if unmatched and not tensors:
         raise unmatched[0]
@@ -355,15 +348,6 @@ def _is_file(source: str) -> bool:
         )
     except (OSError, ValueError):  # no file system has such a path: opening it says so
         return False
-
-
-def _unreadable(selection: Selection, source: RecordSource) -> list[ListedTensor]:
-    """The files of a folder that failed already, unless they are to be left out."""
-    say_what_is_left_out(source, with_unreadable=selection.skip_unreadable)
-    if selection.skip_unreadable:
-        return []
-    reasons: dict[str, str] = getattr(source, "unreadable", {})
-    return [ListedTensor(title=name, source=selection.run, error=DataError(why)) for name, why in reasons.items()]
 
 
 def _tensors(selection: Selection, source: RecordSource, *, by: Sequence[str]) -> list[ListedTensor]:

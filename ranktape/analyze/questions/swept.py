@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.advice.shared import common_grid, common_scale
 from ranktape.analyze.engine.sweep_measure import Asked, Found, Job, sweep_numbers, sweep_records
-from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import SAMPLE, identity_rows, sample_names
 from ranktape.analyze.numerics.inputs import numbers_of
 from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE
-from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve, resolve_all
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.query.columns import equal_rows
@@ -21,20 +19,9 @@ from ranktape.storage.query.columns import equal_rows
 if TYPE_CHECKING:
     from ranktape.analyze.advice.shared import CommonScale
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
     from ranktape.storage import Records
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepRequest:
-    """What is asked of every record."""
-
-    formats: tuple[str, ...]
-    """Names of the formats, no two of which are the same thing with these options."""
-    options: SweepOptions
-    """Which scales are tried."""
-    view: View = View.COMPUTE
-    """Which numbers are judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +44,10 @@ class Swept:
     """Which of its samples; None for all of it."""
 
 
-def parse_request(
-    formats: str | Sequence[str], *, options: SweepOptions | None = None, view: View = View.COMPUTE
-) -> SweepRequest:
-    """The request for formats as people write them: one name, several, or several with commas in between.
+def parse_jobs(formats: str | Sequence[str], *, options: SweepOptions | None = None) -> tuple[Job, ...]:
+    """What is sought of each record for formats as people write them: a name, several, or several with commas between.
+
+    No two are the same thing with these options.
 
     Raises:
         UsageError: a format is not known, or does not go with the options; none has a use for one of them; nothing is
@@ -69,14 +56,14 @@ def parse_request(
     texts = [formats] if isinstance(formats, str) else formats
     names = [name.strip() for text in texts for name in text.split(",")]
     chosen = options or SweepOptions()
-    found: dict[str, str] = {}
-    for name, (scheme, mode) in zip(names, resolve_all(names, options=chosen), strict=True):
+    found: dict[str, Job] = {}
+    for scheme, mode in resolve_all(names, options=chosen):
         if mode.has_offsets:
             chosen.offsets()  # refuses ends between which there are not so many
-        found.setdefault(scheme.name, name)
+        found.setdefault(scheme.name, Job(scheme, mode, chosen))
     if not found:
         raise UsageError("no format is given: give --format NAME, such as fp8_e4m3")
-    return SweepRequest(formats=tuple(found.values()), options=chosen, view=view)
+    return tuple(found.values())
 
 
 def with_samples(records: Records) -> tuple[Records, str]:
@@ -95,41 +82,32 @@ def with_samples(records: Records) -> tuple[Records, str]:
     return chosen, f"{left_out} of {len(records)} records have no samples, and are left out" if left_out else ""
 
 
-def answerable(request: SweepRequest, *, keeps: Collection[str]) -> tuple[SweepRequest, str]:
-    """The request without the formats that kept histograms do not answer, and a sentence on what was left out.
+def answerable(jobs: Sequence[Job], *, keeps: Collection[str]) -> tuple[Sequence[Job], str]:
+    """The jobs that kept histograms answer, and a sentence on the formats that were left out.
 
-    `keeps` says what was kept of the records. As it was where no histogram was kept, where all formats can be
-    answered, and where none can: then each record says why.
+    `keeps` says what was kept of the records. All of them where no histogram was kept, and where none can be answered:
+    then each record says why.
     """
-    if Keep.HISTOGRAM not in keeps:
-        return request, ""
-    wanted = {name: resolve(name, options=request.options) for name in request.formats}
-    left_out = {
-        name: (scheme, mode)
-        for name, (scheme, mode) in wanted.items()
-        if mode is SweepMode.CHANNEL
-        or (mode is SweepMode.MX and (scheme.has_tensor_scale or scheme.block_size != MX_BLOCK_SIZE))
-    }
-    if not left_out or len(left_out) == len(wanted):
-        return request, ""
-    formats = tuple(name for name in request.formats if name not in left_out)
-    return dataclasses.replace(request, formats=formats), (
+    left_out = [
+        job.scheme.name
+        for job in jobs
+        if job.mode is SweepMode.CHANNEL
+        or (job.mode is SweepMode.MX and (job.scheme.has_tensor_scale or job.scheme.block_size != MX_BLOCK_SIZE))
+    ]
+    if Keep.HISTOGRAM not in keeps or not left_out or len(left_out) == len(jobs):
+        return jobs, ""
+    return [job for job in jobs if job.scheme.name not in left_out], (
         f"{', '.join(left_out)} left out: the values are needed, and of some records their histograms were kept, which "
         f"answer mx formats in blocks of {MX_BLOCK_SIZE}, tensor and legacy mode; --where \"keep == 'values'\" leaves "
         "out such records instead"
     )
 
 
-def jobs_of(request: SweepRequest, options: Mapping[int, SweepOptions] | None = None) -> list[Job]:
-    """What is sought of a record for each format; with `options`, for the formats at these places with options."""
-    chosen = options if options is not None else dict.fromkeys(range(len(request.formats)), request.options)
-    return [Job(*resolve(request.formats[index], options=one), one) for index, one in chosen.items()]
-
-
 def sweep_selection(
     records: Records,
-    request: SweepRequest,
+    jobs: Sequence[Job],
     *,
+    view: View,
     source: str = "",
     by: Sequence[str] = (),
     engine: Engine | None = None,
@@ -143,11 +121,10 @@ def sweep_selection(
     """
     names = sample_names(records) if SAMPLE in by else None
     columns = {field: records.column(field).tolist() for field in by if field != SAMPLE}
-    jobs = jobs_of(request)
     asked: list[Asked] = [{None: jobs}] * len(records)
     if names is not None:
         asked = [dict.fromkeys(range(len(found)), jobs) for found in names]
-    all_found = sweep_records(records, asked, view=request.view, engine=engine)
+    all_found = sweep_records(records, asked, view=view, engine=engine)
     for row, (identity, found) in enumerate(zip(identity_rows(records), all_found, strict=True)):
         if isinstance(found, RanktapeError):
             yield found
@@ -166,7 +143,7 @@ def sweep_selection(
         ]
 
 
-def swept_array(array: Any, request: SweepRequest, *, by: Sequence[str]) -> Swept:
+def swept_array(array: Any, jobs: Sequence[Job], *, by: Sequence[str]) -> Swept:
     """The sweeps of an array of numpy, a tensor of torch or nested lists.
 
     Raises:
@@ -174,14 +151,13 @@ def swept_array(array: Any, request: SweepRequest, *, by: Sequence[str]) -> Swep
     """
     if by:
         raise UsageError(f"by={list(by)} groups records, and this is an array: leave it out")
-    sweeps = sweep_numbers(numbers_of(array), jobs_of(request))
+    sweeps = sweep_numbers(numbers_of(array), jobs)
     return Swept(source="", identity=(), key={}, sweeps=sweeps, records=None, index=0)
 
 
-def num_readings(request: SweepRequest, *, by: Sequence[str]) -> int:
+def num_readings(jobs: Sequence[Job], *, by: Sequence[str]) -> int:
     """How often each record is read: for a common scale a second time, unless levels are common offsets anyway."""
-    modes = {resolve(name, options=request.options)[1] for name in request.formats}
-    return 2 if by and not all(mode.has_offsets for mode in modes) else 1
+    return 2 if by and not all(job.mode.has_offsets for job in jobs) else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +173,7 @@ class SweptGroup:
 
 
 def grouped(
-    swept: Sequence[Swept], request: SweepRequest, *, engine: Engine | None = None, on_record: Callable[[], object]
+    swept: Sequence[Swept], *, view: View, engine: Engine | None = None, on_record: Callable[[], object]
 ) -> list[SweptGroup]:
     """The records in groups of equal keys, in the order of these, and the best common scale of each group.
 
@@ -208,7 +184,7 @@ def grouped(
         StorageError: the store cannot be read.
     """
     ordered = [[swept[row] for row in rows] for _, rows in equal_rows(tuple(one.key.values()) for one in swept)]
-    again = _sweep_again(ordered, request, engine=engine, on_record=on_record)
+    again = _sweep_again(ordered, view=view, engine=engine, on_record=on_record)
     return [
         SweptGroup(key=members[0].key, members=tuple(members), commons=_common_scales(members, again))
         for members in ordered
@@ -217,20 +193,18 @@ def grouped(
 
 def _sweep_again(
     groups: Sequence[Sequence[Swept]],
-    request: SweepRequest,
     *,
+    view: View,
     engine: Engine | None,
     on_record: Callable[[], object],
 ) -> dict[int, dict[int, ScaleSweep]]:
     """By the `id` of each member that was not tried at the scales of its group: by format its sweep at these."""
-    grids: dict[int, dict[int, SweepOptions]] = {}
+    wanted: dict[int, dict[int, Job]] = {}
     batches: dict[int, list[Swept]] = {}
     for members in groups:
-        columns = enumerate(zip(*(member.sweeps for member in members), strict=True))
-        found = {index: grid for index, sweeps in columns if (grid := common_grid(sweeps)) is not None}
-        if wanted := {index: grid for index, grid in found.items() if grid != request.options}:
+        if jobs_of_group := _common_jobs(members):
             for member in members:
-                grids[id(member)] = wanted
+                wanted[id(member)] = jobs_of_group
                 batches.setdefault(id(member.records), []).append(member)
     again: dict[int, dict[int, ScaleSweep]] = {}
     for batch in batches.values():
@@ -238,18 +212,28 @@ def _sweep_again(
         assert records is not None, "an array is in no group"
         jobs: list[dict[int | None, list[Job]]] = [{} for _ in range(len(records))]
         for member in batch:
-            jobs[member.index][member.sample] = jobs_of(request, grids[id(member)])
+            jobs[member.index][member.sample] = list(wanted[id(member)].values())
         sweeps: list[Found] = []
-        for asked, one in zip(jobs, sweep_records(records, jobs, view=request.view, engine=engine), strict=True):
+        for asked, one in zip(jobs, sweep_records(records, jobs, view=view, engine=engine), strict=True):
             if isinstance(one, RanktapeError):
                 raise one
             sweeps.append(one)
             if asked:
                 on_record()
         for member in batch:
-            found_again = sweeps[member.index][member.sample]
-            again[id(member)] = dict(zip(grids[id(member)], found_again, strict=True))
+            again[id(member)] = dict(zip(wanted[id(member)], sweeps[member.index][member.sample], strict=True))
     return again
+
+
+def _common_jobs(members: Sequence[Swept]) -> dict[int, Job]:
+    """For each format that members were not tried at the same scales in, the job with the scales of all of them."""
+    columns = list(zip(*(member.sweeps for member in members), strict=True))
+    grids = [(common_grid(sweeps), sweeps[0]) for sweeps in columns]
+    return {
+        index: Job(first.scheme, first.mode, grid)
+        for index, (grid, first) in enumerate(grids)
+        if grid is not None and grid != first.options
+    }
 
 
 def _common_scales(

@@ -22,7 +22,7 @@ from ranktape.analyze.metrics.metric import METRICS, count_names, parse_metric
 from ranktape.analyze.metrics.target import KINDS
 from ranktape.analyze.numerics.sweeps.metrics import METRICS as SWEPT_METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
-from ranktape.analyze.questions.swept import jobs_of, parse_request
+from ranktape.analyze.questions.swept import parse_jobs
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.format.catalogue import COLUMNS
 from ranktape.storage.format.record_info import EXTREMES
@@ -188,7 +188,7 @@ def _swept_values(judged: Judged, operands: Sequence[RuleOperand]) -> dict[str, 
     records, view = judged.records, judged.view
     formats = list(dict.fromkeys(operand.format for operand in operands))
     # Two names may be one format.
-    jobs: Asked = {None: [jobs_of(parse_request(name, view=view))[0] for name in formats]}
+    jobs: Asked = {None: [parse_jobs(name)[0] for name in formats]}
     found = {operand.name: np.full(len(records), math.nan) for operand in operands}
     for place, sweeps in enumerate(sweep_records(records, [jobs] * len(records), view=view, engine=judged.engine)):
         if isinstance(sweeps, RanktapeError):

@@ -8,7 +8,7 @@ import numpy as np
 
 from ranktape.analyze.engine.sweep_measure import sweep_one
 from ranktape.analyze.legacy.outputs.plots import draw_panels, draw_summary
-from ranktape.analyze.questions.swept import jobs_of, parse_request
+from ranktape.analyze.questions.swept import parse_jobs
 from ranktape.analyze.views.plots.data import DEFAULT_FORMAT
 from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import Keep
@@ -38,7 +38,7 @@ def sweep(data: PlotData, _: Plot, *, is_summary: bool) -> Figure:
         raise UsageError("of all tensors statistics alone were kept: no scale can be tried")
     record = data.records[place]
     name = DEFAULT_FORMAT if data.target is None else data.target.name
-    (found,) = sweep_one(record, jobs_of(parse_request([name], view=data.view)), view=data.view)
+    (found,) = sweep_one(record, parse_jobs(name), view=data.view)
     title = f"{record.module or record.layer_type} {record.tensor_name}, {record.operation} {record.phase}"
     named = f"{title}, iteration {record.iteration}, rank {record.rank}"
     return (draw_summary if is_summary else draw_panels)(found, name=named)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ranktape.analyze.engine.sweep_measure import sweep_one
+from ranktape.analyze.engine.sweep_measure import Job, sweep_one
 from ranktape.analyze.metrics.target import is_sweepable, sweepable
-from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sums import sums_of_pairs
-from ranktape.analyze.questions.swept import SweepRequest, jobs_of, parse_request
+from ranktape.analyze.questions.swept import parse_jobs
 from ranktape.analyze.views.report.columns import Merge, PageMetric, packed
 from ranktape.errors import UsageError
 
@@ -83,19 +83,21 @@ class BlockSweepMeasure:
     One row for each format, one column for each offset.
     """
 
-    request: SweepRequest
+    jobs: tuple[Job, ...]
     """The formats."""
+    view: View
+    """Which numbers are judged."""
 
     @property
     def name(self) -> str:
         """What the cache knows it by."""
-        return f"report_sweep_v1_{self.request.view}_{'-'.join(self.request.formats)}"
+        return f"report_sweep_v1_{self.view}_{'-'.join(job.scheme.name for job in self.jobs)}"
 
     def __call__(self, record: Record) -> Payload:
         """The ratios of one record."""
-        found = np.full((len(self.request.formats), len(OFFSETS)), math.nan)
+        found = np.full((len(self.jobs), len(OFFSETS)), math.nan)
         try:
-            sweeps = sweep_one(record, jobs_of(self.request), view=self.request.view)
+            sweeps = sweep_one(record, self.jobs, view=self.view)
         except UsageError:  # what was kept of this record does not tell
             return {"sqnr": found}
         for row, sweep in zip(found, sweeps, strict=True):
@@ -114,8 +116,7 @@ class Details:
             UsageError: a format is not known, or has no room for a scale.
         """
         self.bundles = bundles
-        self.request = parse_request(formats, view=view)
-        self.targets = [resolve(name, options=self.request.options) for name in self.request.formats]
+        self.view, self.targets = view, parse_jobs(formats)
         self._binades: list[Counter[int]] = [Counter() for _ in range(bundles.num)]
         # Sums of squares, as logarithms: those of float64 values may be beyond float64.
         self._signal = np.full((len(self.targets), bundles.num), -math.inf)
@@ -146,7 +147,7 @@ class Details:
         largest = float(np.abs(values).max())
         scaled = np.ldexp(values, -math.frexp(largest)[1])
         self._log2_energy[index] = math.log2(float((counts * scaled**2).sum())) + 2 * math.frexp(largest)[1]
-        for number, (scheme, mode) in enumerate(self.targets):
+        for number, (scheme, mode, _) in enumerate(self.targets):
             if mode is SweepMode.TENSOR:
                 steps = np.array(OFFSETS, dtype=np.float64) + scheme.element.largest_alignment(largest)
                 sums = sums_of_pairs(values, counts=counts, exponents=steps, target=scheme.element)
@@ -160,13 +161,13 @@ class Details:
             DataError: a record's bytes are missing or damaged.
             StorageError: the store cannot be read.
         """
-        with_blocks = [number for number, (_, mode) in enumerate(self.targets) if mode is not SweepMode.TENSOR]
+        with_blocks = [number for number, (_, mode, _) in enumerate(self.targets) if mode is not SweepMode.TENSOR]
         places = np.flatnonzero([is_sweepable(dtype) for dtype in records.column("dtype").tolist()])
         if not with_blocks or not places.size:
             return
-        formats = tuple(self.request.formats[number] for number in with_blocks)
         options = SweepOptions(max_scale_exp=OFFSETS[-1], min_scale_exp=OFFSETS[0])
-        measure = BlockSweepMeasure(request=SweepRequest(formats=formats, options=options, view=self.request.view))
+        jobs = tuple(self.targets[number]._replace(options=options) for number in with_blocks)
+        measure = BlockSweepMeasure(jobs=jobs, view=self.view)
         sizes = records.column("nbytes")
         if sizes[places].sum() <= MAX_SWEPT_NBYTES and places.size <= MAX_SWEPT:
             payloads = engine.measure(sweepable(records), measure)
@@ -194,7 +195,7 @@ class Details:
 
     def ratios(self) -> list[tuple[PageMetric, NDArray[np.float64]]]:
         """What each format makes of each record at the usual scale, as metrics of the page: the worst of several."""
-        names = [scheme.name for scheme, _ in self.targets]
+        names = [job.scheme.name for job in self.targets]
         metrics = [PageMetric(f"sqnr.{name}", f"SQNR in {name}", Merge.SMALLEST, unit="dB") for name in names]
         return list(zip(metrics, self.usual, strict=True))
 
@@ -214,7 +215,7 @@ class Details:
         }
 
     def _sweep_json(self, number: int) -> dict[str, Any]:
-        scheme, mode = self.targets[number]
+        scheme, mode, _ = self.targets[number]
         signal = self._signal[number]
         with np.errstate(invalid="ignore"):
             ratios = (signal[:, None] - self._noise[number]) * _DECIBELS_PER_DOUBLING * 100

@@ -94,7 +94,7 @@ def build_model(
     details.add_block_sweeps(records, first=named, engine=used)
     sample_columns, num_sampled = samples.to_json(first=set(named))
     shown = [(one, columns[one.source]) for one in SHOWN]
-    swept = [scheme.element.name for scheme, _ in details.targets]
+    swept = [job.scheme.element.name for job in details.targets]
     return Model(
         url=printable(url),
         facts=_facts(records, scope=scope, environment=environment or {}),

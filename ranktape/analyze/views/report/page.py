@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.questions.swept import parse_request
+from ranktape.analyze.questions.swept import parse_jobs
 from ranktape.analyze.views.palette import BLUE, DIVERGING, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from ranktape.analyze.views.report.model import Model, build_model
 from ranktape.analyze.views.whole_file import write_whole, writing
@@ -82,7 +82,7 @@ def write_report(
     path = _checked(Path(output))
     chosen, used = view or View.COMPUTE, engine or Engine()
     # A format that is not known is refused before hours are spent too.
-    parse_request(format, view=chosen)
+    parse_jobs(format)
     model = build_model(
         records,
         findings=find(records, view=chosen, engine=used),
