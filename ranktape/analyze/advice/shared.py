@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ranktape.analyze.numerics.sweeps.legacy import UNSET_EXPONENTS
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level, is_as_good
@@ -20,14 +20,11 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """What one tensor has of a scale that it shares with others."""
+class Share(NamedTuple):
+    """What one tensor has of a scale that it shares: its level there, and the one that keeps its SQNR largest."""
 
     level: Level
-    """At the common scale."""
     own: Level
-    """At the one of the scales that were tried that keeps its SQNR largest."""
 
     @property
     def price(self) -> float:

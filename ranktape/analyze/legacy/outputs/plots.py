@@ -6,15 +6,11 @@ state of matplotlib is touched, so that plots can be drawn from any thread.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -23,11 +19,12 @@ from ranktape.analyze.legacy.outputs.words import exponent_text, limits_of, numb
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.analyze.views.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILION
 from ranktape.analyze.views.plots.axes import scale_shares
-from ranktape.analyze.views.plots.style import dress, empty, say
+from ranktape.analyze.views.plots.style import Page, empty, plain, say
 from ranktape.analyze.views.plots.style import name as entitle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from ranktape.analyze.numerics.sweeps.metrics import Level
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
@@ -38,8 +35,8 @@ MARKS = ("o", "s", "^")
 MAX_MARKED_LEVELS = 60
 """Levels up to which marks do not run together."""
 
-TITLE_WIDTH, MAX_TITLE_LINES = 100, 2
-"""Characters of a tensor's name that fit into a line of the title, and lines of them."""
+MAX_NAME_LETTERS = 200
+"""Letters of a tensor's name in the title; of a longer one the middle is cut out."""
 
 MARGIN = 0.04
 """Of the levels' width, left and right of them."""
@@ -158,37 +155,33 @@ def draw_panels(sweep: ScaleSweep, *, name: str) -> Figure:
 
     A sweep without levels says in each panel that there is nothing to draw.
     """
-    figure = Figure(figsize=(16.5, 9.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(2, 3)
-    for panel, axes in zip(PANELS, grid.flat, strict=True):
-        _draw_panel(axes, panel, sweep=sweep, is_labelled=axes in grid[-1])
-    _finish(figure, sweep=sweep, name=name, num_columns=3)
-    return figure
+    page = _page(sweep, name, 2, 3, width=5.5, height=4.2)
+    for panel, axes in zip(PANELS, page.panels.flat, strict=True):
+        _draw_panel(axes, panel, sweep=sweep, is_labelled=axes in page.panels[-1])
+    return page.finish()
 
 
 def draw_summary(sweep: ScaleSweep, *, name: str) -> Figure:
     """MSE, cosine and PSNR of every level of a tensor of that name, beside a box of statistics."""
-    figure = Figure(figsize=(13, 10.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(3, 2, width_ratios=(2.6, 1), squeeze=False)
-    for panel, axes in zip((MSE, COSINE, PSNR), grid[:, 0], strict=True):
+    page = _page(sweep, name, 3, 2, width=6.5, height=3.1, width_ratios=(2.6, 1))
+    for panel, axes in zip((MSE, COSINE, PSNR), page.panels[:, 0], strict=True):
         _draw_panel(axes, panel, sweep=sweep, is_labelled=panel is PSNR)
-    place = grid[0, 1].get_gridspec()
-    for axes in grid[:, 1]:
+    place = page.panels[0, 1].get_gridspec()
+    for axes in page.panels[:, 1]:
         axes.remove()
-    box = figure.add_subplot(place[:, 1])
+    box = page.figure.add_subplot(place[:, 1])
     box.set_axis_off()
-    text = "\n".join(statistics_lines(sweep))
     frame = {"boxstyle": "round,pad=0.8", "facecolor": "0.97", "edgecolor": "0.7"}
-    box.text(0.02, 0.98, text, transform=box.transAxes, va="top", ha="left", family="monospace", fontsize=9, bbox=frame)
-    _finish(figure, sweep=sweep, name=name, num_columns=2)
+    place_of_text: dict[str, Any] = {"transform": box.transAxes, "va": "top", "ha": "left", "fontsize": 9}
+    text = box.text(0.02, 0.98, "\n".join(statistics_lines(sweep)), bbox=frame, **place_of_text)
+    figure = page.finish()
+    # Its columns are of letters of one width, which the page gives no text.
+    text.set_fontfamily("monospace")
     return figure
 
 
 def _draw_panel(axes: Axes, panel: MetricPanel, *, sweep: ScaleSweep, is_labelled: bool) -> None:
     whose = ", as the original counts" if sweep.mode is SweepMode.LEGACY and panel.scale is ratio_scale else ""
-    dress(axes)
     entitle(axes, title=panel.title + whose, y=panel.unit, pad=20 if len(panel.lines) > 1 else 6)
     if not sweep.levels:
         empty(axes, f"no level: {sweep.note}")
@@ -259,17 +252,24 @@ def _ends(sweep: ScaleSweep) -> tuple[float, float]:
 _LIMIT_COLORS = {"largest": VERMILION, "normal": PURPLE, "flush": ORANGE, "rule": "0.45"}
 
 
-def _finish(figure: Figure, *, sweep: ScaleSweep, name: str, num_columns: int) -> None:
-    """The title, and below everything what the marks mean."""
-    shown = wrapped(name, width=TITLE_WIDTH, num_lines=MAX_TITLE_LINES)
-    figure.suptitle("\n".join([*map(drawable, shown.splitlines()), _title(sweep)]), fontsize=12)
+def _page(sweep: ScaleSweep, name: str, num_rows: int, num_columns: int, **grid: Any) -> Page:
+    """Empty panels under the name of the tensor, with what the marks mean below."""
+    size = sweep.scheme.block_size
+    what = {
+        SweepMode.MX: f"scales of blocks of {size}",
+        SweepMode.TENSOR: "one scale for the tensor",
+        SweepMode.CHANNEL: "one scale for each channel",
+        SweepMode.LEGACY: "one scale for the tensor, in bfloat16 arithmetic",
+    }[sweep.mode]
+    counts = f"{number_of(sweep.num_elements, 'element')}, {number_of(len(sweep.levels), 'level')}"
+    title = plain(name, max_letters=MAX_NAME_LETTERS)
+    page = Page(num_rows, num_columns, title=title, subtitle=f"{sweep.scheme.name}, {what}: {counts}", **grid)
     chosen = sweep.recommended
     if chosen is None:
-        return
-    handles: list[Line2D] = []
+        return page
 
     def explain(label: str, **style: Any) -> None:
-        handles.append(Line2D([], [], label=label, **style))
+        page.handles.append(Line2D([], [], label=label, **style))
 
     recommended = f"recommended: {exponent_text(chosen.exponent)} (scale factor {chosen.scale:.6g})"
     explain(recommended, color=GREEN, marker="*", markersize=11, linewidth=1.2)
@@ -285,51 +285,10 @@ def _finish(figure: Figure, *, sweep: ScaleSweep, name: str, num_columns: int) -
     if any(not is_lossless(level) and not is_drawable(level.mse) for level in sweep.levels):
         beyond = "beyond float64, or nearly so: too large or too small to be drawn"
         explain(beyond, linestyle="", color="0.3", marker="x", markersize=6)
-    figure.legend(handles=handles, loc="outside lower center", ncols=num_columns, frameon=False, fontsize=9)
+    return page
 
 
 def _levels_label(sweep: ScaleSweep) -> str:
     if sweep.scheme.has_tensor_scale:
         return "offset to the exponent of the tensor's scale"
     return "offset to the exponent of each scale" if sweep.has_offsets else "exponent e of the scale $2^e$"
-
-
-def _title(sweep: ScaleSweep) -> str:
-    size = sweep.scheme.block_size
-    counts = f"{number_of(sweep.num_elements, 'element')}, {number_of(len(sweep.levels), 'level')}"
-    what = {
-        "mx": f"scales of blocks of {size}",
-        "tensor": "one scale for the tensor",
-        "channel": "one scale for each channel",
-        "legacy": "one scale for the tensor, in bfloat16 arithmetic",
-    }[sweep.mode.value]
-    return f"{sweep.scheme.name}, {what}: {counts}"
-
-
-def drawable(text: str) -> str:
-    """The text as matplotlib draws it: letters that its font has, others by their number; $ as itself."""
-    letters = _letters()
-    kept = "".join(letter if ord(letter) in letters else letter.encode("unicode_escape").decode() for letter in text)
-    # matplotlib reads $ as the start of a formula.
-    return kept.replace("$", r"\$")
-
-
-def wrapped(text: str, *, width: int, num_lines: int) -> str:
-    """Lines of at most `width` letters, ended behind a mark where there is one; the middle of what is too long is cut.
-
-    The ends of names tell tensors apart.
-    """
-    room = width * num_lines
-    if len(text) > room:
-        text = f"{text[: room // 3]} ... {text[len(text) - room // 2 :]}"
-    lines: list[str] = []
-    while len(text) > width and len(lines) < num_lines - 1:
-        end = max(text.rfind(mark, width // 2, width) for mark in " ,/_.-") + 1 or width
-        lines.append(text[:end])
-        text = text[end:]
-    return "\n".join([*lines, text])
-
-
-@functools.cache
-def _letters() -> frozenset[int]:
-    return frozenset(get_font(findfont(FontProperties())).get_charmap())
