@@ -1,4 +1,4 @@
-"""Does a gate find what was planted, pass what is whole, and refuse rules that say nothing or the wrong thing?"""
+"""A gate finds what was planted, passes what is whole, and refuses rules that say nothing or the wrong thing."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_words_in_quotes_are_no_keywords() -> None:
         ("- check: std <", "entry 1: rule 'std <': expected"),
         ("- check: std < 1\n  where: layer ==", "entry 1: .*where: expected"),
         ("- check: std < 1\n  severity: dire", "severity is to be one of high, medium, low, and is 'dire'"),
-        ("- check: std < 1\n  severity: [high]", "severity is of another kind"),
+        ("- check: std < 1\n  severity: [high]", r"severity is to be one of .*, and is \['high'\]"),
         ("- check: std < 1\n  allow_empty: 1", "allow_empty is to be true or false, and is 1"),
         ("- check: std < 1\n  missing: maybe", "missing is to be one of fail, pass"),
         ("- check: std < 1\n  by: 3", "by is to be a field, or a list of fields"),
@@ -353,17 +353,9 @@ def test_mistakes_in_files(tmp_path: Path, text: str, message: str) -> None:
         read_rule_file(path)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot be read \(No such file"):
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--rule-file .* cannot be read \(No such file.*: give a .yaml file"):
         read_rule_file(tmp_path / "none.yaml")
-    with pytest.raises(UsageError, match="is not a file"):
-        read_rule_file(tmp_path)
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="not text in UTF-8"):
-        read_rule_file(tmp_path / "bytes")
-    (tmp_path / "large").write_bytes(b"#" * (1 << 17))
-    with pytest.raises(UsageError, match="more than 65536 bytes"):
-        read_rule_file(tmp_path / "large")
 
 
 def invoke(*words: str) -> Any:

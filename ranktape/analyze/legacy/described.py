@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ranktape.errors import DataError, UsageError
+from ranktape.errors import DataError
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.legacy_names import (
     LayerFile,
@@ -22,7 +22,7 @@ from ranktape.storage.format.legacy_names import (
     name_seconds,
     recorded_tensor_name,
 )
-from ranktape.storage.format.record_info import MAX_TERM_LENGTH, Mode, Operation, check_term, is_parameter
+from ranktape.storage.format.record_info import MAX_TERM_LENGTH, Mode, Operation, is_parameter
 
 if TYPE_CHECKING:
     from ranktape.analyze.legacy.payload import TensorFile
@@ -118,8 +118,9 @@ def described_fields(
     Raises:
         DataError: the file says something that no record can hold.
     """
-    embedded = header.metadata if isinstance(header.metadata, Mapping) else {}
-    own = embedded.get(RECORD_KEY)
+    known = header.metadata if isinstance(header.metadata, Mapping) else {}
+    own = known.get(RECORD_KEY)
+    stem = "".join(character if character.isprintable() else "?" for character in path.stem)
     fields: dict[str, Any] = {
         "microbatch": 0,
         "sample_dim": None,
@@ -131,21 +132,22 @@ def described_fields(
         "compute_dtype": header.dtype,
         "placement": None,
         "mode": Mode.TRAIN.value,
-        "metadata": _rest(embedded, file_name, header, said),
+        "metadata": _rest(known, file_name, header, said),
         "counter": 0 if file_name is None else file_name.counter,
         "timestamp": 0.0 if file_name is None else name_seconds(file_name),
         "record_checksum": "",
         "quant_type": _QUANT_TYPES.get(header.dtype, header.dtype),
-        "tensor_name": _printable(path.stem),
+        "tensor_name": stem[:MAX_TERM_LENGTH] or "tensor",
         **_UNTAGGED,
-        **_tags_of(embedded),
+        # What no record can hold of what the legacy tool embedded is left out.
+        **{name: known[name] for name in (*TAGS, *NUMBERS) if name in known and _OWN_FIELDS[name](known[name])},
         **({} if file_name is None else {"tensor_name": recorded_tensor_name(file_name)}),
     }
     named = None if file_name is None else file_name.sample_idx
-    sample_idx = embedded.get("sample_idx") if named is None else named
+    sample_idx = known.get("sample_idx") if named is None else named
     if is_one := _is_number(sample_idx):
         fields["sample_ids"] = [sample_idx]
-    fields |= _samples_of(embedded, header, layer, is_one=is_one, tensor_name=fields["tensor_name"])
+    fields |= _samples_of(known, header, layer, is_one=is_one, tensor_name=fields["tensor_name"])
     if isinstance(own, Mapping):
         fields |= _own_fields(own, header, place=path)
     elif given:
@@ -190,24 +192,6 @@ def _samples_of(
     return {"sample_dim": None if is_one else dim, "batch_size": size}
 
 
-def _tags_of(embedded: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that the legacy tool embedded; what no record can hold of them is left out."""
-    found: dict[str, Any] = {}
-    for tag in TAGS:
-        try:
-            found[tag] = check_term(embedded[tag], field=tag)
-        except (KeyError, UsageError):
-            continue
-    if found.get("operation") not in set(Operation):
-        found.pop("operation", None)
-    return found | {number: embedded[number] for number in NUMBERS if _is_number(embedded.get(number))}
-
-
-def _printable(stem: str) -> str:
-    shown = "".join(character if character.isprintable() else "?" for character in stem)
-    return shown[:MAX_TERM_LENGTH] or "tensor"
-
-
 def _is_number(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_NUMBER
 
@@ -222,7 +206,7 @@ def _is_sample_ids(value: Any) -> bool:
 
 _OWN_FIELDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("iteration", "rank", "microbatch", "call", "counter"), _is_number),
-    "layer_idx": lambda value: value == -1 or _is_number(value),
+    "layer_idx": lambda value: _is_number(value) or (type(value) is int and value == -1),
     **dict.fromkeys(("sample_dim", "batch_size"), lambda value: value is None or _is_number(value)),
     **dict.fromkeys(("layer_type", "phase", "component", "quant_type", "tensor_name"), _is_term),
     "operation": lambda value: value in tuple(Operation),

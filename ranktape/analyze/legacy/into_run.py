@@ -114,22 +114,7 @@ def import_folder(
         )
         writers = [RankWriter(backend, attempt=attempt, rank=rank, environment=source) for rank in launch.ranks]
         job = _Import(writers, attempt, left_out=left_out, is_skipping=skip_unreadable, on_record=on_record)
-        problems: dict[str, str] = {}
-        reason = "the import was interrupted"
-        try:
-            for iteration in sorted(places.keys() - set(attempt.completed)):
-                open_iteration(backend, attempt=attempt, iteration=iteration)
-                job.store(iteration, places[iteration])
-                finish_iteration(backend, attempt=attempt, iteration=iteration)
-            reason = "the folder is imported"
-        except RanktapeError as error:
-            reason = problems["import"] = f"the import failed: {error}"
-            raise
-        finally:
-            for writer in writers:
-                writer.close(reason=reason)
-            verdict = write_verdict(backend, attempt=attempt, problems=problems)
-        return ImportReport(verdict=verdict, num_records=job.num_records, nbytes=job.nbytes, left_out=left_out)
+        return job.run(backend, places)
 
 
 def _of_fitting_ranks(folder: Folder, left_out: dict[str, str], *, is_skipping: bool) -> Sequence[SourceFile]:
@@ -139,21 +124,16 @@ def _of_fitting_ranks(folder: Folder, left_out: dict[str, str], *, is_skipping: 
         UsageError: there are such files, and they may not be left out or are all that there is.
     """
     ranks = sorted({file.field("rank") for file in folder.files})
-    limits = [
-        min(MAX_RANKS, MAX_EMPTY_RANKS + (1 + _EMPTY_RANKS_PER_RANK) * count) for count in range(1, len(ranks) + 1)
-    ]
-    highest = max((rank for rank, limit in zip(ranks, limits, strict=True) if rank < limit), default=-1)
+    highest, most = -1, 0
+    for count, rank in enumerate(ranks, start=1):
+        most = min(MAX_RANKS, MAX_EMPTY_RANKS + (1 + _EMPTY_RANKS_PER_RANK) * count)
+        highest = rank if rank < most else highest
     beyond = [file for file in folder.files if file.field("rank") > highest]
-    if not beyond:
-        return folder.files
-    file = beyond[0]
-    reason = (
-        f"{file.path.name} is of rank {file.field('rank')}, and every rank up to it would be committed: with files of "
-        f"{len(ranks)} ranks, {limits[-1]} are imported at most"
-    )
-    if not is_skipping or highest < 0:
+    if beyond and (highest < 0 or not is_skipping):
         raise UsageError(
-            f"{reason}; write another rank into the names of such files, which counts for more than what is in them"
+            f"{beyond[0].path.name} is of rank {beyond[0].field('rank')}, and every rank up to it would be committed: "
+            f"with files of {len(ranks)} ranks, {most} are imported at most; write another rank into the names of such "
+            f"files, which counts for more than what is in them"
             + (", or add --skip-unreadable to leave them out" if highest >= 0 else "")
         )
     left_out |= {file.path.name: f"rank {file.field('rank')} is far beyond those with files" for file in beyond}
@@ -204,11 +184,32 @@ class _Import:
         is_skipping: bool,
         on_record: Callable[[], object],
     ) -> None:
-        self.num_records = self.nbytes = 0
+        self._num_records = self._nbytes = 0
         self._writers, self._attempt = writers, attempt
         self._left_out, self._is_skipping, self._on_record = left_out, is_skipping, on_record
 
-    def store(self, iteration: int, files: Mapping[int, Sequence[SourceFile]]) -> None:
+    def run(self, backend: Backend, places: Mapping[int, Mapping[int, Sequence[SourceFile]]]) -> ImportReport:
+        """Store every iteration that is not stored yet."""
+        problems: dict[str, str] = {}
+        reason = "the import was interrupted"
+        try:
+            for iteration in sorted(places.keys() - set(self._attempt.completed)):
+                open_iteration(backend, attempt=self._attempt, iteration=iteration)
+                self._store(iteration, places[iteration])
+                finish_iteration(backend, attempt=self._attempt, iteration=iteration)
+            reason = "the folder is imported"
+        except RanktapeError as error:
+            reason = problems["import"] = f"the import failed: {error}"
+            raise
+        finally:
+            for writer in self._writers:
+                writer.close(reason=reason)
+            verdict = write_verdict(backend, attempt=self._attempt, problems=problems)
+        return ImportReport(
+            verdict=verdict, num_records=self._num_records, nbytes=self._nbytes, left_out=self._left_out
+        )
+
+    def _store(self, iteration: int, files: Mapping[int, Sequence[SourceFile]]) -> None:
         """Store and commit an iteration of every rank."""
         for rank, writer in enumerate(self._writers):
             own = files.get(rank, ())
@@ -236,8 +237,8 @@ class _Import:
             self._left_out[file.path.name] = str(error)
             return False
         writer.write(np.ascontiguousarray(values).reshape(info.shape), info=info)
-        self.num_records += 1
-        self.nbytes += info.nbytes
+        self._num_records += 1
+        self._nbytes += info.nbytes
         self._on_record()
         return True
 

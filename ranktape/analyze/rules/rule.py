@@ -9,9 +9,10 @@ selection about what the catalogue knows of records. A file of rules is a YAML l
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,46 +170,32 @@ def parse_rules(text: str, *, place: str) -> list[GateRule]:
     return rules
 
 
-def _text(value: Any) -> str:
+_CLOSED: dict[str, type[enum.StrEnum]] = {"severity": Severity, "missing": Missing}
+_KEYS = tuple(field.name for field in dataclasses.fields(GateRule))
+
+
+def _parsed(key: str, value: Any) -> Any:
+    """What the value of a key of an entry means.
+
+    Raises:
+        UsageError: nothing; the message says what it is to be.
+    """
+    if key == "by":
+        several = value.split(",") if isinstance(value, str) else value
+        if isinstance(several, list) and all(isinstance(field, str) and field.strip() for field in several):
+            return tuple(dict.fromkeys(field.strip().replace("-", "_") for field in several))
+        raise UsageError("is to be a field, or a list of fields")
+    if key == "allow_empty":
+        if isinstance(value, bool):
+            return value
+        raise UsageError("is to be true or false")
+    if key in _CLOSED:
+        if isinstance(value, str) and value in set(_CLOSED[key]):
+            return _CLOSED[key](value)
+        raise UsageError(f"is to be one of {', '.join(_CLOSED[key])}")
     if not isinstance(value, str) or not value.strip():
         raise UsageError("is to be text")
-    return value.strip()
-
-
-def _fields(value: Any) -> tuple[str, ...]:
-    several = value.split(",") if isinstance(value, str) else value
-    if not isinstance(several, list) or not all(isinstance(field, str) and field.strip() for field in several):
-        raise UsageError("is to be a field, or a list of fields")
-    return tuple(dict.fromkeys(field.strip().replace("-", "_") for field in several))
-
-
-def _truth(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise UsageError("is to be true or false")
-    return value
-
-
-def _one_of(kind: type[enum.StrEnum]) -> Callable[[Any], enum.StrEnum]:
-    def parse(value: Any) -> enum.StrEnum:
-        if value not in set(kind):
-            raise UsageError(f"is to be one of {', '.join(kind)}")
-        return kind(value)
-
-    return parse
-
-
-_PARSERS: dict[str, Callable[[Any], Any]] = {
-    "name": lambda value: " ".join(_text(value).split()),
-    "check": _text,
-    "where": _text,
-    "by": _fields,
-    "format": _text,
-    "scaling": _text,
-    "severity": _one_of(Severity),
-    "allow_empty": _truth,
-    "missing": _one_of(Missing),
-}
-"""The keys of an entry, and what their values are."""
+    return " ".join(value.split()) if key == "name" else value.strip()
 
 
 def _rule(entry: Any, *, place: str) -> GateRule:
@@ -218,14 +205,13 @@ def _rule(entry: Any, *, place: str) -> GateRule:
     shown = f"{place} ({_shown(named)})" if isinstance(named, str) else place
     values = {}
     for key, value in entry.items():
-        if key not in _PARSERS:
-            hint = nearest(key, _PARSERS, otherwise="use", cutoff=0.6)
+        if key not in _KEYS:
+            hint = nearest(key, _KEYS, otherwise="use", cutoff=0.6)
             raise UsageError(f"{shown}: unknown key {_shown(key)}: {hint}")
         try:
-            values[key] = _PARSERS[key](value)
-        except (UsageError, TypeError) as error:
-            what = error if isinstance(error, UsageError) else "is of another kind"
-            raise UsageError(f"{shown}: {key} {what}, and is {_shown(value)}") from error
+            values[key] = _parsed(key, value)
+        except UsageError as error:
+            raise UsageError(f"{shown}: {key} {error}, and is {_shown(value)}") from error
     if "check" not in values:
         raise UsageError(f"{shown}: there is no check: write what has to hold, as 'check: overflow.ratio == 0'")
     where = f" where {values['where']}" if "where" in values else ""
