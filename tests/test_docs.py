@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ranktape.analyze.numerics.sweeps.metrics import Level
+from ranktape.analyze.numerics.sweeps.options import SweepMode
 from tests.exhaustive import exhaustive
 from tests.kernels import load
 
@@ -83,19 +85,32 @@ def test_the_quick_starts_run_as_they_stand(tmp_path: Path) -> None:
     blocks = re.findall(r"```(sh|python)\n(.*?)```", section, re.DOTALL)
     assert [language for language, _ in blocks] == ["sh", "python", "sh", "python"]
     shutil.copytree(CHECKOUT / "examples", tmp_path / "examples")
-    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
     for language, block in blocks:
-        source = MODEL + block if "model=model" in block else block
-        command = ["bash", "-euo", "pipefail", "-c"] if language == "sh" else [sys.executable, "-c"]
-        done = subprocess.run(
-            [*command, source],
-            cwd=tmp_path,
-            env={**os.environ, "PATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
+        run_block(language, MODEL + block if "model=model" in block else block, folder=tmp_path)
+
+
+def run_block(language: str, source: str, *, folder: Path) -> subprocess.CompletedProcess[str]:
+    """An example of a page, which must succeed, in a process of its own."""
+    command = ["bash", "-euo", "pipefail", "-c"] if language == "sh" else [sys.executable, "-c"]
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [*command, source], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{source}\n{done.stdout}{done.stderr}"
+    return done
+
+
+@exhaustive("each command and function of the page has tests of its own")
+def test_the_examples_of_sweeps_run(tmp_path: Path) -> None:
+    page = (CHECKOUT / "docs" / "sweep.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(sh|python)\n(.*?)```", page, re.DOTALL)
+    assert [language for language, _ in blocks] == ["python", "sh", "python", "python"]
+    done = [run_block(language, block, folder=tmp_path) for language, block in blocks]
+    assert [one.stderr for one in done] == [""] * 4
+    tree = set(re.findall(r"^    (mxfp_\S+)  ", page, re.MULTILINE))
+    assert {entry.name for entry in (tmp_path / "results" / "weights").iterdir()} == tree
+    assert "All tests completed successfully!" in done[1].stdout
+    assert done[2].stdout.startswith("use scale exponent ")
 
 
 def test_every_target_that_readme_names_is_in_the_makefile() -> None:
@@ -116,3 +131,13 @@ def test_every_command_says_on_the_page_of_commands_what_it_does() -> None:
     sections = re.findall(r"^## (.+)\n\n```text\nUsage: .*\n((?:  +.*\n)*)\n?(.*)", page, re.MULTILINE)
     assert {"ranktape", "ranktape status", "ranktape analyze sweep"} <= {name for name, *_ in sections}
     assert [name for name, _, first in sections if not first.strip() or first.startswith("Options:")] == []
+
+
+def test_the_page_of_sweeps_defines_every_mode_and_metric() -> None:
+    page = (CHECKOUT / "docs" / "sweep.md").read_text(encoding="utf-8")
+    modes = re.findall(r"^\| `(\w+)` \| one ", page, re.MULTILINE)
+    assert modes == list(SweepMode)
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| .* \| .* \|$", page.partition("## The metrics")[2], re.MULTILINE)
+    defined = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    metrics = {name.removesuffix("_ratio") for name in Level.__dataclass_fields__ if not name.endswith("_count")}
+    assert metrics - {"exponent", "scale", "score"} == defined

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from ranktape.analyze.table import MAX_BRIEF_ROWS, Column, Kind, Table
 from ranktape.errors import UsageError
+from tests.storage.test_notebook import Page
 
 pandas = pytest.importorskip("pandas")
 
@@ -33,22 +33,6 @@ TABLE = Table(
     ),
     notes=("a & b",),
 )
-
-
-class Cells(HTMLParser):
-    """The texts of a page, and its tags."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.texts: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002 - the parser's signature
-        self.tags.add(tag)
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
 
 
 def test_columns_have_the_types_of_their_kinds_whatever_is_missing() -> None:
@@ -100,7 +84,7 @@ def test_without_pandas_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_notebook_shows_what_text_shows_and_runs_nothing() -> None:
-    shown = Cells(TABLE._repr_html_())
+    shown = Page(TABLE._repr_html_())
     lines = TABLE.to_text().splitlines()
     assert shown.texts == [
         "what is <shown>",
