@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 TYPES = ("hifp8", "mxfp8")
 
@@ -299,7 +298,7 @@ def test_a_layer_of_zeros_has_a_panel(tmp_path: Path) -> None:
 
 
 def test_boxes_are_metrics_of_tensors(data: PlotData) -> None:
-    group = group_by(data, "layer_type", "operation").groups[1]
+    group = group_by(data, "layer_type", "operation")[0][1]
     assert group.label == "attention, backward"
     found = boxes.box_values(data, group, boxes.STD)
     parts = arrays(layer_type="attention", operation="backward")
@@ -422,17 +421,12 @@ def test_integers_are_left_out(tmp_path: Path) -> None:
         PlotData(store(tmp_path / "integers", [integers]).select())
 
 
-def table_survey(figure: Figure) -> list[str]:
-    """The texts of a plot."""
-    return [text.get_text() for text in texts(figure)]
-
-
 def test_many_groups_are_the_largest(tmp_path: Path) -> None:
     tensors = [
         describe_tensor(np.ones(4 + index, dtype=np.float32), tensor_name=f"name_{index:02d}") for index in range(12)
     ]
     found = PlotData(store(tmp_path, tensors).select())
-    grouping = group_by(found, "tensor_name")
-    assert [group.label for group in grouping.groups] == [f"name_{index:02d}" for index in range(4, 12)]
-    assert grouping.note == "The 8 largest of 12 groups are drawn."
-    assert grouping.note in table_survey(PLOTS["distribution_by_tensor"].draw(found))
+    groups, note = group_by(found, "tensor_name")
+    assert [group.label for group in groups] == [f"name_{index:02d}" for index in range(4, 12)]
+    assert note == "The 8 largest of 12 groups are drawn."
+    assert note in {text.get_text() for text in texts(PLOTS["distribution_by_tensor"].draw(found))}

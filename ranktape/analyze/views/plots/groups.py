@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.lines import Line2D
@@ -59,22 +59,15 @@ class Group:
         return key(Line2D([], [], **self.line, linewidth=2, **mark), self.label)
 
 
-class Grouping(NamedTuple):
-    """The groups of a plot, and what is said of those that are left out; empty for none."""
-
-    groups: tuple[Group, ...]
-    note: str
-
-
-def groups_of(data: PlotData, row: Plot, **options: Any) -> Grouping:
+def groups_of(data: PlotData, row: Plot, **options: Any) -> tuple[list[Group], str]:
     """The groups that a row of the table asks for; `options` are those of `group_by`."""
     return group_by(data, *row.by, **options, **row.chosen(data))
 
 
 def group_by(
     data: PlotData, *fields: str, max_groups: int = MAX_GROUPS, with_values: bool = False, **chosen: Any
-) -> Grouping:
-    """One group for each combination of values of fields; of too many, those with the most elements.
+) -> tuple[list[Group], str]:
+    """One group for each combination of values of fields; of too many, those with the most elements, and a note.
 
     `chosen` are fields and the values that records must have to be in any. The order is that of the values.
     """
@@ -85,7 +78,7 @@ def group_by(
     sizes = {number: totals[number] for number in np.unique(numbers[allowed]).tolist()}
     largest = sorted(sizes, key=lambda number: -sizes[number])[:max_groups]
     ordered = sorted(largest, key=lambda number: _order(fields, keys[number]))
-    groups = tuple(
+    groups = [
         Group(
             label=label_of(fields, keys[number]),
             index=index,
@@ -93,9 +86,9 @@ def group_by(
             digest=data.distribution(**chosen | dict(zip(fields, keys[number], strict=True))) if with_values else None,
         )
         for index, number in enumerate(ordered)
-    )
+    ]
     note = f"The {len(groups)} largest of {len(sizes)} groups are drawn." if len(sizes) > len(groups) else ""
-    return Grouping(groups=groups, note=note)
+    return groups, note
 
 
 def label_of(fields: Sequence[str], values: Sequence[Any]) -> str:

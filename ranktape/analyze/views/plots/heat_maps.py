@@ -53,11 +53,8 @@ if TYPE_CHECKING:
     from ranktape.analyze.views.plots.plot import Plot
     from ranktape.analyze.views.plots.style import Page
 
-MAX_COLUMNS, MAX_ROWS = 256, 160
-"""Cells that are drawn; of more, neighbours are one."""
-
-_MOST = ((1, MAX_COLUMNS), (0, MAX_ROWS))
-"""By axis."""
+_MOST = ((1, 256), (0, 160))
+"""Columns and rows that are drawn, by axis; of more, neighbours are one."""
 
 MAX_WRITTEN_COLUMNS, MAX_WRITTEN_ROWS = 6, 12
 """Cells up to which the metrics are written into them."""
@@ -176,9 +173,9 @@ def heat_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
     if field == "sample":
         samples = data.sample_metrics(pool)
         columns, label = sample_names(samples)
-        grids = {one: samples.grid(pool, operation=one, layers=layers) for one in operations}
-        known = {one: values for one, values in grids.items() if not np.isnan(values).all()}
-        grids = known or dict(list(grids.items())[:1])
+        found = {one: samples.grid(pool, operation=one, layers=layers) for one in operations}
+        known = {one: values for one, values in found.items() if not np.isnan(values).all()}
+        grids = known or {operations[0]: found[operations[0]]}
     else:
         columns, label = [str(int(column)) for column in data.values_of(field)], field
         grids = {one: grid_of(data, pool, field=field, operation=one) for one in operations}
@@ -194,8 +191,7 @@ def rank_deviation(data: PlotData, row: Plot) -> Figure:
     values = rank_deviations(data, layers=layers)
     grid = Grid("all tensors that several ranks have", values, layer_names(layers), ranks)
     scale = Scale("factor", "absmax over that of the median rank")
-    page = _page_of_maps(data, row, [grid])
-    return draw_heat_maps(page, [grid], scale=scale, labels=("layer", "rank"), unit="ranks")
+    return draw_heat_maps(_page_of_maps(data, row, [grid]), [grid], scale=scale, labels=("layer", "rank"), unit="ranks")
 
 
 def rank_against_rank(data: PlotData, row: Plot) -> Figure:
