@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import encodable, printable_lines
 from ranktape.errors import UsageError
+from ranktape.storage.format.memory import nbytes_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -354,16 +355,6 @@ def _ratio_cell(value: float) -> str:
     """Percent with three digits; only a true zero is "0 %", and only a true whole is "100 %"."""
     text = f"{value * 100:.3g} %"
     return "<100 %" if text == "100 %" and value < 1 else text
-
-
-def nbytes_text(value: int) -> str:
-    """A size for people, in units of 1,000 bytes."""
-    size = float(value)
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(size) < 1000:  # noqa: PLR2004 - SI units
-            return f"{size:.4g} {unit}"
-        size /= 1000
-    return f"{size:.4g} TB"
 
 
 _CELLS: Mapping[Kind, Callable[[Any], str]] = {

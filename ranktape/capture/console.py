@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ranktape.storage.format.memory import nbytes_text
+
 if TYPE_CHECKING:
     from ranktape.capture.hooks.coverage import Coverage
     from ranktape.capture.settings.options import CaptureOptions
@@ -105,14 +107,14 @@ class Console:
         kinds = Counter(source.layer_type for source in tally.sources)
         layers = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         kept = "".join(f", {count} as {keep}" for keep, count in sorted(tally.kept.items()) if keep != "values")
-        stored = kept and f", of which {size_text(tally.stored_nbytes)} are stored"
+        stored = kept and f", of which {nbytes_text(tally.stored_nbytes)} are stored"
         if tally.stored_nbytes > tally.nbytes:
-            stored = f", for which {size_text(tally.stored_nbytes)} are stored"
+            stored = f", for which {nbytes_text(tally.stored_nbytes)} are stored"
         if tally.kept["histogram"]:
             stored += " before compression"
         self.say(
-            f"capturing {layers} layers into {url}: {tally.num_tensors} tensors{kept}, {size_text(tally.nbytes)} per "
-            f"iteration and rank{stored} (host budget {size_text(budget_nbytes)}); iterations {_shown(iterations)}; "
+            f"capturing {layers} layers into {url}: {tally.num_tensors} tensors{kept}, {nbytes_text(tally.nbytes)} per "
+            f"iteration and rank{stored} (host budget {nbytes_text(budget_nbytes)}); iterations {_shown(iterations)}; "
             f"{min_iterations} guaranteed complete"
         )
         if coverage is not None:
@@ -130,7 +132,7 @@ class Console:
     def show_drain(self, pending_nbytes: int, state: str) -> None:
         """How far the storing of what was staged is; called about each second."""
         if self._num_drains % _DRAIN_INTERVAL == 0:
-            left = f"storing what was captured: {size_text(pending_nbytes)} left" if pending_nbytes else None
+            left = f"storing what was captured: {nbytes_text(pending_nbytes)} left" if pending_nbytes else None
             waits = "stored; waiting for the other ranks" if state == "waiting" else "committing what was captured"
             self.say(left or waits)
         self._num_drains += 1
@@ -144,13 +146,3 @@ class Console:
 def _shown(iterations: Sequence[int]) -> str:
     more = f", ... {iterations[-1]}" if len(iterations) > _MAX_NAMED else ""
     return ", ".join(map(str, iterations[:_MAX_NAMED])) + more
-
-
-def size_text(nbytes: int) -> str:
-    """A number of bytes for a person, in decimal units: `1.5 MB`."""
-    amount = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:  # noqa: PLR2004  (decimal units)
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} TB"

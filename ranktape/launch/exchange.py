@@ -16,9 +16,9 @@ import click
 
 from ranktape.analyze.console import say
 from ranktape.analyze.options import MAX_NAMED_FILES, NamedPath, Selection
-from ranktape.analyze.table import nbytes_text
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.launch.place import CommandAnswer, Progress, command_of, count_text, quiet, shown
+from ranktape.storage.format.memory import nbytes_text
 
 if TYPE_CHECKING:
     from ranktape.analyze.legacy.export import ExportReport

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ranktape.analyze.table import Column, Kind, Table, nbytes_text
+from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError
 from ranktape.launch.place import CommandAnswer, Progress, command_of, count_text, open_backend_of, quiet, shown
+from ranktape.storage.format.memory import nbytes_text
 
 if TYPE_CHECKING:
     from ranktape.storage.maintenance.finding import CheckFinding, CheckReport

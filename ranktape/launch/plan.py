@@ -109,7 +109,7 @@ def _agree(capture: PlanningCapture, *, num_ranks: int | None, num_hosts: int) -
 
 def forecast_lines(forecast: Forecast, *, verbose: bool) -> list[str]:
     """The forecast for a person."""
-    from ranktape.capture.console import size_text
+    from ranktape.storage.format.memory import nbytes_text
 
     one = forecast.ranks[forecast.largest_rank]
     footprint = one.footprint
@@ -117,25 +117,25 @@ def forecast_lines(forecast: Forecast, *, verbose: bool) -> list[str]:
     # What a histogram is packed to depends on the values: a tenth and less.
     packed = ", before compression" if footprint.kept.get("histogram") else ""
     reduced = ", ".join(f"{count} as {keep}" for keep, count in footprint.kept.items() if keep != "values")
-    kept = reduced and f" ({reduced}: {size_text(footprint.stored_nbytes)} are stored{packed})"
-    free = "" if one.free_nbytes is None else f", {size_text(one.free_nbytes)} free"
+    kept = reduced and f" ({reduced}: {nbytes_text(footprint.stored_nbytes)} are stored{packed})"
+    free = "" if one.free_nbytes is None else f", {nbytes_text(one.free_nbytes)} free"
     layers = ", ".join(f"{count} {kind}" for kind, count in one.num_layers.items()) or "none"
     rows = [
         ("layers", layers + where),
-        ("tensors", f"{footprint.num_tensors}, {size_text(footprint.nbytes)} per iteration{kept}"),
+        ("tensors", f"{footprint.num_tensors}, {nbytes_text(footprint.nbytes)} per iteration{kept}"),
         *([("coverage", one.coverage)] if one.coverage else []),
-        ("largest", f"{footprint.largest}, {size_text(footprint.largest_nbytes)}"),
+        ("largest", f"{footprint.largest}, {nbytes_text(footprint.largest_nbytes)}"),
         (
             "iterations",
-            f"{_listed(forecast.iterations)}; {size_text(forecast.iteration_nbytes)} each from all ranks{packed}",
+            f"{_listed(forecast.iterations)}; {nbytes_text(forecast.iteration_nbytes)} each from all ranks{packed}",
         ),
-        ("run", f"{size_text(forecast.run_nbytes)} for {count_text(forecast.num_stored, 'iteration')}{packed}"),
+        ("run", f"{nbytes_text(forecast.run_nbytes)} for {count_text(forecast.num_stored, 'iteration')}{packed}"),
         ("objects", f"{forecast.num_objects} per iteration"),
-        ("memory", f"{size_text(forecast.host_nbytes)} per host; {_room(one, len(forecast.iterations))}"),
+        ("memory", f"{nbytes_text(forecast.host_nbytes)} per host; {_room(one, len(forecast.iterations))}"),
         ("step", _step(forecast)),
         (
             "store",
-            f"takes an iteration in {_time(forecast.store_seconds)}, at {size_text(round(one.write_rate))}/s{free}",
+            f"takes an iteration in {_time(forecast.store_seconds)}, at {nbytes_text(round(one.write_rate))}/s{free}",
         ),
         ("slowdown", _slowdown(forecast)),
     ]

@@ -128,14 +128,14 @@ def verdict_line(verdict: RunVerdict | None) -> str:
 
 def holdings_line(backend: Backend, *, url: str) -> str:
     """What a run holds, and the commands to ask it, in one line."""
-    from ranktape.capture.console import size_text
+    from ranktape.storage.format.memory import nbytes_text
     from ranktape.storage.format.progress import read_verdict
 
     judged = read_verdict(backend)
     statuses = [] if judged is None else judged[1]
     complete = {status.iteration: status for status in statuses if status.state.value == "complete"}
     num_ranks = max((len(status.expected_ranks) for status in complete.values()), default=0)
-    size = size_text(sum(status.nbytes for status in complete.values()))
+    size = nbytes_text(sum(status.nbytes for status in complete.values()))
     place = shlex.quote(shown(url))
     return (
         f"{printable(shown(url))} holds {count_text(len(complete), 'iteration')} of {count_text(num_ranks, 'rank')}, "

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ranktape.analyze.console import say
-from ranktape.analyze.table import nbytes_text
 from ranktape.errors import CheckFoundError, RunNotFoundError
 from ranktape.launch.place import count_text, open_backend_of, read_options, shown, storage_options_option
+from ranktape.storage.format.memory import nbytes_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

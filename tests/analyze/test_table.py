@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ranktape.analyze.table import Column, Form, Kind, Table, nbytes_text, write_table
+from ranktape.analyze.table import Column, Form, Kind, Table, write_table
 from ranktape.errors import UsageError
+from ranktape.storage.format.memory import nbytes_text
 
 TABLE = Table(
     title="what is shown",

@@ -68,7 +68,7 @@ def test_many_of_them_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[s
         ("values", "11 tensors, 480 B per iteration and rank (host"),
         (
             "histogram",
-            "11 tensors, 11 as histogram, 240 B per iteration and rank, for which 3.6 MB are stored before compression",
+            "11 tensors, 11 as histogram, 240 B per iteration and rank, for which 3.604 MB are stored before co",
         ),
         ("statistics", "11 tensors, 11 as statistics, 240 B per iteration and rank, for which 880 B are stored (host"),
     ],

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.identity import are_files, group_columns, group_row, identity_columns, identity_rows, with_stacks
-from ranktape.analyze.table import Column, Kind, Table, nbytes_text
+from ranktape.analyze.table import Column, Kind, Table
+from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:

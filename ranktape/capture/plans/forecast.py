@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.numerics.histograms.histogram import measure
-from ranktape.capture.console import size_text
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.process import default_host_budget_nbytes
 from ranktape.capture.writing.counting import kept_nbytes, reduce_to
 from ranktape.capture.writing.storing import COUNT_FROM_NBYTES
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
+from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.format.record_info import Keep, RecordInfo
 from ranktape.storage.recording import stack
 
@@ -331,8 +331,8 @@ def _space_refusals(
     )
     packed = " before compression" if any(one.footprint.kept.get(Keep.HISTOGRAM) for one in ranks) else ""
     yield (
-        f"the run takes {size_text(iteration * num_stored)}{packed} for {num_stored} iterations, and "
-        f"{size_text(min(known))} are free at its place: {way_out}"
+        f"the run takes {nbytes_text(iteration * num_stored)}{packed} for {num_stored} iterations, and "
+        f"{nbytes_text(min(known))} are free at its place: {way_out}"
     )
 
 

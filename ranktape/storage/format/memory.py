@@ -1,4 +1,4 @@
-"""How much memory is left, and the refusal of what does not fit into it."""
+"""How much memory is left, the refusal of what does not fit into it, and how a size is written."""
 
 from __future__ import annotations
 
@@ -44,3 +44,13 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:  # not on this system; the machine's count stands
         return ""
+
+
+def nbytes_text(nbytes: float) -> str:
+    """A size for people, in units of 1,000 bytes: `1.5 MB`."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:  # noqa: PLR2004  (decimal units)
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"

@@ -17,9 +17,9 @@ from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS, places_of, stacks
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.numerics.formats import FORMATS
-from ranktape.analyze.table import nbytes_text
 from ranktape.analyze.views.report.columns import SHOWN, SampleColumns, packed
 from ranktape.analyze.views.report.details import Details, bundles_of
+from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
