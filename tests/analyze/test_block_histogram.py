@@ -220,27 +220,6 @@ def test_values_are_rounded_before_they_are_counted(dtype: str, rounded_to: str)
     assert found.dtype == numpy_dtype(rounded_to)
 
 
-def test_counts_of_parts_add_up() -> None:
-    array = mixed((70, 64))
-    added = count_blocks(array[:30]) + count_blocks(array[30:])
-    assert parts_of(added) == parts_of(count_blocks(array))
-    assert parts_of(count_blocks(array[:0]) + count_blocks(array)) == parts_of(count_blocks(array))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        count_blocks(np.ones((2, 2), dtype=np.float16)),
-        count_blocks(np.ones((2, 2), dtype=ml_dtypes.bfloat16), axis=0),
-        count_blocks(np.ones((2, 2), dtype=ml_dtypes.bfloat16), block_size=16),
-    ],
-    ids=["dtype", "axis", "block size"],
-)
-def test_counts_of_other_blocks_do_not_add_up(other: BlockHistogram) -> None:
-    with pytest.raises(UsageError, match="do not add up: bfloat16 in blocks of 32 along -1"):
-        count_blocks(np.ones((2, 2), dtype=ml_dtypes.bfloat16)) + other
-
-
 @pytest.mark.parametrize(
     ("array", "options", "message"),
     [

@@ -2,14 +2,14 @@
 
 All that a power-of-two scale can depend on, by any of the scale rules, is the exponent of the block's largest
 magnitude and on which side of a few cuts its significand lies. Counts of (exponent, class of the significand,
-magnitude) therefore answer every format, rule and offset at once, exactly, and add up over parts of a tensor.
+magnitude) therefore answer every format, rule and offset at once, exactly.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -84,29 +84,6 @@ class BlockHistogram(BlockCounts):
         step_of_class[classes_of(significands, cuts=self.cuts)] = _is_doubled(significands, rule, element)
         return self.exponents + step_of_class[self.classes] - element.emax
 
-    def __add__(self, other: BlockHistogram) -> BlockHistogram:
-        """The histogram of both together.
-
-        Raises:
-            UsageError: blocks of another size, axis or element type were counted.
-        """
-        mine, theirs = _kind(self), _kind(other)
-        if mine != theirs:
-            raise UsageError(f"counts of blocks do not add up: {_in_words(mine)} and {_in_words(theirs)}")
-        keys = np.concatenate([_keys(self), _keys(other)])
-        distinct, places = np.unique(keys, return_inverse=True)
-        counts = np.zeros(distinct.size, dtype=np.int64)
-        np.add.at(counts, places, np.concatenate([self.counts, other.counts]))
-        rows = distinct >> _MAGNITUDE_BITS
-        return BlockHistogram(
-            **mine._asdict(),
-            exponents=((rows >> _CLASS_BITS) - _EXPONENT_BIAS).astype(np.int16),
-            classes=(rows & (1 << _CLASS_BITS) - 1).astype(np.uint8),
-            magnitudes=(distinct & (1 << _MAGNITUDE_BITS) - 1).astype(np.uint16),
-            counts=counts,
-            **{name: getattr(self, name) + getattr(other, name) for name in APART},
-        )
-
 
 def _is_doubled(significands: NDArray[np.float64], rule: ScaleRule, element: Format) -> NDArray[np.bool_]:
     """Of which largest magnitudes the scale is twice as large."""
@@ -122,35 +99,6 @@ APART = NUMBERS[1:]
 
 CELLS = ("exponents", "classes", "magnitudes", "counts")
 """What it holds of each cell."""
-
-
-class BlockKind(NamedTuple):
-    """What two histograms that add up have in common."""
-
-    dtype: np.dtype[Any]
-    axis: str
-    block_size: int
-    cuts: tuple[int, ...]
-
-
-def _kind(histogram: BlockHistogram) -> BlockKind:
-    return BlockKind(histogram.dtype, histogram.axis, histogram.block_size, histogram.cuts)
-
-
-def _in_words(kind: BlockKind) -> str:
-    return f"{kind.dtype} in blocks of {kind.block_size} along {kind.axis}, {len(kind.cuts)} cuts"
-
-
-_EXPONENT_BIAS = 1 << 10
-"""Makes the exponents of keys positive."""
-
-_CLASS_BITS, _MAGNITUDE_BITS = 8, 15
-
-
-def _keys(histogram: BlockHistogram) -> NDArray[np.int64]:
-    exponents = histogram.exponents.astype(np.int64) + _EXPONENT_BIAS
-    rows = exponents << _CLASS_BITS | histogram.classes
-    return rows << _MAGNITUDE_BITS | histogram.magnitudes
 
 
 def count_blocks(
@@ -206,8 +154,8 @@ def count_few_cells(
     )
     if counted is None:
         return None
-    kind = BlockKind(dtype, str(from_front - shaped.ndim), block_size, CUTS)
-    return histogram_of(counted, kind=kind, num_elements=array.size)
+    axis_from_end = str(from_front - shaped.ndim)
+    return histogram_of(counted, dtype=dtype, axis=axis_from_end, block_size=block_size, num_elements=array.size)
 
 
 @functools.cache
@@ -222,9 +170,11 @@ def _counted_dtype(given: np.dtype[Any], rounded_to: np.dtype[Any] | None) -> np
     return dtype if row.itemsize == _HALF_NBYTES else _BFLOAT16
 
 
-def histogram_of(counted: Counted, *, kind: BlockKind, num_elements: int) -> BlockHistogram:
+def histogram_of(
+    counted: Counted, *, dtype: np.dtype[Any], axis: str, block_size: int, num_elements: int
+) -> BlockHistogram:
     """The histogram of what was counted in rows; the cells are taken out of it."""
-    rows = rows_of(kind.dtype)
+    rows = rows_of(dtype)
     last = rows.ends.size - 1
     spoiled_magnitudes, spoiled_counts = counted.cells.pop(last, NO_CELLS)
     found = sorted(counted.cells)
@@ -236,7 +186,10 @@ def histogram_of(counted: Counted, *, kind: BlockKind, num_elements: int) -> Blo
         magnitudes[end : end + size], counts[end : end + size] = counted.cells.pop(row)
         end += size
     return BlockHistogram(
-        **kind._asdict(),
+        dtype=dtype,
+        axis=axis,
+        block_size=block_size,
+        cuts=CUTS,
         exponents=np.repeat(rows.exponents[found], sizes),
         classes=np.repeat(rows.classes[found], sizes),
         magnitudes=magnitudes,

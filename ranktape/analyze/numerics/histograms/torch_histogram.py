@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, BlockKind, histogram_of
-from ranktape.analyze.numerics.histograms.block_tables import CUTS, Counted, rows_of
+from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, histogram_of
+from ranktape.analyze.numerics.histograms.block_tables import Counted, rows_of
 from ranktape.analyze.numerics.histograms.histogram import Histogram
 from ranktape.analyze.numerics.pieces import boxes, grouped_shape
 from ranktape.errors import UsageError
@@ -72,8 +72,8 @@ def count_tensor_blocks(tensor: torch.Tensor, *, axis: int = -1, block_size: int
     halves = rows if rows.dtype.itemsize == _HALF_NBYTES else rows.to(torch.bfloat16)
     from_front = axis % rows.ndim
     counted = _count(halves, axis=from_front, block_size=block_size)
-    kind = BlockKind(_numpy_dtype(halves.dtype), str(from_front - rows.ndim), block_size, CUTS)
-    return histogram_of(counted, kind=kind, num_elements=tensor.numel())
+    axis_from_end, dtype = str(from_front - rows.ndim), _numpy_dtype(halves.dtype)
+    return histogram_of(counted, dtype=dtype, axis=axis_from_end, block_size=block_size, num_elements=tensor.numel())
 
 
 def _count(halves: torch.Tensor, *, axis: int, block_size: int) -> Counted:
