@@ -334,19 +334,6 @@ def test_what_does_not_go_together_is_refused(format_name: str, options: dict[st
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"block_size": 0}, "--block-size 0 is not allowed: give 1 to"),
-        ({"scale_bits": 9}, "--scale-bits 9 is not allowed: give 2 to 8"),
-        ({"scale_bits": 1}, "--scale-bits 1 is not allowed"),
-    ],
-)
-def test_options_that_are_not_allowed(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        SweepOptions(**options)
-
-
-@pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({}, list(range(10, -11, -1))),

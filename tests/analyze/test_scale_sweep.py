@@ -255,6 +255,9 @@ def test_exponents_that_are_given_are_used() -> None:
         ({"max_scale_exp": 1001.0}, "--max-scale-exp 1001.0 is not allowed: give an exponent from -1000 to 1000"),
         ({"min_scale_exp": math.nan}, "--min-scale-exp nan is not allowed"),
         ({"max_scale_exp": -math.inf}, "--max-scale-exp -inf is not allowed"),
+        ({"block_size": 0}, "--block-size 0 is not allowed: give 1 to"),
+        ({"scale_bits": 9}, "--scale-bits 9 is not allowed: give 2 to 8"),
+        ({"scale_bits": 1}, "--scale-bits 1 is not allowed"),
     ],
 )
 def test_options_that_are_not_allowed(options: dict[str, Any], message: str) -> None:

@@ -186,7 +186,8 @@ class Summarizer:
     def add(self, values: NDArray[Any]) -> None:
         """Add the values of an array."""
         real = (larger_part(values) if values.dtype.kind == "c" else values).reshape(-1)
-        flat = real if real.dtype.kind == "f" else real.astype(np.float64)
+        # Not by the kind: a type of ml_dtypes may have that of a float, and numpy does not sort its NaN last.
+        flat = real if real.dtype in (np.float32, np.float64) else real.astype(np.float64)
         for start in range(0, flat.size, RUN):
             piece = flat[start : start + RUN]
             if self._num_waiting + piece.size > RUN:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.numerics.kernels import compiled
+from ranktape.analyze.numerics.kernels import HALF_NBYTES, compiled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,7 +35,6 @@ _GROUP = 64
 
 _PATTERN_BITS = 16
 _PATTERN_MASK = 0xFFFF
-_HALF_NBYTES = 2
 
 
 class Nature(enum.IntEnum):
@@ -70,7 +69,7 @@ def _count_apart(patterns_I: NDArray[Any], tables_TP: NDArray[np.uint32]) -> Non
     """Count, neighbours in different tables."""
     first, second, third, fourth = tables_TP[0], tables_TP[1], tables_TP[2], tables_TP[3]
     num_fours = patterns_I.size // 4
-    if patterns_I.itemsize == _HALF_NBYTES:
+    if patterns_I.itemsize == HALF_NBYTES:
         # One load for four elements.
         for word in patterns_I[: 4 * num_fours].view(np.uint64):
             first[word & _PATTERN_MASK] += np.uint32(1)
@@ -169,7 +168,7 @@ def count_samples(  # noqa: PLR0917  # compiled code is not called by keywords
     counts_D = np.empty(tables_TP.shape[1] + 1, dtype=np.int64)
     for sample in range(patterns_SI.shape[0]):
         patterns_I = patterns_SI[sample]
-        if patterns_I.size < SMALL and patterns_I.itemsize == _HALF_NBYTES:
+        if patterns_I.size < SMALL and patterns_I.itemsize == HALF_NBYTES:
             num = _count_listed(patterns_I, tables_TP[0], found_D)
             for place in range(num):
                 counts_D[place] = tables_TP[0, found_D[place]]

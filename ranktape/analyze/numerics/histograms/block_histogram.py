@@ -25,6 +25,7 @@ from ranktape.analyze.numerics.histograms.block_tables import (
     significands_of,
 )
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
+from ranktape.analyze.numerics.kernels import HALF_NBYTES
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule, raise_of
 from ranktape.errors import UsageError
 from ranktape.storage.format.block_counts import NUMBERS, BlockCounts
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.formats import Format
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_HALF_NBYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -162,12 +162,12 @@ def count_few_cells(
 def _counted_dtype(given: np.dtype[Any], rounded_to: np.dtype[Any] | None) -> np.dtype[Any]:
     dtype = given if rounded_to is None else rounded_to
     row = dtype_row(dtype_name(dtype))
-    if not row.is_floating or not dtype_row(dtype_name(given)).is_floating or row.itemsize > _HALF_NBYTES:
+    if not row.is_floating or not dtype_row(dtype_name(given)).is_floating or row.itemsize > HALF_NBYTES:
         raise UsageError(
             f"{given} cannot be counted in blocks: use a floating type of at most 16 bits; "
             f"sweep_array takes wider values as they are"
         )
-    return dtype if row.itemsize == _HALF_NBYTES else _BFLOAT16
+    return dtype if row.itemsize == HALF_NBYTES else _BFLOAT16
 
 
 def histogram_of(

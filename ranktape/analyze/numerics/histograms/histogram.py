@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.numerics.kernels import count, scan_keys
+from ranktape.analyze.numerics.kernels import HALF_NBYTES, count, scan_keys
 from ranktape.analyze.numerics.pieces import by_memory, contiguous, each, frozen, num_threads, pieces
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import dtype_name, dtype_row
@@ -132,7 +132,7 @@ def count_values(array: AnyArray, *, threads: int | None = 1) -> Histogram:
             `threads` is less than 1.
     """
     dtype_name(array.dtype)  # refuses what is not in `DTYPES`
-    if array.dtype.itemsize > 2:  # noqa: PLR2004 - bytes of a pattern that can be counted
+    if array.dtype.itemsize > HALF_NBYTES:
         raise UsageError(f"{array.dtype} has too many patterns to count: use a type of at most 16 bits")
     unsigned = np.uint8 if array.dtype.itemsize == 1 else np.uint16
     ordered, _ = by_memory(array.reshape(1) if array.ndim == 0 else array, axis=0)

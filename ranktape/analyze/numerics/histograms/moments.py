@@ -17,16 +17,13 @@ import numpy as np
 
 from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values, measure
-from ranktape.analyze.numerics.kernels import BLOCK, sum_powers
+from ranktape.analyze.numerics.kernels import BLOCK, HALF_NBYTES, sum_powers
 from ranktape.analyze.numerics.pieces import frozen
 from ranktape.storage.format.dtypes import dtype_name, dtype_row
 from ranktape.storage.format.statistics import Statistics, merge_moments, merge_statistics
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-_COUNTED_NBYTES = 2
-"""Size of the widest values that are counted."""
 
 _COUNTED_FROM = 1 << 16
 """Elements from which on counting is worth its 65,536 counts."""
@@ -48,7 +45,7 @@ def statistics_of(array: NDArray[Any]) -> Statistics:
     """
     row = dtype_row(dtype_name(array.dtype))
     flat = np.ascontiguousarray(array).reshape(-1)
-    if row.itemsize <= _COUNTED_NBYTES and flat.size >= _COUNTED_FROM:
+    if row.itemsize <= HALF_NBYTES and flat.size >= _COUNTED_FROM:
         return statistics_of_histogram(count_values(flat))
     return merge_statistics([_of_floats(part) for part in _as_floats(flat, is_complex=row.is_complex)])
 

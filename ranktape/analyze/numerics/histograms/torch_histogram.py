@@ -16,6 +16,7 @@ import numpy as np
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, histogram_of
 from ranktape.analyze.numerics.histograms.block_tables import Counted, rows_of
 from ranktape.analyze.numerics.histograms.histogram import Histogram
+from ranktape.analyze.numerics.kernels import HALF_NBYTES
 from ranktape.analyze.numerics.pieces import boxes, grouped_shape
 from ranktape.errors import UsageError
 from ranktape.storage.format.block_counts import NUM_MAGNITUDES
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 BOX_SIZE = 1 << 20
 """Elements that are counted at once, with some 30 MB of memory for their keys."""
 
-_HALF_NBYTES = 2
 _MAGNITUDE_BITS = 15
 
 
@@ -41,7 +41,7 @@ def count_tensor(tensor: torch.Tensor) -> Histogram:
     """
     import torch
 
-    if tensor.dtype.itemsize > _HALF_NBYTES:
+    if tensor.dtype.itemsize > HALF_NBYTES:
         raise UsageError(f"{tensor.dtype} has too many patterns to count: use a type of at most 16 bits")
     num_patterns = 1 << 8 * tensor.dtype.itemsize
     unsigned = torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16
@@ -61,7 +61,7 @@ def count_tensor_blocks(tensor: torch.Tensor, *, axis: int = -1, block_size: int
     """
     import torch
 
-    if not tensor.is_floating_point() or tensor.dtype.itemsize > _HALF_NBYTES:
+    if not tensor.is_floating_point() or tensor.dtype.itemsize > HALF_NBYTES:
         raise UsageError(f"{tensor.dtype} cannot be counted in blocks: use a floating type of at most 16 bits")
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
     if not -rows.ndim <= axis < rows.ndim:
@@ -69,7 +69,7 @@ def count_tensor_blocks(tensor: torch.Tensor, *, axis: int = -1, block_size: int
     if block_size < 1:
         raise UsageError(f"block_size={block_size} is not a number of elements: give 1 or more")
     # bfloat16 holds every value of the types of 8 bits.
-    halves = rows if rows.dtype.itemsize == _HALF_NBYTES else rows.to(torch.bfloat16)
+    halves = rows if rows.dtype.itemsize == HALF_NBYTES else rows.to(torch.bfloat16)
     from_front = axis % rows.ndim
     counted = _count(halves, axis=from_front, block_size=block_size)
     axis_from_end, dtype = str(from_front - rows.ndim), _numpy_dtype(halves.dtype)

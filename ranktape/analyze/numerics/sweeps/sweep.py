@@ -19,6 +19,7 @@ import numpy as np
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, count_few_cells
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.inputs import numbers_of
+from ranktape.analyze.numerics.kernels import HALF_NBYTES
 from ranktape.analyze.numerics.sweeps.legacy import check_legacy, legacy_histogram, legacy_levels, legacy_note
 from ranktape.analyze.numerics.sweeps.metrics import Level, levels_of, settled
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
@@ -282,7 +283,7 @@ class _Source:
 
     @property
     def _is_countable(self) -> bool:
-        return self._counted is not None or self._array.dtype.itemsize <= 2  # noqa: PLR2004 - bytes that can be counted
+        return self._counted is not None or self._array.dtype.itemsize <= HALF_NBYTES
 
     @functools.cached_property
     def _histogram(self) -> Histogram:
