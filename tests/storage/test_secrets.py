@@ -13,7 +13,8 @@ import pytest
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.errors import AccessDeniedError, RanktapeError, StorageError, UsageError
-from ranktape.storage.places.failures import Redactor, StoreFailures, chain
+from ranktape.storage.places.failures import Redactor, chain
+from ranktape.storage.places.store import StoreBackend
 from ranktape.storage.places.urls import open_backend, parse_storage_options
 from ranktape.storage.places.zarr_store import BackendStore
 from tests.s3 import S3Server
@@ -130,7 +131,7 @@ def test_options_that_a_file_system_does_not_take_are_not_shown() -> None:
 
 
 def test_a_cause_that_repeats_a_secret_is_dropped_and_any_other_kept() -> None:
-    failures = StoreFailures("s3://bucket/run", redact=Redactor("s3://bucket/run", {"secret": SECRET}))
+    store = StoreBackend("s3://bucket/run", secrets={"secret": SECRET})
 
     def fail(first: str, second: str) -> None:
         try:
@@ -139,10 +140,10 @@ def test_a_cause_that_repeats_a_secret_is_dropped_and_any_other_kept() -> None:
             raise ValueError(second) from error
 
     for words in ((SECRET, "clean"), ("clean", f"with {SECRET}")):
-        error = refused(lambda words=words: failures.call("read", "a", lambda: fail(*words)))  # type: ignore[misc]
+        error = refused(lambda words=words: store._call("read", "a", lambda: fail(*words)))  # type: ignore[misc]
         assert (error.__cause__, error.__context__) == (None, None)
     with pytest.raises(StorageError, match="cannot read s3://bucket/run/a: ValueError: clean") as caught:
-        failures.call("read", "a", lambda: fail("clean", "clean"))
+        store._call("read", "a", lambda: fail("clean", "clean"))
     assert isinstance(caught.value.__cause__, ValueError)
 
 

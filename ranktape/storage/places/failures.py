@@ -1,7 +1,7 @@
 """Translates the errors of file systems and clients into ours, without the secrets in them.
 
 Clients say the same thing in many ways: errno, a class, an HTTP status, a code in an XML document. They also repeat
-what they were given: keys, tokens, signed queries. `StoreFailures` knows both.
+what they were given: keys, tokens, signed queries. `store_error` knows both.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ranktape.errors import AccessDeniedError, NoBucketError, NoSpaceError, StorageError, UnreachableError
-
-Result = TypeVar("Result")
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 """What a file system answers that has no room."""
@@ -152,46 +150,16 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or current.__context__
 
 
-class StoreFailures:
-    """Translates what goes wrong in a store into our errors, without its secrets."""
-
-    def __init__(self, url: str, *, redact: Redactor) -> None:
-        self._url = url
-        self._redact = redact
-
-    def call(self, verb: str, key: str, work: Callable[[], Result]) -> Result:
-        """What `work` returns.
-
-        Raises:
-            StorageError: it failed; the kind says why.
-        """
-        try:
-            return work()
-        except StorageError:
-            raise
-        except BaseException as error:  # each client raises classes of its own, botocore's are no OSError
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # obstore's last word
-                raise
-            failure = self.translated(error, verb=verb, key=key)
-            cause = error if self._is_clean(error) else None
-        # Raised out here, a cause that repeats a secret is not even the context of what the user is shown.
-        raise failure from cause
-
-    def translated(self, error: BaseException, *, verb: str, key: str) -> StorageError:
-        """The error to raise for one of a client."""
-        kind, way_out = _kind(error)
-        detail = self._redact(" ".join(_text(error).split()))
-        if len(detail) > _MAX_DETAIL:
-            detail = detail[:_MAX_DETAIL] + "..."
-        status, code = answer_of(error)
-        if answer := " ".join(part for part in (str(status or ""), code) if part and part not in detail):
-            detail += f" ({answer})"
-        place = f"{self._url}/{key}" if key else self._url
-        return kind(printable(f"cannot {verb} {place}: {detail}: {way_out}"))
-
-    def _is_clean(self, error: BaseException) -> bool:
-        texts = (text for link in chain(error) for text in (str(link), repr(link.args)))
-        return all(self._redact(text) == text for text in texts)
+def store_error(error: BaseException, *, verb: str, place: str, redact: Redactor) -> StorageError:
+    """The error to raise for one of a client."""
+    kind, way_out = _kind(error)
+    detail = redact(" ".join(_text(error).split()))
+    if len(detail) > _MAX_DETAIL:
+        detail = detail[:_MAX_DETAIL] + "..."
+    status, code = answer_of(error)
+    if answer := " ".join(part for part in (str(status or ""), code) if part and part not in detail):
+        detail += f" ({answer})"
+    return kind(printable(f"cannot {verb} {place}: {detail}: {way_out}"))
 
 
 def _text(error: BaseException) -> str:

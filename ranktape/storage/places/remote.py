@@ -19,7 +19,7 @@ from fsspec.core import url_to_fs
 
 from ranktape.errors import UsageError
 from ranktape.storage.places.backend import range_within, seconds_left
-from ranktape.storage.places.failures import Redactor
+from ranktape.storage.places.failures import store_error
 from ranktape.storage.places.store import StoreBackend
 
 
@@ -33,11 +33,11 @@ class RemoteBackend(StoreBackend):
         self._options = dict(storage_options)
         failure = self._open()
         if isinstance(failure, OSError):
-            raise self._failures.translated(failure, verb="open", key="")
+            raise store_error(failure, verb="open", place=self.url, redact=self._redact)
         if failure is not None:
             known = ", ".join(sorted({"s3", "gs", "az", "memory"} & set(fsspec.available_protocols())))
             raise UsageError(
-                f"{self.url} cannot be opened: {Redactor(url, storage_options)(str(failure))}: give a directory, or a "
+                f"{self.url} cannot be opened: {self._redact(str(failure))}: give a directory, or a "
                 f"URL of a protocol that is installed (such as {known}), and storage options that it takes"
             )
 

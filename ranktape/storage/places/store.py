@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ranktape.errors import StorageError
 from ranktape.storage.places.backend import (
     Backend,
     ObjectInfo,
@@ -13,7 +14,7 @@ from ranktape.storage.places.backend import (
     too_large,
     without_credentials,
 )
-from ranktape.storage.places.failures import Redactor, StoreFailures, answer_of
+from ranktape.storage.places.failures import Redactor, answer_of, chain, store_error
 
 if TYPE_CHECKING:
     from ranktape.storage.places.backend import Buffer
@@ -35,7 +36,7 @@ class StoreBackend(Backend):
         self.is_shared = True
         self._root = ""
         """What all paths begin with; empty, or with a slash at its end."""
-        self._failures = StoreFailures(self.url, redact=Redactor(url, secrets))
+        self._redact = Redactor(url, secrets)
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """Write an object of the joined parts."""
@@ -111,7 +112,24 @@ class StoreBackend(Backend):
         return f"{self._root}{key}".rstrip("/")
 
     def _call(self, verb: str, key: str, work: Callable[[], Result]) -> Result:
-        return self._failures.call(verb, key, work)
+        """What `work` returns.
+
+        Raises:
+            StorageError: it failed; the kind says why.
+        """
+        try:
+            return work()
+        except StorageError:
+            raise
+        except BaseException as error:  # each client raises classes of its own, botocore's are no OSError
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # obstore's worst
+                raise
+            place = f"{self.url}/{key}" if key else self.url
+            failure = store_error(error, verb=verb, place=place, redact=self._redact)
+            texts = (text for link in chain(error) for text in (str(link), repr(link.args)))
+            cause = error if all(self._redact(text) == text for text in texts) else None
+        # Raised out here, a cause that repeats a secret is not even the context of what the user is shown.
+        raise failure from cause
 
     def _put(self, path: str, views: list[memoryview]) -> None:
         raise NotImplementedError

@@ -169,8 +169,11 @@ class RankWriter:
         """
         with self._changed:
             chosen = [pending for number, pending in self._open.items() if iteration in {None, number}]
-            work = [(pending, held) for pending in chosen for held in self._take_stacks(pending)]
-        self._write_stacks(work)
+            work = [(pending, held) for pending in chosen for held in pending.take_all()]
+            for pending, _ in work:
+                pending.num_busy += 1
+        # Side by side: each of them waits for the store, and by the caller's deadline.
+        wait([self._pool.submit(copy_context().run, self._write_stack, pending, held) for pending, held in work])
 
     def commit(
         self,
@@ -196,7 +199,13 @@ class RankWriter:
             DataError: tensors were expected and not one was recorded; the iteration is not committed then.
             StorageError: the run was deleted or replaced, or cannot be written; it may be committed again then.
         """
-        pending = self._written(iteration)
+        with self._changed:
+            pending = self._begun(iteration)
+        self.flush_stacks(iteration)
+        with self._changed:
+            self._changed.wait_for(lambda: not pending.num_busy)
+        if pending.failure is not None:
+            raise pending.failure
         if expected and not pending.entries:
             raise DataError(f"nothing was recorded of {len(expected)} expected tensors")
         check_attempt(self._backend, self._attempt)
@@ -264,18 +273,6 @@ class RankWriter:
             )
         return self._open.setdefault(iteration, Pending())
 
-    def _written(self, iteration: int) -> Pending:
-        """What there is of an iteration, once all of it is in the store; the first failure on the way is raised."""
-        with self._changed:
-            pending = self._begun(iteration)
-            work = [(pending, held) for held in self._take_stacks(pending)]
-        self._write_stacks(work)
-        with self._changed:
-            self._changed.wait_for(lambda: not pending.num_busy)
-        if pending.failure is not None:
-            raise pending.failure
-        return pending
-
     def _settle(self, iteration: int) -> Pending:
         """Nothing more is taken of an iteration; with the lock held."""
         self._settled.add(iteration)
@@ -313,16 +310,6 @@ class RankWriter:
             self._write_stack(pending, full)
         if is_much:
             self.flush_stacks()
-
-    def _take_stacks(self, pending: Pending) -> list[list[HeldTensor]]:
-        """All that is kept of an iteration, with the lock held; each stack must be written then."""
-        taken = pending.take_all()
-        pending.num_busy += len(taken)
-        return taken
-
-    def _write_stacks(self, work: Sequence[tuple[Pending, list[HeldTensor]]]) -> None:
-        """Side by side: each of them waits for the store, and by the caller's deadline."""
-        wait([self._pool.submit(copy_context().run, self._write_stack, pending, held) for pending, held in work])
 
     def _write_stack(self, pending: Pending, held: list[HeldTensor]) -> None:
         try:
