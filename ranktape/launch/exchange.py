@@ -7,6 +7,7 @@ keys that it would have had, and what the writer did not come to lies in its rin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from ranktape.analyze.options import MAX_NAMED_FILES, NamedPath, Selection
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.launch.place import CommandAnswer, Progress, command_of, count_text, quiet, shown
 from ranktape.storage.format.memory import nbytes_text
+from ranktape.storage.places.urls import open_backend
 
 if TYPE_CHECKING:
     from ranktape.analyze.legacy.export import ExportReport
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from ranktape.storage import Records
     from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
     from ranktape.storage.maintenance.outbox import PushReport, Spill
-    from ranktape.storage.places.retry import RetryingBackend
 
 Pushed = tuple["Spill", "PushReport | None", "str | None"]
 """What a rank left, and what became of it, or why it could not be pushed."""
@@ -59,8 +60,9 @@ def cp(
 
     chosen = {field: tuple(texts) for field, texts in (filters or {}).items()}
     with suggest_nearest(run, storage_options=storage_options):
-        source = _open(run, storage_options)
-        target = _open(url, storage_options if target_storage_options is None else target_storage_options)
+        source = open_backend(run, storage_options=storage_options)
+        others = storage_options if target_storage_options is None else target_storage_options
+        target = open_backend(url, storage_options=others)
         if not chosen and not where:
             return copy_run(source, target, verify=not no_verify, on_progress=on_progress)
         selection = Selection(run=run, filters=chosen, where=where, storage_options=storage_options)
@@ -100,13 +102,6 @@ def cp_command(report: CopyReport | SelectionReport, given: Mapping[str, Any]) -
     return CommandAnswer(text=f"{places['url']}: {text}", document={**places, **dataclasses.asdict(report)})
 
 
-def _open(url: str, options: Mapping[str, Any] | None) -> RetryingBackend:
-    """The store at a URL, or in a directory, which has no use for options."""
-    from ranktape.storage.places.urls import open_backend
-
-    return open_backend(url, storage_options=options if "://" in url else None)
-
-
 def push(
     directory: Path, *, to: str | None = None, keep: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> list[Pushed]:
@@ -122,7 +117,7 @@ def push(
     results: list[Pushed] = []
     for spill in find_spills(directory):
         try:
-            report = push_spill(spill, _open(to or spill.url, storage_options), keep=keep)
+            report = push_spill(spill, open_backend(to or spill.url, storage_options=storage_options), keep=keep)
             results.append((spill, report, None))
         except RanktapeError as error:
             results.append((spill, None, str(error)))
@@ -183,11 +178,11 @@ def recover(
     """
     from ranktape.capture.writing.recover import RingReport, find_rings, recover_ring
 
+    open_run = functools.partial(open_backend, storage_options=storage_options)
+
     def recovered(path: Path) -> RingReport:
         try:
-            return recover_ring(
-                path, open_run=lambda url: _open(url, storage_options), trusts_other_boots=trust_other_boots
-            )
+            return recover_ring(path, open_run=open_run, trusts_other_boots=trust_other_boots)
         except RanktapeError as error:
             return RingReport(path=path, remains=str(error))
 

@@ -16,7 +16,7 @@ import click
 from ranktape.errors import CheckFoundError, UsageError
 from ranktape.storage.places.backend import without_credentials
 from ranktape.storage.places.failures import printable
-from ranktape.storage.places.urls import parse_storage_options
+from ranktape.storage.places.urls import open_backend, parse_storage_options
 
 if TYPE_CHECKING:
     from ranktape.analyze.options import Selection
@@ -55,7 +55,6 @@ def open_backend_of(run: str, options: Mapping[str, Any] | None) -> Iterator[Ret
         RanktapeError: the place cannot be opened, or the block raised it.
     """
     from ranktape.storage.maintenance.runs import suggest_nearest
-    from ranktape.storage.places.urls import open_backend
 
     with suggest_nearest(run, storage_options=options):
         yield open_backend(run, storage_options=options)
