@@ -13,6 +13,7 @@ import google_crc32c
 
 from ranktape.errors import DataError
 from ranktape.storage.format.documents import array_document, chunk_key, encode_document
+from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.layout import document_key
 from ranktape.storage.places.backend import RangeFile
 
@@ -47,9 +48,7 @@ def blob_document(data: bytes, *, attributes: Mapping[str, Any]) -> dict[str, An
     """The document of the array that holds the bytes."""
     return array_document(
         shape=[len(data)],
-        data_type="uint8",
-        fill_value=0,
-        itemsize=1,
+        row=DTYPES["uint8"],
         inner_chunk=None,
         dimension_names=[f"byte_{len(data)}"],
         attributes=attributes,

@@ -17,13 +17,7 @@ import google_crc32c
 import numpy as np
 
 from ranktape.errors import DataError, RunFormatError
-from ranktape.storage.format.documents import (
-    MAX_PACKED_NBYTES,
-    array_document,
-    chunk_key,
-    decode_document,
-    unpack,
-)
+from ranktape.storage.format.documents import MAX_PACKED_NBYTES, array_document, chunk_key, decode_document, unpack
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.encode import CRC_NBYTES, INDEX_ENTRY_NBYTES, checksum, crc_of
 from ranktape.storage.format.layout import document_key
@@ -112,14 +106,12 @@ def parse_array(document: Mapping[str, Any], *, path: str, place: str) -> Stored
             raise ValueError(f"a packed array of more than {MAX_PACKED_NBYTES} bytes")
         expected = array_document(
             shape=shape,
-            data_type=row.name,
-            fill_value=document["fill_value"],
-            itemsize=row.itemsize,
+            row=row,
             inner_chunk=inner,
             dimension_names=document["dimension_names"],
             attributes=document["attributes"],
             compression=compression,
-        )
+        ) | {"fill_value": document["fill_value"]}
         cut_axis = None if inner is None else _cut_axis(shape, inner)
         attributes = document["attributes"]
         is_stack = "captures" in attributes
@@ -187,7 +179,7 @@ def read_slices(backend: Backend, stored: StoredArray) -> Iterator[tuple[np.ndar
     if exact is not None and exact <= _AT_ONCE_NBYTES:
         data = backend.get(stored.key, max_nbytes=exact)
         if data is None or len(data) != exact:
-            raise DataError(_size_message(place, None if data is None else len(data), expected=exact))
+            raise _wrong_size(place, data, expected=exact)
         groups = iter([(_index(data[-_index_nbytes(stored) :], stored, place=place), memoryview(data))])
     else:
         groups = _ranges(backend, stored, _read_index(backend, stored))
@@ -213,14 +205,14 @@ def read_runs(
     place = f"{backend.url}/{stored.key}"
     size, exact = backend.size(stored.key), stored.object_nbytes()
     if size is None or size != exact:
-        raise DataError(_size_message(place, size, expected=exact))
+        raise _wrong_size(place, size, expected=exact)
     crc = 0
     step = num_elements * stored.row.itemsize
     for start in range(0, stored.chunk_nbytes, step):
         nbytes = min(step, stored.chunk_nbytes - start)
         data = backend.get_range(stored.key, start, nbytes)
         if data is None or len(data) != nbytes:
-            raise DataError(_size_message(place, None if data is None else start + len(data), expected=exact))
+            raise _wrong_size(place, None if data is None else start + len(data), expected=exact)
         crc = google_crc32c.extend(crc, data)
         yield _values(memoryview(data), stored, is_copied=False)
     if crc != int.from_bytes(backend.get_range(stored.key, stored.chunk_nbytes, CRC_NBYTES) or b"", "little"):
@@ -235,10 +227,10 @@ def _read_whole(backend: Backend, stored: StoredArray) -> np.ndarray[Any, Any]:
     exact = stored.object_nbytes()
     size = backend.size(stored.key)
     if size is None or (exact is not None and size != exact):
-        raise DataError(_size_message(place, size, expected=exact))
+        raise _wrong_size(place, size, expected=exact)
     data = fetch_object(backend, stored.key, size)
     if data is None or len(data) != size:
-        raise DataError(_size_message(place, None if data is None else len(data), expected=size))
+        raise _wrong_size(place, data, expected=size)
     view = memoryview(data)
     if stored.inner_chunk is None:
         return _values(_unpack(view, stored, place=place), stored).reshape(stored.shape)
@@ -280,7 +272,7 @@ def _read_index(backend: Backend, stored: StoredArray) -> np.ndarray[Any, Any]:
         )
     tail = backend.get_range(stored.key, -_index_nbytes(stored), _index_nbytes(stored))
     if tail is None:
-        raise DataError(_size_message(place, None, expected=stored.object_nbytes()))
+        raise _wrong_size(place, None, expected=None)
     entries = _index(tail, stored, place=place)
     largest = int(entries[:, 1].max())
     # What cannot be packed grows a little when it is.
@@ -310,9 +302,8 @@ def _index_nbytes(stored: StoredArray) -> int:
 def _index(tail: bytes, stored: StoredArray, *, place: str) -> np.ndarray[Any, Any]:
     """The offset and the size of each chunk, which follow one another."""
     packed = tail[:-CRC_NBYTES]
-    if len(tail) != _index_nbytes(stored) or google_crc32c.value(packed) != int.from_bytes(
-        tail[-CRC_NBYTES:], "little"
-    ):
+    crc = int.from_bytes(tail[-CRC_NBYTES:], "little")
+    if len(tail) != _index_nbytes(stored) or google_crc32c.value(packed) != crc:
         raise DataError(f"{place} is cut or not what was written: the index of its chunks is damaged; {_ASK}")
     entries = np.frombuffer(packed, dtype="<u8").reshape(-1, 2).astype(np.int64)
     sizes = entries[:, 1]
@@ -341,10 +332,11 @@ def _values(content: memoryview, stored: StoredArray, *, is_copied: bool = True)
     return np.frombuffer(bytearray(content) if is_copied else content, dtype=stored.row.numpy_dtype)
 
 
-def _size_message(place: str, size: int | None, *, expected: int | None) -> str:
-    if size is None:
-        return f"the values are lost: {place} is missing; {_ASK}"
-    return f"{place} has {size} bytes instead of {expected}; {_ASK}"
+def _wrong_size(place: str, data: bytes | int | None, *, expected: int | None) -> DataError:
+    if data is None:
+        return DataError(f"the values are lost: {place} is missing; {_ASK}")
+    size = data if isinstance(data, int) else len(data)
+    return DataError(f"{place} has {size} bytes instead of {expected}; {_ASK}")
 
 
 def _without(shape: Sequence[int], axis: int) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from ranktape.storage.format.record_info import Compression, spelled
 from ranktape.storage.format.validation import Fields
 
 if TYPE_CHECKING:
+    from ranktape.storage.format.dtypes import DtypeRow
     from ranktape.storage.places.backend import Backend
 
 SCHEMA_VERSION = 1
@@ -123,9 +124,7 @@ def group_document(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def array_document(
     *,
     shape: Sequence[int],
-    data_type: str,
-    fill_value: Any,
-    itemsize: int,
+    row: DtypeRow,
     inner_chunk: Sequence[int] | None,
     dimension_names: Sequence[str],
     attributes: Mapping[str, Any],
@@ -137,8 +136,8 @@ def array_document(
     """
     chunk = [max(1, extent) for extent in shape]
     # The bytes codec of one-byte types has no endianness.
-    to_bytes = {"name": "bytes"} if itemsize == 1 else _BYTES_CODEC
-    packed = {Compression.NONE: [], Compression.ZSTD: [_ZSTD_CODEC], Compression.BLOSC: [_blosc_codec(itemsize)]}
+    to_bytes = {"name": "bytes"} if row.itemsize == 1 else _BYTES_CODEC
+    packed = {Compression.NONE: [], Compression.ZSTD: [_ZSTD_CODEC], Compression.BLOSC: [_blosc_codec(row.itemsize)]}
     codecs: list[Mapping[str, Any]] = [to_bytes, *packed[compression], _CRC_CODEC]
     if inner_chunk is not None:
         sharding = {
@@ -152,10 +151,10 @@ def array_document(
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(shape),
-        "data_type": data_type,
+        "data_type": row.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": fill_value,
+        "fill_value": row.fill_value,
         "codecs": codecs,
         "attributes": dict(attributes),
         "dimension_names": list(dimension_names),

@@ -108,9 +108,7 @@ def encode_array(
     row = stored_dtype(info)
     document = array_document(
         shape=array.shape,
-        data_type=row.name,
-        fill_value=row.fill_value,
-        itemsize=row.itemsize,
+        row=row,
         inner_chunk=inner_chunk,
         dimension_names=dimension_names(info),
         attributes=attributes,
@@ -139,9 +137,7 @@ def encode_stack(
     common, captures = shared_fields([info.to_json() for info in infos])
     document = array_document(
         shape=shape,
-        data_type=row.name,
-        fill_value=row.fill_value,
-        itemsize=row.itemsize,
+        row=row,
         inner_chunk=[1, *shape[1:]],
         dimension_names=[f"capture_{len(arrays)}", *dimension_names(first)],
         attributes={"common": common, "captures": captures},

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -67,10 +67,8 @@ class Fields(dict[str, Any]):
 
     def integer(self, name: str, *, low: int = 0, high: int = MAX_INTEGER, default: Any = _REQUIRED) -> int:
         """A whole number between two."""
-        value = self._get(name, default)
-        if type(value) is not int or not low <= value <= high:
-            self._refuse(name, value, f"a whole number from {low} to {high}")
-        return value
+        expected = f"a whole number from {low} to {high}"
+        return int(self._taken(name, expected, lambda value: type(value) is int and low <= value <= high, default))
 
     def count(self, name: str) -> int | None:
         """A whole number that is not negative; None where there is none."""
@@ -78,48 +76,36 @@ class Fields(dict[str, Any]):
 
     def flag(self, name: str, *, default: Any = _REQUIRED) -> bool:
         """True or false."""
-        value = self._get(name, default)
-        if type(value) is not bool:
-            self._refuse(name, value, "true or false")
-        return value
+        return bool(self._taken(name, "true or false", lambda value: type(value) is bool, default))
 
     def text(self, name: str, *, default: Any = _REQUIRED) -> str:
         """A text."""
-        value = self._get(name, default)
-        if not isinstance(value, str):
-            self._refuse(name, value, "a text")
-        return value
+        return str(self._taken(name, "a text", lambda value: isinstance(value, str), default))
 
     def integers(self, name: str) -> tuple[int, ...]:
         """Whole numbers that are not negative."""
-        value = self._get(name, _REQUIRED)
-        if not isinstance(value, list) or not all(type(one) is int and 0 <= one <= MAX_INTEGER for one in value):
-            self._refuse(name, value, "a list of whole numbers")
-        return tuple(value)
+        return tuple(self._taken(name, "a list of whole numbers", _are_counts))
 
     def texts(self, name: str, *, default: Any = _REQUIRED) -> dict[str, str]:
         """A dictionary of texts."""
-        value = self._get(name, default)
-        if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-            self._refuse(name, value, "a dictionary of texts")
-        return dict(value)
+        return dict(self._taken(name, "a dictionary of texts", _are_texts, default))
 
     def inner(self, name: str) -> Fields:
         """What is in a dictionary."""
-        return Fields(self._get(name, _REQUIRED), place=f"{self._place}, {name}")
+        return Fields(self._taken(name, "", lambda _: True), place=f"{self._place}, {name}")
 
     def texts_by_rank(self, name: str, *, default: Any = _REQUIRED) -> dict[int, dict[str, str]]:
         """A dictionary of texts for each of some ranks."""
-        value = self._get(name, default)
-        if not isinstance(value, dict) or not all(map(_RANK.fullmatch, value)):
-            self._refuse(name, value, "a dictionary of ranks")
+        value = self._taken(name, "a dictionary of ranks", _are_by_rank, default)
         below = Fields(value, place=f"{self._place}, {name}")
         return {int(rank): below.texts(rank) for rank in value}
 
-    def _get(self, name: str, default: Any) -> Any:
+    def _taken(self, name: str, expected: str, fits: Callable[[Any], bool], default: Any = _REQUIRED) -> Any:
         value = self.get(name, default)
         if value is _REQUIRED:
             raise RunFormatError(f"{self._place} is damaged: it has no {name}; see 'ranktape check'")
+        if not fits(value):
+            self._refuse(name, value, expected)
         return value
 
     def _refuse(self, name: str, value: Any, expected: str) -> NoReturn:
@@ -246,6 +232,14 @@ def check_sample_ids(ids: Any) -> list[int | str]:
     if not isinstance(ids, list) or not all(type(one) is int or isinstance(one, str) for one in ids):
         raise ValueError("sample_ids are no list of numbers and texts")
     return ids
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, dict) and all(isinstance(text, str) for text in values.values())
+
+
+def _are_by_rank(values: Any) -> bool:
+    return isinstance(values, dict) and all(map(_RANK.fullmatch, values))
 
 
 def _are_counts(values: Any) -> bool:
