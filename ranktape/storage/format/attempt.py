@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from ranktape.storage.format.documents import (
     SCHEMA_KEY,
     SCHEMA_VERSION,
     decode_document,
+    for_each,
     read_attributes,
     read_document,
     write_group,
@@ -23,9 +23,6 @@ from ranktape.storage.format.validation import MAX_WORLD_SIZE, Fields
 
 if TYPE_CHECKING:
     from ranktape.storage.places.backend import Backend
-
-_NUM_THREADS = 16
-"""Requests in flight when many small documents are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +77,7 @@ class Attempt:
 
 def read_attempts(backend: Backend) -> list[Attempt]:
     """The attempts of a run by their numbers, ascending; what has no document is passed over."""
-    names = backend.list_names("")
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        attempts = list(pool.map(lambda name: read_attempt(backend, name), names))
+    attempts = for_each(lambda name: read_attempt(backend, name), backend.list_names(""))
     found = [attempt for attempt in attempts if attempt is not None]
     return sorted(found, key=lambda attempt: (attempt.number, attempt.launch.first_rank, attempt.path))
 

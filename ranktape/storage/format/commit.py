@@ -6,7 +6,6 @@ import functools
 import json
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from ranktape.storage.format.documents import (
     decode_document,
     document_checksum,
     encode_document,
+    for_each,
     read_attributes,
     read_document,
     write_group,
@@ -40,9 +40,6 @@ from ranktape.storage.query.columns import values_of
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.places.backend import Backend
-
-_NUM_THREADS = 16
-"""Requests in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +72,7 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     if _is_dropped(backend, attempt, iteration):
         return
     ranks = attempt.launch.ranks
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        commits = list(pool.map(lambda rank: read_commit(backend, attempt.path, rank, iteration), ranks))
+    commits = for_each(lambda rank: read_commit(backend, attempt.path, rank, iteration), ranks)
     data = merge_catalogues([commit.catalogue.load for commit in commits])
     are_counted = all(commit.counts for commit in commits)
     attributes = {

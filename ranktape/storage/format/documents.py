@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import google_crc32c
 import numpy as np
@@ -233,6 +234,19 @@ MAX_DOCUMENT_NBYTES = 16 << 20
 
 MAX_COMMIT_NBYTES = 128 << 20
 """Of the documents that grow with what was captured: commits, and markers, which name what was not captured."""
+
+
+_NUM_REQUESTS = 16
+"""In flight when many small documents are read."""
+
+_Asked = TypeVar("_Asked")
+_Answer = TypeVar("_Answer")
+
+
+def for_each(read: Callable[[_Asked], _Answer], asked: Iterable[_Asked]) -> list[_Answer]:
+    """What a function reads for each of some things, several at once."""
+    with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+        return list(pool.map(read, asked))
 
 
 def write_group(backend: Backend, path: str, attributes: Mapping[str, Any]) -> bytes:

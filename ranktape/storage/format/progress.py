@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +22,7 @@ from ranktape.storage.format.attempt import (
     read_attempts,
 )
 from ranktape.storage.format.commit import finish_iteration
-from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, read_attributes, write_group
+from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_attributes, write_group
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.status import DISABLED, IterationState, IterationStatus, RunVerdict, judge
 from ranktape.storage.format.validation import Fields
@@ -31,9 +30,6 @@ from ranktape.storage.format.validation import Fields
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.places.backend import Backend
-
-_NUM_THREADS = 16
-"""Requests in flight when many small documents are read."""
 
 _MAX_REASONS = 1000
 """Ranks of which is said, for one iteration, why they have not committed it."""
@@ -132,12 +128,7 @@ def read_statuses(backend: Backend, progress: Progress, *, final: bool) -> list[
     """Every iteration that was begun in an attempt, ascending; `final` says that nothing more will come."""
     iterations = sorted(progress.opened | progress.complete | progress.dropped)
     expected = list(progress.attempt.launch.ranks)
-
-    def status(iteration: int) -> IterationStatus:
-        return _status(backend, progress, iteration, expected=expected, final=final)
-
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        return list(pool.map(status, iterations))
+    return for_each(lambda one: _status(backend, progress, one, expected=expected, final=final), iterations)
 
 
 def read_verdict(backend: Backend) -> tuple[RunVerdict, list[IterationStatus]] | None:
@@ -303,8 +294,7 @@ def _read_of_ranks(backend: Backend, path_of: Callable[[str, int], str], name: s
         return {}
     path = attempts[-1].path
     ranks = sorted(layout.ranks_named(backend.list_names(path_of(path, 0).rpartition("/")[0])))
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        found = list(pool.map(lambda rank: _read_text(backend, path_of(path, rank), name), ranks))
+    found = for_each(lambda rank: _read_text(backend, path_of(path, rank), name), ranks)
     return {rank: damage or text for rank, (text, damage) in zip(ranks, found, strict=True) if damage or text}
 
 

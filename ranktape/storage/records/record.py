@@ -169,7 +169,19 @@ class Record(_Fields):
             UsageError: something else was kept; blocks along that axis were not counted.
         """
         self._expect(Keep.HISTOGRAM)
-        return _block_counts_in(self._reader.read(self, sample=None), record=self, axis=axis)
+        words = self._reader.read(self, sample=None)
+        try:
+            found = {one.axis: one for one in unpack_blocks(words)}
+        except DataError as error:
+            raise DataError(f"{self!r} is damaged: {error}") from error
+        if axis not in found:
+            raise UsageError(
+                f"of {self!r} no blocks along {axis!r} were counted, but {', '.join(found) or 'single values alone'}: "
+                f"the capture counts blocks along {' and '.join(BLOCK_AXES)}"
+            )
+        if found[axis].num_elements != math.prod(self.info.shape):
+            raise DataError(f"the counts of blocks of {self!r} are damaged: they are of other elements than it had")
+        return found[axis]
 
     def statistics(self) -> Statistics:
         """What the finite values add up to, where the statistics were kept: mean, deviation, extremes and others.
@@ -179,7 +191,10 @@ class Record(_Fields):
             UsageError: something else was kept.
         """
         self._expect(Keep.STATISTICS)
-        return _statistics_in(self._reader.read(self, sample=None), record=self)
+        statistics = Statistics.from_vector(self._reader.read(self, sample=None))
+        if statistics.num_elements != math.prod(self.info.shape):
+            raise DataError(f"the statistics of {self!r} are damaged: they are of {statistics.num_elements} elements")
+        return statistics
 
     def tensor(self) -> torch.Tensor:
         """The values as a torch tensor of the captured dtype, on the CPU.
@@ -233,36 +248,3 @@ class Record(_Fields):
         if not 0 <= index < count:
             raise UsageError(f"sample {sample} is not in {self!r}: it has samples 0 to {count - 1}")
         return index
-
-
-def _statistics_in(vector: np.ndarray[Any, Any], *, record: Record) -> Statistics:
-    """The statistics of a record, from what was kept of it.
-
-    Raises:
-        DataError: they are of another tensor.
-    """
-    statistics = Statistics.from_vector(vector)
-    if statistics.num_elements != math.prod(record.shape):
-        raise DataError(f"the statistics of {record!r} are damaged: they are of {statistics.num_elements} elements")
-    return statistics
-
-
-def _block_counts_in(words: np.ndarray[Any, Any], *, record: Record, axis: str) -> BlockCounts:
-    """The counts of the blocks of a record along an axis, from what was kept of it.
-
-    Raises:
-        DataError: they are damaged, or of another tensor.
-        UsageError: such blocks were not counted.
-    """
-    try:
-        found = {one.axis: one for one in unpack_blocks(words)}
-    except DataError as error:
-        raise DataError(f"{record!r} is damaged: {error}") from error
-    if axis not in found:
-        raise UsageError(
-            f"of {record!r} no blocks along {axis!r} were counted, but {', '.join(found) or 'single values alone'}: "
-            f"the capture counts blocks along {' and '.join(BLOCK_AXES)}"
-        )
-    if found[axis].num_elements != math.prod(record.shape):
-        raise DataError(f"the counts of blocks of {record!r} are damaged: they are of other elements than it had")
-    return found[axis]

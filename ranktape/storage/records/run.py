@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from ranktape.storage.format.attempt import (
 )
 from ranktape.storage.format.catalogue import Catalogue, empty_catalogue
 from ranktape.storage.format.commit import open_catalogue
+from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.progress import read_disabled, read_troubles, read_verdict
 from ranktape.storage.format.status import IterationStatus, RunVerdict
 from ranktape.storage.places.backend import Backend
@@ -30,8 +30,6 @@ from ranktape.storage.query.filters import parse_filter
 from ranktape.storage.records.notebook import fields_html, spans
 from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.records import Records
-
-_NUM_THREADS = 16
 
 
 class Run:
@@ -88,8 +86,7 @@ class Run:
         """
         known = set(self._attempts_of)
         attempts = read_attempts(self._backend)
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            complete = list(pool.map(lambda attempt: complete_iterations(self._backend, attempt), attempts))
+        complete = for_each(lambda attempt: complete_iterations(self._backend, attempt), attempts)
         self._attempts_of = {}
         for attempt, iterations in zip(attempts, complete, strict=True):
             for iteration in iterations:
@@ -142,9 +139,8 @@ class Run:
             mask: Mask = wanted.mask(lambda _: np.array([iteration for _, iteration in places]), len(places))
             places = [place for place, is_wanted in zip(places, mask, strict=True) if is_wanted]
         unread = [place for place in places if place not in self._catalogues]
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            read = pool.map(lambda place: open_catalogue(self._backend, *place), unread)
-            self._catalogues |= zip(unread, read, strict=True)
+        read = for_each(lambda place: open_catalogue(self._backend, *place), unread)
+        self._catalogues |= zip(unread, read, strict=True)
         catalogues = [self._catalogues[place] for place in places] or [empty_catalogue()]
         rows = np.arange(sum(catalogue.num_rows for catalogue in catalogues))
         return Records(self._reader, catalogues, rows).select(**filters)
