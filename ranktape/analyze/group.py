@@ -67,9 +67,9 @@ class RanktapeGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run the command line; where stdout takes no more, the user is told so in one line.
+        """Run the command line; where stdout takes no more, one line says so.
 
-        Whoever stops reading (a pipe to `head`) is told nothing.
+        Whoever stops reading (a pipe to `head`) hears nothing.
         """
         try:
             try:

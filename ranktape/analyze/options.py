@@ -39,9 +39,6 @@ MAX_TEXT_ROWS = 50
 MAX_NAMED_FILES = 4
 """Files left out that are named before the rest is counted."""
 
-MAX_NAMED_VALUES = 8
-"""Values that the message for an empty selection names."""
-
 
 def flag_of(name: str) -> str:
     """The option of a parameter or a field."""
@@ -139,21 +136,20 @@ class Selection:
 class Output:
     """How the answer is written."""
 
-    form: Form
-    """Text, JSON or CSV."""
-    wide: bool
+    form: Form = Form.TEXT
+    wide: bool = False
     """Whether text shows every column."""
-    sort: str | None
+    sort: str | None = None
     """The column whose largest values come first."""
-    limit: int | None
+    limit: int | None = None
     """Rows to write at most, 0 for all; None for all, and in text on stdout for as many as people read."""
-    output: Path | None
+    output: Path | None = None
     """A file instead of stdout."""
 
     @property
     def is_asked_for(self) -> bool:
         """Whether any of the options was given."""
-        return self != Output(form=Form.TEXT, wide=False, sort=None, limit=None, output=None)
+        return self != Output()
 
     @property
     def chosen_form(self) -> Form:
@@ -359,7 +355,7 @@ def say_what_is_left_out(run: RecordSource, *, with_unreadable: bool = True) -> 
 
 def _what_is_there(records: Records, field: str) -> str:
     counts = Counter(map(_text, records.column(field).tolist()))
-    named = [f"{text} ({count} records)" for text, count in counts.most_common(MAX_NAMED_VALUES)]
+    named = [f"{text} ({count} records)" for text, count in counts.most_common(8)]
     rest = len(counts) - len(named)
     return f"{field} is " + ", ".join(named) + (f" and {rest} more" if rest else "")
 

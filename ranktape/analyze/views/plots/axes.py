@@ -74,10 +74,7 @@ def powers_between(low: float, high: float, *, max_ticks: int = MAX_TICKS) -> li
 
 def scale_shares(axes: Axes, which: str, shares: Sequence[float] | Any) -> None:
     """A logarithmic axis up to 100 % that has a true zero at its foot."""
-    known = np.asarray(shares, dtype=float)
-    positive = known[known > 0]
-    smallest = max(1e-12, float(positive.min())) if positive.size else 0.01
-    lowest = min(-2, math.floor(math.log10(smallest)))
+    lowest = lowest_decade(np.asarray(shares, dtype=float))
     step = max(1, math.ceil(-lowest / MAX_SHARE_TICKS))
     ticks = [0.0, *(10.0**power for power in range(-(-lowest // step * step), 1, step))]
     (axes.set_xscale if which == "x" else axes.set_yscale)(
@@ -85,6 +82,12 @@ def scale_shares(axes: Axes, which: str, shares: Sequence[float] | Any) -> None:
     )
     axes.set(**{f"{which}lim": (0, 1.4)})
     set_ticks(_axis(axes, which), ticks, [share_text(tick) for tick in ticks])
+
+
+def lowest_decade(shares: NDArray[np.float64]) -> int:
+    """The power of ten below which an axis of shares is linear: at or below the smallest of them."""
+    positive = shares[shares > 0]
+    return min(-2, math.floor(math.log10(max(1e-12, float(positive.min()))))) if positive.size else -2
 
 
 def scale_factors(axes: Axes, logs: NDArray[np.float64]) -> None:

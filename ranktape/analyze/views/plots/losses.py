@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ranktape.analyze.engine.values import read_values
 from ranktape.analyze.views.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
-from ranktape.analyze.views.plots.axes import name_rows, scale_numbers, scale_shares, share_text
+from ranktape.analyze.views.plots.axes import lowest_decade, name_rows, scale_numbers, scale_shares, share_text
 from ranktape.analyze.views.plots.groups import groups_of, page_of, pooled
 from ranktape.analyze.views.plots.style import INK, SMALL_SIZE, empty, key, name, plain, say
 
@@ -130,9 +130,7 @@ def ratio_counts(shares: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDAr
 
     The first edge is where `scale_shares` begins to be logarithmic.
     """
-    positive = shares[shares > 0]
-    smallest = max(1e-12, float(positive.min())) if positive.size else 0.01
-    lowest = min(-2, int(np.floor(np.log10(smallest))))
+    positive, lowest = shares[shares > 0], lowest_decade(shares)
     edges = 10.0 ** np.linspace(lowest, 0, 4 * -lowest + 1)
     counts, _ = np.histogram(np.clip(positive, edges[0], 1.0), bins=edges)
     return edges, counts, int((shares == 0).sum())

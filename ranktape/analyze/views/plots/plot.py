@@ -32,7 +32,7 @@ class Plot:
     needs: tuple[Need, ...]
     """What it needs that a selection may not have."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What else the function is told."""
+    """What else the function is given."""
     title: str = ""
     """Above the plot."""
     sentence: str = ""

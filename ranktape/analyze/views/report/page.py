@@ -99,7 +99,7 @@ def write_report(
 
 
 def render(model: Model, *, view: View = View.COMPUTE) -> str:
-    """The page as text: every string of the run is escaped, and the browser is told to run our scripts alone."""
+    """The page as text: every string of the run is escaped, and the browser may run our scripts alone."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # it has no types
