@@ -1,4 +1,4 @@
-"""Which `.pt` files do tests read? Files as torch and the legacy tools write them, and files of bad faith."""
+"""Writes `.pt` files for tests: as torch and the legacy tools write them, and files of bad faith."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does all that a folder of layer outputs says of itself come in with it, and go out again?"""
+"""All that a folder of layer outputs says of itself comes in with it, and goes out again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does what leaves a run as files come back as the same run, and what other people's files hold arrive whole?"""
+"""What leaves a run as files comes back as the same run, and what other people's files hold arrives whole."""
 
 from __future__ import annotations
 

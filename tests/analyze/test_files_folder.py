@@ -1,4 +1,4 @@
-"""Does a folder of `.pt` files answer as a run does, and is no file opened that nobody asked about?"""
+"""A folder of `.pt` files answers as a run does, and no file is opened that nobody asked about."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a `.pt` file of bad faith refused without being run, in little memory and time?"""
+"""A `.pt` file of bad faith is refused without being run, in little memory and time."""
 
 from __future__ import annotations
 

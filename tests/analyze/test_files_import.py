@@ -1,4 +1,4 @@
-"""Does an import take every file that can be read, name the others, and go on where it was interrupted?"""
+"""An import takes every file that can be read, names the others, and goes on where it was interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every table about files name the file of each row, and none about a run?"""
+"""Every table about files names the file of each row, and none about a run does."""
 
 from __future__ import annotations
 

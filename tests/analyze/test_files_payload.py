@@ -1,4 +1,4 @@
-"""Are the values of a `.pt` file those that torch reads, and is a file that is damaged or of another kind named?"""
+"""The values of a `.pt` file are those that torch reads, and a file that is damaged or of another kind is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Have files of single samples the figures that the samples have in the run that they come from?"""
+"""Files of single samples have the metrics that the samples have in the run that they come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are findings true of tensors of every kind: spoiled, sharded, reduced, imported, few and many?"""
+"""Findings are true of tensors of every kind: spoiled, sharded, reduced, imported, few and many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the `legacy` mode give the numbers of the legacy tool?
+"""The `legacy` mode gives the numbers of the legacy tool.
 
 The tool is written anew, in torch, in `benchmarks/original_sweep.py`.
 """

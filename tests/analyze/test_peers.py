@@ -1,4 +1,4 @@
-"""Are medians, MADs, trends and slopes of many groups at once those that scipy finds one by one?"""
+"""Medians, MADs, trends and slopes of many groups at once are those that scipy finds one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.analyze.findings.along import kendall_z, sen_slope
-from ranktape.analyze.findings.peers import binades, codes_of, deviations_of, medians_of, robust_z, sizes_of
+from ranktape.analyze.findings.survey import binades, codes_of, deviations_of, medians_of, robust_z, sizes_of
 from ranktape.analyze.findings.thresholds import NORMAL_MAD
 
 PAIRS = st.lists(st.tuples(st.integers(0, 3), st.floats(-50, 50, width=32)), min_size=1, max_size=30)

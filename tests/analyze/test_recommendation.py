@@ -1,4 +1,4 @@
-"""Does the recommendation say what follows from the levels, whatever they are?"""
+"""The recommendation says what follows from the levels, whatever they are."""
 
 from __future__ import annotations
 

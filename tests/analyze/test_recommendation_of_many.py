@@ -1,4 +1,4 @@
-"""Which one scale, and which format, suits several tensors, and at what price?"""
+"""One scale, and one format, are found for several tensors, with their price."""
 
 from __future__ import annotations
 

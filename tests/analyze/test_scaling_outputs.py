@@ -1,4 +1,4 @@
-"""Are the files about a tensor all there, readable, under safe names, and do they say what the sweep says?"""
+"""The files about a tensor are all there, readable, under safe names, and say what the sweep says."""
 
 from __future__ import annotations
 

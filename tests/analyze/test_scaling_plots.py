@@ -1,4 +1,4 @@
-"""Are the plots of a sweep readable, and do they show what the sweep says?"""
+"""The plots of a sweep are readable, and show what the sweep says."""
 
 from __future__ import annotations
 

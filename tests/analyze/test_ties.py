@@ -1,4 +1,4 @@
-"""Is the level that is named the one that a user would take, where several are as good?"""
+"""Where several levels are as good, the one is named that a user would take."""
 
 from __future__ import annotations
 

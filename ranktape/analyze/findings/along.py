@@ -25,14 +25,13 @@ from ranktape.analyze.findings.finding import (
     number_text,
     records_text,
 )
-from ranktape.analyze.findings.peers import Course, binades, codes_of, courses_of, robust_z
+from ranktape.analyze.findings.survey import Course, binades, codes_of, courses_of, robust_z
 from ranktape.analyze.metrics.target import largest_value
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.findings.peers import Codes, Floats
-    from ranktape.analyze.findings.survey import Survey
+    from ranktape.analyze.findings.survey import Codes, Floats, Survey
 
 LAYER_METRICS = ("rms", "absmax")
 """What layers are compared by, unless something else is asked for."""

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.along import changing, differing_layers, vanishing_gradients
-from ranktape.analyze.findings.apart import differing_ranks, outlying_samples
-from ranktape.analyze.findings.channels import outlying_channels
+from ranktape.analyze.findings.apart import differing_ranks, outlying_channels, outlying_samples
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.findings.lost import lost, spoiled, underflowing
 from ranktape.analyze.findings.replicas import differing_replicas

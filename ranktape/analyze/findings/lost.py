@@ -18,15 +18,13 @@ from ranktape.analyze.findings.finding import (
     percent_text,
     records_text,
 )
-from ranktape.analyze.findings.peers import codes_of, medians_of
-from ranktape.analyze.findings.survey import NARROW_FORMAT
+from ranktape.analyze.findings.survey import NARROW_FORMAT, codes_of, medians_of
 from ranktape.analyze.numerics.formats import FORMATS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.findings.peers import Codes, Floats, Mask
-    from ranktape.analyze.findings.survey import Survey
+    from ranktape.analyze.findings.survey import Codes, Floats, Mask, Survey
 
 _SMALLEST = {row.min_subnormal: row.name for row in reversed(FORMATS.values())}
 """Formats by their smallest number; of those that share it the best known."""

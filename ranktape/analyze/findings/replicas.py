@@ -15,8 +15,7 @@ import numpy as np
 
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.finding import Finding, Severity, finding_of, named_numbers, records_text
-from ranktape.analyze.findings.peers import codes_of, members_of
-from ranktape.analyze.findings.survey import SITE
+from ranktape.analyze.findings.survey import SITE, codes_of, members_of
 from ranktape.errors import DataError
 from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -242,17 +242,6 @@ class FileRecords(Records):
         super().__init__(table, [table], np.arange(table.num_rows))
         self._table = table
 
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Records: ...
-
-    def __getitem__(self, index: int | slice) -> Record | Records:
-        if isinstance(index, slice) or len(self) == 1 or not -len(self) <= index < len(self):
-            return super().__getitem__(index)
-        return self._take(self._rows[[index]])[0]
-
     def __reduce__(self) -> tuple[Any, ...]:
         return FileRecords, (self._table,)
 
@@ -262,6 +251,9 @@ class FileRecords(Records):
         return self._table.files
 
     def _read(self, rows: np.ndarray[Any, Any]) -> Iterator[Record]:
+        if len(rows) < len(self):
+            yield from FileRecords(self._table.narrow(rows))
+            return
         # Each with a reader of its own file, so that it can be sent to another process without the others.
         for record, row in zip(super()._read(rows), rows, strict=True):
             yield Record(record.info, location=record.location, reader=self._table.narrow(row[None]))

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.findings.channels import outlying_channels
+from ranktape.analyze.findings.apart import outlying_channels
 from ranktape.analyze.findings.find import Seen, all_findings, families_of
 from ranktape.analyze.findings.survey import Survey
 from ranktape.analyze.findings.thresholds import ROBUST_Z
