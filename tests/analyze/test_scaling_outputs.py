@@ -294,14 +294,6 @@ def test_failed_writes_say_why_and_the_way_out(number: int, kind: type[StorageEr
     assert str(raised.value).endswith("give another --output-dir")
 
 
-def test_files_are_named_for_tensor_and_format() -> None:
-    files = files_of(Path("d/a"), format="nvfp4")
-    assert files.log == Path("d/a/mxfp_scaling_test_a_nvfp4.log")
-    assert files.panels == Path("d/a/mxfp_scaling_test_nvfp4.png")
-    assert files.summary == Path("d/a/mxfp_scaling_summary_nvfp4.png")
-    assert files.results == Path("d/a/mxfp_scaling_results_nvfp4.txt")
-
-
 def test_every_scheme_has_a_report_and_pictures() -> None:
     for scheme in SCHEMES:
         sweep = sweep_array(
