@@ -79,7 +79,8 @@ def match(a: Records, b: Records, pairing: Pairing, *, is_one_run: bool) -> Matc
             if is_itself:
                 found = []
             elif "rank" in pairing.names:
-                found = list(itertools.starmap(single_pair, itertools.product(rows_a, rows_b)))
+                # Two records as they are, whatever parts of tensors they hold.
+                found = [(_single(row_a), _single(row_b)) for row_a, row_b in itertools.product(rows_a, rows_b)]
             else:
                 found = match_ranks(side_a, rows_a, side_b, rows_b)
             pairs += found
@@ -99,14 +100,23 @@ def match(a: Records, b: Records, pairing: Pairing, *, is_one_run: bool) -> Matc
     return Matching(a=a, b=b, pairs=tuple(pairs), unmatched_a=unmatched[0], unmatched_b=unmatched[1])
 
 
-def rows_by_place(records: Records) -> dict[Key, int]:
-    """Where the record of each rank and site is, of a selection without paired fields."""
-    return {key: row for row, key in enumerate(places(records))}
+def twins_of(matching: Matching, noise: Records) -> list[tuple[int, ...] | None]:
+    """For each pair the records of an equal run that are the twins of the first side's; None where one is missing.
 
+    Raises:
+        NoRecordsError: there are none.
+    """
 
-def places(records: Records) -> list[Key]:
-    """For each record its whole identity, but for the attempt."""
-    return list(zip(*(records.column(field).tolist() for field in (*MATCHED, "rank")), strict=True))
+    def places(records: Records) -> list[Key]:
+        return list(zip(*(records.column(field).tolist() for field in (*MATCHED, "rank")), strict=True))
+
+    rows = {key: row for row, key in enumerate(places(noise))}
+    keys = places(matching.a)
+    found = [[rows.get(keys[row]) for row in one.rows] for one, _ in matching.pairs]
+    twins = [None if None in row else tuple(place for place in row if place is not None) for row in found]
+    if not any(twins):
+        raise NoRecordsError("no tensor of the first side is in the run that --noise names: give a second equal run")
+    return twins
 
 
 def name_sites(records: Records, rows: Sequence[int]) -> str:
@@ -148,11 +158,7 @@ def _matched(
 
 
 def _combined(members_a: list[Key], members_b: list[Key], pairing: Pairing) -> Iterator[tuple[Key, Key]]:
-    """Each with each, where there is but one on either side, or where sides are of two kinds of layers.
-
-    Raises:
-        UsageError: there are several on both.
-    """
+    """Each with each, where there is but one on either side, or where sides are of two kinds of layers."""
     if len(members_a) > 1 and len(members_b) > 1 and not pairing.is_of_kinds:
         fields = [*_FIELDS, "rank"] if "rank" in pairing.names else _FIELDS
         columns = zip(*members_a, *members_b, strict=True)
@@ -268,11 +274,6 @@ def match_ranks(a: Side, rows_a: Sequence[int], b: Side, rows_b: Sequence[int]) 
     if len(tensors[0]) != len(tensors[1]):
         tensors = [_one_of_equals(side, parts) for side, parts in zip((a, b), tensors, strict=True)]
     return list(zip(*tensors, strict=True)) if len(tensors[0]) == len(tensors[1]) else []
-
-
-def single_pair(row_a: int, row_b: int) -> tuple[Parts, Parts]:
-    """Two records as they are, whatever parts of tensors they hold."""
-    return _single(row_a), _single(row_b)
 
 
 def _single(row: int, **fields: int) -> Parts:

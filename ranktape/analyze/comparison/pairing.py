@@ -231,11 +231,7 @@ def _standing(records: Records) -> list[str]:
 
 
 def _without_standing(records: Records) -> Records:
-    """The records of what goes into modules and comes out of them.
-
-    Raises:
-        NoRecordsError: there is none.
-    """
+    """The records of what goes into modules and comes out of them."""
     names = sorted(_different(records, "tensor_name").difference(_standing(records)))
     if not names:
         raise NoRecordsError(

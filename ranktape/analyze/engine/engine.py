@@ -58,13 +58,12 @@ class Engine:
         cache = Cache(records.reader, measure, groups=plan.paths, warn=_warn_once) if self.use_cache else None
         accepts: Callable[[Payload], bool] = getattr(measure, "accepts", lambda _: True)
         with (
-            bytes_left(is_shown=self.show_progress, description="counting") as bar,
+            bytes_left(sum(plan.sizes), is_shown=self.show_progress, description="counting") as advance,
             closing(plan.spans(cache)) as spans,
         ):
-            bar.expect(sum(plan.sizes))
             works = ((span, span.work(records, measure, cache)) for span in spans)
             for span, measured in in_order(works, start=self._workers):
-                bar.advance(sum(plan.sizes[span.places.start : span.places.stop]))
+                advance(sum(plan.sizes[span.places.start : span.places.stop]))
                 if measured is not None and measured.failure and cache is not None:
                     cache.give_up(measured.failure)
                 fresh = iter(() if measured is None else measured.payloads)
@@ -93,11 +92,11 @@ class Engine:
         workers = self._workers()
         alone = [slice(place, place + 1) for place in range(len(tasks))]
         together = alone if sizes is None or workers.in_flight == 1 else shares(sizes)
-        with bytes_left(is_shown=self.show_progress and sizes is not None, description="reading") as bar:
-            bar.expect(sum(sizes or ()))
+        is_shown = self.show_progress and sizes is not None
+        with bytes_left(sum(sizes or ()), is_shown=is_shown, description="reading") as advance:
             works = ((part, (call_all, Calls(function=function, tasks=tasks[part]))) for part in together)
             for part, results in in_order(works, start=lambda: workers):
-                bar.advance(sum((sizes or ())[part]))
+                advance(sum((sizes or ())[part]))
                 yield from results
 
 

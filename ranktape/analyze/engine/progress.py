@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 
 @contextlib.contextmanager
@@ -30,24 +30,6 @@ def progress(total: int, *, description: str) -> Iterator[Callable[[], object]]:
         yield lambda: bar.advance(task)
 
 
-class BytesLeft:
-    """The line of one question; without a terminal nothing is shown."""
-
-    def __init__(self, shown: Progress | None = None, task: TaskID | None = None) -> None:
-        self._shown, self._task, self._total = shown, task, 0
-
-    def expect(self, nbytes: int) -> None:
-        """There are so many more bytes to be counted."""
-        self._total += nbytes
-        if self._shown is not None and self._task is not None:
-            self._shown.update(self._task, total=self._total)
-
-    def advance(self, nbytes: int) -> None:
-        """So many bytes have been read, or were known already."""
-        if self._shown is not None and self._task is not None:
-            self._shown.advance(self._task, nbytes)
-
-
 @dataclass(slots=True)
 class _Screen:
     """What is shown on the terminal, and for how many questions that are asked at the same time."""
@@ -61,21 +43,22 @@ _screens: list[_Screen] = []
 
 
 @contextlib.contextmanager
-def bytes_left(*, is_shown: bool, description: str) -> Iterator[BytesLeft]:
-    """A bar with bytes, rate and the time left, if stderr is a terminal and it is to be shown; else nothing.
+def bytes_left(total: int, *, is_shown: bool, description: str) -> Iterator[Callable[[int], object]]:
+    """A function to call with the bytes that have been read, or were known already, out of `total`.
 
-    Each question has a line of its own, which never runs backwards, and is gone when the question is answered.
+    It moves a bar with bytes, rate and the time left, if stderr is a terminal and it is to be shown. Each question has
+    a line of its own, which never runs backwards, and is gone when the question is answered.
     """
     if not is_shown or not sys.stderr.isatty():
-        yield BytesLeft()
+        yield lambda _: None
         return
     if not _screens:
         _screens.append(_Screen(_started()))
     screen = _screens[0]
     screen.num_users += 1
-    task = screen.shown.add_task(description, total=None)
+    task = screen.shown.add_task(description, total=total)
     try:
-        yield BytesLeft(screen.shown, task)
+        yield lambda nbytes: screen.shown.advance(task, nbytes)
     finally:
         screen.num_users -= 1
         screen.shown.refresh()

@@ -380,11 +380,7 @@ def _sweep_kept(record: Record, jobs: Sequence[Job], *, view: View) -> Sweeps:
 
 
 def _kept_axis(record: Record, job: Job) -> str:
-    """Along which axis the counts of blocks answer a sweep; empty where counts of values do.
-
-    Raises:
-        UsageError: blocks along that dimension are not among the counts that were kept.
-    """
+    """Along which axis the counts of blocks answer a sweep; empty where counts of values do."""
     if job.block_key is None:
         return ""
     asked = job.options.axis

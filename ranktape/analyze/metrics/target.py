@@ -132,8 +132,7 @@ class LimitsMeasure:
     @property
     def job(self) -> Job:
         """The sweep whose one level is that of the format's own scales of blocks."""
-        options = SweepOptions(mode=SweepMode.MX, num_levels=1, max_scale_exp=0, min_scale_exp=0)
-        return Job(*resolve(self.target.name, options=options), options)
+        return _block_job(self.target.name)
 
     def _rows(self, record: Record) -> list[Row]:
         numbers = read_values(record, view=self.view) if self.per_sample else read_numbers(record, view=self.view)
@@ -157,6 +156,12 @@ class LimitsMeasure:
             return [row_of_sweep(sweep_one(record, [self.job], view=self.view)[0])]
         samples = samples_of(record, view=self.view)
         return [row_of_sweep(sweep_numbers(sample, [self.job])[0]) for sample in samples]
+
+
+@functools.cache
+def _block_job(name: str) -> Job:
+    options = SweepOptions(mode=SweepMode.MX, num_levels=1, max_scale_exp=0, min_scale_exp=0)
+    return Job(*resolve(name, options=options), options)
 
 
 def _scanned(numbers: NDArray[Any] | Histogram, limits: Limits) -> Tallies:

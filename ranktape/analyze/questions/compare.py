@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.comparison.map import DifferenceMap, difference_map
-from ranktape.analyze.comparison.matching import match, places, rows_by_place, site_name
+from ranktape.analyze.comparison.matching import match, site_name, twins_of
 from ranktape.analyze.comparison.pair_metrics import PAIR_METRICS, ComparedPair, Judge, distances_of, execution_order
 from ranktape.analyze.comparison.pairing import Pairing, parse_pairs
 from ranktape.analyze.comparison.tensors import PairTasks, compare_pairs
@@ -163,7 +163,7 @@ def _compared(
     engine: Engine,
 ) -> list[ComparedPair]:
     """What sets the tensors of each pair apart."""
-    tasks = PairTasks(matching, twins=() if noise is None else _twins(matching, noise), noise=noise)
+    tasks = PairTasks(matching, twins=() if noise is None else twins_of(matching, noise), noise=noise)
     work = functools.partial(compare_pairs, view=view or View.SEEN)
     answers = [answer for batch in engine.map(work, tasks, sizes=tasks.sizes) for answer in batch]
     distances = distances_of(matching, view=view, engine=engine) if with_distances else [None] * len(matching.pairs)
@@ -172,17 +172,6 @@ def _compared(
         judge.pair(sides, order=order, differences=differences, twin=twin, distances=apart)
         for sides, order, (differences, twin), apart in zip(matching.pairs, orders, answers, distances, strict=True)
     ]
-
-
-def _twins(matching: Matching, noise: Records) -> list[tuple[int, ...] | None]:
-    """For each pair the records of the equal run that are the twins of the first side's; None where one is missing."""
-    rows = rows_by_place(noise)
-    keys = places(matching.a)
-    found = [[rows.get(keys[row]) for row in one.rows] for one, _ in matching.pairs]
-    twins = [None if None in row else tuple(place for place in row if place is not None) for row in found]
-    if not any(twins):
-        raise NoRecordsError("no tensor of the first side is in the run that --noise names: give a second equal run")
-    return twins
 
 
 SUMMARISED = ("relative_norm", "sqnr", "max_abs", "max_rel", "cosine", "jensen_shannon")
@@ -197,11 +186,7 @@ class _PairRows:
     """Makes the table of compared pairs: one row for each pair, or for each group of them."""
 
     def __init__(self, matching: Matching, judge: Judge, *, by: Sequence[str]) -> None:
-        """Take the sides; with `by` rows are of groups.
-
-        Raises:
-            UnknownFieldError: `by` names no field.
-        """
+        """Take the sides; with `by` rows are of groups."""
         self._matching, self._judge = matching, judge
         self._by = with_stacks(by, matching.a)
         self._keys = list(zip(*(matching.a.column(field).tolist() for field in self._by), strict=True))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import SAMPLE, are_files
+from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE, are_files
 from ranktape.analyze.metrics.counts import find_places
 from ranktape.analyze.metrics.metric import count_names
 from ranktape.analyze.metrics.target import KINDS, Target, largest_value, parse_targets
@@ -215,8 +215,6 @@ PLACE_FIELDS = (
 )
 """The fields that say where it begins."""
 
-_NUMBERS = frozenset({"iteration", "rank", "counter", "microbatch", "layer_idx"})
-
 _ORDER = ("iteration", "attempt", "counter", "rank")
 """By which records come one after the other: ranks count for themselves what they record."""
 
@@ -268,23 +266,20 @@ def overflow_begins(places: Places) -> Table:
 
 
 def _place_columns(places: Places) -> tuple[Column, ...]:
-    details = {"counter", "microbatch", "layer_stack", "phase"}
-    fields = (
-        Column(
-            name=f"first.{field}",
-            kind=Kind.INTEGER if field in _NUMBERS else Kind.TEXT,
-            head=field,
-            is_detail=field in details,
-        )
-        for field in PLACE_FIELDS
-    )
-    sample = () if places.samples is None else (Column(name=f"first.{SAMPLE}", kind=Kind.TEXT, head=SAMPLE),)
-    file = (Column(name="first.file", kind=Kind.TEXT, head="file", is_detail=True),)
+    details = {"counter", "microbatch", "layer_stack", "phase", "file"}
+    file = ("file",) if are_files(places.records) else ()
+    sample = () if places.samples is None else (SAMPLE,)
     return (
         Column(name="affected", kind=Kind.INTEGER),
-        *fields,
-        *(file if are_files(places.records) else ()),
-        *sample,
+        *(
+            Column(
+                name=f"first.{field}",
+                kind=Kind.INTEGER if field in NUMBER_FIELDS else Kind.TEXT,
+                head=field,
+                is_detail=field in details,
+            )
+            for field in (*PLACE_FIELDS, *file, *sample)
+        ),
         Column(name="first.ratio", kind=Kind.RATIO, head="there"),
         Column(name="first.num_ranks", kind=Kind.INTEGER, head="ranks"),
         Column(name="first.ranks", kind=Kind.LIST, head="which", is_detail=True),

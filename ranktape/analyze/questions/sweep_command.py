@@ -190,12 +190,7 @@ class _SweepOfAll:
         """The others, by the reason in words that are the same for all tensors that failed for it."""
 
     def sweep(self, tensors: Sequence[ListedTensor], *, on_record: Callable[[], object]) -> None:
-        """Sweep every tensor; with outputs, one after the other, and every line is shown.
-
-        Raises:
-            UsageError: of the engine itself.
-            WorkersError: the processes or the cluster cannot be had, or were lost.
-        """
+        """Sweep every tensor; with outputs, one after the other, and every line is shown."""
         outputs, show = self._outputs, self._show
         if outputs is not None:
             make_folder(outputs.output_dir)
@@ -304,10 +299,6 @@ def _list_tensors(selections: Sequence[Selection], *, by: Sequence[str]) -> list
 
     Of several sources those in which nothing matches the filters are named on stderr, and left out. So are records of
     integers and bool.
-
-    Raises:
-        NoRecordsError: nothing matches anywhere, or only integers and bool do.
-        UsageError: a filter, an expression or `by` is wrong.
     """
     tensors: list[ListedTensor] = []
     unmatched: list[RanktapeError] = []
