@@ -122,13 +122,10 @@ class Leaves:
 
     def on_grad_output(self, source: Source) -> Callable[[Call], None] | None:
         """What is to be called with the gradient of the output; None where no weight of that source is watched."""
-        if source not in self._handles:
+        names = self._handles.get(source)
+        if names is None:
             return None
-
-        def note(call: Call) -> None:
-            self._calls.update(dict.fromkeys([(source, name) for name in self._handles.get(source, ())], call))
-
-        return note
+        return lambda call: self._calls.update({(source, name): call for name in names})
 
     def remove(self) -> None:
         """Detach everything."""
