@@ -5,7 +5,7 @@ the gradients of what needs them; a gradient hook sees its gradient; a function 
 iteration is expected in every later one. What autograd never computes, as the gradient of a first layer's input or
 of a frozen weight, has no hook and is not expected, and neither is what was not selected or recorded by hand.
 
-What is missing is told by module and reason, so that thousands of experts without tokens do not fill a commit.
+What is missing is listed by module and reason, so that thousands of experts without tokens do not fill a commit.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ NOT_RECORDED_PASS = "it ran only in passes that are not recorded"  # noqa: S105 
 WITHOUT_GRADIENTS = "it ran without gradients, as under torch.no_grad"
 NO_BACKWARD = "no backward pass reached it"
 DISABLED = "disabled after an error: {error}"
-"""The reasons that a tensor is missing, besides those that are told by `refuse`."""
+"""The reasons that a tensor is missing, besides those that `refuse` gives."""
 
 MAX_PLACES = 100
 """Places that are named for one reason; the rest is counted."""
 
 MAX_REASONS = 50
-"""Reasons that are told of one iteration; the places of the rest are counted."""
+"""Reasons that are listed of one iteration; the places of the rest are counted."""
 
 MAX_EXPECTED = 10_000
 """Modules of which a commit lists what was expected; the rest is counted."""
@@ -270,7 +270,7 @@ class Expected:
         self.site(source, role).refused = reason
 
     def main_refusal(self) -> str | None:
-        """The reason that is told of most that was refused; None where nothing was."""
+        """The reason for which most was refused; None where nothing was."""
         sites = (site for watched in list(self._sources.values()) for site in list(watched.sites.values()))
         reasons = Counter(site.refused for site in sites if site.refused is not None)
         return max(reasons, key=lambda reason: reasons[reason], default=None)
@@ -290,7 +290,7 @@ class Expected:
     def disable(self, source: Source, role: TensorRole | None, error: str) -> bool:
         """Record nothing more of a site, or without a role of the whole source, for the rest of the run.
 
-        Whether that is new: the first error of each is the one that is told.
+        Whether that is new: the first error of each is the one that is kept.
         """
         watched = self._of(source)
         is_new = role not in watched.disabled
@@ -334,7 +334,7 @@ class Expected:
 
 
 def _names(sources: Sequence[Source]) -> dict[Source, str]:
-    """What a person is told of each source; the kind of layer only where a module has several."""
+    """What messages call each source; the kind of layer only where a module has several."""
     counts = Counter(map(source_name, sources))
     return {
         source: f"{name} ({source.layer_type})" if counts[name] > 1 else name

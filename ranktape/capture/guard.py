@@ -55,7 +55,7 @@ def asked(module: object, name: str, default: Any = None) -> Any:
 
 
 def failure_text(error: BaseException) -> str:
-    """What a person is told of an exception: our own words, or its kind and its text; never fails."""
+    """The message about an exception: our own words, or its kind and its text; never fails."""
     if isinstance(error, CaptureError):
         return str(error)
     try:

@@ -1,6 +1,6 @@
 """The iterations of a training, and what happens between two of them.
 
-At a boundary the hooks come off, the writer is told that the iteration is whole and asked what is wanted; then the
+At a boundary the hooks come off, the writer learns that the iteration is whole and asked what is wanted; then the
 hooks go on again where the next iteration is. A capture that fails inside is disabled here, and the training goes on.
 """
 
@@ -48,7 +48,7 @@ class Iterations:
     """How a message names options, for whoever began the capture."""
 
     is_in_the_way = "a capture is running in this process already: end it first, or record into it"
-    """What another capture is told that would begin meanwhile."""
+    """The message to another capture that would begin meanwhile."""
 
     _process: WriterProcess
     _recorder: Recorder
@@ -67,7 +67,7 @@ class Iterations:
         self._iteration = options.first_iteration
         self._num_empty_steps = 0
         self._is_surveyed = False
-        self._is_compiled_told = False
+        self._is_compiled_known = False
         self._silence: str | None = None
         self._num_recorded = 0
         self._keeps_weights = False
@@ -177,8 +177,8 @@ class Iterations:
             self._tell_of_compiled()
 
     def _tell_of_compiled(self) -> None:
-        if not self._is_compiled_told and has_compiled():
-            self._is_compiled_told = True
+        if not self._is_compiled_known and has_compiled():
+            self._is_compiled_known = True
             self._console.tell_of_compiled(self._schedule.iterations)
 
     def _end_iteration(self) -> None:
@@ -196,7 +196,7 @@ class Iterations:
             with self._recorder.guarded():
                 self._tell_of_unmatched()
         is_silent = not self._is_surveyed and tally.num_tensors == 0
-        # Before the iteration's end is told: one in which no rank had anything to record must not count as complete.
+        # Before the writer knows of the end: what no rank had anything to record of must not count as complete.
         mistake = self._silence_of_all() if is_silent else None
         refusal = None if tally.num_tensors else self._recorder.expected.main_refusal()
         reason = refusal if mistake is None else str(mistake)
@@ -233,11 +233,11 @@ class Iterations:
     def _tell_of_unmatched(self) -> None:
         """Warn of names in the selection that nothing has; of several ranks the last one to notice does."""
         notes = self._recorder.find_unmatched(self._hooks.paths)
-        told = [note for note in notes if self._rendezvous.count(f"unmatched {note.partition(' matches ')[0]}")]
-        for note in told[:_MAX_NOTES]:
+        new = [note for note in notes if self._rendezvous.count(f"unmatched {note.partition(' matches ')[0]}")]
+        for note in new[:_MAX_NOTES]:
             self._console.warn_once(note)
-        if len(told) > _MAX_NOTES:
-            self._console.warn_once(f"{len(told) - _MAX_NOTES} more names of the selection match nothing")
+        if len(new) > _MAX_NOTES:
+            self._console.warn_once(f"{len(new) - _MAX_NOTES} more names of the selection match nothing")
 
     def _silence_of_all(self) -> CaptureError | None:
         """Warn that this rank has nothing to record, as a stage of a pipeline may; a mistake where now no rank has."""

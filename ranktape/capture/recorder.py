@@ -49,7 +49,7 @@ class Recorder:
         on_failure: Callable[[str], None],
         on_site_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Prepare; what fails is told with the reason: nothing more is recorded, of anything or of one site."""
+        """The functions get the reason where nothing more is recorded, of anything or of one site."""
         self._ring = ring
         self.tracker = tracker
         self.options = options

@@ -118,7 +118,7 @@ class RecordForm:
     """What is the same of all tensors of a site that have one dtype, one shape and one kind of pass."""
 
     header: str
-    """The beginning of what the writer is told of one: JSON that is not closed."""
+    """The beginning of its header for the writer: JSON that is not closed."""
     keep: str
     """What the writer keeps of it: `values`, `histogram` or `statistics`."""
     nbytes: int

@@ -76,10 +76,10 @@ def site_of(source: Source, role: TensorRole, *, call: Call, quant_type: str | N
 
 
 def source_name(source: Source) -> str:
-    """What a person is told of a source: its module, or where it has none its kind and layer."""
+    """What messages call a source: its module, or where it has none its kind and layer."""
     return source.module or f"{source.layer_type} {source.layer_idx}"
 
 
 def site_name(source: Source, role: TensorRole) -> str:
-    """What a person is told of a tensor's place: module, direction, phase and name."""
+    """What messages call a tensor's place: module, direction, phase and name."""
     return f"{source_name(source)} {role.operation} {role.phase} {role.tensor_name}"

@@ -153,7 +153,7 @@ def explain_silence(options: CaptureOptions, recorder: Recorder, *, paths: Colle
 
 
 def explain_unmatched(role: ModuleRole | FunctionRole, kinds: Collection[type]) -> str:
-    """What a person is told of a registered role that has matched nothing, where the models have these classes."""
+    """The message about a registered role that has matched nothing, where the models have these classes."""
     if isinstance(role, FunctionRole):
         hint = "check its name, and whether it is loaded"
         return f"the role for {role.name} matches no function that is loaded: {hint}"

@@ -199,7 +199,7 @@ class ModelHooks:
                 changed = self.enter_late(module, (args, keyword_arguments(module)))
                 return None if changed is None else changed[0]
         if mistake is not None:
-            self.on_mistake(mistake)  # it is the user's, who is told at once
+            self.on_mistake(mistake)  # it is the user's, who should know at once
         return None
 
     def _check_layers(self, root: nn.Module) -> None:
@@ -254,7 +254,7 @@ class ModelHooks:
         return not (self._is_wanted(frame.path) if role is None else self._is_wanted_kind(role.layer_type, frame.path))
 
     def unmatched_roles(self) -> Iterator[str]:
-        """What a person is told of registered roles that have matched nothing."""
+        """The messages about registered roles that have matched nothing."""
         kinds = {type(module) for root, _ in self._living() for module in root.modules()}
         missed = [role for role in registered_roles() if role not in self._matched and self._wants(role.layer_type)]
         return (explain_unmatched(role, kinds) for role in missed)

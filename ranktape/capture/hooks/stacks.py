@@ -125,8 +125,8 @@ def _find_stacks(
 
 
 def stated_idx(module: nn.Module) -> int | None:
-    """The number of its layer that a module itself tells; None where it tells none."""
-    own, number = _told(module, "layer_idx"), _told(module, "layer_number")
+    """The number of its layer that a module itself gives; None where it gives none."""
+    own, number = _number_in(module, "layer_idx"), _number_in(module, "layer_number")
     if own is not None:
         return own
     return number - 1 if number else None
@@ -139,8 +139,8 @@ def numbered(path: str) -> tuple[int, str]:
     return (-1, "") if place is None else (int(parts[place]), ".".join(parts[:place]))
 
 
-def _told(module: nn.Module, name: str) -> int | None:
-    # Most modules tell nothing, and torch's own way to find that out is slow.
+def _number_in(module: nn.Module, name: str) -> int | None:
+    # Most modules have none, and torch's own way to find that out is slow.
     kind = type(module)
     is_plain = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
     if is_plain and name not in vars(module) and not hasattr(kind, name):

@@ -142,7 +142,7 @@ class OptimizerClock:
         self._followers: set[int] = set()
         self._num_steps = 0
         self._waiting: set[int] = set()
-        """Optimizers that have stepped in a backward pass whose end is not told yet; as one they are this clock."""
+        """Optimizers that have stepped in a backward pass that has not ended yet; as one they are this clock."""
         self._task = -1
         self.has_ticked = False
         """Whether the step of an optimizer has ended an iteration."""
@@ -233,7 +233,7 @@ class OptimizerClock:
 
     def _step_in_backward(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._waiting:
-            self._finish_backward()  # its last step was in another backward pass, whose end nobody told
+            self._finish_backward()  # its last step was in another backward pass, whose end nothing has shown
         self._waiting.add(id(optimizer))
         task = torch._C._current_graph_task_id()  # noqa: SLF001  (what tells backward passes apart)
         if task != self._task:

@@ -31,7 +31,7 @@ _REHEARSALS = ("_prepare_forward_infra", "_prepare_backward_infra")
 
 
 def is_rehearsing() -> bool:
-    """Whether a schedule rehearses on this thread; what was loaded in the middle of it was not told when it began."""
+    """Whether a schedule rehearses on this thread; what was loaded in the middle of it has not seen it begin."""
     return any(is_running(name) for name in _REHEARSALS)
 
 

@@ -156,7 +156,7 @@ def is_transformed() -> bool:
 
 
 TRANSFORMED = "it ran inside of a transform of torch.func, whose tensors are not recorded"
-"""The reason that is told of such a call."""
+"""The reason that such a call is not recorded."""
 
 
 _MODULE_CALL = nn.Module._call_impl.__code__  # noqa: SLF001  (torch has no public name for it)

@@ -102,7 +102,7 @@ class PlanRing(RingProducer):
 
 
 class _NoProcess(WriterProcess):
-    """In the place of the writer: what it is told is kept, and nothing is stored."""
+    """In the place of the writer: what it would get is kept, and nothing is stored."""
 
     def __init__(self, budget_nbytes: int) -> None:
         self.ring: PlanRing = PlanRing(budget_nbytes)

@@ -235,7 +235,7 @@ _found: dict[type, ModuleRole | None] = {}
 def register_role(role: ModuleRole | FunctionRole) -> None:
     """Capture what the role says, from the next captured iteration on; it comes before our own roles.
 
-    A role that matches no module, or names an operand that is not passed, is told at the end of the first iteration.
+    The first iteration ends with a warning of a role that matches no module, or whose operand is not passed.
 
     Raises:
         UsageError: it is no role, or one of its operands is no place.

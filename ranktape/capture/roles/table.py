@@ -105,7 +105,7 @@ class ModuleRole(_Role):
 
     @property
     def name(self) -> str:
-        """What a person is told."""
+        """What messages call it."""
         classes = (one if isinstance(one, str) else f"{one.__module__}.{one.__qualname__}" for one in self.classes)
         return ", ".join(classes)
 
@@ -130,7 +130,7 @@ class FunctionRole(_Role):
 
     @property
     def name(self) -> str:
-        """What a person is told."""
+        """What messages call it."""
         return ", ".join(self.functions)
 
 
