@@ -149,16 +149,15 @@ def test_many_of_them_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert found[-1] == "12 more names of the selection match nothing"
 
 
+HALF = "240 B per iteration and rank"
+
+
 @pytest.mark.parametrize(
     ("keep", "words"),
     [
         ("values", "11 tensors, 480 B per iteration and rank (host"),
-        (
-            "histogram",
-            "11 tensors, 11 as histogram, 240 B per iteration and rank, "
-            "for which 3.604 MB are stored before compression",
-        ),
-        ("statistics", "11 tensors, 11 as statistics, 240 B per iteration and rank, for which 880 B are stored (host"),
+        ("histogram", f"11 tensors, 11 as histogram, {HALF}, for which 3.604 MB are stored before compression"),
+        ("statistics", f"11 tensors, 11 as statistics, {HALF}, for which 880 B are stored (host"),
     ],
 )
 def test_what_is_stored_is_said_beside_what_is_kept_of(
