@@ -15,8 +15,17 @@ import pytest
 
 from ranktape.analyze.advice.recommendation import Recommendation
 from ranktape.analyze.legacy.outputs.plots import draw_panels
-from ranktape.analyze.legacy.outputs.text import Subject, analysis_lines, level_lines, limit_lines, results_text
-from ranktape.analyze.legacy.outputs.words import cosine_text, factor_text, share_text, statistics_lines
+from ranktape.analyze.legacy.outputs.text import (
+    Subject,
+    analysis_lines,
+    cosine_text,
+    factor_text,
+    level_lines,
+    limit_lines,
+    results_text,
+    share_text,
+    statistics_lines,
+)
 from ranktape.analyze.legacy.outputs.write import (
     MAX_NAME_NBYTES,
     FolderNames,

@@ -20,11 +20,11 @@ from ranktape.analyze.legacy.outputs.text import (
     analysis_lines,
     level_lines,
     limit_lines,
+    number_of,
     parameter_lines,
     results_text,
     subject_lines,
 )
-from ranktape.analyze.legacy.outputs.words import number_of
 from ranktape.analyze.views.whole_file import write_whole, writing
 from ranktape.errors import RanktapeError, StorageError
 
