@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -148,16 +148,17 @@ def mask_of(test: Test, source: ColumnSource) -> Mask:
 
 def truth_of(test: Test, source: ColumnSource) -> NDArray[np.int8]:
     """For each row 1 where a test is passed, -1 where it is not."""
-    return np.where(mask_of(test, source), np.int8(1), np.int8(-1))
+    return mask_of(test, source).view(np.int8) * np.int8(2) - np.int8(1)
 
 
-def judge(condition: Condition, truth: Callable[[Test], NDArray[np.int8]]) -> NDArray[np.int8]:
+def judge(condition: Condition, truth: Callable[[Test], NDArray[Any]]) -> NDArray[Any]:
     """For each row 1 where a condition holds, -1 where it does not, 0 where nobody can tell (Kleene, 1938).
 
-    `truth` gives the same for what it asks of columns.
+    `truth` gives the same for what it asks of columns; where it gives masks, so is what is returned.
     """
     if isinstance(condition, Not):
-        return -judge(condition.condition, truth)
+        found = judge(condition.condition, truth)
+        return ~found if found.dtype == np.bool_ else -found
     if not isinstance(condition, Every | Either):
         return truth(condition)
     choose = np.minimum if isinstance(condition, Every) else np.maximum
@@ -181,7 +182,9 @@ class Where:
         Raises:
             UsageError: a field that holds text meets a number, or the other way round.
         """
-        return self.can_hold(source, known=self.names, num_rows=num_rows)
+        found = judge(self.condition, lambda test: mask_of(test, source))
+        assert len(found) == num_rows
+        return found
 
     def can_hold(self, source: ColumnSource, *, known: Collection[str], num_rows: int) -> Mask:
         """The rows for which it can hold, where only these fields are known; `source` has their columns."""
