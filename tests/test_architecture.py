@@ -51,7 +51,6 @@ LEGACY_DOORS = {
     "__init__.py",
     "analyze/options.py",
     "analyze/questions/sweep_command.py",
-    "analyze/questions/sweep_sources.py",
     "analyze/views/plots/sweeps.py",
     "launch/exchange.py",
 }

@@ -139,7 +139,7 @@ class Cache:
         return found
 
     def shelf(self, group: str, *, damaged: Sequence[str]) -> Shelf | None:
-        """Where the payloads of a group can be written to; None where no place takes them, which is told once."""
+        """Where the payloads of a group can be written to; None, with one warning, where no place takes them."""
         target = self._writable()
         if target is None:
             return None

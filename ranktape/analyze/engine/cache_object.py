@@ -74,7 +74,7 @@ Form = tuple[tuple[str, str, int], ...]
 
 
 class DamagedObjectError(Exception):
-    """An object is not one that `pack` made; it is counted again, and nobody is told."""
+    """An object is not one that `pack` made; it is counted again without a word."""
 
 
 def pack(keys: Sequence[str], payloads: Sequence[Payload]) -> bytes:

@@ -31,14 +31,14 @@ class _State:
 
     num_writing = 0
     """Threads that write an object just now."""
-    is_told = False
+    must_end = False
     """Whether it is to end after that."""
     is_worker = False
     """Whether another process started it for work."""
 
 
 def become_worker(environment: Mapping[str, str]) -> None:
-    """Make this process one that ends when it is told to, or when its parent does; what each worker begins with.
+    """Make this process one that ends on SIGTERM, or when its parent does; what each worker begins with.
 
     Args:
         environment: That of the parent, which may have changed since the server was started that forks workers.
@@ -60,18 +60,18 @@ def is_worker() -> bool:
 
 @contextlib.contextmanager
 def no_leaving() -> Iterator[None]:
-    """Around what must not be left half done; a worker that is told to end does so behind it."""
+    """Around what must not be left half done; a worker that got SIGTERM ends behind it."""
     _State.num_writing += 1
     try:
         yield
     finally:
         _State.num_writing -= 1
-        if _State.is_told and not _State.num_writing:
+        if _State.must_end and not _State.num_writing:
             os._exit(_EXIT_CODE)
 
 
 def _leave(_number: int = 0, _frame: FrameType | None = None) -> None:
-    _State.is_told = True
+    _State.must_end = True
     if not _State.num_writing:
         os._exit(_EXIT_CODE)
 
@@ -87,7 +87,7 @@ CONNECT_SECONDS = 10
 """How long a scheduler has to answer."""
 
 _END_SECONDS = 2.0
-"""How long workers have to end that are told to, before they are killed."""
+"""How long workers have to end after SIGTERM, before they are killed."""
 
 _HELD_BACK = 32
 """Keys without work that are held back at most while a piece of work before them is waited for."""
@@ -99,7 +99,7 @@ _ADDRESS = re.compile(r"(tcp|tls|ucx|wss?)://[^\s/]+:\d{1,5}|inproc://\S+")
 
 
 class Workers:
-    """An executor of `concurrent.futures` whose loss is told in our words."""
+    """An executor of `concurrent.futures`; where it is lost, a `WorkersError` says so."""
 
     def __init__(self, executor: Executor, *, in_flight: int, lost: tuple[type[BaseException], ...], loss: str) -> None:
         self.executor = executor
@@ -113,7 +113,7 @@ class Workers:
         Raises:
             WorkersError: who would do it is lost.
         """
-        with self._told_of_loss():
+        with self._raising_loss():
             return functools.partial(self._result, self.executor.submit(function, task))
 
     def cancel(self, promises: Iterable[Callable[[], Any]]) -> None:
@@ -126,11 +126,11 @@ class Workers:
         """End at once whatever is being done."""
 
     def _result(self, future: Future[Any]) -> Any:
-        with self._told_of_loss():
+        with self._raising_loss():
             return future.result()
 
     @contextlib.contextmanager
-    def _told_of_loss(self) -> Iterator[None]:
+    def _raising_loss(self) -> Iterator[None]:
         try:
             yield
         except self._lost as error:
