@@ -29,10 +29,17 @@ from tests.storage.whole_run import LONG_NAME, record, tensors, whole_run
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that is whole and closed; tests copy it or put back what they change."""
+    """A run that is whole and closed."""
     path = tmp_path_factory.mktemp("check") / "run"
     whole_run(str(path))
     return path
+
+
+@pytest.fixture
+def path(sound: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    shutil.copytree(sound, tmp_path / "run")
+    return tmp_path / "run"
 
 
 def errors(path: Path, *, deep: bool = True) -> list[CheckFinding]:
@@ -102,11 +109,7 @@ def test_every_damage_to_every_kind_of_object_is_found(tmp_path: Path) -> None:
         ("attempt*/iterations/iter_00000010/c.0", FindingKind.DAMAGED, ""),
     ],
 )
-def test_a_finding_names_the_place_and_the_tensor(
-    sound: Path, tmp_path: Path, pattern: str, kind: FindingKind, record: str
-) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(sound, path)
+def test_a_finding_names_the_place_and_the_tensor(path: Path, pattern: str, kind: FindingKind, record: str) -> None:
     (key,) = keys_of(path, pattern)
     data = bytearray((path / key).read_bytes())
     data[8] ^= 1
@@ -124,9 +127,7 @@ def test_a_finding_names_the_place_and_the_tensor(
     assert text.endswith(f"[{key}]")
 
 
-def test_damage_to_some_tensors_of_a_stack_names_those(sound: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(sound, path)
+def test_damage_to_some_tensors_of_a_stack_names_those(path: Path) -> None:
     (key,) = keys_of(path, "attempt*/rank_00000/iter_00000000/stack*/c.0.0.0")
     data = bytearray((path / key).read_bytes())
     for chunk in (0, 2):
@@ -135,9 +136,7 @@ def test_damage_to_some_tensors_of_a_stack_names_those(sound: Path, tmp_path: Pa
     assert [one.record.partition(",")[0] for one in errors(path)] == ["layers.0", "layers.2"]
 
 
-def test_a_lost_object_is_an_error_without_reading_any(sound: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(sound, path)
+def test_a_lost_object_is_an_error_without_reading_any(path: Path) -> None:
     (key,) = keys_of(path, f"attempt*/rank_00000/iter_00000000/{LONG_NAME[:20]}*/**/c.0")
     (path / key).unlink()
     (found,) = errors(path, deep=False)
@@ -145,9 +144,7 @@ def test_a_lost_object_is_an_error_without_reading_any(sound: Path, tmp_path: Pa
     assert found.record.startswith(LONG_NAME[:20])
 
 
-def test_documents_below_a_lost_run_document_are_still_looked_at(sound: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(sound, path)
+def test_documents_below_a_lost_run_document_are_still_looked_at(path: Path) -> None:
     (path / "zarr.json").unlink()
     (found,) = errors(path)
     assert (found.kind, found.key) == (FindingKind.MISSING, "zarr.json")
@@ -156,20 +153,14 @@ def test_documents_below_a_lost_run_document_are_still_looked_at(sound: Path, tm
         check_run(open_backend(path))
 
 
-def test_a_run_of_a_later_schema_is_not_judged(sound: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(sound, path)
+def test_a_run_of_a_later_schema_is_not_judged(path: Path) -> None:
     document = group_document({"ranktape_schema": 99})
     (path / "zarr.json").write_bytes(encode_document(document, key="zarr.json"))
     with pytest.raises(RunFormatError, match="schema 99"):
         check_run(open_backend(path))
 
 
-def test_an_attempt_whose_document_is_lost_is_an_error_only_where_something_was_committed(
-    sound: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(sound, path)
+def test_an_attempt_whose_document_is_lost_is_an_error_only_where_something_was_committed(path: Path) -> None:
     (name,) = [one.name for one in path.glob("attempt*")]
     (path / name / "zarr.json").unlink()
     (found,) = errors(path)
@@ -184,9 +175,7 @@ def test_an_attempt_whose_document_is_lost_is_an_error_only_where_something_was_
     assert [(one.kind, one.key) for one in report.notes] == [(FindingKind.DEBRIS, "attempt_004-ab/")]
 
 
-def test_what_is_not_ours_is_a_note(sound: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(sound, path)
+def test_what_is_not_ours_is_a_note(path: Path) -> None:
     (name,) = [one.name for one in path.glob("attempt*")]
     strange = [
         "notes.txt",
@@ -209,9 +198,7 @@ def test_what_is_not_ours_is_a_note(sound: Path, tmp_path: Path) -> None:
     assert {one.kind for one in report.notes} == {FindingKind.FOREIGN}
 
 
-def test_an_object_that_the_commit_does_not_name_is_debris(sound: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(sound, path)
+def test_an_object_that_the_commit_does_not_name_is_debris(path: Path) -> None:
     (name,) = [one.name for one in path.glob("attempt*")]
     key = f"{name}/rank_00000/iter_00000000/stack_float32_9_4/c.0.0"
     (path / key).parent.mkdir()
@@ -267,9 +254,7 @@ def test_what_a_lost_coordinator_left_can_be_finished_and_is_no_error(tmp_path: 
         writer.close(reason="end")
 
 
-def test_a_verdict_that_does_not_fit_is_found(sound: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(sound, path)
+def test_a_verdict_that_does_not_fit_is_found(path: Path) -> None:
     (name,) = [one.name for one in path.glob("attempt*")]
     key = f"{name}/verdict/zarr.json"
     attributes = json.loads((path / key).read_bytes())["attributes"]
@@ -320,9 +305,7 @@ def test_a_rank_that_skipped_or_failed_is_told(tmp_path: Path) -> None:
     assert notes[0].message == "not complete: ranks 0, 1 have not committed it (1 skipped or failed)"
 
 
-def test_what_a_check_damned_cannot_be_read(sound: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(sound, path)
+def test_what_a_check_damned_cannot_be_read(path: Path) -> None:
     (key,) = keys_of(path, "attempt*/rank_00001/iter_00000010/large*/c.0.0")
     os.truncate(path / key, 1000)
     (found,) = errors(path)

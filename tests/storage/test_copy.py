@@ -40,6 +40,12 @@ class Wrapped:
         return self._verbs.get(name) or getattr(self._backend, name)
 
 
+@pytest.fixture
+def target(tmp_path: Path) -> Backend:
+    """Where the copy goes."""
+    return open_backend(tmp_path / "copy")
+
+
 def failing_after(backend: Backend, num_puts: int) -> Any:
     """A store that is lost after some writes."""
     lock = threading.Lock()
@@ -55,9 +61,8 @@ def failing_after(backend: Backend, num_puts: int) -> Any:
     return Wrapped(backend, put=put)
 
 
-def test_a_copy_is_the_run_byte_by_byte(tmp_path: Path) -> None:
+def test_a_copy_is_the_run_byte_by_byte(tmp_path: Path, target: Backend) -> None:
     source, _, _ = whole_run(str(tmp_path / "run"))
-    target = open_backend(tmp_path / "copy")
     seen: list[tuple[int, int]] = []
     report = copy_run(source, target, on_progress=lambda done, total: seen.append((done, total)))
     assert contents(target) == contents(source)
@@ -81,9 +86,8 @@ def test_a_run_goes_to_an_object_store_and_back(tmp_path: Path, s3_server: S3Ser
     assert open_run(url, storage_options=s3_server.storage_options).iterations == [0]
 
 
-def test_an_interrupted_copy_is_no_run_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_an_interrupted_copy_is_no_run_and_goes_on_where_it_stopped(tmp_path: Path, target: Backend) -> None:
     source, _, _ = whole_run(str(tmp_path / "run"))
-    target = open_backend(tmp_path / "copy")
     num_objects = len(contents(source))
     with pytest.raises(StorageError, match="the store was lost"):
         copy_run(source, failing_after(target, num_objects - 1))
@@ -95,9 +99,8 @@ def test_an_interrupted_copy_is_no_run_and_goes_on_where_it_stopped(tmp_path: Pa
 
 
 @pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
-def test_what_is_committed_in_an_interrupted_copy_is_whole(tmp_path: Path, part: float) -> None:
+def test_what_is_committed_in_an_interrupted_copy_is_whole(tmp_path: Path, target: Backend, part: float) -> None:
     source, _, _ = whole_run(str(tmp_path / "run"))
-    target = open_backend(tmp_path / "copy")
     with pytest.raises(StorageError):
         copy_run(source, failing_after(target, int(part * len(contents(source)))))
     document = source.get("zarr.json")
@@ -127,13 +130,12 @@ def test_the_order_is_that_of_writing(tmp_path: Path) -> None:
     assert stages["verdict/zarr.json"] is stages["closed/rank_00000/zarr.json"] is Stage.CLOSING
 
 
-def test_a_run_that_is_recorded_is_copied_as_far_as_it_is_committed(tmp_path: Path) -> None:
+def test_a_run_that_is_recorded_is_copied_as_far_as_it_is_committed(tmp_path: Path, target: Backend) -> None:
     source, attempt, writers = whole_run(str(tmp_path / "run"), close=False)
     open_iteration(source, attempt=attempt, iteration=20)
     for array, info in tensors(20, 0):
         writers[0].write(array, info=info)
     writers[0].flush_stacks()
-    target = open_backend(tmp_path / "copy")
     report = copy_run(source, target)
     assert report.left_out
     assert all("rank_00000/iter_00000020/" in key for key in report.left_out)
@@ -145,7 +147,9 @@ def test_a_run_that_is_recorded_is_copied_as_far_as_it_is_committed(tmp_path: Pa
     assert check_run(target, deep=True).errors == []
 
 
-def test_what_is_committed_while_the_source_is_listed_is_not_copied_without_its_parts(tmp_path: Path) -> None:
+def test_what_is_committed_while_the_source_is_listed_is_not_copied_without_its_parts(
+    tmp_path: Path, target: Backend
+) -> None:
     source, attempt, writers = whole_run(str(tmp_path / "run"), close=False)
 
     def list_objects(prefix: str) -> list[Any]:
@@ -157,7 +161,6 @@ def test_what_is_committed_while_the_source_is_listed_is_not_copied_without_its_
         ]
         return sorted({info.key: info for info in [*found, *late]}.values(), key=lambda info: info.key)
 
-    target = open_backend(tmp_path / "copy")
     moving: Any = Wrapped(source, list_objects=list_objects)
     copy_run(moving, target)
     assert open_run(tmp_path / "copy").iterations == [0, 10]
@@ -166,22 +169,20 @@ def test_what_is_committed_while_the_source_is_listed_is_not_copied_without_its_
     assert open_run(tmp_path / "copy").iterations == [0, 10, 20]
 
 
-def test_an_iteration_that_is_removed_meanwhile_is_left_out_whole(tmp_path: Path) -> None:
+def test_an_iteration_that_is_removed_meanwhile_is_left_out_whole(tmp_path: Path, target: Backend) -> None:
     source, attempt, _ = whole_run(str(tmp_path / "run"), close=False)
 
     def get(key: str, **limits: Any) -> bytes | None:
         return None if "rank_00001/iter_00000000/large" in key else source.get(key, **limits)
 
-    target = open_backend(tmp_path / "copy")
     moving: Any = Wrapped(source, get=get)
     report = copy_run(moving, target)
     assert f"{attempt.path}/iterations/iter_00000000/zarr.json" in report.left_out
     assert open_run(tmp_path / "copy").iterations == [10]
 
 
-def test_a_store_that_changes_what_is_written_is_found(tmp_path: Path) -> None:
+def test_a_store_that_changes_what_is_written_is_found(tmp_path: Path, target: Backend) -> None:
     source, _, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
-    target = open_backend(tmp_path / "copy")
 
     def put(key: str, parts: Any) -> None:
         data = b"".join(bytes(part) for part in parts)
@@ -192,9 +193,8 @@ def test_a_store_that_changes_what_is_written_is_found(tmp_path: Path) -> None:
         copy_run(source, changing)
 
 
-def test_values_of_an_earlier_copy_are_compared_unless_told_otherwise(tmp_path: Path) -> None:
+def test_values_of_an_earlier_copy_are_compared_unless_told_otherwise(tmp_path: Path, target: Backend) -> None:
     source, _, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
-    target = open_backend(tmp_path / "copy")
     copy_run(source, target)
     (values,) = (tmp_path / "copy").glob("attempt*/rank_00000/iter_00000000/large*/c.0.0")
     data = values.read_bytes()
@@ -204,17 +204,16 @@ def test_values_of_an_earlier_copy_are_compared_unless_told_otherwise(tmp_path: 
     assert values.read_bytes() == data
 
 
-def test_what_is_no_part_of_the_run_stays_where_it_is(tmp_path: Path) -> None:
+def test_what_is_no_part_of_the_run_stays_where_it_is(tmp_path: Path, target: Backend) -> None:
     source, _, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
     source.put("notes.txt", [b"mine"])
     source.put("attempt_009-ab/commits/zarr.json", [b"{}"])
-    target = open_backend(tmp_path / "copy")
     assert copy_run(source, target).left_out == ["attempt_009-ab", "notes.txt"]
     assert open_run(tmp_path / "copy").iterations == [0]
 
 
 @pytest.mark.parametrize("name", ["../../out", "a//b", "./a", "a\\..\\b", "a\0b"])
-def test_a_name_that_would_leave_its_folder_is_not_copied(tmp_path: Path, name: str) -> None:
+def test_a_name_that_would_leave_its_folder_is_not_copied(tmp_path: Path, target: Backend, name: str) -> None:
     source, attempt, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
     (one, *_) = source.list_objects(attempt.path)
 
@@ -222,7 +221,6 @@ def test_a_name_that_would_leave_its_folder_is_not_copied(tmp_path: Path, name: 
         return [*source.list_objects(prefix), dataclasses.replace(one, key=name)]
 
     hostile: Any = Wrapped(source, list_objects=list_objects)
-    target = open_backend(tmp_path / "copy")
     assert copy_run(hostile, target).left_out == [f"{attempt.path}/{name}"]
     assert not (tmp_path / "out").exists()
 
@@ -270,9 +268,8 @@ def test_memory_is_bounded_and_what_is_larger_goes_alone() -> None:
     assert max(most) == 25
 
 
-def test_a_copy_keeps_what_is_removed_at_the_source_later(tmp_path: Path) -> None:
+def test_a_copy_keeps_what_is_removed_at_the_source_later(tmp_path: Path, target: Backend) -> None:
     source, attempt, writers = whole_run(str(tmp_path / "run"), close=False)
-    target = open_backend(tmp_path / "copy")
     copy_run(source, target)
     drop_iteration(source, attempt=attempt, iteration=0)
     record(source, attempt, writers, iteration=20)
