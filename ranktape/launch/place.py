@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ranktape.analyze.console import say, say_json
 from ranktape.errors import CheckFoundError, UsageError
 from ranktape.storage.places.backend import without_credentials
 from ranktape.storage.places.failures import printable
@@ -151,8 +152,6 @@ def command_of(
         each: Gives a line for each thing that the function tells of by `on_done`.
         has_json: Whether it has `--json`.
     """
-    from ranktape.analyze.console import say
-
     parameters = inspect.signature(function).parameters
     chosen = {"run", "filters", "where", "storage_options"} if "filters" in parameters else {"records"}
     selected = chosen & parameters.keys()
@@ -225,7 +224,6 @@ def _write(answer: CommandAnswer, *, as_json: bool) -> None:
     Raises:
         CheckFoundError: it has found something.
     """
-    from ranktape.analyze.console import say, say_json
     from ranktape.analyze.table import write_table
 
     if as_json:

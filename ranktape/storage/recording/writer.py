@@ -213,7 +213,6 @@ class RankWriter:
         summary = {"num_records": len(entries), "nbytes": sum(entry.info.nbytes for entry in entries)}
         if num_expected is not None and num_missing is not None:
             summary |= {"num_expected": num_expected, "num_missing": num_missing}
-        group = layout.rank_iteration_path(self._attempt.path, self._rank, iteration)
         path = layout.catalogue_path(self._attempt.path, self._rank, iteration)
         pending.members[layout.CATALOGUE] = write_blob(
             self._backend, path, encode_catalogue(entries), attributes={"num_records": len(entries)}
@@ -227,7 +226,7 @@ class RankWriter:
             "silent_sites": dict(silent_sites),
             "committed": time.time(),
         }
-        key = layout.document_key(group)
+        key = layout.document_key(layout.rank_iteration_path(self._attempt.path, self._rank, iteration))
         document = encode_document(group_document(attributes), key=key, members=dict(sorted(pending.members.items())))
         self._backend.flush()
         self._backend.put(key, [document])
