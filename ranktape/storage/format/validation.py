@@ -198,12 +198,11 @@ def check_shape(shape: Sequence[Any], *, itemsize: int = _MAX_ITEMSIZE) -> None:
     Raises:
         ValueError: none can.
     """
-    shown = str(list(shape[:MAX_DIMENSIONS]))[:_SHOWN]
     if len(shape) > MAX_DIMENSIONS or not all(type(extent) is int and 0 <= extent <= MAX_INTEGER for extent in shape):
-        raise ValueError(f"shape {shown}")
+        raise ValueError(f"shape {str(list(shape[:MAX_DIMENSIONS]))[:_SHOWN]}")
     # Also of a tensor without elements: numpy counts its other extents.
     if math.prod(max(1, extent) for extent in shape) * itemsize > MAX_INTEGER:
-        raise ValueError(f"shape {shown}, which no memory holds")
+        raise ValueError(f"shape {str(list(shape))[:_SHOWN]}, which no memory holds")
 
 
 def check_document(name: str, value: Any) -> Any:
