@@ -292,7 +292,8 @@ class Recorder:
         if form is not None:
             return form
         form = form_of(
-            site,
+            site.source,
+            site.role,
             part,
             decision=decision,
             call=call,

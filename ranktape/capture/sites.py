@@ -20,10 +20,9 @@ from ranktape.capture.passes.passes import dtype_name
 from ranktape.capture.writing.counting import kept_nbytes
 
 if TYPE_CHECKING:
-    from ranktape.capture.expected import Site
     from ranktape.capture.passes.passes import Call
     from ranktape.capture.settings.rules import CaptureRule
-    from ranktape.capture.source import Source
+    from ranktape.capture.source import Source, TensorRole
     from ranktape.capture.tensors.parts import PlainPart
 
 
@@ -132,10 +131,16 @@ class RecordForm:
 
 
 def form_of(
-    site: Site, whole: PlainPart, *, decision: CaptureRule, call: Call, quant_type: str, given_sample_dim: int | None
+    source: Source,
+    role: TensorRole,
+    whole: PlainPart,
+    *,
+    decision: CaptureRule,
+    call: Call,
+    quant_type: str,
+    given_sample_dim: int | None,
 ) -> RecordForm | None:
-    """The form of a part of a tensor of a site, as the decision has it; None where it leaves all samples out."""
-    role, source = site.role, site.source
+    """The form of a part of a tensor, as the decision has it; None where it leaves all samples out."""
     sample_dim = None
     if role.has_samples:
         shape = tuple(whole.tensor.shape)
