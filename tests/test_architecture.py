@@ -51,7 +51,7 @@ LEGACY_DOORS = {
     "__init__.py",
     "analyze/options.py",
     "analyze/questions/sweep_command.py",
-    "analyze/views/plots/sweeps.py",
+    "analyze/views/plots/losses.py",
     "launch/exchange.py",
 }
 """Files through which the wing for legacy tools is entered; without them it could be taken away."""

@@ -1,14 +1,20 @@
-"""The one door to stdout and stderr for text of commands, whatever the terminal and whoever wrote the names in it."""
+"""Writes what commands answer: text to any terminal, whoever wrote the names in it, and files whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 import click
 
-from ranktape.storage.places.failures import printable
+from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError
+from ranktape.storage.places.failures import FULL, REFUSED, printable
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -30,3 +36,46 @@ def encodable(text: str, stream: IO[str]) -> str:
     """The text with escapes for what the stream cannot write."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def write_whole(path: Path, data: bytes, *, what: str = "plot", option: str = "--output") -> None:
+    """Put a file in its place: readers see the old one or the new one, and never a part.
+
+    `what` it is and the `option` that says where stand in the error.
+
+    Raises:
+        StorageError: it cannot be written; the kind says why.
+    """
+    # What is no file, as /dev/stdout, cannot be replaced by one.
+    is_special = path.exists() and not path.is_file() and not path.is_dir()
+    partial = path if is_special else path.with_name(f".{path.name[:100]}.{os.getpid()}.partial")
+    with writing(path, what=what, option=option):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(data)
+            if not is_special:
+                partial.replace(path)
+        finally:
+            if not is_special:
+                with contextlib.suppress(OSError):
+                    partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path, *, what: str = "plot", option: str = "--output") -> Iterator[None]:
+    """Say why a file or folder cannot be written.
+
+    Raises:
+        StorageError: the block raised an OSError; the kind says why.
+    """
+    try:
+        yield
+    except OSError as error:
+        kind, way_out = StorageError, "move aside what is in the way"
+        if error.errno in FULL:
+            kind, way_out = NoSpaceError, "free space or raise the quota"
+        elif error.errno in REFUSED:
+            kind, way_out = AccessDeniedError, "mend the permissions"
+        why = error.strerror or os.strerror(error.errno or errno.EIO)
+        place = printable(str(path))
+        raise kind(f"the {what} cannot be written to {place}: {why}: {way_out}, or give another {option}") from error

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ranktape.capture.staging.process import WriterConfig
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.places.backend import Backend
-    from ranktape.storage.recording.lease import Lease
+    from ranktape.storage.recording.start import Lease
 
 NICENESS = 19
 """Added to the process's niceness: the training comes first."""

@@ -101,21 +101,6 @@ def confirm(question: str | None, *, is_yes: bool) -> None:
     click.confirm(printable(question), abort=True, err=True)
 
 
-@contextlib.contextmanager
-def work_bar(description: str) -> Iterator[Callable[[int, int], object]]:
-    """A function to call with the pieces of work done and all that are known; a bar if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _done, _total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(description, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandAnswer:
     """What a command says when its function has returned."""
@@ -165,7 +150,10 @@ def command_of(
                 given[name] = selection.records() if name == "records" else getattr(selection, name)
             if question is not None and not given["dry_run"]:
                 confirm(question(function(**{**given, "dry_run": True})), is_yes=yes)
-            with work_bar(working) if working else contextlib.nullcontext(quiet) as on_progress:
+            shown: Callable[[str], Any] = contextlib.nullcontext
+            if working:
+                from ranktape.analyze.engine.engine import work_bar as shown
+            with shown(working) as on_progress:
                 calls: dict[str, Any] = {"on_progress": on_progress} if working else {}
                 if each is not None and not as_json:
                     calls["on_done"] = lambda one: say(each(one))

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import rich.console
 
-from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.engine import Engine, bytes_left
 from ranktape.analyze.engine.plan import BATCH_NBYTES, BATCH_RECORDS, shares
-from ranktape.analyze.engine.progress import bytes_left
 from ranktape.analyze.legacy.open import open_folder
 from ranktape.errors import UsageError
 from ranktape.storage import Run, open_run

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ranktape.analyze.numerics.inputs import numbers_of
+from ranktape.analyze.numerics.pieces import numbers_of
 from ranktape.errors import UsageError
 
 NUMBERS = [[1.5, -2.0], [float("nan"), -0.0]]

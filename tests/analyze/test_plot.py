@@ -12,7 +12,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ranktape.analyze import overflow, plot_overflow
-from ranktape.analyze.legacy.outputs.plots import draw_panels
+from ranktape.analyze.legacy.plots import draw_panels
 from ranktape.analyze.views.plots.overflow_layers import draw_overflow
 from ranktape.errors import StorageError, UsageError
 from ranktape.storage import Records

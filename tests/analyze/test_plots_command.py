@@ -15,9 +15,9 @@ from click.testing import CliRunner, Result
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.commands import parse_kinds
+from ranktape.analyze.console import write_whole
 from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
 from ranktape.analyze.views.plots.write import write_plots
-from ranktape.analyze.views.whole_file import write_whole
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import StorageError, UsageError
 from ranktape.storage import open_run

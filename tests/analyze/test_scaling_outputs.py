@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from ranktape.analyze.advice.recommendation import Recommendation
-from ranktape.analyze.legacy.outputs.plots import draw_panels
-from ranktape.analyze.legacy.outputs.text import (
+from ranktape.analyze.console import writing
+from ranktape.analyze.legacy.plots import draw_panels
+from ranktape.analyze.legacy.text import (
     Subject,
     analysis_lines,
     cosine_text,
@@ -26,7 +27,7 @@ from ranktape.analyze.legacy.outputs.text import (
     share_text,
     statistics_lines,
 )
-from ranktape.analyze.legacy.outputs.write import (
+from ranktape.analyze.legacy.write import (
     MAX_NAME_NBYTES,
     FolderNames,
     OutputOptions,
@@ -39,7 +40,6 @@ from ranktape.analyze.numerics.quantization.schemes import SCHEMES
 from ranktape.analyze.numerics.sweeps.metrics import METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array
-from ranktape.analyze.views.whole_file import writing
 from ranktape.errors import AccessDeniedError, DataError, NoSpaceError, StorageError
 
 NORMAL = np.random.default_rng(0).standard_normal((64, 128)).astype(ml_dtypes.bfloat16)

@@ -21,9 +21,8 @@ from ranktape.storage.maintenance.copy import copy_run
 from ranktape.storage.places import local
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.recording import lease
-from ranktape.storage.recording.lease import Lease
-from ranktape.storage.recording.start import claim_run
+from ranktape.storage.recording import start as lease
+from ranktape.storage.recording.start import Lease, claim_run
 from tests.runs import start
 from tests.s3 import S3Server
 from tests.storage.flaky import HANG, flaky_proxy

@@ -18,8 +18,8 @@ from ranktape.storage.maintenance.prune import delete_run, prune_run
 from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.places.local import LocalBackend
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.recording import lease
-from ranktape.storage.recording.lease import Lease
+from ranktape.storage.recording import start as lease
+from ranktape.storage.recording.start import Lease
 from ranktape.storage.records.run import open_run
 from tests.s3 import BUCKET, S3Server
 from tests.storage.whole_run import whole_run

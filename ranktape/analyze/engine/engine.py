@@ -5,7 +5,10 @@ Whatever the number of workers, results come in the order of what was asked for,
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,13 +18,15 @@ from ranktape.analyze.console import say
 from ranktape.analyze.engine.cache import Cache
 from ranktape.analyze.engine.executors import in_order, workers_of
 from ranktape.analyze.engine.plan import Calls, WorkPlan, call_all, shares
-from ranktape.analyze.engine.progress import bytes_left
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from ranktape.analyze.engine.cache_object import Measure, Payload
     from ranktape.analyze.engine.executors import Workers
     from ranktape.storage import Records
+
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -104,3 +109,90 @@ class Engine:
 def _warn_once(text: str) -> None:
     """Say on stderr what costs time and no answer."""
     say(f"warning: {printable(text)}", err=True)
+
+
+@contextlib.contextmanager
+def work_bar(description: str) -> Iterator[Callable[[int, int], object]]:
+    """A function to call with the pieces of work done and all that are known; a bar if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def progress(total: int, *, description: str) -> Iterator[Callable[[], object]]:
+    """A function to call after each of `total` pieces of work; it moves a bar if stderr is a terminal.
+
+    Where `total` is 0 there is none: the work shows itself.
+    """
+    with work_bar(description) if total else contextlib.nullcontext(lambda *_: None) as show:
+        numbers = itertools.count(1)
+        yield lambda: show(next(numbers), total)
+
+
+@dataclass(slots=True)
+class _Screen:
+    """What is shown on the terminal, and for how many questions that are asked at the same time."""
+
+    shown: Progress
+    num_users: int = 0
+
+
+_screens: list[_Screen] = []
+"""The one that is shown just now, if there is one: a terminal has room for one."""
+
+
+@contextlib.contextmanager
+def bytes_left(total: int, *, is_shown: bool, description: str) -> Iterator[Callable[[int], object]]:
+    """A function to call with the bytes that have been read, or were known already, out of `total`.
+
+    It moves a bar with bytes, rate and the time left, if stderr is a terminal and it is to be shown. Each question has
+    a line of its own, which never runs backwards, and is gone when the question is answered.
+    """
+    if not is_shown or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    if not _screens:
+        _screens.append(_Screen(_started()))
+    screen = _screens[0]
+    screen.num_users += 1
+    task = screen.shown.add_task(description, total=total)
+    try:
+        yield lambda nbytes: screen.shown.advance(task, nbytes)
+    finally:
+        screen.num_users -= 1
+        screen.shown.refresh()
+        screen.shown.remove_task(task)
+        if not screen.num_users:
+            _screens.clear()
+            screen.shown.stop()
+
+
+def _started() -> Progress:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    shown = Progress(*columns, console=Console(stderr=True), transient=True)
+    shown.start()
+    return shown

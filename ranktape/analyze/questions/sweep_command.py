@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.console import say
-from ranktape.analyze.engine.progress import progress
+from ranktape.analyze.engine.engine import progress
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.identity import SAMPLE, with_stacks
-from ranktape.analyze.legacy.outputs.text import DOUBLE, Subject
-from ranktape.analyze.legacy.outputs.write import (
+from ranktape.analyze.legacy.text import DOUBLE, Subject
+from ranktape.analyze.legacy.write import (
     DEFAULT_OUTPUT_DIR,
     FolderNames,
     OutputOptions,

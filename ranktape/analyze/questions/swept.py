@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.advice.shared import common_grid, common_scale
 from ranktape.analyze.engine.sweep_measure import Asked, Found, Job, sweep_numbers, sweep_records
 from ranktape.analyze.identity import SAMPLE, identity_rows, sample_names
-from ranktape.analyze.numerics.inputs import numbers_of
+from ranktape.analyze.numerics.pieces import numbers_of
 from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
 from ranktape.errors import RanktapeError, UsageError

@@ -25,8 +25,7 @@ from ranktape.storage.format.attempt import (
 )
 from ranktape.storage.format.documents import read_attributes, write_group
 from ranktape.storage.query.filters import filter_from_text
-from ranktape.storage.recording.lease import Lease
-from ranktape.storage.recording.start import delete_parts
+from ranktape.storage.recording.start import Lease, delete_parts
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.numerics.formats import Rounding, round_to
-from ranktape.analyze.numerics.inputs import array_of, check_readable, tensor_or_array
-from ranktape.analyze.numerics.pieces import Box, boxes, grouped_shape
+from ranktape.analyze.numerics.pieces import Box, array_of, boxes, check_readable, grouped_shape, tensor_or_array
 from ranktape.analyze.numerics.quantization import array_ops
 from ranktape.analyze.numerics.quantization.encoded import Losses, LossSeverity, QuantizationWarning, Quantized
 from ranktape.analyze.numerics.quantization.group_scales import GroupScales, group_scales, nvfp4_factors

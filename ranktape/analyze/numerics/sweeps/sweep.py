@@ -18,8 +18,8 @@ import numpy as np
 
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, count_few_cells
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
-from ranktape.analyze.numerics.inputs import numbers_of
 from ranktape.analyze.numerics.kernels import HALF_NBYTES
+from ranktape.analyze.numerics.pieces import numbers_of
 from ranktape.analyze.numerics.sweeps.legacy import check_legacy, legacy_histogram, legacy_levels, legacy_note
 from ranktape.analyze.numerics.sweeps.metrics import Level, levels_of, settled
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all

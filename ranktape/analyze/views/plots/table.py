@@ -146,11 +146,11 @@ _BY_FOLDER = {
         "statistics_by_quant_type": _boxes("quant_type", "operation").says(
             "Statistics by quant type", "Box plots over tensors of each quant type."
         ),
-        "sweep_panels": plot("sweeps.sweep", needs=(a_scale,), is_summary=False).says(
+        "sweep_panels": plot("losses.sweep", needs=(a_scale,), is_summary=False).says(
             "What every scale loses",
             "Six panels: each metric of the sweep over the scales of one tensor, the one that needs the widest range.",
         ),
-        "sweep_summary": plot("sweeps.sweep", needs=(a_scale,), is_summary=True).says(
+        "sweep_summary": plot("losses.sweep", needs=(a_scale,), is_summary=True).says(
             "What every scale loses, in short", "MSE, cosine and PSNR of the same sweep beside a box of statistics."
         ),
     },

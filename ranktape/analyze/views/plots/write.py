@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.questions.overflow import overflow
 from ranktape.analyze.views.plots.data import PlotData, default_target
 from ranktape.analyze.views.plots.groups import subject_line
 from ranktape.analyze.views.plots.overflow_layers import MANY_ZEROS, draw_overflow, zeros_of
 from ranktape.analyze.views.plots.style import FORMS, plot_bytes
 from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
-from ranktape.analyze.views.whole_file import write_whole, writing
 from ranktape.errors import UsageError
 from ranktape.storage.places.failures import printable
 

@@ -14,12 +14,12 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.questions.swept import parse_jobs
 from ranktape.analyze.views.palette import BLUE, DIVERGING, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from ranktape.analyze.views.report.model import Model, build_model
-from ranktape.analyze.views.whole_file import write_whole, writing
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.lazy_names import __version__
 from ranktape.storage.places.failures import printable

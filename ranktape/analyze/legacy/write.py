@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ranktape.analyze.advice.recommendation import Recommendation
-from ranktape.analyze.legacy.outputs.text import (
+from ranktape.analyze.console import write_whole, writing
+from ranktape.analyze.legacy.text import (
     DOUBLE,
     analysis_lines,
     level_lines,
@@ -25,11 +26,10 @@ from ranktape.analyze.legacy.outputs.text import (
     results_text,
     subject_lines,
 )
-from ranktape.analyze.views.whole_file import write_whole, writing
 from ranktape.errors import RanktapeError, StorageError
 
 if TYPE_CHECKING:
-    from ranktape.analyze.legacy.outputs.text import Subject
+    from ranktape.analyze.legacy.text import Subject
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 DEFAULT_OUTPUT_DIR = Path("draw/scaling_analysis")
@@ -212,7 +212,7 @@ class TensorReport:
         self._is_finished = True
 
     def _draw(self, sweep: ScaleSweep) -> None:
-        from ranktape.analyze.legacy.outputs.plots import draw_panels, draw_summary
+        from ranktape.analyze.legacy.plots import draw_panels, draw_summary
         from ranktape.analyze.views.plots.style import plot_bytes
 
         plots = ((self.files.panels, draw_panels, "Plots"), (self.files.summary, draw_summary, "Summary plot"))

@@ -1,1 +1,0 @@
-"""Writes the text, log and plots that the legacy sweep tool wrote."""
