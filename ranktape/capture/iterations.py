@@ -1,6 +1,6 @@
 """The iterations of a training, and what happens between two of them.
 
-At a boundary the hooks come off, the writer learns that the iteration is whole and asked what is wanted; then the
+At a boundary the hooks come off, the writer learns that the iteration is whole and is asked what is wanted; then the
 hooks go on again where the next iteration is. A capture that fails inside is disabled here, and the training goes on.
 """
 

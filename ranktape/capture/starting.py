@@ -148,10 +148,6 @@ def start_writer(
         LateError: the writer, or another rank, was not ready in time.
         RanktapeError: the writer could not start; the class and the text are its own.
     """
-    # Where ranks wait for each other in a circle, our wait for rank 0 must be the first to end.
-    training, meeting_seconds = collective_seconds(), options.begin_timeout_seconds
-    if meeting_seconds is None:
-        meeting_seconds = START_TIMEOUT_SECONDS if training is None else training / 2
     words: dict[str, Any] = {}
     rendezvous: Rendezvous | None = None
 
@@ -160,7 +156,7 @@ def start_writer(
         return bool(words)
 
     try:
-        rendezvous = Rendezvous(place, seconds=meeting_seconds, on_wait=on_wait)
+        rendezvous = Rendezvous(place, seconds=_meeting_seconds(options), on_wait=on_wait)
         path = process.ring.path
         config = _writer_config(options, url=url, place=place, launch_id=rendezvous.launch_id, path=path)
         process.start(config)
@@ -190,6 +186,14 @@ def start_writer(
     return words, rendezvous
 
 
+def _meeting_seconds(options: CaptureOptions) -> float:
+    """Where ranks wait for each other in a circle, our wait for rank 0 must be the first to end."""
+    if options.begin_timeout_seconds is not None:
+        return options.begin_timeout_seconds
+    training = collective_seconds()
+    return START_TIMEOUT_SECONDS if training is None else training / 2
+
+
 def _writer_config(
     options: CaptureOptions, *, url: str, place: RankPlace, launch_id: str, path: Path | None
 ) -> WriterConfig:
@@ -215,7 +219,8 @@ def _writer_config(
 
 
 def _plain(kind: type, value: Any) -> Any:
-    return value if value is None else kind(os.fspath(value)) if kind is str else kind(value)
+    # Of a text its characters: `str` of a member of an enumeration is the member's name.
+    return value if value is None else str.__str__(os.fspath(value)) if kind is str else kind(value)
 
 
 def _absolute(directory: str) -> Path:

@@ -24,6 +24,7 @@ from ranktape.storage.format.record_info import RecordInfo
 from ranktape.storage.query.columns import StringColumn
 from tests.analyze.pt_files import TIME, legacy_file, save
 from tests.analyze.runs import model_tensors, store
+from tests.exhaustive import exhaustive
 
 GARBAGE = b"this is no file of torch"
 
@@ -456,6 +457,7 @@ def test_files_have_no_zarr_array_and_no_samples_of_their_own(tmp_path: Path) ->
     assert isinstance(record.info, RecordInfo)
 
 
+@exhaustive("folders of few files are in make test")
 def test_a_hundred_thousand_files_are_listed_in_seconds(tmp_path: Path) -> None:
     first = legacy_file(tmp_path, torch.zeros(2, 3), counter=0)
     name = first.name

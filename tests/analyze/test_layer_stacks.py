@@ -43,6 +43,7 @@ from tests.analyze.test_report import unpacked
 from tests.analyze.test_report_page import Page
 from tests.capture.two_stacks import STACKS as NAMES
 from tests.capture.two_stacks import capture_two_stacks
+from tests.exhaustive import exhaustive
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -253,7 +254,9 @@ def test_the_next_command_names_the_stack(run: Run) -> None:
     assert "--layer-stack decoder.block --layer-idx 2" in found.command
 
 
-@pytest.fixture(scope="module", params=["t5", "whisper"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("t5", marks=exhaustive("the other model is in make test")), "whisper"]
+)
 def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
     """Two iterations of a real model with an encoder of 2 layers and a decoder of 3."""
     pytest.importorskip("transformers", reason="transformers is not installed")

@@ -339,14 +339,20 @@ def test_values_of_a_scripts_own_classes_reach_the_writer() -> None:
     class Many(enum.IntEnum):
         TWO = 2
 
+    class Way(str, enum.Enum):  # noqa: UP042  (whose `str` is its name)
+        SKIP = "skip"
+
     options = CaptureOptions(
-        storage_options=Options(client_kwargs=Options(endpoint_url=Text("x"))), quant_type=Text("mine"), every=Many.TWO
+        storage_options=Options(client_kwargs=Options(endpoint_url=Text("x"))),
+        quant_type=Text("mine"),
+        every=Many.TWO,
+        policy=Way.SKIP,
     )
     place = RankPlace(rank=0, world_size=1, num_local_ranks=1, restart=0)
     config = _writer_config(options, url="run", place=place, launch_id="one", path=None)
     received = pickle.loads(pickle.dumps(config)).options  # noqa: S301  (as the writer does)
     assert received.storage_options == {"client_kwargs": {"endpoint_url": "x"}}
-    assert (received.quant_type, received.every) == ("mine", 2)
+    assert (received.quant_type, received.every, received.policy) == ("mine", 2, "skip")
 
 
 # The doors.

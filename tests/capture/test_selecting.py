@@ -221,6 +221,14 @@ def test_a_rule_that_is_not_due_still_decides() -> None:
     assert kept == {0: "histogram", 5: None, 10: "histogram"}
 
 
+def test_what_no_rule_names_is_not_asked_again_for_each_microbatch() -> None:
+    selecting = Selecting(CaptureOptions(mode="train"), rank=0)
+    source, role, call = identity(describe(np.zeros(1, dtype=np.float32)))
+    for microbatch in range(3):
+        assert selecting.may_take(source, role, dataclasses.replace(call, microbatch=microbatch))
+    assert len(selecting._possible) == 1
+
+
 def test_quantised_operands_are_chosen_by_their_own_names() -> None:
     selecting = Selecting(CaptureOptions(tensor_name="weight_codes"), rank=0)
     source, role, call = identity(dataclasses.replace(describe(np.zeros(1, dtype=np.float32)), tensor_name="weight"))

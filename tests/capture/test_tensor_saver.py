@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from ranktape.errors import UsageError
 from ranktape.storage import open_run
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.places.urls import open_backend
+from tests.launch.processes import python
 
 
 @pytest.fixture(autouse=True)
@@ -130,16 +130,8 @@ def test_tags_are_checked(tmp_path: Path) -> None:
 
 def run_saving(program: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program whose environment asks it to save into the folder `logs`."""
-    environment = {
-        "TENSOR_SAVE_ENABLED": "true",
-        "TENSOR_SAVE_DIR": str(folder / "logs"),
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(folder),
-        **variables,
-    }
-    return subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
+    variables = {"TENSOR_SAVE_ENABLED": "true", "TENSOR_SAVE_DIR": str(folder / "logs"), **variables}
+    return python("-c", program, cwd=folder, env=variables)
 
 
 PROGRAM = """

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from ranktape.storage import open_run
+from tests.exhaustive import exhaustive
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +50,7 @@ assert "torch._dynamo" not in sys.modules
 
 LATE = """
 from ranktape.capture import Capture
+from tests.exhaustive import exhaustive
 
 num_runs = 0
 
@@ -92,6 +94,7 @@ def run(program: str, *arguments: str | Path, launcher: tuple[str | Path, ...] =
     assert done.returncode == 0, done.stderr
 
 
+@exhaustive("a training that loads the compiler late is in make test")
 def test_the_launcher_captures_without_the_compiler(tmp_path: Path) -> None:
     launcher = ("-m", "ranktape.launch", "--capture", "run", "--advance-on", "forward")
     run(TRAINING + ALONE, launcher=launcher, cwd=tmp_path)

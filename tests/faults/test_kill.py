@@ -72,9 +72,8 @@ def check(outcomes: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("level", "trials"),
     [
-        ("storage", 8),
         ("ring", 6),
-        pytest.param("storage", 82, marks=MANY),
+        pytest.param("storage", 90, marks=MANY),
         pytest.param("ring", 54, marks=MANY),
         pytest.param("ring-dir", 40, marks=MANY),
     ],

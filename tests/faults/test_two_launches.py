@@ -12,9 +12,12 @@ import pytest
 from ranktape.errors import RunExistsError
 from ranktape.storage import open_run
 from tests.capture.light import SMALL, LightTrainer
+from tests.exhaustive import exhaustive
 from tests.s3 import S3Server
 
 pytestmark = pytest.mark.slow
+
+IN_A_STORE = exhaustive("in a folder it is in make test")
 
 
 def record(url: str, seed: int, *, first: int, barrier: threading.Barrier, **options: Any) -> str | None:
@@ -33,7 +36,11 @@ def record(url: str, seed: int, *, first: int, barrier: threading.Barrier, **opt
 
 
 @pytest.mark.parametrize(
-    ("place", "option"), [("local", "overwrite"), pytest.param("s3", "resume", marks=pytest.mark.s3)]
+    ("place", "option"),
+    [
+        ("local", "overwrite"),
+        pytest.param("s3", "resume", marks=[pytest.mark.s3, IN_A_STORE]),
+    ],
 )
 def test_one_of_two_launches_has_the_run(
     request: pytest.FixtureRequest, tmp_path: Path, place: str, option: str

@@ -16,9 +16,7 @@ from tests.launch.test_runner import LAUNCH, WITH_WORKERS, check_resumed, write_
 ALIKE = exhaustive("it takes the way of its neighbours")
 
 
-@pytest.mark.parametrize(
-    "method", ["spawn", pytest.param("fork", marks=exhaustive("the launcher does, in test_runner.py"))]
-)
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=exhaustive("in make test they are forked")), "fork"])
 def test_data_workers_record_nothing(method: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(WITH_WORKERS))
     plain = python("train.py", method, cwd=tmp_path)
@@ -163,7 +161,7 @@ def free_port() -> str:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("method", "fails"), [("spawn", False), pytest.param("fork", False, marks=ALIKE), ("fork", True)]
+    ("method", "fails"), [pytest.param("spawn", False, marks=ALIKE), ("fork", False), ("fork", True)]
 )
 def test_processes_that_the_script_starts_as_ranks_are_recorded(method: str, fails: bool, tmp_path: Path) -> None:  # noqa: FBT001
     source = SPAWNED.replace("METHOD", method).replace("FAILS", str(fails))
@@ -178,7 +176,7 @@ def test_processes_that_the_script_starts_as_ranks_are_recorded(method: str, fai
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("method", "min_iterations"), [("spawn", 2), pytest.param("fork", 2, marks=ALIKE), ("fork", 9)]
+    ("method", "min_iterations"), [pytest.param("spawn", 2, marks=ALIKE), ("fork", 2), ("fork", 9)]
 )
 def test_the_launcher_records_ranks_that_the_script_starts(method: str, min_iterations: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SPAWNED).replace("METHOD", method).replace("FAILS", "False"))

@@ -14,6 +14,7 @@ import zarr
 from ranktape.errors import AccessDeniedError
 from ranktape.storage import Record, Run, open_run
 from tests.ceph import CephServer
+from tests.exhaustive import exhaustive
 from tests.launch.processes import PLAIN, torchrun
 from tests.s3 import BUCKET
 from tests.strategies import raw_bytes
@@ -50,6 +51,7 @@ def capture(server: CephServer, folder: Path) -> str:
     return url
 
 
+@exhaustive("other captures into a store are in make test")
 def test_every_library_reads_the_bits_that_were_captured(
     captured: str, ceph_server: CephServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

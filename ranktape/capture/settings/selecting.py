@@ -152,8 +152,10 @@ class Selecting:
         names = self._general.names.union(*(rule.names for rule in self._rules))
         self._is_general = not names
         self._asked = [number for number, name in enumerate(_OF_TENSOR) if name in names]
-        self.asks_for_calls = not names.isdisjoint(_OF_CALL)
+        of_call = [name for name in _OF_CALL if name in names]
+        self.asks_for_calls = bool(of_call)
         """Whether it is in the call whether a tensor is taken: its microbatch, dtype, batch or mode."""
+        self._asked_of_call = operator.attrgetter(*of_call) if of_call else None
         self._is_by_iteration = "iteration" in names
         self._is_by_name = "tensor_name" in names
         self.first = next(iter(self.cadence.following(count=1)), options.start)
@@ -206,7 +208,9 @@ class Selecting:
         """
         if self._is_general:
             return self._due[0]
-        key = (source, role, _call_values(call) if call is not None and self.asks_for_calls else call is None)
+        # What no rule names tells no answers apart: most are found once for all microbatches.
+        asked = self._asked_of_call
+        key = (source, role, call is None, None if call is None or asked is None else asked(call))
         found = self._possible.get(key)
         if found is None:
             found = self._possible[key] = self._can_take(source, role, call)
@@ -230,7 +234,7 @@ class Selecting:
         known = _ALWAYS_KNOWN if call is None else _ALWAYS_KNOWN.union(_OF_CALL)
         of_call = {} if call is None else dict(zip(_OF_CALL, _call_values(call), strict=True))
         suffixes = _SUFFIXES if self._is_by_name else ("",)
-        columns = [_source_of(self._values(source, role, suffix) | of_call) for suffix in suffixes]
+        columns = (_source_of(self._values(source, role, suffix) | of_call) for suffix in suffixes)
         return any(self._can_take_part(column, known=known) for column in columns)
 
     def _can_take_part(self, column: Callable[[str], Column], *, known: frozenset[str]) -> bool:
