@@ -1,13 +1,15 @@
-"""Does a map show where two tensors differ?"""
+"""Does a map show where two tensors differ, and do points stand for all of their elements?"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from ranktape.analyze.comparison.map import difference_map
+from ranktape.analyze.comparison.map import difference_map, sample_pairs
 from ranktape.analyze.questions.compare import compare_map
+from ranktape.errors import UsageError
 from tests.analyze.compared import normal
 from tests.analyze.runs import describe_tensor, store
 
@@ -35,3 +37,18 @@ def test_a_map_finds_the_token_and_the_channel(tmp_path: Path) -> None:
     for shape, size in (((), (1, 1)), ((5,), (1, 5)), ((0, 4), (0, 4)), ((4, 0), (4, 0))):
         one = store(tmp_path / f"s{len(shape)}{size}", [describe_tensor(np.ones(shape))]).select()[0]
         assert difference_map(one, one).values.tolist() == np.zeros(size).tolist()
+
+
+def test_sampled_pairs_are_spread_and_the_same_each_time(tmp_path: Path) -> None:
+    x = normal(100, 100)
+    a, b = (store(tmp_path / name, [describe_tensor(array)]).select()[0] for name, array in (("a", x), ("b", 2 * x)))
+    points = sample_pairs(a, b, count=999)
+    assert np.array_equal(points.b, 2 * points.a)
+    assert np.array_equal(points.a, x.reshape(-1)[points.places])
+    assert (np.diff(points.places) > 0).all()
+    assert np.bincount(points.places // 1000, minlength=10).min() > 90
+    assert np.array_equal(points.places, sample_pairs(a, b, count=999).places)
+    assert sample_pairs(a, b, count=0).a.size == 0
+    assert sample_pairs(a, b, count=10**6).a.size == 10_000
+    with pytest.raises(UsageError, match="count=-1 is not allowed"):
+        sample_pairs(a, b, count=-1)

@@ -82,6 +82,15 @@ def forge(path: Path, key: str, way: str, value: Any) -> None:
     (path / key).write_bytes(encode_document(document, key=key))
 
 
+@pytest.mark.parametrize("commit", [[], {}, 5])
+def test_a_marker_that_names_no_commit_is_a_finding(commit: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    whole_run(str(path))
+    key = keys_of(path, "attempt*/commits/iter_00000000/rank_00001.committed/zarr.json")[0]
+    forge(path, key, "commit", commit)
+    assert [one.key for one in check_run(open_backend(path)).errors] == [key]
+
+
 def test_many_forged_ranks_are_counted_and_not_told_one_by_one(tmp_path: Path) -> None:
     path = tmp_path / "run"
     whole_run(str(path))

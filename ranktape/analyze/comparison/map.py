@@ -1,4 +1,4 @@
-"""Gives where two tensors differ, by token and channel."""
+"""Gives where two tensors differ: by token and channel, and for single elements that stand for all."""
 
 from __future__ import annotations
 
@@ -115,18 +115,14 @@ def difference_map(
         StorageError: a store cannot be read.
         UsageError: shapes differ, or values were not kept.
     """
-    one, other = (side if isinstance(side, ComparedTensor) else ComparedTensor(records=(side,)) for side in (a, b))
-    for side in (one, other):
-        if not side.has_values:
-            raise UsageError(f"of {side.first!r} the {side.first.keep} were kept, and a map needs the values")
-    if one.shape != other.shape:
-        raise UsageError(f"{one.first!r} and {other.first!r} have the shapes {list(one.shape)} and {list(other.shape)}")
+    one, other = _alike(a, b, wanted="a map needs")
     if max_bins < 1:
         raise UsageError(f"max_bins={max_bins} is not allowed: give 1 or more")
     token_dims, channel_dims = _dims_of(one.first.layout, len(one.shape))
-    extents = [math.prod(one.shape[dim] for dim in dims) for dims in (token_dims, channel_dims)]
-    arrays = (side.read(view=view).transpose(token_dims + channel_dims).reshape(extents) for side in (one, other))
-    tokens, channels = (_edges(extent, max_bins) for extent in extents)
+    arrays = (_as_matrix(side.read(view=view), token_dims, channel_dims) for side in (one, other))
+    tokens, channels = (
+        _edges(math.prod(one.shape[dim] for dim in dims), max_bins) for dims in (token_dims, channel_dims)
+    )
     return DifferenceMap(
         values=_binned(*arrays, token_edges=tokens, channel_edges=channels),
         token_edges=tokens,
@@ -145,6 +141,12 @@ def _dims_of(layout: str, num_dims: int) -> tuple[tuple[int, ...], tuple[int, ..
     if tokens and channels and len(tokens) + len(channels) == num_dims:
         return tokens, channels
     return tuple(range(num_dims - 1)), tuple(range(num_dims))[-1:]
+
+
+def _as_matrix(array: NDArray[Any], token_dims: tuple[int, ...], channel_dims: tuple[int, ...]) -> NDArray[Any]:
+    rows = math.prod(array.shape[dim] for dim in token_dims)
+    columns = math.prod(array.shape[dim] for dim in channel_dims)
+    return array.transpose((*token_dims, *channel_dims)).reshape(rows, columns)
 
 
 def _edges(extent: int, max_bins: int) -> NDArray[np.int64]:
@@ -180,3 +182,64 @@ def _apart(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float64]:
 
 def _dims(dims: tuple[int, ...]) -> str:
     return ", ".join(map(str, dims)) or "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampledPairs:
+    """Elements of two tensors of one shape that are at the same places."""
+
+    a: NDArray[np.float64]
+    """Of the first; of complex elements the magnitudes."""
+    b: NDArray[np.float64]
+    """Of the second."""
+    places: NDArray[np.int64]
+    """Where they are in the tensors laid flat, ascending."""
+
+
+def sample_pairs(
+    a: Record | ComparedTensor, b: Record | ComparedTensor, *, count: int = 10_000, view: View = View.SEEN
+) -> SampledPairs:
+    """At most `count` pairs of elements, spread over the whole tensors; the same for the same shape and count.
+
+    One place is drawn from each of `count` equal stretches, so that no dimension falls into step with them. NaN and
+    infinities are among them where they are met. All elements where there are no more; none of an empty tensor.
+
+    Raises:
+        DataError: bytes are missing or damaged.
+        StorageError: a store cannot be read.
+        UsageError: shapes differ, values were not kept, or the count is negative.
+    """
+    one, other = _alike(a, b, wanted="pairs need")
+    if count < 0:
+        raise UsageError(f"count={count} is not allowed: give 0 or more")
+    places = _places(int(np.prod(one.shape, dtype=np.int64)), count=count)
+    return SampledPairs(a=_taken(one, places, view=view), b=_taken(other, places, view=view), places=places)
+
+
+def _places(num_elements: int, *, count: int) -> NDArray[np.int64]:
+    if num_elements <= count:
+        return np.arange(num_elements, dtype=np.int64)
+    edges = np.arange(count + 1, dtype=np.int64) * num_elements // max(1, count)
+    drawn = np.random.default_rng(0).random(count)
+    return edges[:-1] + np.floor(drawn * np.diff(edges)).astype(np.int64)
+
+
+def _taken(tensor: ComparedTensor, places: NDArray[np.int64], *, view: View) -> NDArray[np.float64]:
+    taken = tensor.read(view=view).reshape(-1)[places]
+    with np.errstate(over="ignore", invalid="ignore"):
+        if taken.dtype.kind == "c":
+            return np.abs(taken.astype(np.complex128))
+        return taken.astype(np.float64)
+
+
+def _alike(
+    a: Record | ComparedTensor, b: Record | ComparedTensor, *, wanted: str
+) -> tuple[ComparedTensor, ComparedTensor]:
+    """Both sides, if their values were kept and they have one shape."""
+    one, other = (side if isinstance(side, ComparedTensor) else ComparedTensor(records=(side,)) for side in (a, b))
+    for side in (one, other):
+        if not side.has_values:
+            raise UsageError(f"of {side.first!r} the {side.first.keep} were kept, and {wanted} the values")
+    if one.shape != other.shape:
+        raise UsageError(f"{one.first!r} and {other.first!r} have the shapes {list(one.shape)} and {list(other.shape)}")
+    return one, other

@@ -277,7 +277,8 @@ def channel_absmax(array: NDArray[np.generic]) -> NDArray[np.float64]:
     """The largest finite magnitude at each place of the last dimension; 0 where nothing is finite."""
     found = np.zeros(array.shape[-1])
     for part in pieces(array.reshape(-1, array.shape[-1]), axis=1, block_size=array.shape[-1] or 1):
-        magnitudes = np.abs(part if part.dtype.kind == "c" else part.astype(np.float64))
+        with np.errstate(invalid="ignore"):  # of a NaN that signals
+            magnitudes = np.abs(part if part.dtype.kind == "c" else part.astype(np.float64))
         np.maximum(found, np.where(np.isfinite(magnitudes), magnitudes, 0).max(axis=0, initial=0), out=found)
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -213,13 +213,17 @@ class _CountedRecords:
         self._view, self._engine, self._on_record = view, engine, on_record
 
     def counts(self, targets: Sequence[Target]) -> list[Counts]:
-        """For each target the counts of all records or samples; each digest is looked at once for all of them."""
+        """For each target the counts of all records or samples; each digest is looked at once."""
         self._refuse(self._records)
         is_per_sample = self._sizes is not None
         measures = [LimitsMeasure(target=one, view=self._view, per_sample=is_per_sample) for one in targets]
         plain = [one for one in measures if one.target.scaling is not Scaling.BLOCK and not is_per_sample]
         known = digests(self._records, view=self._view, engine=self._engine)
+        copies: dict[LimitsMeasure, Iterator[Digest] | Iterator[Payload]]
         copies = dict(zip(plain, itertools.tee(known, len(plain)), strict=True))
+        for alike in self._counted_alike(measures):
+            counted = self._engine.measure(self._without_values(alike[0]), alike[0].job.measure(self._view))
+            copies |= zip(alike, itertools.tee(counted, len(alike)), strict=True)
         found = [self._rows(one, copies.get(one)) for one in measures]
         tables: list[list[NDArray[np.float64]]] = [[] for _ in targets]
         for rows in zip(*found, strict=True):
@@ -230,16 +234,28 @@ class _CountedRecords:
         counts = [{name: table[:, place] for place, name in enumerate(NAMES)} for table in columns]
         return [one | self._extremes(target) for one, target in zip(counts, targets, strict=True)]
 
-    def _rows(self, measure: LimitsMeasure, known: Iterator[Digest] | None) -> Iterator[NDArray[np.float64]]:
+    @staticmethod
+    def _counted_alike(measures: Sequence[LimitsMeasure]) -> Iterable[list[LimitsMeasure]]:
+        """The measures of blocks, together those that blocks of one size along one axis answer."""
+        alike: dict[Any, list[LimitsMeasure]] = {}
+        for one in measures:
+            if one.target.scaling is Scaling.BLOCK and not one.per_sample and one.job.is_counted:
+                alike.setdefault(one.job.block_key, []).append(one)
+        return alike.values()
+
+    def _without_values(self, measure: LimitsMeasure) -> Records:
+        """The records of which something is kept that answers."""
+        return self._records.take(np.flatnonzero(~pick(self._records, measure.needs_values)[0]).tolist())
+
+    def _rows(
+        self, measure: LimitsMeasure, known: Iterator[Digest] | Iterator[Payload] | None
+    ) -> Iterator[NDArray[np.float64]]:
         """The rows of each record: of what is kept, or of its values."""
         records, engine = self._records, self._engine
         mask, by_value = pick(records, measure.needs_values)
-        kept: Iterator[Digest | Payload | None]
-        if known is not None:
-            kept = known
-        else:
-            others = records.take(np.flatnonzero(~mask).tolist())
-            counted = engine.measure(others, measure.job.measure(self._view)) if len(others) else iter(())
+        kept: Iterator[Digest | Payload | None] = iter(known or ())
+        if known is None or measure.target.scaling is Scaling.BLOCK:
+            counted = kept
             kept = (None if is_read else next(counted) for is_read in mask.tolist())
         values = engine.measure(by_value, measure)
         for place, (is_read, one, dtype) in enumerate(
@@ -249,7 +265,9 @@ class _CountedRecords:
             if row is not None:
                 yield np.array([[row[name] for name in NAMES]])
             else:
-                yield next(values if is_read else engine.measure(records[place : place + 1], measure))["rows"]
+                found = next(values if is_read else engine.measure(records[place : place + 1], measure))["rows"]
+                is_its_own = len(found) == (1 if self._sizes is None else self._sizes[place])
+                yield found if is_its_own else measure(records[place])["rows"]
 
     def _extremes(self, target: Target) -> Counts:
         """Those of records that were counted in blocks: what the catalogue has, rounded as the values are."""

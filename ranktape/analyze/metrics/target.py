@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
     from ranktape.storage import Record, Records
 
-VERSION = 1
+VERSION = 2
 """Of the payload; one more whenever what is in it changes."""
 
 KINDS = ("upper", "lower", "total", "underflow", "flushed", "nan", "inf", "zero", "spoiled")
@@ -109,7 +109,9 @@ class LimitsMeasure:
     def accepts(self, payload: Payload) -> bool:
         """Whether a payload is one that is made here; what lies in a cache may have been put there by anybody."""
         rows = payload.get("rows")
-        return rows is not None and rows.shape[1:] == (len(NAMES),) and rows.dtype == np.float64
+        if rows is None or rows.dtype != np.float64 or rows.ndim != 2 or rows.shape[1] != len(NAMES):  # noqa: PLR2004  (a table)
+            return False
+        return self.per_sample or len(rows) == 1
 
     def count(self, known: Digest | Payload, *, dtype: str) -> Row | None:
         """The counts of a record of which something is kept that answers other formats too; None where it does not."""

@@ -87,7 +87,9 @@ class _CommitCheck:
         members: Mapping[str, Any] = document.get("consolidated_metadata", {}).get("metadata", {})
         # The copies in a commit that is not the one that was marked are of another time, and must not replace anything.
         marked = (self._marks.get(Mark.COMMITTED) or {}).get("commit")
-        self._data, self._mend = data, Mend.RESTORE_DOCUMENT if marked in {None, commit.checksum} else None
+        # What a marker says may be of any type.
+        is_marked = marked is None or marked == commit.checksum
+        self._data, self._mend = data, Mend.RESTORE_DOCUMENT if is_marked else None
         records = _records_of(commit.catalogue)
         jobs = [view.leaves.submit(self._look_at_member, *item, records.get(item[0], [])) for item in members.items()]
         expected = {self._key}

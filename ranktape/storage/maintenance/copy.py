@@ -360,9 +360,9 @@ def copy_records(
         writers = [RankWriter(target, attempt=attempt, rank=rank, environment={}) for rank in range(size)]
         for iteration in iterations:
             open_iteration(target, attempt=attempt, iteration=iteration)
-            everything = run.select(iteration=iteration)
+            chosen, everything = records.select(iteration=iteration), run.select(iteration=iteration)
             for rank, writer in enumerate(writers):
-                own = records.select(iteration=iteration, rank=rank)
+                own = chosen.select(rank=rank)
                 for record in own:
                     values = records.reader.read(record, sample=None)
                     writer.write(values, info=dataclasses.replace(record.info, attempt=attempt.number))

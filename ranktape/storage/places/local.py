@@ -310,8 +310,13 @@ def _rename_new(partial: Path, target: Path) -> bool:
     """As `create`, where the file system has no hard links."""
     try:
         rename_unless_there(partial, target)
-    except (FileExistsError, FileNotFoundError):
-        return False  # where the answer was lost, and it was asked again, what was renamed is gone
+    except FileExistsError:
+        return False
+    except FileNotFoundError:
+        # Where the answer was lost, and it was asked again, what was renamed is gone, and there.
+        if not target.exists():
+            raise
+        return False
     except OSError as error:
         if error.errno not in _NO_RENAMES:
             raise

@@ -116,9 +116,12 @@ class RemoteBackend(StoreBackend):
             self._fs, root = url_to_fs(self._address, **self._options)
         except Exception as error:  # noqa: BLE001  # what a file system's constructor raises is its own affair
             return error
-        self._root = root.rstrip("/") + "/"
+        self._set_root(root.rstrip("/") + "/")
         self._pid = os.getpid()
         return None
+
+    def _set_root(self, root: str) -> None:
+        self._root = root
 
 
 def _modified(info: Mapping[str, Any]) -> float:

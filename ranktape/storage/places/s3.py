@@ -90,10 +90,13 @@ class S3Backend(RemoteBackend):
     def _open(self) -> Exception | None:
         failure = super()._open()
         if failure is None:
-            self._bucket, _, self._root = self._root.partition("/")
             self._fs.retries = 1  # as _CONFIG: it is an instance of our own
             _open_clients[id(self._fs)] = self._fs
         return failure
+
+    def _set_root(self, root: str) -> None:
+        # From what is given alone: several threads of a forked process may do it at once.
+        self._bucket, _, self._root = root.partition("/")
 
     def _put(self, path: str, views: list[memoryview]) -> None:
         nbytes = sum(view.nbytes for view in views)
@@ -118,7 +121,7 @@ class S3Backend(RemoteBackend):
     def _get_range(self, path: str, start: int, nbytes: int) -> bytes:
         wanted = f"bytes={start}" if start < 0 else f"bytes={start}-{start + nbytes - 1}"
         try:
-            data, is_whole = self._read(path, lambda _nbytes: None, Range=wanted)
+            data, is_whole = self._read(path, None, Range=wanted)
         except Exception as error:
             if answer_of(error)[0] == _HTTP_RANGE_NOT_SATISFIABLE:
                 return b""
@@ -187,13 +190,14 @@ class S3Backend(RemoteBackend):
         answer: dict[str, Any] = sync(loop, self._request, method, timeout=seconds_left(), **arguments)
         return answer
 
-    def _read(self, path: str, check: Callable[[int], None], **arguments: Any) -> tuple[bytes, bool]:
+    def _read(self, path: str, check: Callable[[int], None] | None, **arguments: Any) -> tuple[bytes, bool]:
         """The bytes of an object, and whether they are the whole of it."""
 
         async def read() -> tuple[bytes, bool]:
             answer = await self._request("get_object", Key=path, **arguments)
             async with answer["Body"] as body:
-                check(answer["ContentLength"])
+                if check is not None:
+                    check(answer["ContentLength"])
                 return await body.read(), "ContentRange" not in answer
 
         result: tuple[bytes, bool] = sync(self._file_system().loop, read, timeout=seconds_left())

@@ -104,8 +104,7 @@ class StoreBackend(Backend):
     def delete_keys(self, keys: Sequence[str]) -> None:
         """Remove many objects, as many in a request as the store takes."""
         if keys:
-            named = keys[0] if len(keys) == 1 else ""
-            self._call("delete", named, lambda: self._delete([self._path(key) for key in keys]))
+            self._call("delete", keys[0], lambda: self._delete([self._path(key) for key in keys]))
 
     def _path(self, key: str) -> str:
         refuse_escape(self.url, key)

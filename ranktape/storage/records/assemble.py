@@ -79,8 +79,6 @@ class GlobalView(Generic[AnyRecord]):
     """A tensor as it was over all ranks that held parts of it; nothing is read before `read`."""
 
     def __init__(self, parts: Sequence[Part[AnyRecord]], *, replicas: str) -> None:
-        if replicas not in REPLICAS:
-            raise UsageError(f"replicas={replicas!r} is not allowed: use one of {', '.join(REPLICAS)}")
         self.records: tuple[AnyRecord, ...] = tuple(record for record, _ in parts)
         """Its parts and their copies, in the order of the selection."""
         self._parts = parts
@@ -124,7 +122,7 @@ class GlobalView(Generic[AnyRecord]):
             ReplicaMismatchError: copies differ, and are not to be ignored.
             UsageError: of a part the values were not kept, or its summands cannot be put together.
         """
-        if not self._axes:
+        if self.records[0].info.placement is None:
             return self.records[0].read()
         if self._replicas == "check" and (differing := self.differing_replicas()):
             raise ReplicaMismatchError(
@@ -227,6 +225,7 @@ def assemble_records(records: Iterable[AnyRecord], *, replicas: str = "check") -
         DataError: a placement says what none does.
         UsageError: `replicas` is neither "check" nor "ignore".
     """
+    _check_policy(replicas)
     groups: dict[Any, list[Part[AnyRecord]]] = {}
     for part in map(_part, records):
         groups.setdefault(_key(part), []).append(part)
@@ -240,9 +239,15 @@ def view_of(record: AnyRecord, *, siblings: Iterable[AnyRecord], replicas: str =
         DataError: a placement says what none does.
         UsageError: `replicas` is neither "check" nor "ignore".
     """
+    _check_policy(replicas)
     key = _key(_part(record))
     parts = [_part(one) for one in siblings if _is_alike(one, record)]
     return GlobalView([part for part in parts if _key(part) == key], replicas=replicas)
+
+
+def _check_policy(replicas: str) -> None:
+    if replicas not in REPLICAS:
+        raise UsageError(f"replicas={replicas!r} is not allowed: use one of {', '.join(REPLICAS)}")
 
 
 def _is_alike(one: ReadableRecord, record: ReadableRecord) -> bool:
