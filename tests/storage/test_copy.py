@@ -202,6 +202,9 @@ def test_values_of_an_earlier_copy_are_compared_unless_told_otherwise(tmp_path: 
     assert copy_run(source, target, verify=False).num_copied == 0
     assert copy_run(source, target).num_copied == 1
     assert values.read_bytes() == data
+    values.write_bytes(data + b"more")
+    assert copy_run(source, target).num_copied == 1
+    assert values.read_bytes() == data
 
 
 def test_what_is_no_part_of_the_run_stays_where_it_is(tmp_path: Path, target: Backend) -> None:

@@ -136,6 +136,14 @@ def test_a_marker_is_what_it_can_be(run: Path, name: str, value: Any) -> None:
         finish_iteration(backend, attempt=attempt, iteration=0)
 
 
+def test_a_marker_counts_what_the_catalogue_holds(run: Path) -> None:
+    change(run, MARKER, "attributes", "num_records", value=99)
+    backend = open_backend(run.parent)
+    [attempt] = read_attempts(backend)
+    with pytest.raises(DataError, match="the rank's marker says 99: the commit is damaged"):
+        finish_iteration(backend, attempt=attempt, iteration=0)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

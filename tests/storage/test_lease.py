@@ -71,6 +71,19 @@ def test_a_run_that_is_recorded_is_nobody_elses(backend: RetryingBackend) -> Non
         assert backend.list_names("") == ["lease_000"]
 
 
+def test_of_two_that_ask_at_once_none_is_sure(backend: RetryingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(key: str, data: bytes) -> bool:
+        # The other one had seen a lease that is gone by now, and has the next number.
+        write_group(backend, layout.lease_path(1), {"launch_id": "other", "host": "there", "process": 7})
+        return made(key, data)
+
+    made = backend.create
+    monkeypatch.setattr(backend, "create", create)
+    with pytest.raises(RunExistsError, match=r"another launch records into the run at .* \(process 7 on there\)"):
+        Lease(backend, launch=launch("ours"))
+    assert backend.list_names("") == ["lease_001"]
+
+
 def test_a_lease_of_the_dead_is_passed_over(backend: RetryingBackend) -> None:
     leave(backend, "killed")
     begin = time.monotonic()

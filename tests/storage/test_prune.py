@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
     ("words", "kept"),
     [
         (["--keep-last", "1"], [30]),
-        (["--keep-last", "9"], [0, 10, 20, 30]),
+        (["--keep-last", "5"], [0, 10, 20, 30]),
         (["--iteration", "0:30:20"], [10, 30]),
         (["--iteration", "0-10,30"], [20]),
     ],
