@@ -6,6 +6,7 @@ Most need no run: a clock is given what a training does, and counts.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ranktape.capture import Capture
 from ranktape.capture.passes.clock import OptimizerClock
+from ranktape.errors import UsageError
 
 
 class Counter:
@@ -237,3 +240,26 @@ def test_an_optimizer_that_never_steps_is_named_with_those_that_do(model: nn.Mod
         )
     with Counter(sgd(model)) as counter:
         assert counter.clock.explain() == "no optimizer stepped: call capture.step() after each iteration"
+
+
+def test_one_step_without_a_pass_before_it_ends_no_iteration_and_a_second_one_does(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    optimizer = sgd(model)
+    reached = []
+    with Capture(tmp_path / "run", min_iterations=2, max_iterations=9) as capture:
+        for has_pass in (True, False, False, True, True):
+            if has_pass:
+                backward(model)
+            optimizer.step()
+            reached.append(capture.iteration)
+    assert reached == [1, 1, 2, 3, 4]
+
+
+def test_an_iteration_by_hand_comes_after_the_running_one(model: nn.Module, tmp_path: Path) -> None:
+    with Capture(tmp_path / "run", advance_on="step") as capture:
+        backward(model)
+        capture.step(3)
+        for earlier in (2, 3):
+            with pytest.raises(UsageError, match=f"iteration {earlier} is not after the running one, 3: give a later"):
+                capture.step(earlier)
