@@ -1,0 +1,1 @@
+"""Computes the products of recorded layers again, with other operands."""
