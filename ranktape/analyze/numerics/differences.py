@@ -191,9 +191,9 @@ class _DifferenceTotals:
             max_rel=largest_relative if num_relative else None,
             mean_rel=total["relative"] / num_relative if num_relative else None,
             relative_norm=relative_norm,
-            cosine=_cosine(total["product"], total["square_a"], total["square_b"], is_equal=not largest_scaled),
-            sqnr=_decibels(relative_norm),
-            correlation=None if is_constant else _cosine(*moments, is_equal=not largest_scaled),
+            cosine=cosine_of(total["product"], total["square_a"], total["square_b"], is_equal=not largest_scaled),
+            sqnr=decibels(relative_norm),
+            correlation=None if is_constant else cosine_of(*moments, is_equal=not largest_scaled),
             ulp_max=self._ulp if self._num_elements else None,
         )
 
@@ -272,15 +272,18 @@ def _relative_norm(total: dict[str, float], largest: float) -> float | None:
     return _known(difference / reference) if reference else math.inf
 
 
-def _decibels(relative_norm: float | None) -> float | None:
-    """The ratio of signal and difference of which that is the root, the other way round."""
+def decibels(relative_norm: float | None) -> float | None:
+    """A reference's mean square over that of what is off it, from the ratio of their norms the other way round.
+
+    Infinite of 0, minus infinity of infinity, None of None.
+    """
     if not relative_norm:
         return None if relative_norm is None else math.inf
     return -20 * math.log10(relative_norm)
 
 
-def _cosine(product: float, square_a: float, square_b: float, *, is_equal: bool) -> float | None:
-    """None where one of the two has no length."""
+def cosine_of(product: float, square_a: float, square_b: float, *, is_equal: bool) -> float | None:
+    """The cosine of two vectors from their product and squares; None where one of the two has no length."""
     norms = math.sqrt(square_a) * math.sqrt(square_b)
     if not norms:
         return None
