@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.analyze import fake_quantize, quantize
-from ranktape.analyze.numerics.quantization.fake_quant import FakeQuantization, quantized_linear, quantized_values
+from ranktape.analyze.numerics.quantization.fake_quant import FakeQuantization, quantized_linear
+from ranktape.analyze.numerics.quantization.operand import quantized_values
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES, ScaleRule
 from ranktape.errors import UsageError
 

@@ -11,97 +11,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from ranktape.analyze.numerics.formats import Rounding
-from ranktape.analyze.numerics.formats.kernels import constants_of
-from ranktape.analyze.numerics.quantization.fast_kernels import (
-    block_scheme,
-    largest_finite,
-    round_all,
-    round_columns,
-    round_rows,
-)
-from ranktape.analyze.numerics.quantization.group_scales import group_scales, level_of, tensor_scale_of
-from ranktape.analyze.numerics.quantization.quantizer import quantize_planned
-from ranktape.analyze.numerics.quantization.schemes import (
-    QuantizePlan,
-    ScaleRule,
-    Scaling,
-    parse_scheme,
-    plan_of,
-)
+from ranktape.analyze.numerics.quantization.operand import quantized_values
+from ranktape.analyze.numerics.quantization.schemes import ScaleRule, Scaling, parse_scheme
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
-
-
-def quantized_values(
-    x: torch.Tensor,
-    scheme: str,
-    *,
-    scaling: str | None = None,
-    block_size: int | None = None,
-    axis: int = -1,
-    scale_rule: str | None = None,
-) -> torch.Tensor:
-    """The `values` that `quantize` gives, bit for bit, in the type of `x`.
-
-    Of float32 and narrower numbers on a CPU some ten times as fast, in the roundings that formats have by themselves.
-
-    Raises:
-        UsageError: as `quantize`.
-    """
-    plan = plan_of(scheme, num_dims=x.ndim, scaling=scaling, block_size=block_size, axis=axis, scale_rule=scale_rule)
-    if not _is_fast(x, plan=plan):
-        slow: torch.Tensor = quantize_planned(x, plan=plan).values
-        return slow.to(x.dtype)
-    import torch
-
-    values = torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x.detach())
-    patterns = values.view(torch.int32).numpy()
-    if plan.scheme.scaling is not Scaling.BLOCK:
-        _quantize_together(patterns.reshape(-1), plan=plan)
-    else:
-        _quantize_blocks(patterns, plan=plan)
-    return values.to(x.dtype)
-
-
-def _is_fast(x: torch.Tensor, *, plan: QuantizePlan) -> bool:
-    import torch
-
-    scheme, element = plan.scheme, plan.scheme.element
-    is_plain = x.device.type == "cpu" and x.layout is torch.strided and x.is_floating_point() and x.numel() > 0
-    if not is_plain or x.dtype is torch.float64 or scheme.scaling is Scaling.CHANNEL:
-        return False
-    if scheme.scaling is not Scaling.BLOCK:
-        return plan.rounding in {Rounding.EVEN, Rounding.AWAY}
-    # Rounding in float32 needs room for the bits that it takes away.
-    return plan.rounding is Rounding.EVEN and not element.taper and element.num_bits <= 8  # noqa: PLR2004
-
-
-def _quantize_together(patterns: NDArray[np.int32], *, plan: QuantizePlan) -> None:
-    """With one scale for all, or without."""
-    element, scale = plan.scheme.element, 1.0
-    if plan.scheme.scaling is Scaling.TENSOR:
-        scale = float(group_scales(np.array([largest_finite(patterns)]), plan=plan, largest_of_all=0.0).values[0])
-    round_all(patterns, scale, -0.0 if element.has_negative_zero else 0.0, constants_of(element, plan.rounding))
-
-
-def _quantize_blocks(patterns: NDArray[np.int32], *, plan: QuantizePlan) -> None:
-    recipe, tensor = plan.scheme.recipe, None
-    if recipe is not None:
-        tensor = tensor_scale_of(level_of(largest_finite(patterns.reshape(-1)), recipe=recipe), int(recipe))
-    scheme = block_scheme(plan, tensor=tensor)
-    shape = patterns.shape or (1,)
-    width, block_size = math.prod(shape[plan.axis + 1 :]), plan.scheme.block_size
-    zero = None if plan.scheme.element.has_negative_zero else np.float32(0.0)
-    if width == 1:
-        round_rows(patterns.reshape(-1), shape[plan.axis], scheme, block_size, zero)
-    else:
-        round_columns(patterns.reshape(-1, shape[plan.axis], width), scheme, block_size, zero)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

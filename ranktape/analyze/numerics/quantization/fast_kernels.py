@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ranktape.analyze.numerics.formats.kernels import AWAY, ONE_FIELD, RoundingConstants, round_away, round_even
-from ranktape.analyze.numerics.kernels import compiled
+from ranktape.analyze.numerics.kernels import BLOCK, compiled
 from ranktape.analyze.numerics.quantization.group_scales import TensorScale, block_scale, factors_of
 from ranktape.analyze.numerics.quantization.schemes import QuantizePlan, ScaleRecipe, ScaleRule, raise_of
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 """The bits of a float32 without its sign."""
+
+LOW_BITS = np.int32(0xFFFF)
+"""The bits that a float32 has and bfloat16 has not."""
 
 INFINITY = np.int32(0x7F800000)
 """The bits of an infinite float32."""
@@ -52,11 +55,13 @@ class BlockScheme(NamedTuple):
     """Whether elements are divided by the first factor, as ModelOpt does, and not multiplied."""
     tensor: TensorScale
     """What all blocks share."""
+    is_apart: bool
+    """Whether rounded elements are multiplied by the scale of their block alone, without that of the tensor."""
     raised: np.int64
     """Added to the bits of the largest magnitude, as float64, for the exponent of a power of two above them."""
 
 
-def block_scheme(plan: QuantizePlan, *, tensor: TensorScale | None) -> BlockScheme:
+def block_scheme(plan: QuantizePlan, *, tensor: TensorScale | None, is_apart: bool) -> BlockScheme:
     """What the kernels take of a plan with blocks, and of the scale of the tensor where there is one."""
     element = plan.scheme.element
     raised = raise_of(plan.scale_rule or ScaleRule.FLOOR, element=element)
@@ -67,21 +72,23 @@ def block_scheme(plan: QuantizePlan, *, tensor: TensorScale | None) -> BlockSche
         has_tensor_scale=tensor is not None,
         is_divided=plan.scheme.recipe is ScaleRecipe.MODELOPT,
         tensor=tensor or TensorScale(recipe=0, scale=np.float64(1.0), to_code=np.float64(1.0)),
+        is_apart=is_apart,
         raised=np.int64(raised - ((ONE_FIELD + element.emax) << 52)),
     )
 
 
 @compiled
-def round_all(patterns: NDArray[np.int32], scale: float, zero: float, element: RoundingConstants) -> None:
+def round_all(patterns: NDArray[np.int32], scale: float, after: float, zero: float, element: RoundingConstants) -> None:
     """Quantise float32 numbers, seen as integers, with one scale for all of them: in float64.
 
-    `zero` is added to results: -0.0 keeps the sign of a zero, 0.0 does not.
+    They are divided by the scale, rounded, and multiplied by `after`. `zero` is added to results: -0.0 keeps the sign
+    of a zero, 0.0 does not.
     """
     for index in range(patterns.size):
         value = np.float64(np.int32(patterns[index]).view(np.float32))
         magnitude = abs(value) / scale
         rounded = round_away(magnitude, element) if element.kind == AWAY else round_even(magnitude, element)
-        result = np.copysign(rounded * scale, value) + zero
+        result = np.copysign(rounded * after, value) + zero
         patterns[index] = np.float32(value if value != value else result).view(np.int32)  # noqa: PLR0124 - NaN stays
 
 
@@ -97,6 +104,22 @@ def largest_finite(patterns: NDArray[np.int32]) -> float:
 
 
 @compiled
+def has_low_bits(patterns: NDArray[np.int32]) -> bool:
+    """Whether any of the float32 numbers, seen as integers, is none of bfloat16: has one of its last 16 bits. Not NaN.
+
+    In pieces, so that the loops become vector instructions and the first such number ends them.
+    """
+    for start in range(0, patterns.size, BLOCK):
+        low = np.int32(0)
+        for pattern in patterns[start : start + BLOCK]:
+            is_number = np.int32(pattern & MAGNITUDE) <= INFINITY
+            low |= np.int32(pattern & LOW_BITS) if is_number else np.int32(0)
+        if low != 0:
+            return True
+    return False
+
+
+@compiled
 def _factors(largest: np.int32, scheme: BlockScheme) -> tuple[np.float32, np.float32]:
     """What elements are multiplied by, or of ModelOpt divided by, before they are rounded, and multiplied by after it.
 
@@ -104,8 +127,9 @@ def _factors(largest: np.int32, scheme: BlockScheme) -> tuple[np.float32, np.flo
     """
     widest = np.float64(np.int32(largest).view(np.float32))
     if scheme.has_tensor_scale:
-        wide_before, wide_after = factors_of(block_scale(widest, scheme.tensor), scheme.tensor)
-        before, after = np.float32(wide_before), np.float32(wide_after)
+        scale = block_scale(widest, scheme.tensor)
+        wide_before, wide_after = factors_of(scale, scheme.tensor)
+        before, after = np.float32(wide_before), np.float32(scale if scheme.is_apart else wide_after)
     else:
         exponent = np.int32(min(max((widest.view(np.int64) + scheme.raised) >> 52, np.int64(-127)), np.int64(127)))
         before = np.int32(max((ONE_FIELD32 - exponent) << FRACTION_BITS, SMALLEST_SCALE)).view(np.float32)

@@ -95,27 +95,29 @@ def quantize(
     return quantized
 
 
-def quantize_planned(x: AnyArray | torch.Tensor, *, plan: QuantizePlan) -> Quantized:
+def quantize_planned(x: AnyArray | torch.Tensor, *, plan: QuantizePlan, is_apart: bool = False) -> Quantized:
     """What `quantize` gives, once the options have been read; it warns of nothing.
+
+    With `is_apart` values lack the scale of the tensor, or of their channel: elements times the scales of blocks.
 
     Raises:
         UsageError: the elements are not real floating-point numbers.
     """
     if isinstance(x, np.ndarray):
         _check(x.dtype.name)
-        return quantize_pieces(x, plan=plan, ops=array_ops)
+        return quantize_pieces(x, plan=plan, ops=array_ops, is_apart=is_apart)
     _check(str(x.dtype).removeprefix("torch."))
     check_readable(x)
     if x.device.type == "cpu":
-        return _as_tensors(quantize_pieces(array_of(x), plan=plan, ops=array_ops))
+        return _as_tensors(quantize_pieces(array_of(x), plan=plan, ops=array_ops, is_apart=is_apart))
     from ranktape.analyze.numerics.quantization import tensor_ops
 
-    return quantize_pieces(x.detach(), plan=plan, ops=tensor_ops)
+    return quantize_pieces(x.detach(), plan=plan, ops=tensor_ops, is_apart=is_apart)
 
 
-def quantize_pieces(x: Any, *, plan: QuantizePlan, ops: ModuleType) -> Quantized:
+def quantize_pieces(x: Any, *, plan: QuantizePlan, ops: ModuleType, is_apart: bool = False) -> Quantized:
     """An array of numpy, or with `tensor_ops` a tensor of torch, quantised piece by piece."""
-    work = _Pieces(x, plan=plan, ops=ops)
+    work = _Pieces(x, plan=plan, ops=ops, is_apart=is_apart)
     with np.errstate(all="ignore"):  # what overflows, vanishes or is NaN is part of the answer
         scales = work.scales()
         work.quantize(scales)
@@ -135,8 +137,8 @@ def quantize_pieces(x: Any, *, plan: QuantizePlan, ops: ModuleType) -> Quantized
 class _Pieces:
     """A tensor with at least one dimension, and what it has become so far."""
 
-    def __init__(self, x: Any, *, plan: QuantizePlan, ops: ModuleType) -> None:
-        self._plan, self._ops, self._xp = plan, ops, ops.namespace()
+    def __init__(self, x: Any, *, plan: QuantizePlan, ops: ModuleType, is_apart: bool) -> None:
+        self._plan, self._ops, self._xp, self._is_apart = plan, ops, ops.namespace(), is_apart
         self._rows = x.reshape(1) if x.ndim == 0 else x
         self._shape, scheme = tuple(self._rows.shape), plan.scheme
         self.scales_shape: tuple[int, ...] = ()  # of a tensor without dimensions they have none either
@@ -191,7 +193,7 @@ class _Pieces:
         has_spoiled = scales is not None and bool(np.isnan(scales.values).any())
         for box in self._boxes():
             values = self._values(box)
-            magnitudes, factor = self._scaled(xp.abs(values), box, scales)
+            magnitudes, scale, factor = self._scaled(xp.abs(values), box, scales)
             rounded, lost = self._ops.finish(
                 values,
                 magnitudes,
@@ -202,26 +204,27 @@ class _Pieces:
             )
             self.counts += lost
             # A block that is NaN as a whole has the codes 0.
-            kept = xp.where(xp.isnan(factor), 0.0, rounded) if has_spoiled else rounded
+            kept = xp.where(xp.isnan(scale), 0.0, rounded) if has_spoiled else rounded
             self.codes[box.place] = self._ops.encode(kept, element=element).reshape(box.shape)
             self.values[box.place] = (rounded if factor is None else rounded * factor).reshape(box.shape)
 
-    def _scaled(self, magnitudes: Any, box: Box, scales: GroupScales | None) -> tuple[Any, Any]:
-        """The magnitudes of a piece divided by their scales, and the factors that undo it."""
+    def _scaled(self, magnitudes: Any, box: Box, scales: GroupScales | None) -> tuple[Any, Any, Any]:
+        """The magnitudes of a piece divided by their scales, the scales, and the factors of rounded elements."""
         if scales is None:
-            return magnitudes, None
+            return magnitudes, None, None
         scaling, own = self._plan.scheme.scaling, scales.values
         before, count, _, after = box.shape_OBEI
         if scaling is Scaling.BLOCK:
             own = own[box.groups].reshape(before, count, 1, after)
         elif scaling is Scaling.CHANNEL:
             own = own[box.place[self._plan.axis]].reshape(1, count, 1, 1)
+        scale = self.moved(own)
         if scales.tensor is None:
-            factor = self.moved(own)
-            return magnitudes / factor, factor
+            return magnitudes / scale, scale, None if self._is_apart and scaling is not Scaling.BLOCK else scale
         first, factor = map(self.moved, nvfp4_factors(own, scales.tensor))
         wide = magnitudes / first if scales.tensor.recipe == ScaleRecipe.MODELOPT else magnitudes * first
-        return self._xp.asarray(self._xp.asarray(wide, dtype=self._xp.float32), dtype=self._xp.float64), factor
+        narrow = self._xp.asarray(self._xp.asarray(wide, dtype=self._xp.float32), dtype=self._xp.float64)
+        return narrow, scale, scale if self._is_apart else factor
 
     def _rounded(self, magnitudes: Any, box: Box, *, is_scaled: bool) -> Any:
         plan, element = self._plan, self._plan.scheme.element

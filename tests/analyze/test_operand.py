@@ -1,0 +1,136 @@
+"""Is an operand what `quantize` makes of it, without the factor that is constant along the sum?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ranktape.analyze import quantize
+from ranktape.analyze.numerics.formats import decode
+from ranktape.analyze.numerics.quantization.encoded import Quantized
+from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operand
+from ranktape.errors import UsageError
+
+EXACT: list[tuple[str, dict[str, Any]]] = [
+    ("mxfp8_e4m3", {}),
+    ("mxfp8_e5m2", {"scale_rule": "rceil"}),
+    ("mxfp4", {"block_size": 7, "scale_rule": "even"}),
+    ("mxfp6", {"rounding": "away"}),
+    ("mxfp4", {"rounding": "stochastic", "seed": 3}),
+    *((name, {}) for name in ("nvfp4", "nvfp4_modelopt", "nvfp4_torchao")),
+    ("nvfp4", {"rounding": "stochastic", "seed": 3}),
+    ("fp8_e4m3", {"scaling": "tensor"}),
+    ("fp8_e5m2", {"scaling": "channel"}),
+    ("int8", {"scaling": "channel", "scale_rule": "ceil"}),
+    ("hif8", {"scaling": "tensor"}),
+    ("hif8", {}),
+    ("bf16", {}),
+]
+"""Schemes whose elements times the scales of their blocks have at most 8 significant bits."""
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(shape, generator=generator)
+    return found * torch.exp2(4 * torch.randn(shape[0], 1, generator=generator))
+
+
+def without_factor(quantized: Quantized) -> torch.Tensor:
+    """The slow way: codes, decoded, times the scales of their blocks."""
+    codes, scheme = quantized.codes.numpy(), quantized.scheme
+    elements = decode(codes, target=scheme.element)
+    if scheme.block_size:
+        elements *= np.repeat(quantized.scale_values.numpy(), scheme.block_size, axis=1)[:, : codes.shape[1]]
+    return torch.from_numpy(elements).to(torch.float32)
+
+
+def is_bf16(values: torch.Tensor) -> bool:
+    return torch.equal(values.to(torch.bfloat16).to(torch.float32).nan_to_num(7.0), values.nan_to_num(7.0))
+
+
+def whole(operand: QuantizedOperand) -> torch.Tensor:
+    factor = operand.factor
+    return operand.values * (factor[:, None] if isinstance(factor, torch.Tensor) else factor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: "-".join([case[0], *map(str, case[1].values())]))
+def test_values_are_codes_times_the_scales_of_blocks_and_exact_in_bf16(
+    case: tuple[str, dict[str, Any]], dtype: torch.dtype
+) -> None:
+    scheme, options = case
+    for matrix in (numbers(9, 100).to(dtype), numbers(100, 9).to(dtype).T, numbers(40, 70).to(dtype)[::2, 1:]):
+        found = quantized_operand(matrix, scheme, **options)
+        axis = 0 if options.get("scaling") == "channel" else 1
+        expected = quantize(matrix, scheme, axis=axis, warn=False, **options)
+        assert torch.equal(found.values, without_factor(expected))
+        assert found.values.is_contiguous()
+        assert found.is_bf16_exact
+        assert is_bf16(found.values)
+        # What is rounded once more is the product of NVFP4's two scales.
+        torch.testing.assert_close(whole(found), expected.values, rtol=2.0**-22, atol=0)
+
+
+def test_a_factor_for_each_row_or_for_all_is_left_out() -> None:
+    matrix = numbers(5, 64)
+    rows = quantized_operand(matrix, "fp8_e4m3", scaling="channel").factor
+    assert isinstance(rows, torch.Tensor)
+    assert torch.equal(rows, (matrix.abs().amax(1).double() / 448).float())
+    assert quantized_operand(matrix, "fp8_e4m3", scaling="tensor").factor == float(matrix.abs().max() / 448)
+    assert quantized_operand(matrix, "nvfp4").factor == quantize(matrix, "nvfp4", warn=False).tensor_scale
+    assert quantized_operand(matrix, "mxfp8").factor == 1
+
+
+def test_what_has_more_bits_than_bf16_says_so() -> None:
+    matrix = numbers(5, 64)
+    for scheme in (None, "fp16", "fp32"):
+        found = quantized_operand(matrix, scheme)
+        assert not found.is_bf16_exact
+        assert not is_bf16(found.values)
+    for same in (matrix.to(torch.bfloat16), matrix.to(torch.bfloat16).to(torch.float32)):
+        found = quantized_operand(same)
+        assert found.is_bf16_exact
+        assert torch.equal(found.values, same.float())
+    # A single number among many, wherever it is.
+    for place in (0, 4095, 4096, 9999):
+        single = torch.ones(1, 10_000)
+        single[0, place] += 2.0**-8
+        assert not quantized_operand(single).is_bf16_exact
+
+
+def test_a_float64_matrix_gives_float32_values() -> None:
+    matrix = numbers(5, 64).double() / 3
+    found = quantized_operand(matrix, "mxfp8")
+    assert found.values.dtype is torch.float32
+    assert torch.equal(found.values, quantize(matrix, "mxfp8", warn=False).values.float())
+
+
+def test_nan_and_infinities_are_those_of_quantize_and_hide_no_inexact_number() -> None:
+    matrix = numbers(4, 96)
+    matrix[0, 3], matrix[1, 40] = torch.nan, torch.inf
+    for scheme in ("mxfp8", "nvfp4"):
+        found = quantized_operand(matrix, scheme)
+        assert torch.equal(found.values.isnan(), quantize(matrix, scheme, warn=False).values.isnan())
+        assert found.is_bf16_exact
+    assert not quantized_operand(matrix).is_bf16_exact
+    odd_nan = torch.tensor([[0x7FC00001, 0x3F800000]]).to(torch.int32).view(torch.float32)
+    assert quantized_operand(odd_nan).is_bf16_exact
+
+
+@pytest.mark.parametrize("scheme", [None, "mxfp8", "nvfp4", "hif8"])
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+def test_an_empty_matrix_gives_an_empty_operand(shape: tuple[int, int], scheme: str | None) -> None:
+    found = quantized_operand(torch.zeros(shape), scheme)
+    assert (found.values.shape, found.is_bf16_exact) == (shape, True)
+    assert quantized_operand(torch.zeros(shape), "fp8_e4m3", scaling="tensor").factor == 1
+
+
+def test_only_matrices_are_operands() -> None:
+    for shape in ((5,), (2, 3, 4), ()):
+        with pytest.raises(UsageError, match=f"has {len(shape)} dimensions: reshape"):
+            quantized_operand(torch.zeros(shape), "mxfp8")
+    with pytest.raises(UsageError, match="mxfp9"):
+        quantized_operand(torch.zeros(2, 3), "mxfp9")
