@@ -41,6 +41,7 @@ SHARED = {
 NUMERICS = ("analyze", "numerics")
 NUMERICS_MAY_IMPORT = {
     "ranktape.errors",
+    "ranktape.yaml_file",  # recipes are files of users
     "ranktape.analyze.numerics",
     *(f"ranktape.storage.format.{leaf}" for leaf in ("block_counts", "dtypes", "parts", "record_info", "statistics")),
 }

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ranktape.analyze.numerics.formats import Format
+from ranktape.analyze.numerics.quantization.schemes import QuantizePlan, plan_of
+from ranktape.errors import UsageError, nearest
 
 PRODUCTS: Mapping[str, tuple[str, str]] = {
     "output": ("input", "weight"),
@@ -16,10 +25,25 @@ In matrices of T tokens, I inputs and O outputs: output_TO = input_TI @ weight_O
 weight_OI, grad_weight_OI = grad_output_TO.T @ input_TI.
 """
 
+OPERANDS = ("input", "weight", "grad_output")
+"""The operands of the products, each of two of them."""
+
+WIDE_BITS = 16
+"""Bits of an element that is left as it is: trainings in low precision hold bfloat16."""
+
+MAX_DRAWS = 1024
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+"""What can stand in an option between commas, in a file as it is, and in a tag of records."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperandRecipe:
-    """How one operand of a product is quantised: options of `quantize`, along what the product sums over."""
+    """How one operand of a product is quantised: options of `quantize`, along what the product sums over.
+
+    Raises:
+        UsageError: an option is unknown, out of its range, or without effect on the scheme.
+    """
 
     scheme: str | None = None
     """A scheme or format of `quantize`; None leaves the operand as it is."""
@@ -36,10 +60,64 @@ class OperandRecipe:
     rounding: str | None = None
     """Where that is not the format's own; `stochastic` draws from the seed of the recipe."""
 
+    def __post_init__(self) -> None:
+        """Check the options before anything is computed with them."""
+        if self.scheme is not None:
+            self._plan()
+        elif self.options:
+            raise UsageError(
+                f"{', '.join(self.options)} has no effect on an operand that is left as it is: give a scheme"
+            )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is said besides the scheme, as `quantize` takes it."""
+        fields = [one for one in dataclasses.fields(self) if one.name != "scheme"]
+        return {one.name: value for one in fields if (value := getattr(self, one.name)) != one.default}
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether other draws give other values."""
+        return self.rounding == "stochastic"
+
+    @property
+    def bits(self) -> float:
+        """Stored bits of an element, with its part of the scale of its block; 16 where it is left as it is.
+
+        Scales of tensors and channels are left out: what they add depends on the size of the tensor.
+        """
+        if self.scheme is None:
+            return WIDE_BITS
+        scheme = self._plan().scheme
+        if scheme.scale is None:
+            return scheme.element.num_bits
+        size = self.block_size if self.block_size is not None else scheme.block_size
+        return scheme.element.num_bits + scheme.scale.num_bits / (size if isinstance(size, int) else math.prod(size))
+
+    @property
+    def speed_class(self) -> int:
+        """How much faster than bfloat16 hardware multiplies such elements: 2 with 8 and 6 bits, 4 with 4 bits.
+
+        1 for everything that no matrix unit multiplies as it is stored.
+        """
+        return 1 if self.scheme is None else _speed_class(self._plan().scheme.element)
+
+    def _plan(self) -> QuantizePlan:
+        assert self.scheme is not None, "the caller has looked"
+        return plan_of(self.scheme, num_dims=2, **self.options)
+
+
+def _speed_class(element: Format) -> int:
+    return 4 if element.num_bits == 4 else 2 if element.num_bits <= 8 else 1  # noqa: PLR2004 - widths in bits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductRecipe:
-    """How a product is computed."""
+    """How a product is computed.
+
+    Raises:
+        UsageError: the rotation is no power of two, or there are signs and no rotation.
+    """
 
     operands: Mapping[str, OperandRecipe]
     """Of each of the two operands, by name."""
@@ -48,22 +126,64 @@ class ProductRecipe:
     rotation_seed: int | None = None
     """Of the random signs of the rotation; None: there are none."""
 
+    def __post_init__(self) -> None:
+        """Check the rotation; which operands there are to be, the recipe knows."""
+        size = _whole(self.rotation, name="rotation", least=0)
+        if size == 1 or size & (size - 1):
+            raise UsageError(
+                f"rotation is {size}: Hadamard matrices here have a power of two rows, 2 or more; 0 is none"
+            )
+        if self.rotation_seed is not None:
+            _whole(self.rotation_seed, name="rotation_seed", least=0)
+            if not size:
+                raise UsageError(f"rotation_seed is {self.rotation_seed}, and there is no rotation: give its size")
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether other draws give another product."""
+        return any(operand.is_stochastic for operand in self.operands.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HighPrecision:
-    """The layers that a recipe leaves in bf16."""
+    """The layers that a recipe leaves in bf16.
 
-    first_layers: int = 0
-    """So many at the start of the model."""
-    last_layers: int = 0
-    """So many at its end."""
+    Raises:
+        UsageError: a number of layers is negative, a part of them is not below 1, or a pattern is no text.
+    """
+
+    first_layers: int | float = 0
+    """So many at the start of the model; a fraction is that part of them, to the nearest whole layer."""
+    last_layers: int | float = 0
+    """So many at its end, likewise."""
     modules: tuple[str, ...] = ()
     """Those whose dotted path matches one of these patterns, with * and ?."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers and the patterns."""
+        for name in ("first_layers", "last_layers"):
+            _check_layers(getattr(self, name), name=name)
+        _check_patterns(self.modules)
+
+    def holds_for(self, module: str, *, layer_idx: int, num_layers: int) -> bool:
+        """Whether a linear layer stays in bf16: `module` in layer `layer_idx` of so many, -1 outside of the stack."""
+        if any(fnmatchcase(module, pattern) for pattern in self.modules):
+            return True
+        first, last = (
+            number if isinstance(number, int) else round(number * num_layers)
+            for number in (self.first_layers, self.last_layers)
+        )
+        return layer_idx >= 0 and (layer_idx < first or layer_idx >= num_layers - last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How the three products of every linear layer are computed."""
+    """How the three products of every linear layer are computed.
+
+    Raises:
+        UsageError: the name has other characters than letters, digits, _ . and -; a product or an operand is missing or
+            unknown; or a number is out of its range.
+    """
 
     name: str
     """The word in options, tables and plots."""
@@ -77,3 +197,93 @@ class Recipe:
     """Of stochastic rounding."""
     draws: int = 1
     """How often a product with stochastic rounding is computed, each time with other draws."""
+
+    def __post_init__(self) -> None:
+        """Check that every product and operand is there, and no other."""
+        _check_name(self.name)
+        _check_names(self.products, PRODUCTS, what=f"recipe {self.name}, products")
+        for product, operands in PRODUCTS.items():
+            _check_names(self.products[product].operands, operands, what=f"recipe {self.name}, product {product}")
+        _whole(self.seed, name="seed", least=0)
+        if _whole(self.draws, name="draws", least=1) > MAX_DRAWS:
+            raise UsageError(f"draws is {self.draws}: at most {MAX_DRAWS} are computed")
+
+    def of_layer(self, module: str, *, layer_idx: int, num_layers: int) -> Recipe:
+        """What a layer computes with: this recipe, with bf16 in all products where it leaves the layer so."""
+        if not self.high_precision.holds_for(module, layer_idx=layer_idx, num_layers=num_layers):
+            return self
+        return dataclasses.replace(
+            self, products=products_of(OperandRecipe(scheme="bf16")), high_precision=HighPrecision(), draws=1
+        )
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether other draws give another product."""
+        return any(product.is_stochastic for product in self.products.values())
+
+    @property
+    def bits(self) -> float:
+        """Stored bits of an element with its part of the block's scale: the mean of the worst product's operands."""
+        return max(sum(one.bits for one in product.operands.values()) / 2 for product in self.products.values())
+
+    @property
+    def speed_class(self) -> int:
+        """How much faster than in bfloat16 hardware computes the slowest product: 1, 2 or 4.
+
+        Of operands in two widths the wider one counts.
+        """
+        return min(one.speed_class for product in self.products.values() for one in product.operands.values())
+
+
+def products_of(
+    every: OperandRecipe | None = None,
+    *,
+    rotations: Mapping[str, tuple[int, int | None]] | None = None,
+    **operands: OperandRecipe,
+) -> dict[str, ProductRecipe]:
+    """The three products of operands that are the same in each: `every` one, or the one of its name.
+
+    `rotations` are sizes and seeds of signs by product.
+    """
+    named = {name: operand for name in OPERANDS if (operand := operands.get(name, every)) is not None}
+    found = {}
+    for product, names in PRODUCTS.items():
+        size, seed = (rotations or {}).get(product, (0, None))
+        chosen = {name: named[name] for name in names}
+        found[product] = ProductRecipe(operands=chosen, rotation=size, rotation_seed=seed)
+    return found
+
+
+def _check_names(given: Collection[str], wanted: Collection[str], *, what: str) -> None:
+    for name in given:
+        if name not in wanted:
+            raise UsageError(f"{what}: there is no {name!r:.60}: {nearest(str(name), wanted)}")
+    for name in wanted:
+        if name not in given:
+            raise UsageError(f"{what}: {name} is missing")
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r:.60} is no name of a recipe: use a letter, then letters, digits, _ . and -")
+
+
+def _check_patterns(patterns: Any) -> None:
+    if not isinstance(patterns, tuple) or not all(isinstance(one, str) and one for one in patterns):
+        raise UsageError(f"modules is {patterns!r:.60}: give a tuple (in a file a list) of patterns, as *head")
+
+
+def _check_layers(number: Any, *, name: str) -> None:
+    if isinstance(number, float):
+        if not 0 < number < 1:
+            raise UsageError(
+                f"{name} is {number}: a part of the layers is above 0 and below 1, a number of them is whole"
+            )
+    else:
+        _whole(number, name=name, least=0)
+
+
+def _whole(number: Any, *, name: str, least: int) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise UsageError(f"{name} is {number!r:.60}: give a whole number, {least} or more")
+    return number

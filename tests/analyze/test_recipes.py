@@ -1,0 +1,238 @@
+"""Do recipes mean what their names, files and fields say, and are wrong ones refused?"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ranktape.analyze.numerics.recipes.parse import parse_recipe, parse_recipes, read_recipe_file
+from ranktape.analyze.numerics.recipes.recipe import HighPrecision, OperandRecipe, ProductRecipe, Recipe, products_of
+from ranktape.analyze.numerics.recipes.table import ALIASES, RECIPES
+from ranktape.analyze.numerics.recipes.words import words_of_recipe
+from ranktape.errors import UsageError
+
+
+def in_file(folder: Path, text: str) -> Path:
+    path = folder / "recipes.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_shipped_recipe_has_a_name_and_a_source_and_can_be_sent(name: str) -> None:
+    recipe = parse_recipe(name)
+    assert (recipe.name, parse_recipe(recipe)) == (name, recipe)
+    assert len(recipe.source) > 20
+    assert pickle.loads(pickle.dumps(recipe)) == recipe  # noqa: S301 - our own
+
+
+def test_shipped_recipes_differ_from_each_other_and_other_words_mean_one_of_them() -> None:
+    without_names = [dataclasses.replace(one, name="x", source="x") for one in RECIPES.values()]
+    assert all(one not in without_names[:place] for place, one in enumerate(without_names))
+    assert {word: parse_recipe(word).name for word in ALIASES} == ALIASES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_words_of_a_recipe_say_it_again(name: str, tmp_path: Path) -> None:
+    mine = dataclasses.replace(RECIPES[name], name="mine", seed=3, draws=2)
+    path = in_file(tmp_path, yaml.safe_dump({"mine": words_of_recipe(mine)}))
+    assert parse_recipe(path) == mine
+
+
+FILE = """
+wide_weights:
+  operands: {input: mxfp8_e4m3, weight: none, grad_output: {scheme: mxfp8_e5m2, scale_rule: rceil}}
+mine:
+  source: a trial
+  base: wide_weights
+  operands:
+    all: {block_size: 16}
+    weight: {scheme: nvfp4}
+  products:
+    grad_weight: {rotation: 16, rotation_seed: 0, grad_output: {rounding: stochastic}}
+  high_precision: {first_layers: 1, last_layers: 0.25, modules: ["*head"]}
+  seed: 7
+  draws: 4
+"""
+
+
+def test_a_file_says_what_differs_from_a_base_and_from_what_holds_for_all(tmp_path: Path) -> None:
+    text = FILE.replace("weight: none", "weight: mxfp6")
+    wide, mine = parse_recipes([in_file(tmp_path, text)])
+    assert wide.products == products_of(
+        input=OperandRecipe(scheme="mxfp8_e4m3"),
+        weight=OperandRecipe(scheme="mxfp6"),
+        grad_output=OperandRecipe(scheme="mxfp8_e5m2", scale_rule="rceil"),
+    )
+    x = OperandRecipe(scheme="mxfp8_e4m3", block_size=16)
+    grad = OperandRecipe(scheme="mxfp8_e5m2", scale_rule="rceil", block_size=16)
+    weight = OperandRecipe(scheme="nvfp4")
+    assert mine == Recipe(
+        name="mine",
+        source="a trial",
+        products={
+            "output": ProductRecipe(operands={"input": x, "weight": weight}),
+            "grad_input": ProductRecipe(operands={"grad_output": grad, "weight": weight}),
+            "grad_weight": ProductRecipe(
+                operands={"grad_output": dataclasses.replace(grad, rounding="stochastic"), "input": x},
+                rotation=16,
+                rotation_seed=0,
+            ),
+        },
+        high_precision=HighPrecision(first_layers=1, last_layers=0.25, modules=("*head",)),
+        seed=7,
+        draws=4,
+    )
+
+
+def test_a_rotation_of_the_base_is_taken_back_with_its_signs(tmp_path: Path) -> None:
+    text = """
+turned: {operands: nvfp4, products: {output: {rotation: 16, rotation_seed: 1}}}
+back: {base: turned, products: {output: {rotation: 0}}}
+"""
+    turned, back = parse_recipes([in_file(tmp_path, text)])
+    assert (turned.products["output"].rotation, turned.products["output"].rotation_seed) == (16, 1)
+    assert back.products == RECIPES["nvfp4"].products
+
+
+def test_names_files_and_recipes_mix_and_each_comes_once(tmp_path: Path) -> None:
+    path = in_file(tmp_path, "mine: {operands: mxfp8_e5m2}")
+    found = parse_recipes(f"nvfp4, {path},hifp8,nvfp4")
+    assert [one.name for one in found] == ["nvfp4", "mine", "hif8"]
+    assert parse_recipes(["nvfp4", path, RECIPES["hif8"]]) == found
+    assert parse_recipe(str(path)) == read_recipe_file(path)["mine"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no recipes"),
+        ("- nvfp4", "holds no recipes"),
+        ("mine: {operands: nvfp4", "is not YAML that is read here: line 1"),
+        ("mine: {}", "mine: nothing is said of input"),
+        ("mine:", "mine: is to be a mapping, and is None"),
+        ("nvfp4: {operands: mxfp4}", "nvfp4 is the name of a recipe that comes with ranktape"),
+        ("a b: {operands: mxfp4}", "'a b' is no name of a recipe"),
+        ("mine: {operand: nvfp4}", "mine: unknown key 'operand': did you mean operands"),
+        ("mine: {operands: nvfp5}", r"mine, operands.all: format 'nvfp5' is not known: did you mean nvfp4"),
+        ("mine: {operands: {weights: nvfp4}}", "mine, operands: unknown key 'weights': did you mean weight"),
+        ("mine: {operands: {all: {scheme: nvfp4, block: 16}}}", "operands.all: unknown key 'block'"),
+        ("mine: {operands: {all: {block_size: 16}}}", "operands.all: there is no scheme"),
+        ("mine: {operands: {all: {scheme: }}}", "operands.all.scheme: is empty"),
+        ("mine: {operands: {all: {scheme: 4}}}", "operands.all.scheme: is to be a scheme, or none, and is 4"),
+        ("mine: {operands: {all: {scheme: none, block_size: 4}}}", "operands.all: block_size has no effect"),
+        ("mine: {base: nvfp}", "mine, base: 'nvfp' is neither shipped nor above in the file: did you mean nvfp4"),
+        ("mine: {base: later}\nlater: {base: nvfp4}", "'later' is neither shipped nor above"),
+        ("mine: {base: nvfp4, products: {grad_weigth: {}}}", "unknown key 'grad_weigth': did you mean grad_weight"),
+        ("mine: {base: nvfp4, products: {output: {grad_output: mxfp4}}}", "products.output: unknown key 'grad_output'"),
+        ("mine: {base: nvfp4, products: {output: {rotation: 12}}}", "products.output: rotation is 12"),
+        ("mine: {base: nvfp4, products: {output: {rotation_seed: 1}}}", "there is no rotation"),
+        ("mine: {base: nvfp4, high_precision: {last_layers: 1.5}}", "high_precision: last_layers is 1.5"),
+        ("mine: {base: nvfp4, high_precision: {first_layers: -1}}", "high_precision: first_layers is -1"),
+        ("mine: {base: nvfp4, high_precision: {modules: head}}", "high_precision: modules is 'head'"),
+        ("mine: {base: nvfp4, draws: 0}", "mine: draws is 0"),
+        ("mine: {base: nvfp4, draws: 2000}", "mine: draws is 2000"),
+        ("mine: {base: nvfp4, seed: many}", "mine: seed is 'many'"),
+        ("mine: {base: nvfp4, source: 3}", "mine, source: is to be text, and is 3"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_recipe_and_the_key(text: str, message: str, tmp_path: Path) -> None:
+    path = in_file(tmp_path, text)
+    with pytest.raises(UsageError, match=message) as caught:
+        parse_recipe(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("nvfp5", "recipe 'nvfp5' is not known: did you mean nvfp4"),
+        ("mxfp8,,nvfp4", "names nothing at one place"),
+        ("", "names nothing"),
+        ([], "names nothing"),
+        ("missing.yaml", "recipe missing.yaml cannot be read"),
+        ([3], "recipe 3 is not a name"),
+        ([RECIPES["nvfp4"], dataclasses.replace(RECIPES["mxfp8"], name="nvfp4")], "two different recipes are called"),
+    ],
+)
+def test_what_names_no_recipe_is_refused(words: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_recipes(words)
+
+
+def test_one_recipe_is_wanted_of_a_file(tmp_path: Path) -> None:
+    path = in_file(tmp_path, "a: {base: nvfp4}\nb: {base: mxfp8}")
+    with pytest.raises(UsageError, match=r"holds 2 recipes \(a, b\)"):
+        parse_recipe(path)
+
+
+def test_a_recipe_in_python_has_all_products_and_operands() -> None:
+    nvfp4 = RECIPES["nvfp4"]
+    wrong: list[tuple[dict[str, ProductRecipe], str]] = [
+        ({}, "output is missing"),
+        ({**nvfp4.products, "bias": nvfp4.products["output"]}, "there is no 'bias'"),
+        ({**nvfp4.products, "output": nvfp4.products["grad_weight"]}, "product output: there is no 'grad_output'"),
+        ({**nvfp4.products, "output": ProductRecipe(operands={})}, "product output: input is missing"),
+    ]
+    for products, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            dataclasses.replace(nvfp4, products=products)
+
+
+@pytest.mark.parametrize(
+    ("kept", "num_layers", "expected"),
+    [
+        (HighPrecision(first_layers=1, last_layers=2), 8, {0, 6, 7}),
+        # Of 62 blocks the 2 and 8 of arXiv 2509.25149; of 2 none, so that small models are quantised too.
+        (HighPrecision(first_layers=2 / 62, last_layers=8 / 62), 62, {0, 1, *range(54, 62)}),
+        (HighPrecision(first_layers=2 / 62, last_layers=8 / 62), 2, set()),
+        (HighPrecision(first_layers=5, last_layers=5), 3, {0, 1, 2}),
+    ],
+)
+def test_first_and_last_layers_stay_in_bf16(kept: HighPrecision, num_layers: int, expected: set[int]) -> None:
+    recipe = dataclasses.replace(RECIPES["nvfp4"], high_precision=kept)
+    made = [recipe.of_layer("layers.up", layer_idx=index, num_layers=num_layers) for index in range(-1, num_layers)]
+    wide = {index for index, one in enumerate(made, start=-1) if one.products == RECIPES["bf16"].products}
+    assert wide == expected
+    assert all(one.name == "nvfp4" for one in made)
+
+
+def test_modules_stay_in_bf16_by_their_paths() -> None:
+    recipe = dataclasses.replace(RECIPES["nvfp4"], high_precision=HighPrecision(modules=("*head", "layers.?.gate")))
+    wide = [
+        module
+        for module in ("head", "model.lm_head", "layers.1.gate", "layers.12.gate", "layers.1.gate_up")
+        if recipe.of_layer(module, layer_idx=-1, num_layers=16).speed_class == 1
+    ]
+    assert wide == ["head", "model.lm_head", "layers.1.gate"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "speed_class"),
+    [
+        ("bf16", 16.0, 1),
+        ("mxfp8", 8.25, 2),
+        ("mxfp8_e5m2_grad", 8.25, 2),
+        ("mxfp6", 6.25, 2),
+        ("mxfp4", 4.25, 4),
+        ("nvfp4", 4.5, 4),
+        ("hif8", 8.0, 2),
+        ("fp8_tensor", 8.0, 2),
+        ("int8_token", 8.0, 2),
+    ],
+)
+def test_bits_hold_the_scales_of_blocks(name: str, bits: float, speed_class: int) -> None:
+    assert RECIPES[name].bits == bits
+    assert RECIPES[name].speed_class == speed_class
+
+
+def test_bits_and_speed_are_those_of_the_worst_product() -> None:
+    mixed = products_of(OperandRecipe(scheme="nvfp4"), grad_output=OperandRecipe())
+    recipe = Recipe(name="mixed", source="wide gradients", products=mixed)
+    assert recipe.bits == (16 + 4.5) / 2
+    assert recipe.speed_class == 1
