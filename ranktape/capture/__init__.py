@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from ranktape.capture.hooks.layers import get_layer_hidden_states as get_layer_hidden_states
     from ranktape.capture.roles.known import register_role as register_role
     from ranktape.capture.roles.known import unregister_role as unregister_role
+    from ranktape.capture.roles.table import CallOption as CallOption
     from ranktape.capture.roles.table import FunctionRole as FunctionRole
     from ranktape.capture.roles.table import ModuleRole as ModuleRole
     from ranktape.capture.session import Capture as Capture
@@ -26,7 +27,7 @@ else:
             "hooks.layers": ["get_layer_hidden_states"],
             "settings.options": ["CaptureOptions"],
             "roles.known": ["register_role", "unregister_role"],
-            "roles.table": ["FunctionRole", "ModuleRole"],
+            "roles.table": ["CallOption", "FunctionRole", "ModuleRole"],
             "session": ["Capture"],
             "tensor_saver": [
                 "TensorSaver",

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from ranktape.capture import Capture, FunctionRole, ModuleRole, register_role, unregister_role
+from ranktape.capture import CallOption, Capture, FunctionRole, ModuleRole, register_role, unregister_role
 from ranktape.capture.hooks.calls import tensor_in
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.errors import UsageError
@@ -193,6 +193,7 @@ def test_functions_named_as_those_of_flash_attention_are_seen_once(
     assert [counts[name] for name in ATTENTION] == [2 * 3] * 4
     [query] = records.select(iteration=0, call=1, tensor_name="query")
     assert (query.layout, query.shape, query.sample_dim) == ("BTHD", (BATCH, LENGTH, 2, WIDTH // 2), 0)
+    assert query.metadata == {"is_causal": True}
     ragged = records.select(iteration=0, call=3)
     assert len(ragged) == 8
     assert {(record.layout, record.sample_dim) for record in ragged} == {("THD", None)}
@@ -249,7 +250,7 @@ def test_a_role_of_ones_own_is_recorded_as_all_others(
     assert reasons == {"kernel forward pre mask": "its argument 'mask' was not passed"}
 
 
-def scaled(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def scaled(first: torch.Tensor, second: torch.Tensor, *_window: object, **_options: object) -> torch.Tensor:
     return first * second
 
 
@@ -293,7 +294,44 @@ def test_the_example_of_the_documentation_gives_what_it_says(
     assert capsys.readouterr().out == expected
 
 
+def test_what_a_call_says_of_itself_is_in_the_metadata_of_its_first_operand(
+    tmp_path: Path, roles: list[ModuleRole | FunctionRole]
+) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projection = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.projection(hidden).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+            mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+            attended = F.scaled_dot_product_attention(query, key, value, None, 0.0, True)  # noqa: FBT003  (by place)
+            attended = attended + F.scaled_dot_product_attention(query, key, value, mask, scale=0.5)
+            return scaled(attended, 2 * hidden.unflatten(-1, (2, -1)).transpose(1, 2), (1, -1), other=torch.nan)
+
+    options = {"window": CallOption(position=2, keyword="window"), "other": CallOption(position=None, keyword="other")}
+    roles.append(
+        FunctionRole(
+            functions=(f"{__name__}.scaled",), layer_type="attention", operands={"left": 0, "right": 1}, options=options
+        )
+    )
+    register_role(roles[0])
+    trained = train_twice(Task(make=Attends), tmp_path / "run", steps=1)
+    assert trained.is_equal
+    records = trained.run.select(layer_type="attention")
+    said = [record.metadata for record in records.select(tensor_name=["query", "left"])]
+    assert said == [
+        {"dropout": 0.0, "is_causal": True},
+        {"mask": "Tensor", "is_causal": False, "scale": 0.5},
+        {"window": [1, -1], "other": "float"},
+    ]
+    rest = records.select(tensor_name=["key", "output", "grad_left", "right"])
+    assert all(record.metadata is None for record in rest)
+
+
 def test_roles_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UsageError, match="options of a role: 'scale' is none: give a CallOption"):
+        FunctionRole(functions=("mine.attend",), layer_type="attention", options={"scale": "scale"})  # type: ignore[dict-item]
     with pytest.raises(UsageError, match="give a tuple of types or dotted names"):
         ModuleRole(classes="mine.Linear", layer_type="linear")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"give a type, or 'package\.module\.Class'"):

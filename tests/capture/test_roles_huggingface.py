@@ -81,6 +81,8 @@ def test_llama_with_grouped_heads(tmp_path: Path, attention: str) -> None:
     records = trained.run.select(iteration=0)
     assert len(records) == 15 * 6 + 2 * 8 == len(set(zip(*map(records.column, ("module", "tensor_name")), strict=True)))
     [key] = records.select(module="model.layers.1.self_attn", tensor_name="key")
+    [query] = records.select(module="model.layers.1.self_attn", tensor_name="query")
+    assert query.metadata == {"dropout": 0.0, "scale": 8**-0.5} | ({"mask": "Tensor"} if attention == "eager" else {})
     [output] = records.select(module="model.layers.1.self_attn", tensor_name="output")
     assert (key.shape, key.layout, key.layer_idx, key.sample_dim) == ((BATCH, 2, LENGTH, 8), "BHTD", 1, 0)
     assert (output.shape, output.layout, output.component) == ((BATCH, LENGTH, 4, 8), "BTHD", "FA")

@@ -137,12 +137,14 @@ class Taking:
             sample = next((one for one in tensors if one.is_floating_point()), tensors[0])
             entry.call = self.recorder.begin_call(self.source, sample)
         call, is_repeated = entry.call, in_backward()
+        tags = Tags(metadata=self.ports.said(args, kwargs)) if self.ports.options else NO_TAGS
         for argument, value in zip(self.ports.arguments, values, strict=True):
             if call is None or not isinstance(value, torch.Tensor):
                 self._refuse(argument, value, call)
             elif not is_repeated:
                 for port in argument.ports:
-                    self.record(port, port.take(value), call)
+                    self.record(port, port.take(value), call, tags=tags)
+                    tags = NO_TAGS
         if call is None:
             return args, kwargs
         twice = self._given_twice(values, kwargs) if len(values) > 1 else ()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ranktape.capture.roles.table import FunctionRole, ModuleRole, Operand, Place, operand_of
+from ranktape.capture.roles.table import CallOption, FunctionRole, ModuleRole, Operand, Place, operand_of
 from ranktape.capture.settings.rules import LAYER_OUTPUTS
 from ranktape.errors import UsageError
 
@@ -76,6 +76,10 @@ def _embedding_module(kind: type | str, keyword: str, layout: str | tuple[str, .
     )
 
 
+def _named(**keywords: str) -> dict[str, CallOption]:
+    return {word: CallOption(position=None, keyword=keyword) for word, keyword in keywords.items()}
+
+
 def _places(query: str, key: str, value: str, *, first: int = 0) -> dict[str, Place]:
     return {"query": (first, query), "key": (first + 1, key), "value": (first + 2, value)}
 
@@ -97,14 +101,29 @@ def grouped(*functions: str, names: tuple[str, str]) -> FunctionRole:
     )
 
 
-ATTENTION = _attention("torch.nn.functional.scaled_dot_product_attention")
+ATTENTION = _attention(
+    "torch.nn.functional.scaled_dot_product_attention",
+    options={
+        "mask": CallOption(position=3, keyword="attn_mask"),
+        "dropout": CallOption(position=4, keyword="dropout_p"),
+        "is_causal": CallOption(position=5, keyword="is_causal", default=False),
+        "scale": CallOption(position=None, keyword="scale"),
+    },
+)
 
 MULTIHEAD = _attention("torch.nn.functional.multi_head_attention_forward", layout="TBHD")
 """The attention inside of `nn.MultiheadAttention` that is asked for its weights; `module_hooks.py` sees it."""
 
 _PYTORCH_FUNCTIONS = (
     ATTENTION,
-    _attention("torch.nn.attention.flex_attention.flex_attention"),
+    _attention(
+        "torch.nn.attention.flex_attention.flex_attention",
+        options={
+            "bias": CallOption(position=3, keyword="score_mod"),
+            "mask": CallOption(position=4, keyword="block_mask"),
+            "scale": CallOption(position=5, keyword="scale"),
+        },
+    ),
     FunctionRole(
         functions=("torch.nn.functional.linear",),
         layer_type="linear",
@@ -142,6 +161,10 @@ _HUGGING_FACE_FUNCTIONS = (
         output_layout="BTHD",
         output=0,
         gives_function=True,
+        options={
+            "mask": CallOption(position=4, keyword="attention_mask"),
+            **_named(dropout="dropout", scale="scaling", window="sliding_window", cap="softcap", sinks="s_aux"),
+        },
     ),
     grouped("transformers.integrations.moe._grouped_mm", names=("input", "weight")),
 )
@@ -154,6 +177,17 @@ def _packed(position: int, keyword: str, *names: str, dim: int) -> dict[str, Pla
     return {name: Operand(position=position, keyword=keyword, part=(dim, place)) for place, name in enumerate(names)}
 
 
+_FLASH_OPTIONS = _named(
+    dropout="dropout_p",
+    scale="softmax_scale",
+    is_causal="causal",
+    window="window_size",
+    cap="softcap",
+    bias="alibi_slopes",
+)
+"""Their places differ between the versions."""
+
+
 def _flash_roles(ragged: str, *, layout: str) -> Iterator[FunctionRole]:
     """Of functions for padded batches, or for ragged ones, which lack the dimension of samples."""
     dim = len(layout) - 2
@@ -164,7 +198,7 @@ def _flash_roles(ragged: str, *, layout: str) -> Iterator[FunctionRole]:
     }
     for packed, operands in forms.items():
         names = [f"{package}.flash_attn_{ragged}{packed}func" for package in ("flash_attn", "flash_attn_interface")]
-        yield _attention(*names, operands=operands, layout=layout)
+        yield _attention(*names, operands=operands, layout=layout, options=_FLASH_OPTIONS)
 
 
 _FLASH_FUNCTIONS = (*_flash_roles("", layout="BTHD"), *_flash_roles("varlen_", layout="THD"))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -46,6 +48,32 @@ class Operand:
     """Whether a call may do without it, as without a bias."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOption:
+    """An argument that says how a call computes, such as `is_causal`; what it is goes into the records' metadata."""
+
+    position: int | None
+    """Place among the positional arguments, without `self`; None for one that is always named."""
+    keyword: str
+    """Name of the argument."""
+    default: bool | float | str | None = None
+    """What holds where it is not passed; None where that is not known, and nothing is said."""
+
+    def said(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What was passed as JSON has it: of anything but numbers, texts and lists of them the name of its class.
+
+        A tensor is not read: the training would wait for its device.
+        """
+        is_placed = self.position is not None and self.position < len(args)
+        value = args[self.position] if is_placed else kwargs.get(self.keyword)  # type: ignore[index]  # it is placed
+        if value is None:
+            return self.default
+        if isinstance(value, tuple | list) and all(isinstance(one, int) for one in value):
+            return list(value)
+        is_plain = isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+        return value if is_plain else type(value).__name__
+
+
 Place = Operand | int | str | tuple[int | None, str]
 """How an operand may be written: a position, a keyword, or both."""
 
@@ -62,12 +90,19 @@ class _Role:
     """Which element of the result is the output: a place or a name; the first tensor by default."""
     layouts: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """For each tensor name: the letters of its dimensions, in several lengths if need be; `B` holds samples."""
+    options: Mapping[str, CallOption] = field(default_factory=dict)
+    """For each word in the metadata of the first operand: the argument that says so how a call computes."""
 
     def _check(self, what: str, *, holds: str, example: str, parameters: Mapping[str, str]) -> None:
         check_term(self.layer_type, field="layer_type")
         check_term(self.component, field="component")
         for name in (*self.operands, *parameters):
             check_term(name, field="tensor_name")
+        for option in self.options.values():
+            if not isinstance(option, CallOption):
+                raise UsageError(
+                    f"options of a role: {option!r:.80} is none: give a CallOption(position=..., keyword=...)"
+                )
         given = getattr(self, what)
         if not given or not isinstance(given, tuple | list):
             raise UsageError(f"{what}={given!r} of a role is not allowed: give a tuple of {holds}")
@@ -213,6 +248,13 @@ class Ports:
     """Attributes of the module, and what is in them."""
     output: Port
     """The result."""
+    options: tuple[tuple[str, CallOption], ...] = ()
+    """Words, and what says them."""
+
+    def said(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """What a call's settings are, as JSON; `null` without any."""
+        words = {word: option.said(args, kwargs) for word, option in self.options}
+        return json.dumps({word: value for word, value in words.items() if value is not None} or None)
 
     @property
     def all(self) -> Iterator[Port]:
@@ -253,6 +295,7 @@ def ports_of(role: ModuleRole | FunctionRole) -> Ports:
         ),
         parameters=tuple((attribute, port_of(name, role.layouts)) for name, attribute in parameters.items()),
         output=port_of(OUTPUT, role.layouts),
+        options=tuple(role.options.items()),
     )
 
 
