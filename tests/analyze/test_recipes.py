@@ -173,15 +173,24 @@ def test_one_recipe_is_wanted_of_a_file(tmp_path: Path) -> None:
 
 def test_a_recipe_in_python_has_all_products_and_operands() -> None:
     nvfp4 = RECIPES["nvfp4"]
+    backwards = {name: nvfp4.products["output"].operands[name] for name in ("weight", "input")}
     wrong: list[tuple[dict[str, ProductRecipe], str]] = [
         ({}, "output is missing"),
         ({**nvfp4.products, "bias": nvfp4.products["output"]}, "there is no 'bias'"),
         ({**nvfp4.products, "output": nvfp4.products["grad_weight"]}, "product output: there is no 'grad_output'"),
         ({**nvfp4.products, "output": ProductRecipe(operands={})}, "product output: input is missing"),
+        ({**nvfp4.products, "output": ProductRecipe(operands=backwards)}, "product output: give input before weight"),
     ]
     for products, message in wrong:
         with pytest.raises(UsageError, match=message):
             dataclasses.replace(nvfp4, products=products)
+
+
+def test_only_products_with_stochastic_rounding_are_computed_for_several_draws() -> None:
+    once = OperandRecipe(scheme="mxfp4", rounding="stochastic")
+    products = products_of(OperandRecipe(scheme="mxfp4"), grad_output=once)
+    recipe = Recipe(name="drawn", source="gradients alone", products=products, seed=5, draws=3)
+    assert [list(recipe.seeds_of(product)) for product in products] == [[5], [5, 6, 7], [5, 6, 7]]
 
 
 @pytest.mark.parametrize(

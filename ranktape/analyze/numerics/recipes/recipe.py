@@ -56,7 +56,11 @@ class OperandRecipe:
     scale_rule: str | None = None
     """How scales follow from largest magnitudes, where that is not the scheme's own."""
     four_over_six: bool = False
-    """Whether each block of 4-bit floats has the better of two scales: that for 6 and that for 4 (arXiv 2512.02010)."""
+    """Whether each block of NVFP4 has the better of two scales: that for 6, and 1.5 times that, for 4.
+
+    The better one has the smaller squared error, the one for 6 if both have the same; the scale of the tensor is for
+    256 in place of 448, so that 1.5 times the largest scale of a block is an e4m3 number (arXiv 2512.02010).
+    """
     rounding: str | None = None
     """Where that is not the format's own; `stochastic` draws from the seed of the recipe."""
 
@@ -190,7 +194,7 @@ class Recipe:
     source: str
     """The paper or specification that it follows."""
     products: Mapping[str, ProductRecipe]
-    """By the names of `PRODUCTS`."""
+    """By the names of `PRODUCTS`, their operands in its order."""
     high_precision: HighPrecision = field(default_factory=HighPrecision)
     """What is left in bf16."""
     seed: int = 0
@@ -203,7 +207,10 @@ class Recipe:
         _check_name(self.name)
         _check_names(self.products, PRODUCTS, what=f"recipe {self.name}, products")
         for product, operands in PRODUCTS.items():
-            _check_names(self.products[product].operands, operands, what=f"recipe {self.name}, product {product}")
+            given = self.products[product].operands
+            _check_names(given, operands, what=f"recipe {self.name}, product {product}")
+            if tuple(given) != operands:
+                raise UsageError(f"recipe {self.name}, product {product}: give {operands[0]} before {operands[1]}")
         _whole(self.seed, name="seed", least=0)
         if _whole(self.draws, name="draws", least=1) > MAX_DRAWS:
             raise UsageError(f"draws is {self.draws}: at most {MAX_DRAWS} are computed")
@@ -216,10 +223,9 @@ class Recipe:
             self, products=products_of(OperandRecipe(scheme="bf16")), high_precision=HighPrecision(), draws=1
         )
 
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether other draws give another product."""
-        return any(product.is_stochastic for product in self.products.values())
+    def seeds_of(self, product: str) -> range:
+        """The seeds with which that product is computed: one for each draw, and one alone where nothing is drawn."""
+        return range(self.seed, self.seed + (self.draws if self.products[product].is_stochastic else 1))
 
     @property
     def bits(self) -> float:

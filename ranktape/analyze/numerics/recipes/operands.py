@@ -1,0 +1,42 @@
+"""Quantises both operands of a product as a recipe says."""
+
+# Shapes: A, B = rows of the first and the second operand, S = what the product sums over.
+# ruff: noqa: N803 - the letters of a shape end the name of the tensor
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operand
+from ranktape.analyze.numerics.recipes.recipe import OPERANDS
+
+if TYPE_CHECKING:
+    import torch
+
+    from ranktape.analyze.numerics.recipes.recipe import ProductRecipe
+
+
+def quantized_operands(
+    product: ProductRecipe, a_AS: torch.Tensor, b_BS: torch.Tensor, *, seed: int
+) -> tuple[QuantizedOperand, QuantizedOperand]:
+    """Both operands of `a_AS @ b_BS.T`, in the order in which `PRODUCTS` names them.
+
+    What is stochastic draws from `seed`, each operand its own numbers. Rotated operands stay rotated: the product of
+    the two is that of what they were. NaN, Inf, zeros and empty matrices are those of `quantized_operand`.
+
+    Raises:
+        UsageError: one is no matrix of real floating-point numbers, or the sums are too short for the rotation.
+    """
+    first, second = product.operands
+    return one_operand(product, first, a_AS, seed=seed), one_operand(product, second, b_BS, seed=seed)
+
+
+def one_operand(product: ProductRecipe, name: str, x_RS: torch.Tensor, *, seed: int) -> QuantizedOperand:
+    """The operand of that name as `quantized_operands` gives it."""
+    operand = product.operands[name]
+    options: dict[str, Any] = operand.options
+    if operand.is_stochastic:
+        options["seed"] = len(OPERANDS) * seed + OPERANDS.index(name)
+    if product.rotation:
+        options |= {"rotation": product.rotation, "rotation_seed": product.rotation_seed}
+    return quantized_operand(x_RS, operand.scheme, **options)

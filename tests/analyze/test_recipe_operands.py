@@ -1,0 +1,42 @@
+"""Are the operands of a product those that the recipe says, each with draws of its own?"""
+
+from __future__ import annotations
+
+import torch
+
+from ranktape.analyze import quantize
+from ranktape.analyze.numerics.recipes.operands import one_operand, quantized_operands
+from ranktape.analyze.numerics.recipes.recipe import OperandRecipe, ProductRecipe
+from ranktape.analyze.numerics.recipes.table import RECIPES
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_both_operands_are_quantised_along_the_sum_in_their_order() -> None:
+    product = RECIPES["mxfp8_e5m2_grad"].products["grad_weight"]
+    grad_OT, x_IT = numbers(24, 64), numbers(40, 64, seed=1)  # noqa: N806 - the letters of a shape end the name
+    first, second = quantized_operands(product, grad_OT, x_IT, seed=0)
+    for found, matrix, scheme in ((first, grad_OT, "mxfp8_e5m2"), (second, x_IT, "mxfp8_e4m3")):
+        expected = quantize(matrix, scheme, scale_rule="rceil", warn=False)
+        assert torch.equal(found.values * found.factor, expected.values)
+
+
+def test_an_operand_that_is_left_as_it_is_keeps_its_numbers() -> None:
+    product = ProductRecipe(operands={"input": OperandRecipe(), "weight": OperandRecipe(scheme="mxfp4")})
+    first, _ = quantized_operands(product, numbers(3, 5), numbers(4, 5), seed=0)
+    assert torch.equal(first.values, numbers(3, 5))
+    assert first.factor == 1
+
+
+def test_draws_follow_the_seed_and_differ_between_the_operands() -> None:
+    drawn = OperandRecipe(scheme="mxfp4", rounding="stochastic")
+    product = ProductRecipe(operands={"grad_output": drawn, "input": drawn})
+    matrix = numbers(32, 64)
+    pairs = [quantized_operands(product, matrix, matrix, seed=seed) for seed in (0, 0, 1, 2)]
+    values = [[operand.values for operand in pair] for pair in pairs]
+    assert all(torch.equal(one, other) for one, other in zip(values[0], values[1], strict=True))
+    different = [*values[0], *values[2], *values[3]]
+    assert not any(torch.equal(one, two) for i, one in enumerate(different) for two in different[:i])
+    assert torch.equal(one_operand(product, "input", matrix, seed=2).values, values[3][1])
