@@ -17,6 +17,17 @@ def nearest(name: str, known: Collection[str], *, otherwise: str = "use one of",
     return f"did you mean {near[0]}?" if near else f"{otherwise} {', '.join(known)}"
 
 
+def expect_least(least: float, **values: float | None) -> None:
+    """Refuse numbers that are too small, by the names of their options; None was not given.
+
+    Raises:
+        UsageError: one is, or is NaN.
+    """
+    for name, value in values.items():
+        if value is not None and not value >= least:
+            raise UsageError(f"--{name.replace('_', '-')} {value} is not allowed: give {least} or more")
+
+
 class RanktapeError(Exception):
     """A mistake or a state that the user can mend; its text says how."""
 

@@ -6,9 +6,13 @@ is named as an option in help. These parameters mean the same in every command:
 
 - `records` and other `Records` are runs that are opened, filtered by the options of fields; a function that takes
   `selection` or `selections` opens them itself;
-- `by`, `view`, `engine` and an `output` of that class have the options of `ranktape.analyze.options`.
+- `filters` with `run`, `where` and `storage_options` is a selection of that run;
+- `storage_options`, `by`, `view`, `engine` and an `output` of that class have the options of
+  `ranktape.analyze.options`;
+- what `on_` begins is called, and has no option.
 
-What a function of records returns is the answer, and is written as the options of `output` say.
+What a function of records returns is the answer, and is written as the options of `output` say. Commands that look
+after runs write theirs themselves (`ranktape.launch.place`).
 """
 
 from __future__ import annotations
@@ -19,15 +23,18 @@ import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ranktape.analyze.options import OPTIONS, NamedPath, Output, Selection, flag_of
+from ranktape.analyze.options import OPTIONS, JsonObject, NamedPath, Output, Selection, flag_of
 from ranktape.errors import CheckFoundError
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""What adds an option to a command."""
 
 _TYPES = {"int": int, "float": float, "str": str}
 
@@ -53,7 +60,7 @@ class Parameter:
     def shared(self) -> str:
         """The key of its options in `OPTIONS`; empty where it has one of its own."""
         is_shared = self.name in OPTIONS and (self.name != "output" or self.annotation == "Output")
-        return "selection" if self.name == "records" else self.name if is_shared else ""
+        return "selection" if self.name in {"records", "filters"} else self.name if is_shared else ""
 
     @property
     def is_run(self) -> bool:
@@ -61,39 +68,96 @@ class Parameter:
         return self.name != "records" and self.annotation.split(" |")[0] == "Records"
 
 
-def make_command(module: str, name: str) -> click.Command:
-    """The command of a function, which has its name."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A function as its source says: what a command is made of."""
+
+    name: str
+    """Of the function."""
+    text: str
+    """What the docstring says of it all."""
+    parameters: list[Parameter]
+    """Those that have an option or an argument."""
+    said: dict[str, tuple[str, str]]
+    """By the parameter: what stands for its value, and its help."""
+
+    def command(self, run: Callable[..., Any], *, more: Sequence[Decorator] = ()) -> click.Command:
+        """A command that calls `run` with the values of the parameters, and of `more` options."""
+        shared = {one.shared for one in self.parameters}
+        options = [
+            *(add for name, add in OPTIONS.items() if name in shared and name.startswith("selection")),
+            *(self._option(one) for one in self.parameters if not one.shared),
+            *(add for name, add in OPTIONS.items() if name in shared and not name.startswith("selection")),
+            *more,
+        ]
+        decorated = run
+        for add in reversed(options):
+            decorated = add(decorated)
+        help_text = self._with_flags(self.text.split("\n\nRaises:")[0])
+        return click.command(name=self.name.replace("_", "-"), help=help_text)(decorated)
+
+    def _with_flags(self, text: str) -> str:
+        names = {one.name for one in self.parameters}
+        return re.sub(r"`(\w+)`", lambda found: flag_of(found[1]) if found[1] in names else f"'{found[1]}'", text)
+
+    def _option(self, one: Parameter) -> Decorator:
+        """The option of a parameter; it gives None, or nothing, where it is not given and has no default to show."""
+        metavar, text = self.said.get(one.name, ("", ""))
+        settings: dict[str, Any] = {"help": self._with_flags(text), "metavar": metavar or None}
+        flag = flag_of(one.name)
+        if one.annotation == "bool":
+            pair = f"{flag}/--no-{flag[2:]}" if one.default else flag
+            return click.option(pair, one.name, default=one.default, is_flag=True, show_default=one.default, **settings)
+        if one.is_run and one.is_positional:
+            return click.argument(one.name, metavar=f"[{one.name.upper()}]", required=False)
+        if one.is_positional:
+            is_folder = one.annotation == "Path"
+            kind = NamedPath(path_type=Path) if is_folder else str
+            return click.argument(one.name, metavar="DIR" if is_folder else one.name.upper(), type=kind)
+        if one.annotation.startswith("Literal"):
+            settings |= {"type": click.Choice(re.findall(r"'(\w+)'", one.annotation)), "metavar": None}
+        elif "Path" in one.annotation:
+            settings["type"] = NamedPath(path_type=Path)
+        elif one.annotation.startswith("Mapping"):
+            settings["type"] = JsonObject()
+        else:
+            kinds = one.annotation.split(" | ")
+            settings["type"] = str if "str" in kinds else _TYPES.get(kinds[0], str)
+        if "Sequence" in one.annotation:
+            settings["multiple"] = True
+        if one.default not in {None, ()}:
+            settings |= {"default": one.default, "show_default": True}
+        return click.option(*(["-o"] if one.name == "output" else []), flag, one.name, **settings)
+
+
+def describe(module: str, name: str) -> Description:
+    """What the source of a module says of one of its functions."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.loader is not None
     source = spec.loader.get_source(module)  # type: ignore[attr-defined]  # a loader of source has it
     (function,) = (one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef) and one.name == name)
-    parameters = [one for one in _parameters(function) if not one.annotation.startswith("Callable")]
+    parameters = [one for one in _parameters(function) if not one.name.startswith("on_")]
+    if any(one.name == "filters" for one in parameters):
+        parameters = [one for one in parameters if one.name not in {"run", "where", "storage_options"}]
     text, _, rest = inspect.cleandoc(ast.get_docstring(function) or "").partition("\n\nArgs:\n")
-    said = {key: (metavar, " ".join(text.split())) for key, metavar, text in _ENTRY.findall(rest.split("\n\n")[0])}
-    names = [one.name for one in parameters]
+    said = {key: (metavar, " ".join(words.split())) for key, metavar, words in _ENTRY.findall(rest.split("\n\n")[0])}
+    return Description(name=name, text=text, parameters=parameters, said=said)
 
-    def as_options(text: str) -> str:
-        return re.sub(r"`(\w+)`", lambda found: flag_of(found[1]) if found[1] in names else f"'{found[1]}'", text)
+
+def make_command(module: str, name: str) -> click.Command:
+    """The command of a function, which has its name."""
+    described = describe(module, name)
+    is_question = described.parameters[0].name == "records"
 
     def run(**values: Any) -> None:
         called = getattr(importlib.import_module(module), name)
-        if names[0] == "records":
-            _answer(called, parameters, **values)
+        if is_question:
+            _answer(called, described.parameters, **values)
         else:
             called(**values)
 
-    decorated: Callable[..., Any] = OPTIONS["output"](run) if names[0] == "records" else run
-    for one in [one for key in ("output", "engine", "by", "view") for one in parameters if one.shared == key]:
-        decorated = OPTIONS[one.shared](decorated)
-    for one in reversed(parameters[1:]):
-        if one.is_run and one.is_positional:
-            decorated = click.argument(one.name, metavar=f"[{one.name.upper()}]", required=False)(decorated)
-        elif not one.shared:
-            metavar, entry = said.get(one.name, ("", ""))
-            decorated = _option(one, metavar=metavar, text=as_options(entry))(decorated)
-    decorated = OPTIONS[parameters[0].shared](decorated)
-    return click.command(name=name.replace("_", "-"), help=as_options(text.split("\n\nRaises:")[0]))(decorated)
+    return described.command(run, more=[OPTIONS["output"]] if is_question else [])
 
 
 def _answer(
@@ -126,24 +190,3 @@ def _parameters(function: ast.FunctionDef) -> Iterator[Parameter]:
             default=ast.literal_eval(default) if isinstance(default, _LITERALS) else None,
             is_positional=place < len(positional),
         )
-
-
-def _option(one: Parameter, *, metavar: str, text: str) -> Callable[..., Any]:
-    """The option of a parameter; it gives None, or nothing, where it is not given and has no default to show."""
-    settings: dict[str, Any] = {"help": text, "metavar": metavar or None}
-    flag = flag_of(one.name)
-    if one.annotation == "bool":
-        pair = f"{flag}/--no-{flag[2:]}" if one.default else flag
-        return click.option(pair, one.name, default=one.default, help=text, is_flag=True, show_default=one.default)
-    if one.annotation.startswith("Literal"):
-        settings |= {"type": click.Choice(re.findall(r"'(\w+)'", one.annotation)), "metavar": None}
-    elif "Path" in one.annotation:
-        settings["type"] = NamedPath(path_type=Path)
-    else:
-        kinds = one.annotation.split(" | ")
-        settings["type"] = str if "str" in kinds else _TYPES.get(kinds[0], str)
-    if "Sequence" in one.annotation:
-        settings["multiple"] = True
-    if one.default not in {None, ()}:
-        settings |= {"default": one.default, "show_default": True}
-    return click.option(*(["-o"] if one.name == "output" else []), flag, one.name, **settings)

@@ -55,6 +55,20 @@ class NamedPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class JsonObject(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """The options of a store on the command line; what they hold is shown in no message."""
+
+    name = "JSON"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
+        """The object.
+
+        Raises:
+            UsageError: it is none.
+        """
+        return parse_storage_options(value) if isinstance(value, str) else value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """Which records a command is about."""
@@ -229,11 +243,10 @@ def _selections(values: dict[str, Any]) -> tuple[Selection, ...]:
 def _filters(values: dict[str, Any]) -> dict[str, Any]:
     """What the options of filters say of a `Selection`."""
     given = {field: tuple(values.pop(field)) for field in FILTERS}
-    storage_options = values.pop("storage_options")
     return {
         "filters": {field: texts for field, texts in given.items() if texts},
         "where": values.pop("where"),
-        "storage_options": parse_storage_options(storage_options) if storage_options is not None else None,
+        "storage_options": values.pop("storage_options"),
         "skip_unreadable": values.pop("skip_unreadable"),
     }
 
@@ -265,13 +278,16 @@ def _view(values: dict[str, Any]) -> View | None:
     return None if view is None else View(view)
 
 
+storage_options_option = click.option("--storage-options", type=JsonObject(), help="JSON object for fsspec.")
+"""The option of every command that opens a store."""
+
 _FILTER_OPTIONS = (
     *(
         click.option(flag_of(field), field, multiple=True, metavar="VALUE", help=text)
         for field, text in FILTERS.items()
     ),
     click.option("--where", metavar="EXPR", help="As in \"overflow.ratio > 0 and phase == 'pre'\"."),
-    click.option("--storage-options", metavar="JSON", help="JSON object for fsspec."),
+    storage_options_option,
     click.option(
         "--skip-unreadable", is_flag=True, help="Of a folder of .pt files: name and leave out what cannot be read."
     ),
@@ -280,7 +296,7 @@ _FILTER_OPTIONS = (
 selection_options = _together("selection", _selection, click.argument("run", metavar="RUN"), *_FILTER_OPTIONS)
 """Adds the argument RUN and one option for each field; the command gets them as `selection`."""
 
-OPTIONS = {
+OPTIONS: dict[str, Callable[[Command], Command]] = {
     "selection": selection_options,
     "selections": _together(
         "selections",
@@ -288,24 +304,14 @@ OPTIONS = {
         click.argument("sources", metavar="SOURCE...", nargs=-1, required=True),
         *_FILTER_OPTIONS,
     ),
-    "output": _together(
-        "output",
-        _output,
-        click.option("--json", "as_json", is_flag=True, help="Write one JSON document."),
-        click.option("--csv", "as_csv", is_flag=True, help="Write CSV."),
-        click.option("--wide", is_flag=True, help="Show every column as text."),
-        click.option("--sort", metavar="COLUMN", help="Largest values of a column first."),
+    "storage_options": storage_options_option,
+    "view": _together(
+        "view",
+        _view,
         click.option(
-            "--limit",
-            type=click.IntRange(min=0),
-            metavar="N",
-            help=f"Write N rows at most, 0 for all; as text {MAX_TEXT_ROWS} by default.",
-        ),
-        click.option(
-            *("--output", "-o"),
-            type=NamedPath(path_type=Path),
-            metavar="FILE",
-            help="Write to a file; by its name also JSON or CSV.",
+            "--view",
+            type=click.Choice(["compute", "seen"]),
+            help="Values rounded to what the operation computed in, or as they were captured.",
         ),
     ),
     "by": _together(
@@ -327,17 +333,28 @@ OPTIONS = {
         click.option("--scheduler", metavar="URL", help="Work on a Dask cluster: tcp://HOST:PORT."),
         click.option("--no-cache", is_flag=True, help="Neither use nor keep what was counted before."),
     ),
-    "view": _together(
-        "view",
-        _view,
+    "output": _together(
+        "output",
+        _output,
+        click.option("--json", "as_json", is_flag=True, help="Write one JSON document."),
+        click.option("--csv", "as_csv", is_flag=True, help="Write CSV."),
+        click.option("--wide", is_flag=True, help="Show every column as text."),
+        click.option("--sort", metavar="COLUMN", help="Largest values of a column first."),
         click.option(
-            "--view",
-            type=click.Choice(["compute", "seen"]),
-            help="Values rounded to what the operation computed in, or as they were captured.",
+            "--limit",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help=f"Write N rows at most, 0 for all; as text {MAX_TEXT_ROWS} by default.",
+        ),
+        click.option(
+            *("--output", "-o"),
+            type=NamedPath(path_type=Path),
+            metavar="FILE",
+            help="Write to a file; by its name also JSON or CSV.",
         ),
     ),
 }
-"""What adds the options of parameters that mean the same in every command."""
+"""What adds the options of parameters that mean the same in every command, in the order of help."""
 
 
 def say_what_is_left_out(run: RecordSource, *, with_unreadable: bool = True) -> None:

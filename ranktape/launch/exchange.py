@@ -11,12 +11,10 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import click
+from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.console import say
-from ranktape.analyze.options import MAX_NAMED_FILES, NamedPath, Selection
+from ranktape.analyze.options import MAX_NAMED_FILES, Selection
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.launch.place import CommandAnswer, Progress, command_of, count_text, quiet, shown
 from ranktape.storage.format.memory import nbytes_text
@@ -53,6 +51,10 @@ def cp(
 
     With filters only the records that match are copied, into a run of their own: its iterations are complete when
     those records are there, and say how many others were left out. Such a copy does not go on where it stopped.
+
+    Args:
+        no_verify: Trust the sizes of values instead of reading them back.
+        target_storage_options: The same for URL; those of RUN by default.
     """
     from ranktape.storage.maintenance.copy import copy_records, copy_run
     from ranktape.storage.maintenance.runs import suggest_nearest
@@ -77,14 +79,7 @@ def cp(
         )
 
 
-@command_of(
-    cp,
-    helps={
-        "no_verify": "Trust the sizes of values instead of reading them back.",
-        "target_storage_options": {"metavar": "JSON", "help": "The same for URL; those of RUN by default."},
-    },
-    working="copying",
-)
+@command_of(cp, working="copying")
 def cp_command(report: CopyReport | SelectionReport, given: Mapping[str, Any]) -> CommandAnswer:
     """What was copied."""
     from ranktape.storage.maintenance.copy import CopyReport
@@ -109,6 +104,10 @@ def push(
 
     Everything that a commit names is read back from the run and compared before the commit is made. What was brought
     is removed from DIR. A push that was interrupted can be repeated. Exits with 3 when something has to stay.
+
+    Args:
+        to (URL): The run, where it is not the one that DIR names.
+        keep: Leave everything in DIR, too.
     """
     from ranktape.storage.maintenance.outbox import find_spills, push_spill
 
@@ -124,14 +123,7 @@ def push(
     return results
 
 
-@command_of(
-    push,
-    helps={
-        "directory": {"metavar": "DIR"},
-        "to": {"metavar": "URL", "help": "The run, where it is not the one that DIR names."},
-        "keep": "Leave everything in DIR, too.",
-    },
-)
+@command_of(push)
 def push_command(results: Sequence[Pushed], given: Mapping[str, Any]) -> CommandAnswer:
     """What was brought of each rank, and what stays."""
     directory = given["directory"]
@@ -175,6 +167,10 @@ def recover(
     An iteration is committed when every tensor of it is found, in the ring or in the store; of others the run says
     why they are lost. A ring is removed once nothing in it is of use. Rings whose processes run are left alone. Exits
     with 3 when a ring remains or an iteration is lost.
+
+    Args:
+        trust_other_boots: Take rings that another host wrote, or an earlier start of this one: what it wrote last may
+            be missing if it did not go down in order.
     """
     from ranktape.capture.writing.recover import RingReport, find_rings, recover_ring
 
@@ -189,14 +185,7 @@ def recover(
     return [recovered(path) for path in find_rings(directory)]
 
 
-@command_of(
-    recover,
-    helps={
-        "directory": {"metavar": "DIR"},
-        "trust_other_boots": "Take rings that another host wrote, or an earlier start of this one: what it wrote last "
-        "may be missing if it did not go down in order.",
-    },
-)
+@command_of(recover)
 def recover_command(reports: Sequence[RingReport], given: Mapping[str, Any]) -> CommandAnswer:
     """What was stored of each ring, and what is lost."""
     directory = given["directory"]
@@ -230,7 +219,7 @@ def export(
     records: Records,
     folder: Path,
     *,
-    form: str = "tensors",
+    form: Literal["tensors", "layers"] = "tensors",
     per_sample: bool = False,
     overwrite: bool = False,
     on_progress: Progress = quiet,
@@ -240,6 +229,11 @@ def export(
     Their names and what is embedded in them are those of the legacy tools, and `ranktape import` makes the same
     run of them. Files that are there and hold the same are left as they are. Filters are those of the analyze
     commands.
+
+    Args:
+        form: One tagged file for each tensor, or embedding_output.pt, layer_N_output.pt and their statistics.
+        per_sample: One file for each sample, where a tensor has samples.
+        overwrite: Replace files that hold something else.
     """
     from ranktape.analyze.legacy.export import ExportForm, export_records
 
@@ -254,21 +248,7 @@ def export(
     )
 
 
-@command_of(
-    export,
-    helps={
-        "folder": {"metavar": "DIR", "type": NamedPath(path_type=Path, file_okay=False)},
-        "form": {
-            "type": click.Choice(["tensors", "layers"]),
-            "show_default": True,
-            "help": "One tagged file for each tensor, or embedding_output.pt, layer_N_output.pt and their statistics.",
-        },
-        "per_sample": "One file for each sample, where a tensor has samples.",
-        "overwrite": "Replace files that hold something else.",
-    },
-    working="exporting",
-    has_json=False,
-)
+@command_of(export, working="exporting", has_json=False)
 def export_command(report: ExportReport, given: Mapping[str, Any]) -> CommandAnswer:
     """What was written."""
     kept = f"; {report.num_kept} were there already" if report.num_kept else ""
@@ -289,6 +269,10 @@ def import_files(
 
     DIR holds files under the names of the legacy tools, tagged ones or the outputs of layers; nothing in them is
     ever executed. An import that was interrupted goes on where it was when the command is given again.
+
+    Args:
+        skip_unreadable: Name and leave out files that cannot be read or are not known.
+        overwrite: Delete the run that is at RUN.
     """
     from ranktape.analyze.legacy.into_run import import_folder
     from ranktape.analyze.legacy.open import open_folder
@@ -305,16 +289,7 @@ def import_files(
     )
 
 
-@command_of(
-    import_files,
-    helps={
-        "folder": {"metavar": "DIR"},
-        "skip_unreadable": "Name and leave out files that cannot be read or are not known.",
-        "overwrite": "Delete the run that is at RUN.",
-    },
-    working="importing",
-    has_json=False,
-)
+@command_of(import_files, working="importing", has_json=False)
 def import_command(report: ImportReport, given: Mapping[str, Any]) -> CommandAnswer:
     """What was stored, and on stderr what was left out."""
     for name, reason in list(report.left_out.items())[:MAX_NAMED_FILES]:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError
 from ranktape.launch.place import CommandAnswer, Progress, command_of, count_text, open_backend_of, quiet, shown
@@ -39,6 +37,9 @@ def runs(url: str, *, depth: int | None = None, storage_options: Mapping[str, An
 
     A run is met or unmet (it is closed, and its guaranteed minimum is there or not), open (it is being recorded,
     or its processes were lost), empty or unreadable. The size is that of the values of its complete iterations.
+
+    Args:
+        depth (N): Levels of names that are looked through. [default: 4]
     """
     from ranktape.storage.maintenance.runs import MAX_DEPTH, find_runs, suggest_nearest
 
@@ -46,10 +47,7 @@ def runs(url: str, *, depth: int | None = None, storage_options: Mapping[str, An
         return find_runs(url, storage_options=storage_options, max_depth=MAX_DEPTH if depth is None else depth)
 
 
-@command_of(
-    runs,
-    helps={"depth": {"type": click.IntRange(min=0), "help": "Levels of names that are looked through. [default: 4]"}},
-)
+@command_of(runs)
 def runs_command(found: Sequence[RunSummary], given: Mapping[str, Any]) -> CommandAnswer:
     """One row for each run; below, why some cannot be read."""
     rows = tuple(
@@ -85,6 +83,9 @@ def check(
 
     Errors are what was committed and is lost or wrong; they make it exit with 3. Notes are the rest: debris, what
     is not finished, what is not ours. Nothing is changed: 'ranktape repair' does that.
+
+    Args:
+        deep: Read every byte and compare it with its checksums.
     """
     from ranktape.storage.maintenance.check import check_run
 
@@ -92,7 +93,7 @@ def check(
         return check_run(backend, deep=deep, on_progress=on_progress)
 
 
-@command_of(check, helps={"deep": "Read every byte and compare it with its checksums."}, working="checking")
+@command_of(check, working="checking")
 def check_command(report: CheckReport, _given: Mapping[str, Any]) -> CommandAnswer:
     """Each finding in a line, errors first, and what was looked at below."""
     looked = (
@@ -123,6 +124,10 @@ def repair(
     Removes what crashed writers left behind, restores markers and documents that were lost, and writes the commits
     of iterations that all ranks have committed. Exits with 3 if errors are left that it cannot mend. Where a ring
     or a spill directory is left, run 'ranktape recover' or 'ranktape push' first: they need what is removed here.
+
+    Args:
+        dry_run: Change nothing, and say what would be done.
+        min_age (SECONDS): What was written since may belong to a writer at work, and is left alone.
     """
     from ranktape.storage.maintenance.repair import repair_run
 
@@ -134,19 +139,7 @@ def _mend(finding: CheckFinding) -> str:
     return f"{finding.mend}: {finding.text()}"
 
 
-@command_of(
-    repair,
-    helps={
-        "dry_run": "Change nothing, and say what would be done.",
-        "min_age": {
-            "type": click.FloatRange(min=0),
-            "show_default": True,
-            "help": "Seconds; what was written since may belong to a writer at work, and is left alone.",
-        },
-    },
-    working="checking",
-    each=_mend,
-)
+@command_of(repair, working="checking", each=_mend)
 def repair_command(report: RepairReport, given: Mapping[str, Any]) -> CommandAnswer:
     """What was done, what was left alone and what cannot be mended."""
     word = "to be mended" if report.dry_run else "mended"
@@ -175,6 +168,11 @@ def prune(
     Of each iteration first the commit goes, so that no reader takes what is left for the whole, then the values; what
     was interrupted goes on when the command is said again, or with 'ranktape repair'. Iterations that were removed
     still count for the guaranteed minimum. A run that is being recorded is refused.
+
+    Args:
+        keep_last (N): Remove all but the last N iterations.
+        iteration (SPEC): Remove these: a number, a range (0-3, 10:20:2) or several (0,2,5).
+        dry_run: Change nothing, and say what would be removed.
     """
     from ranktape.storage.maintenance.prune import prune_run
 
@@ -187,19 +185,7 @@ def _prune_question(plan: PruneReport) -> str | None:
     return f"Remove {what} from {plan.url}?" if plan.removed else None
 
 
-@command_of(
-    prune,
-    helps={
-        "keep_last": {"type": click.IntRange(min=0), "metavar": "N", "help": "Remove all but the last N iterations."},
-        "iteration": {
-            "metavar": "SPEC",
-            "help": "Remove these: a number, a range (0-3, 10:20:2) or several (0,2,5).",
-        },
-        "dry_run": "Change nothing, and say what would be removed.",
-    },
-    working="removing",
-    question=_prune_question,
-)
+@command_of(prune, working="removing", question=_prune_question)
 def prune_command(report: PruneReport, _given: Mapping[str, Any]) -> CommandAnswer:
     """How many iterations are gone, or would be, and which are left."""
     word = "to be removed" if report.dry_run and report.removed else "removed"
@@ -223,6 +209,9 @@ def rm(run: str, *, dry_run: bool = False, storage_options: Mapping[str, Any] | 
 
     A damaged run is deleted as well; one that is being recorded is refused. What was interrupted goes on when the
     command is said again.
+
+    Args:
+        dry_run: Change nothing, and say what would be deleted.
     """
     from ranktape.storage.maintenance.prune import delete_run, expect_run
 
@@ -234,12 +223,7 @@ def rm(run: str, *, dry_run: bool = False, storage_options: Mapping[str, Any] | 
     return f"{'to be deleted' if dry_run else 'deleted'}: {what}"
 
 
-@command_of(
-    rm,
-    helps={"dry_run": "Change nothing, and say what would be deleted."},
-    question=lambda answer: f"Delete {answer.partition(': ')[2]}?",
-    has_json=False,
-)
+@command_of(rm, question=lambda answer: f"Delete {answer.partition(': ')[2]}?", has_json=False)
 def rm_command(answer: str, _given: Mapping[str, Any]) -> CommandAnswer:
     """What was deleted."""
     return CommandAnswer(text=answer)

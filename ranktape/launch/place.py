@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ranktape.analyze.command import describe
 from ranktape.analyze.console import say, say_json
 from ranktape.errors import CheckFoundError, UsageError
 from ranktape.storage.places.backend import without_credentials
@@ -30,13 +29,6 @@ Progress = Callable[[int, int], object]
 
 def quiet(_done: int, _total: int) -> None:
     """Tells nobody of progress."""
-
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
-"""The option of every command with an answer for programs."""
-
-storage_options_option = click.option("--storage-options", metavar="JSON", help="JSON object for fsspec.")
-"""The option of every command that opens a store; `read_options` reads its value."""
 
 
 def read_options(text: str | None) -> dict[str, Any] | None:
@@ -116,8 +108,7 @@ class CommandAnswer:
 def command_of(
     function: Callable[..., Any],
     *,
-    helps: Mapping[str, str | Mapping[str, Any]],
-    flags: Mapping[str, str] | None = None,
+    apart: Collection[str] = (),
     working: str = "",
     question: Callable[[Any], str | None] | None = None,
     each: Callable[[Any], str] | None = None,
@@ -125,29 +116,25 @@ def command_of(
 ) -> Callable[[Callable[..., CommandAnswer]], click.Command]:
     """A decorator that makes a function's command: it is given what the function returns, and gives the answer.
 
-    The function's arguments become those of the command, its keywords the options. Storage options are read as JSON,
-    `on_progress` is a bar; `filters` and `records` come from RUN and the options of a selection.
+    The options come from the function, as those of a question do. Of its other arguments `on_progress` is a bar.
 
     Args:
-        function: Named as the command is, with the help page as its docstring.
-        helps: For each option the help, or what click is given of it.
-        flags: Arguments that the answer knows in place of the function, with their help.
+        function: Named as the command is.
+        apart: Arguments that the answer knows in place of the function.
         working: What the bar says.
         question: Gives, for what a dry run has returned, what is asked before something is removed; None for nothing.
         each: Gives a line for each thing that the function tells of by `on_done`.
         has_json: Whether it has `--json`.
     """
-    parameters = inspect.signature(function).parameters
-    chosen = {"run", "filters", "where", "storage_options"} if "filters" in parameters else {"records"}
-    selected = chosen & parameters.keys()
+    names = inspect.signature(function).parameters
 
     def decorate(answer_of: Callable[..., CommandAnswer]) -> click.Command:
         def run(*, as_json: bool = False, yes: bool = False, selection: Selection | None = None, **given: Any) -> None:
-            alone = {flag: given.pop(flag) for flag in flags or {}}
-            given |= {name: read_options(given[name]) for name in given if name.endswith("storage_options")}
-            for name in selected:
-                assert selection is not None
-                given[name] = selection.records() if name == "records" else getattr(selection, name)
+            alone = {name: given.pop(name) for name in apart}
+            if selection is not None and "records" in names:
+                given["records"] = selection.records()
+            elif selection is not None:
+                given |= {name: getattr(selection, name) for name in ("run", "filters", "where", "storage_options")}
             if question is not None and not given["dry_run"]:
                 confirm(question(function(**{**given, "dry_run": True})), is_yes=yes)
             shown: Callable[[str], Any] = contextlib.nullcontext
@@ -160,50 +147,14 @@ def command_of(
                 found = function(**given, **calls)
             _write(answer_of(found, given | alone), as_json=as_json)
 
-        own = parameters.keys() - selected - {"storage_options", "on_done", "on_progress", *(flags or {})}
-        options = [
-            *(_option(one, helps.get(one.name, {})) for one in parameters.values() if one.name in own),
-            *([json_option] if has_json else []),
-            *(_flag(name, about) for name, about in (flags or {}).items()),
-            *([storage_options_option] if "storage_options" in parameters.keys() - selected else []),
-            *([_flag("yes", "Do not ask.")] if question is not None else []),
-        ]
-        made: Any = run
-        for option in reversed(options):
-            made = option(made)
-        made = _with_selection(made) if selected else made
-        name = function.__name__.partition("_")[0]
-        return click.command(name=name, help=inspect.cleandoc(function.__doc__ or ""))(made)
+        more = [*([_JSON] if has_json else []), *([_YES] if question is not None else [])]
+        return describe(function.__module__, function.__name__).command(run, more=more)
 
     return decorate
 
 
-def _with_selection(command: Any) -> Any:
-    from ranktape.analyze.options import selection_options
-
-    return selection_options(command)
-
-
-def _flag(name: str, help: str) -> Callable[[Any], Any]:  # noqa: A002  # click's word
-    return click.option("--" + name.replace("_", "-"), name, is_flag=True, help=help)
-
-
-def _option(parameter: inspect.Parameter, about: str | Mapping[str, Any]) -> Callable[[Any], Any]:
-    """What click is given of one of a function's arguments."""
-    fields: dict[str, Any] = {"help": about} if isinstance(about, str) else dict(about)
-    kind = _KINDS[re.split(r"[ \[]", parameter.annotation)[0]]
-    if kind is Path:
-        fields.setdefault("type", click.Path(path_type=Path))
-    if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-        return click.argument(parameter.name, **{"metavar": parameter.name.upper(), **fields})
-    if kind is bool:
-        return _flag(parameter.name, **fields)
-    flag = "--" + parameter.name.replace("_", "-")
-    return click.option(flag, parameter.name, default=parameter.default, **{"type": kind, **fields})
-
-
-_KINDS: Mapping[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "Path": Path, "Mapping": str}
-"""What an annotation, which is text, may begin with; a mapping is JSON."""
+_JSON = click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
+_YES = click.option("--yes", is_flag=True, help="Do not ask.")
 
 
 def _write(answer: CommandAnswer, *, as_json: bool) -> None:

@@ -91,6 +91,9 @@ def status(run: str, *, require_minimum: bool = False, storage_options: Mapping[
     RUN is a URL or a path. An iteration is complete (every rank has it), partial (a rank is missing and will
     not come), skipped (a rank could not take it), dropped (it was complete, and removed to keep the run small) or
     open. Sizes are before compression, which leaves little of kept histograms.
+
+    Args:
+        require_minimum: Exit with 3 unless the guaranteed minimum is stored complete.
     """
     from ranktape.storage import open_run
     from ranktape.storage.maintenance.runs import suggest_nearest
@@ -109,9 +112,7 @@ def status(run: str, *, require_minimum: bool = False, storage_options: Mapping[
     return found
 
 
-@command_of(
-    status, helps={}, flags={"require_minimum": "Exit with 3 unless the guaranteed minimum is stored complete."}
-)
+@command_of(status, apart=["require_minimum"])
 def status_command(found: RunStatus, given: Mapping[str, Any]) -> CommandAnswer:
     """The table, and whether the minimum that was asked for is there."""
     problem = verdict_line(found.verdict) if given["require_minimum"] and not found.is_met else None

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import click
-
+from ranktape.analyze.command import describe
 from ranktape.analyze.console import say
-from ranktape.errors import CheckFoundError, RunNotFoundError
-from ranktape.launch.place import count_text, open_backend_of, read_options, shown, storage_options_option
+from ranktape.errors import CheckFoundError, RunNotFoundError, expect_least
+from ranktape.launch.place import count_text, open_backend_of, shown
 from ranktape.storage.format.memory import nbytes_text
 
 if TYPE_CHECKING:
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
 
 RESTART_SECONDS = 30.0
 """A run that is closed without its minimum may be taken up again by a restarted worker group for so long."""
+
+_SHORTEST_SECONDS = 0.05
+"""From one look to the next: each costs the store some requests."""
 
 _RATE_LOOKS = 10
 """Looks over which a rate is taken."""
@@ -45,28 +47,6 @@ class WatchView:
     """Bytes per second of all ranks, lately."""
 
 
-@click.command(name="watch")
-@click.argument("run", metavar="RUN")
-@click.option("--until-complete", is_flag=True, help="Watch until the guaranteed minimum is stored complete.")
-@click.option(
-    "--min-records", type=click.IntRange(min=1), help="Watch until so many records are in complete iterations."
-)
-@click.option("--timeout", type=click.FloatRange(min=0), help="Seconds to watch at most; also waits for RUN to appear.")
-@click.option(
-    "--interval", type=click.FloatRange(min=0.05), default=2.0, show_default=True, help="Seconds between looks."
-)
-@storage_options_option
-def command(run: str, *, storage_options: str | None, **given: Any) -> None:
-    """Show live which ranks of RUN have committed what.
-
-    Without a condition it ends when the run is closed. With one it exits with 0 as soon as all conditions hold, and
-    with 3 when the time is up or the run is closed without them. A table that moves on a terminal, a line for each
-    change in a pipe.
-    """
-    with _screen(shown(run)) as on_look:
-        watch(run, storage_options=read_options(storage_options), on_look=on_look, **given)
-
-
 def watch(
     run: str | os.PathLike[str],
     *,
@@ -77,24 +57,30 @@ def watch(
     storage_options: Mapping[str, Any] | None = None,
     on_look: Callable[[WatchView], object] = lambda _: None,
 ) -> Snapshot:
-    """Watch RUN until all conditions hold, or without one until it is closed; the last look at it.
+    """Show live which ranks of RUN have committed what.
+
+    Without a condition it ends when the run is closed. With one it exits with 0 as soon as all conditions hold, and
+    with 3 when the time is up or the run is closed without them. A table that moves on a terminal, a line for each
+    change in a pipe.
 
     Args:
-        run: Its URL or path.
         until_complete: Watch until the guaranteed minimum is stored complete.
-        min_records: Watch until so many records are in complete iterations.
-        timeout: Seconds to watch at most; also waits for the run to appear.
-        interval: Seconds between looks.
-        storage_options: Of its store.
+        min_records (N): Watch until so many records are in complete iterations.
+        timeout (SECONDS): Watch so long at most; also waits for RUN to appear.
+        interval (SECONDS): From one look to the next.
         on_look: Called with each look.
 
     Raises:
         CheckFoundError: the time is up, or the run is closed and what was waited for is not there.
         RunNotFoundError: there is no run, and no time was given in which it may appear.
+        UsageError: a number is too small.
         RanktapeError: the store cannot be read.
     """
     from ranktape.storage.maintenance.watch import Watcher
 
+    expect_least(1, min_records=min_records)
+    expect_least(0, timeout=timeout)
+    expect_least(_SHORTEST_SECONDS, interval=interval)
     has_goal = until_complete or min_records is not None
     deadline = None if timeout is None else time.monotonic() + timeout
     looks: deque[Snapshot] = deque(maxlen=_RATE_LOOKS)
@@ -122,6 +108,14 @@ def watch(
                 state = " and ".join(lacks) or "the run is not closed"
                 raise CheckFoundError(f"after {timeout:g} s {state} ({backend.url})")
             time.sleep(interval if deadline is None else max(0.0, min(interval, deadline - now)))
+
+
+def _watch(run: str, **given: Any) -> None:
+    with _screen(shown(run)) as on_look:
+        watch(run, on_look=on_look, **given)
+
+
+command = describe(__name__, "watch").command(_watch)
 
 
 def _missing(now: Snapshot, *, until_complete: bool, min_records: int | None) -> list[str]:

@@ -127,3 +127,14 @@ def test_a_command_and_its_function_take_the_same_words(name: str) -> None:
         words -= {*FILTERS, "skip_unreadable"}
         words -= {"run", "where", "storage_options"} if "records" in arguments else set()
     assert words == arguments - {"records", "filters"}
+
+
+@pytest.mark.parametrize(
+    ("words", "least"),
+    [("runs --depth -1", 0), ("repair --min-age -1", 0), ("prune --keep-last -1", 0), ("watch --interval nan", 0.05)],
+)
+def test_a_number_that_is_too_small_is_refused(words: str, least: float, tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, [*words.split(), str(tmp_path)])
+    assert result.exit_code == 2
+    assert f"{words.split()[1]} " in result.output
+    assert f"is not allowed: give {least} or more" in result.output

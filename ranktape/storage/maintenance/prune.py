@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.errors import UsageError
+from ranktape.errors import UsageError, expect_least
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import (
     Launch,
@@ -72,8 +72,7 @@ def prune_run(
     """
     if (keep_last is None) == (iteration is None):
         raise UsageError("say what to remove, in one way: --keep-last N, or --iteration with a filter such as 0-3")
-    if keep_last is not None and keep_last < 0:
-        raise UsageError(f"--keep-last {keep_last} is not allowed: give 0 or more")
+    expect_least(0, keep_last=keep_last)
     run_attributes(read_run(backend), place=backend.url)
     with contextlib.nullcontext() if dry_run else _lease(backend):
         attempts = read_attempts(backend)

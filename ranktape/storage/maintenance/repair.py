@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ranktape.errors import DataError
+from ranktape.errors import DataError, expect_least
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempts
 from ranktape.storage.format.commit import finish_iteration, mark_committed
@@ -85,7 +85,9 @@ def repair_run(
     Raises:
         RunNotFoundError: there is no run.
         StorageError: the store cannot be read or written.
+        UsageError: the age is negative.
     """
+    expect_least(0, min_age=min_age_seconds)
     done: list[CheckFinding] = []
     report = check_run(backend, on_progress=on_progress)
     for _ in range(_MAX_ROUNDS):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from ranktape.errors import DataError, RanktapeError, RunFormatError, RunNotFoundError, UsageError
+from ranktape.errors import DataError, RanktapeError, RunFormatError, RunNotFoundError, UsageError, expect_least
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempts, read_run, run_attributes
 from ranktape.storage.format.documents import read_document
@@ -91,8 +91,9 @@ def find_runs(
     Raises:
         RunNotFoundError: there is nothing at the place.
         StorageError: the place cannot be reached or read.
-        UsageError: the URL or the options are not usable, or far too much lies there.
+        UsageError: the URL or the options are not usable, the levels are negative, or far too much lies there.
     """
+    expect_least(0, depth=max_depth)
     backend = open_backend(url, storage_options=storage_options)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
 
