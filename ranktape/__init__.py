@@ -15,13 +15,5 @@ if TYPE_CHECKING:
     from ranktape.errors import RanktapeError as RanktapeError
     from ranktape.storage import open_run as open_run
 else:
-    __all__, __getattr__, __dir__ = public_names(
-        __name__,
-        homes={
-            "analyze.legacy.open": ["open_source"],
-            "capture": ["Capture"],
-            "errors": ["RanktapeError"],
-            "storage": ["open_run"],
-        },
-    )
+    __all__, __getattr__, __dir__ = public_names(__name__)
     __all__ += ["__version__"]

@@ -2,21 +2,22 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 __version__ = "0.1.0"
 
 
-def public_names(
-    package: str, *, homes: Mapping[str, Sequence[str]]
-) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package whose public names live in its submodules `homes`.
+def public_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """`__all__`, `__getattr__` and `__dir__` of a package whose public names live in other files.
 
-    A name is imported when it is first used, and stays in the package from then on. Type checkers cannot follow:
-    the package repeats the names as imports under `TYPE_CHECKING`, and tests/test_packaging.py compares the two.
+    They are what it imports under `TYPE_CHECKING`, each in a line `from file import name as name`: the package's own
+    source is the table, and type checkers read the same. A name is imported when it is first used, and stays in the
+    package from then on.
     """
-    home_of = {name: f"{package}.{home}" for home, names in homes.items() for name in names}
+    loader: Any = sys.modules[package].__spec__.loader  # type: ignore[union-attr]  # a package that is imported has one
+    words = [line.split() for line in loader.get_source(package).splitlines() if line.startswith("    from ")]
+    home_of = {line[3]: line[1] for line in words}
 
     def fetch(name: str) -> Any:
         if name not in home_of:

@@ -27,28 +27,4 @@ if TYPE_CHECKING:
     from ranktape.analyze.views.plots.write import plot_overflow as plot_overflow
     from ranktape.analyze.views.report.page import write_report as write_report
 else:
-    __all__, __getattr__, __dir__ = public_names(
-        __name__,
-        homes={
-            "engine.engine": ["Engine"],
-            "engine.values": ["View"],
-            "findings.find": ["find"],
-            "numerics.formats": ["FORMATS"],
-            "numerics.quantization.fake_quant": ["fake_quantize"],
-            "numerics.quantization.quantizer": ["quantize"],
-            "questions.compare": ["compare", "compare_map"],
-            "questions.distribution": ["distribution"],
-            "questions.gradients": ["gradients"],
-            "questions.ls": ["ls"],
-            "questions.outliers": ["outliers"],
-            "questions.overflow": ["overflow"],
-            "questions.stats": ["stats"],
-            "questions.sweep": ["sweep"],
-            "questions.trace": ["trace"],
-            "questions.trend": ["trend"],
-            "rules.gate": ["gate"],
-            "table": ["Table"],
-            "views.plots.write": ["plot_overflow"],
-            "views.report.page": ["write_report"],
-        },
-    )
+    __all__, __getattr__, __dir__ = public_names(__name__)

@@ -20,21 +20,4 @@ if TYPE_CHECKING:
     from ranktape.capture.tensor_saver import save_linear_tensors as save_linear_tensors
     from ranktape.capture.tensor_saver import save_tensor as save_tensor
 else:
-    __all__, __getattr__, __dir__ = public_names(
-        __name__,
-        homes={
-            "settings.config": ["add_arguments"],
-            "hooks.layers": ["get_layer_hidden_states"],
-            "settings.options": ["CaptureOptions"],
-            "roles.known": ["register_role", "unregister_role"],
-            "roles.table": ["CallOption", "FunctionRole", "ModuleRole"],
-            "session": ["Capture"],
-            "tensor_saver": [
-                "TensorSaver",
-                "get_tensor_saver",
-                "save_attention_tensors",
-                "save_linear_tensors",
-                "save_tensor",
-            ],
-        },
-    )
+    __all__, __getattr__, __dir__ = public_names(__name__)

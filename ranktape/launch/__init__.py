@@ -21,12 +21,4 @@ if TYPE_CHECKING:
     from ranktape.launch.run_status import status as status
     from ranktape.launch.watching import watch as watch
 else:
-    __all__, __getattr__, __dir__ = public_names(
-        __name__,
-        homes={
-            "exchange": ["cp", "export", "import_files", "push", "recover"],
-            "maintain": ["check", "prune", "repair", "rm", "runs"],
-            "run_status": ["status"],
-            "watching": ["watch"],
-        },
-    )
+    __all__, __getattr__, __dir__ = public_names(__name__)

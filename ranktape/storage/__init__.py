@@ -17,18 +17,7 @@ if TYPE_CHECKING:
     from ranktape.storage.records.run import Run as Run
     from ranktape.storage.records.run import open_run as open_run
 else:
-    __all__, __getattr__, __dir__ = public_names(
-        __name__,
-        homes={
-            "format.statistics": ["Statistics"],
-            "format.status": ["IterationState", "IterationStatus", "RunVerdict"],
-            "format.zarr_types": ["register"],
-            "records.assemble": ["GlobalView"],
-            "records.record": ["Record"],
-            "records.records": ["Records"],
-            "records.run": ["Run", "open_run"],
-        },
-    )
+    __all__, __getattr__, __dir__ = public_names(__name__)
 
 # The one thing done at import: plain zarr opens what is stored here, without importing zarr before somebody does.
 register_on_import()

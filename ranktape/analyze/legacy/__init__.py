@@ -12,12 +12,4 @@ if TYPE_CHECKING:
     from ranktape.analyze.legacy.open import open_folder as open_folder
     from ranktape.analyze.legacy.open import open_source as open_source
 else:
-    __all__, __getattr__, __dir__ = public_names(
-        __name__,
-        homes={
-            "export": ["ExportForm", "export_records"],
-            "folder": ["Folder"],
-            "into_run": ["import_folder"],
-            "open": ["open_folder", "open_source"],
-        },
-    )
+    __all__, __getattr__, __dir__ = public_names(__name__)
