@@ -9,21 +9,39 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.numerics.kernels import BLOCK, compiled_sums
+from ranktape.analyze.numerics.kernels import BLOCK, compiled, compiled_sums
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+@compiled
+def _value(pattern: np.uint16) -> np.float64:
+    """A number of bfloat16."""
+    return np.float64(np.uint32(np.uint32(pattern) << 16).view(np.float32))
+
+
 @compiled_sums
-def add_errors(reference: NDArray[np.float32], result: NDArray[np.float32], sums_BM: NDArray[np.float64]) -> None:
-    """Write what each block of `BLOCK` elements adds up to, in the order of the fields of `ErrorSums`."""
+def add_errors(
+    reference: NDArray[np.float32],
+    result: NDArray[np.float32] | NDArray[np.uint16],
+    rest: NDArray[np.uint16] | None,
+    sums_BM: NDArray[np.float64],
+) -> None:
+    """Write what each block of `BLOCK` elements adds up to, in the order of the fields of `ErrorSums`.
+
+    With a rest the elements of the result are sums of the two, both patterns of bfloat16.
+    """
     for number in range(sums_BM.shape[0]):
         wanted = reference[number * BLOCK : (number + 1) * BLOCK]
         given = result[number * BLOCK : (number + 1) * BLOCK]
         finite = compared = wanted_squared = given_squared = product = squared = total = largest = 0.0
         for index in range(wanted.size):
-            x, y = np.float64(wanted[index]), np.float64(given[index])
+            x = np.float64(wanted[index])
+            if rest is None:
+                y = np.float64(given[index])
+            else:
+                y = _value(given[index]) + _value(rest[number * BLOCK + index])
             is_finite = abs(x) < np.inf
             is_compared = is_finite & (abs(y) < np.inf)
             x = x if is_compared else np.float64(0.0)

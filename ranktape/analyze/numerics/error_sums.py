@@ -116,8 +116,12 @@ class ErrorSums:
         return math.copysign(math.inf, mean) if mean else 0.0
 
 
-def error_sums(reference: AnyArray | torch.Tensor, result: AnyArray | torch.Tensor) -> ErrorSums:
+def error_sums(
+    reference: AnyArray | torch.Tensor, result: AnyArray | torch.Tensor, *, rest: torch.Tensor | None = None
+) -> ErrorSums:
     """What the errors of a result add up to; both are taken as float32, of any real type.
+
+    With a `rest` the result is the exact sum of the two, which are tensors of bfloat16 on a CPU.
 
     Arrays or tensors of one shape, whose order is that of the reference's rows. Sums are float64, of blocks of 4,096
     elements that are added up one after the other: the number of threads changes no bit. Tensors on another device stay
@@ -132,12 +136,13 @@ def error_sums(reference: AnyArray | torch.Tensor, result: AnyArray | torch.Tens
         raise UsageError(f"a result of shape {shapes[1]} has no errors against a reference of shape {shapes[0]}")
     if any(not isinstance(one, np.ndarray) and one.device.type != "cpu" for one in pair):
         return _device_sums(*pair)
-    want, got = (_flat(one) for one in pair)
+    want, got = _flat(pair[0]), _flat(pair[1]) if rest is None else _patterns(pair[1])
+    more = None if rest is None else _patterns(rest)
     sums_BM = np.zeros((-(-want.size // BLOCK), len(ErrorSums.__slots__)))  # noqa: N806 - the letters of a shape
 
     def add(start: int) -> None:
         part, blocks = slice(start, start + CHUNK), slice(start // BLOCK, (start + CHUNK) // BLOCK)
-        add_errors(want[part], got[part], sums_BM[blocks])
+        add_errors(want[part], got[part], None if more is None else more[part], sums_BM[blocks])
 
     each(add, range(0, want.size, CHUNK), threads=None)
     return ErrorSums.pooled(sums_BM)
@@ -147,6 +152,11 @@ def _flat(array: Any) -> NDArray[np.float32]:
     """The elements in C order."""
     plain = array if isinstance(array, np.ndarray) else array_of(array)
     return frozen(plain.astype(np.float32, copy=False), shape=(plain.size,))
+
+
+def _patterns(tensor: Any) -> NDArray[np.uint16]:
+    """The same of bfloat16, as it is."""
+    return frozen(array_of(tensor).view(np.uint16), shape=(tensor.numel(),))
 
 
 def _device_sums(reference: Any, result: Any) -> ErrorSums:

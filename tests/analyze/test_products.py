@@ -1,0 +1,246 @@
+"""Are the errors of replayed products those that plain loops in float64 find with `quantize`?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ranktape.analyze.numerics import matrix_products, products
+from ranktape.analyze.numerics.error_sums import ErrorSums
+from ranktape.analyze.numerics.matrix_products import difference_from, matrix_product
+from ranktape.analyze.numerics.products import RECORDED, ProductError, replay_products
+from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operand
+from ranktape.analyze.numerics.quantization.quantizer import quantize
+from ranktape.analyze.numerics.recipes.operands import one_operand
+from ranktape.analyze.numerics.recipes.parse import parse_recipes
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, OperandRecipe, Recipe, products_of
+from ranktape.errors import UsageError
+
+Tensors = dict[str, torch.Tensor]
+
+TWIN = {
+    "output": ("ti,oi->to", {"input": 1, "weight": 1}),
+    "grad_input": ("to,oi->ti", {"grad_output": 1, "weight": 0}),
+    "grad_weight": ("to,ti->oi", {"grad_output": 0, "input": 0}),
+}
+"""Of each product the sum, and along which axis its operands have their blocks."""
+
+
+def call(*, tokens: int = 96, inputs: int = 160, outputs: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensors:
+    """A call of a linear layer with outlier channels, and everything that was computed in its type."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, tokens // 4, inputs, generator=generator)
+    x[..., :3] *= 30
+    made = {
+        "input": x,
+        "weight": torch.randn(outputs, inputs, generator=generator) * 0.02,
+        "grad_output": torch.randn(4, tokens // 4, outputs, generator=generator) * 1e-6,
+    }
+    return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+
+def results(operands: Tensors) -> Tensors:
+    x, weight, grad = (operands[name] for name in ("input", "weight", "grad_output"))
+    return {"output": x @ weight.T, "grad_input": grad @ weight, "grad_weight": grad.flatten(0, 1).T @ x.flatten(0, 1)}
+
+
+def twin(operands: Tensors, product: str, recipe: Recipe | None) -> Any:
+    """The product in float64 of operands as `quantize` leaves them, one by one."""
+    equation, axes = TWIN[product]
+    sides = []
+    for name, axis in axes.items():
+        matrix = operands[name].flatten(0, -2).double().numpy()
+        how = OperandRecipe() if recipe is None else recipe.products[product].operands[name]
+        if how.scheme is not None:
+            own_axis = 1 - axis if how.scaling == "channel" else axis
+            matrix = np.asarray(
+                quantize(matrix.astype("f4"), how.scheme, axis=own_axis, warn=False, **how.options).values, dtype="f8"
+            )
+        sides.append(matrix)
+    return np.einsum(equation, *sides)
+
+
+def by_name(errors: list[ProductError]) -> dict[tuple[str, str], ProductError]:
+    return {(one.product, one.recipe): one for one in errors}
+
+
+RECIPES = "bf16,fp8_tensor,int8_token,hif8,mxfp8,mxfp8_e5m2_grad,mxfp6,mxfp4,nvfp4"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("small", "rel"), [(1 << 10, 5e-4), (1 << 40, 1e-5)], ids=["differences", "products"])
+def test_errors_are_those_of_the_twin(
+    small: int, rel: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix_products, "SMALL", small)
+    operands = call(dtype=dtype)
+    recorded, recipes = results(operands), parse_recipes(RECIPES)
+    found = by_name(replay_products(operands, recipes, recorded=recorded))
+    assert list(found) == [(product, name) for product in PRODUCTS for name in (RECORDED, *(r.name for r in recipes))]
+    for product, wanted in recorded.items():
+        exact, was = twin(operands, product, None), wanted.flatten(0, -2).double().numpy()
+        own = found[product, RECORDED]
+        assert own.recorded is None
+        check(own.exact, exact, was, rel=rel)
+        for recipe in recipes:
+            result, row = twin(operands, product, recipe), found[product, recipe.name]
+            check(row.exact, exact, result, rel=rel)
+            assert row.recorded is not None
+            check(row.recorded, was, result, rel=rel)
+
+
+def check(found: ErrorSums, reference: Any, result: Any, *, rel: float) -> None:
+    """Within what sums in float32 leave of the reference, and differences in bfloat16 of the errors."""
+    errors = result - reference
+    scale, size = float(np.linalg.norm(reference)), float(np.linalg.norm(errors))
+    assert found.num_elements == found.num_compared == reference.size
+    assert math.sqrt(found.error_squared) == pytest.approx(size, rel=rel, abs=1e-6 * scale)
+    assert math.sqrt(found.reference_squared) == pytest.approx(scale, rel=1e-6)
+    assert found.norm_ratio == pytest.approx(np.linalg.norm(result) / scale, rel=max(rel / 5, 1e-6))
+    assert found.cosine == pytest.approx(
+        (reference * result).sum() / scale / np.linalg.norm(result), rel=max(rel / 5, 1e-6)
+    )
+    assert found.max_error == pytest.approx(
+        np.abs(errors).max(), rel=max(rel * 10, 1e-6), abs=1e-6 * float(np.abs(reference).max())
+    )
+    assert found.error == pytest.approx(errors.sum(), abs=1e-3 * size * math.sqrt(errors.size) + 1e-5 * scale)
+
+
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_a_product_of_bfloat16_loses_nothing(*, is_bf16: bool) -> None:
+    operands = call(tokens=256, inputs=384, outputs=128)
+    a, b = (quantized_operand(operands[name].flatten(0, -2)) for name in ("input", "weight"))
+    if not is_bf16:
+        b = dataclasses.replace(b, values=b.values * 1.0001, is_bf16_exact=False)
+    exact = a.values.double() @ b.values.double().T
+    before = torch.get_float32_matmul_precision()
+    found = matrix_product(a, dataclasses.replace(b, factor=0.3))
+    assert torch.get_float32_matmul_precision() == before
+    assert found.dtype is torch.float32
+    assert (found.double() - 0.3 * exact).norm() <= 1e-6 * 0.3 * exact.norm()
+    factors = torch.arange(1.0, 257.0), torch.arange(1.0, 129.0)
+    scaled = matrix_product(dataclasses.replace(a, factor=factors[0]), dataclasses.replace(b, factor=factors[1]))
+    wanted = exact * torch.outer(*factors)
+    assert (scaled.double() - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+def test_a_process_that_asks_for_fewer_bits_does_not_change_the_reference() -> None:
+    operands = call(tokens=64, dtype=torch.float32)
+    found = replay_products(operands, parse_recipes("nvfp4"))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert replay_products(operands, parse_recipes("nvfp4")) == found
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_difference_is_rounded_once() -> None:
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(size, 300, generator=generator).bfloat16().float() for size in (200, 250))
+    exact = a.double() @ b.double().T
+    base = exact.bfloat16()
+    sides = [QuantizedOperand(values=one, factor=1.0, is_bf16_exact=True) for one in (a, b)]
+    found = difference_from(base, *sides)
+    if found is None:
+        pytest.skip("this processor does not multiply bfloat16")
+    wanted = exact - base.double()
+    assert ((found.double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-4).all()
+    assert difference_from(base, dataclasses.replace(sides[0], is_bf16_exact=False), sides[1]) is None
+    assert difference_from(base, dataclasses.replace(sides[0], factor=torch.ones(200)), sides[1]) is None
+    assert difference_from(base[:2, :2], *(dataclasses.replace(one, values=one.values[:2]) for one in sides)) is None
+
+
+def test_operands_are_quantised_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, ...]] = []
+
+    def counted(product: Any, name: str, x: torch.Tensor, *, seed: int) -> QuantizedOperand:
+        made.append((name, x.stride(), product.operands[name]))
+        return one_operand(product, name, x, seed=seed)
+
+    monkeypatch.setattr(products, "one_operand", counted)
+    operands = call()
+    recipes = parse_recipes("bf16,fp8_tensor,nvfp4,mxfp8,mxfp8_e5m2_grad")
+    many = [dataclasses.replace(one, name=f"{one.name}_{copy}") for one in recipes for copy in range(2)]
+    found = by_name(replay_products(operands, many))
+    # Three of one scale for the tensor, six of nvfp4 and of mxfp8, two gradients of mxfp8_e5m2_grad.
+    assert len(made) == len(set(made)) == 3 + 6 + 6 + 2
+    for product in PRODUCTS:
+        for one in recipes:
+            same = found[product, f"{one.name}_0"].exact
+            assert same == found[product, f"{one.name}_1"].exact
+        assert found[product, "bf16_0"].exact.sqnr == math.inf
+    monkeypatch.setattr(products, "MAX_KEPT", 2)
+    made.clear()
+    assert by_name(replay_products(operands, many)) == found
+    assert len(made) > 3 + 6 + 6 + 2
+
+
+def test_draws_are_pooled_and_differ() -> None:
+    noisy = OperandRecipe(scheme="mxfp4_e2m1", rounding="stochastic")
+    recipe = Recipe(name="noisy", source="here", products=products_of(noisy), seed=3)
+    operands = call()
+    each = [
+        by_name(replay_products(operands, [dataclasses.replace(recipe, seed=3 + draw)]))["output", "noisy"].exact
+        for draw in range(3)
+    ]
+    assert len({one.error_squared for one in each}) == 3
+    pooled = by_name(replay_products(operands, [dataclasses.replace(recipe, draws=3)]))["output", "noisy"].exact
+    assert pooled.to_array() == pytest.approx(ErrorSums.pooled([one.to_array() for one in each]).to_array())
+
+
+def test_only_products_with_both_operands() -> None:
+    operands = call()
+    recipes = parse_recipes("nvfp4")
+    for missing, left in (("weight", "grad_weight"), ("input", "grad_input"), ("grad_output", "output")):
+        given = {name: tensor for name, tensor in operands.items() if name != missing}
+        assert [one.product for one in replay_products(given, recipes)] == [left]
+    assert replay_products({}, recipes) == replay_products({"weight": operands["weight"]}, recipes) == []
+    assert replay_products(operands, []) == []
+
+
+def test_nan_rows_and_no_tokens() -> None:
+    operands = call()
+    operands["input"][0, 0, 5] = math.nan
+    found = by_name(replay_products(operands, parse_recipes("nvfp4"), recorded=results(operands)))
+    tokens, outputs, inputs = 96, 64, 160
+    output = found["output", "nvfp4"]
+    assert output.recorded is not None
+    for sums in (output.exact, output.recorded, found["output", RECORDED].exact):
+        assert [sums.num_elements, sums.num_compared, sums.num_lost] == [tokens * outputs, (tokens - 1) * outputs, 0]
+    gradient = found["grad_weight", "nvfp4"].exact
+    assert [gradient.num_compared, gradient.num_lost] == [outputs * (inputs - 1), 0]
+    assert found["grad_input", "nvfp4"].exact.num_compared == tokens * inputs
+    nothing = call(tokens=0)
+    for (product, _), row in by_name(
+        replay_products(nothing, parse_recipes("nvfp4"), recorded=results(nothing))
+    ).items():
+        assert row.exact.num_elements == (outputs * inputs if product == "grad_weight" else 0)
+        assert row.exact.sqnr == (math.inf if product == "grad_weight" else None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bias": torch.zeros(64)}, "'bias' is no operand of a linear layer: give input, weight, grad_output"),
+        ({"weight": torch.zeros(64, 160, dtype=torch.int8)}, "weight has elements of torch.int8"),
+        ({"weight": torch.zeros(2, 64, 160)}, r"weight has the shape \[2, 64, 160\]: it needs \[outputs, inputs\]"),
+        ({"input": torch.tensor(1.0)}, r"input has the shape \[\]: it needs at least one dimension"),
+        ({"weight": torch.zeros(64, 161)}, r"weight of shape \[64, 161\] has 161 inputs and input 160"),
+        ({"grad_output": torch.zeros(95, 64)}, r"grad_output of shape \[95, 64\] has 95 tokens and input 96"),
+    ],
+)
+def test_operands_that_are_none_are_refused(change: Tensors, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replay_products(call() | change, parse_recipes("nvfp4"))
+
+
+def test_a_recorded_result_of_another_call_is_refused() -> None:
+    with pytest.raises(UsageError, match="the recorded output has 5 elements and the product of its operands 6144"):
+        replay_products(call(), parse_recipes("nvfp4"), recorded={"output": torch.zeros(5)})
