@@ -14,7 +14,7 @@ import yaml
 from ranktape.errors import UsageError
 
 MAX_NBYTES = 1 << 16
-"""Bytes of a file."""
+"""Bytes of a file that a person writes."""
 
 MAX_DEPTH = 8
 """Lists and mappings within one another."""
@@ -23,7 +23,7 @@ _MAX_DOTS = 100
 """Dots in one word of TOML."""
 
 
-def read_text(path: Path, *, option: str, wanted: str, holds: str) -> str:
+def read_text(path: Path, *, option: str, wanted: str, holds: str, max_nbytes: int = MAX_NBYTES) -> str:
     """The text of a file.
 
     Args:
@@ -31,6 +31,7 @@ def read_text(path: Path, *, option: str, wanted: str, holds: str) -> str:
         option: The option that names it.
         wanted: What is to be given instead of something else, such as `a .yaml file`.
         holds: What it should list, such as `rules`.
+        max_nbytes: Bytes that it may have.
 
     Raises:
         UsageError: it cannot be read, is too large, or is no text; the message names the file.
@@ -40,12 +41,12 @@ def read_text(path: Path, *, option: str, wanted: str, holds: str) -> str:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UsageError(f"{option} {path} is not a file: give {wanted}")
         with path.open("rb") as file:
-            data = file.read(MAX_NBYTES + 1)
+            data = file.read(max_nbytes + 1)
     except (OSError, ValueError) as error:  # the latter for a name with a zero in it
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{option} {path} cannot be read ({reason}): give {wanted}") from error
-    if len(data) > MAX_NBYTES:
-        raise UsageError(f"{path} has more than {MAX_NBYTES} bytes: that is no list of {holds}")
+    if len(data) > max_nbytes:
+        raise UsageError(f"{path} has more than {max_nbytes} bytes: that is no list of {holds}")
     try:
         return data.decode()
     except UnicodeDecodeError as error:

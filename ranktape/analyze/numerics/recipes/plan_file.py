@@ -1,0 +1,284 @@
+"""Gives the precision plan: for each linear layer of a model the recipe to train it in, as a YAML file.
+
+    run: runs/demo                                  # where the figures come from
+    target_sqnr: {output: 18, grad_input: 18, grad_weight: 18}
+    summary: {mean_bits: 6.02, relative_gemm_time: 0.41, multiply_adds: {nvfp4: 0.6, mxfp8: 0.4}}
+    modules:
+      layers.0.attention.query:
+        recipe: nvfp4
+        bits: 4.5
+        speed_class: 4
+        multiply_adds: 50331648
+        sqnr: {output: 19.81, grad_input: 19.7, grad_weight: 18.64}
+        worst_sqnr: {output: 19.6, grad_input: 19.55, grad_weight: 18.01}
+      head: {recipe: bf16, why: no recipe holds the target}
+      "*.value": mxfp8                              # a person writes as much as this
+    recipes:                                        # those that do not come with ranktape, as in a file of recipes
+      mine: {operands: mxfp8_e5m2}
+
+A module that no name and no pattern matches stays as it is. What follows from something else in the file (`summary`,
+`bits`, `speed_class`) is written for people and not read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ranktape.analyze.numerics.recipes.parse import parse_recipe
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
+from ranktape.analyze.numerics.recipes.table import RECIPES
+from ranktape.analyze.numerics.recipes.words import recipes_of_words, words_of_recipe
+from ranktape.errors import UsageError, nearest
+from ranktape.yaml_file import parse_yaml, read_text
+
+MAX_PLAN_NBYTES = 1 << 24
+"""Bytes of a plan: room for some 50,000 modules."""
+
+HIGH_PRECISION = RECIPES["bf16"]
+"""The recipe of layers that are not quantised."""
+
+_DECIMALS = 2
+"""Of decibels and bits in the file."""
+
+_PLAN_KEYS = ("run", "target_sqnr", "candidates", "summary", "modules", "recipes")
+_MODULE_KEYS = ("recipe", "bits", "speed_class", "multiply_adds", "sqnr", "worst_sqnr", "why")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModule:
+    """What one linear layer computes with, and what is expected of it."""
+
+    module: str
+    """Its dotted path; in a plan by hand also a pattern with * and ?."""
+    recipe: Recipe
+    """What it is to compute with."""
+    multiply_adds: int | None = None
+    """Of the three products in all calls that the plan is made from; None where nobody knows."""
+    sqnr: Mapping[str, float] = field(default_factory=dict)
+    """For each product that could be recomputed the expected signal to noise in dB, over all calls and ranks."""
+    worst_sqnr: Mapping[str, float] = field(default_factory=dict)
+    """Likewise of the worst call."""
+    why: str | None = None
+    """Why it stays in bf16, where the plan did not find a recipe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionPlan:
+    """The recipes of the linear layers of a model.
+
+    Raises:
+        UsageError: a module is named twice.
+    """
+
+    modules: tuple[PlannedModule, ...]
+    """In the order of the model."""
+    run: str | None = None
+    """Where the figures come from."""
+    target_sqnr: Mapping[str, float] = field(default_factory=dict)
+    """What each product was to hold, in dB."""
+    candidates: tuple[str, ...] = ()
+    """The names of the recipes that were tried."""
+
+    def __post_init__(self) -> None:
+        """Check that the plan says one thing of each module."""
+        seen: set[str] = set()
+        for one in self.modules:
+            if one.module in seen:
+                raise UsageError(f"the plan names module {one.module} twice: leave one of the two out")
+            seen.add(one.module)
+
+    def recipes_of(self, modules: Collection[str]) -> dict[str, Recipe]:
+        """For the linear layers of a model, by their names, the recipe of each that does not stay in bf16.
+
+        A name of the plan goes before a pattern, and a pattern before those after it. Exceptions that a recipe makes
+        by itself do not count: the plan says what is left in bf16.
+
+        Raises:
+            UsageError: a name or a pattern of the plan matches none of the layers.
+        """
+        named = {one.module: one for one in self.modules}
+        patterns = [one for one in self.modules if "*" in one.module or "?" in one.module]
+        found: dict[str, Recipe] = {}
+        for module in modules:
+            planned = named.get(module) or next((one for one in patterns if fnmatchcase(module, one.module)), None)
+            if planned is not None and planned.recipe.products != HIGH_PRECISION.products:
+                found[module] = planned.recipe
+        lost = [name for name in named if not any(fnmatchcase(module, name) for module in modules)]
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            hint = nearest(lost[0], modules, otherwise="it has")
+            raise UsageError(f"the plan names {lost[0]}{more}, and the model has no such linear layer: {hint}")
+        return found
+
+    def by_recipe(self) -> dict[str, list[str]]:
+        """The modules of each recipe, by its name, in the order of the plan."""
+        found: dict[str, list[str]] = {}
+        for one in self.modules:
+            found.setdefault(one.recipe.name, []).append(one.module)
+        return found
+
+    @property
+    def multiply_adds(self) -> dict[str, float]:
+        """The share that each recipe has of all multiply-adds; empty where they are not known of every module."""
+        counts = [one.multiply_adds for one in self.modules]
+        total = sum(count or 0 for count in counts)
+        if not total or None in counts:
+            return {}
+        shares: dict[str, float] = {}
+        for one, count in zip(self.modules, counts, strict=True):
+            shares[one.recipe.name] = shares.get(one.recipe.name, 0.0) + (count or 0) / total
+        return shares
+
+    @property
+    def mean_bits(self) -> float:
+        """Stored bits of an element of an operand, weighted by multiply-adds; NaN where these are not known."""
+        return self._mean(lambda recipe: recipe.bits)
+
+    @property
+    def relative_gemm_time(self) -> float:
+        """Time of the products over that in bf16, by speed classes; quantising is not in it. NaN as above."""
+        return self._mean(lambda recipe: 1 / recipe.speed_class)
+
+    def _mean(self, figure: Callable[[Recipe], float]) -> float:
+        shares = self.multiply_adds
+        recipes = {one.recipe.name: one.recipe for one in self.modules}
+        return sum(share * figure(recipes[name]) for name, share in shares.items()) if shares else math.nan
+
+
+def write_plan(plan: PrecisionPlan, path: Path) -> None:
+    """Write the plan as a YAML file, in the place of one that is there.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        path.write_text(plan_text(plan), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the plan {path} cannot be written ({error.strerror}): give a file that can be") from error
+
+
+def plan_text(plan: PrecisionPlan) -> str:
+    """The plan in YAML."""
+    words: dict[str, Any] = {}
+    if plan.run is not None:
+        words["run"] = plan.run
+    if plan.target_sqnr:
+        words["target_sqnr"] = _rounded(plan.target_sqnr)
+    if plan.candidates:
+        words["candidates"] = list(plan.candidates)
+    if shares := plan.multiply_adds:
+        means = {"mean_bits": plan.mean_bits, "relative_gemm_time": plan.relative_gemm_time}
+        words["summary"] = _rounded(means) | {"multiply_adds": _rounded(shares, decimals=4)}
+    words["modules"] = {one.module: _words_of(one) for one in plan.modules}
+    own = {one.recipe.name: one.recipe for one in plan.modules if RECIPES.get(one.recipe.name) != one.recipe}
+    if own:
+        words["recipes"] = {name: words_of_recipe(recipe) for name, recipe in own.items()}
+    return yaml.safe_dump(words, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
+
+
+def _words_of(one: PlannedModule) -> dict[str, Any]:
+    recipe = one.recipe
+    words: dict[str, Any] = {
+        "recipe": recipe.name,
+        "bits": round(recipe.bits, _DECIMALS),
+        "speed_class": recipe.speed_class,
+        "multiply_adds": one.multiply_adds,
+        "sqnr": _rounded(one.sqnr),
+        "worst_sqnr": _rounded(one.worst_sqnr),
+        "why": one.why,
+    }
+    return {key: value for key, value in words.items() if value is not None and value != {}}
+
+
+def _rounded(figures: Mapping[str, float], *, decimals: int = _DECIMALS) -> dict[str, float]:
+    return {name: round(figure, decimals) for name, figure in figures.items()}
+
+
+def read_plan(path: Path) -> PrecisionPlan:
+    """The plan in a YAML file.
+
+    Raises:
+        UsageError: it cannot be read, or is no plan; the message names the file, the module and the key.
+    """
+    text = read_text(path, option="plan", wanted="a .yaml file", holds="modules", max_nbytes=MAX_PLAN_NBYTES)
+    return parse_plan(text, place=str(path))
+
+
+def parse_plan(text: str, *, place: str) -> PrecisionPlan:
+    """The plan that a text in YAML says; `place` is what messages call it.
+
+    Raises:
+        UsageError: as `read_plan`.
+    """
+    words = _mapping(parse_yaml(text, place=place), _PLAN_KEYS, place=place)
+    own = {}
+    if "recipes" in words:
+        own = recipes_of_words(words["recipes"], place=f"{place}, recipes", shipped=RECIPES)
+    modules = words.get("modules")
+    if not isinstance(modules, dict) or not modules:
+        raise UsageError(f"{place} names no modules: write modules: {{layers.0.mlp.up: nvfp4}}")
+    run = words.get("run")
+    if run is not None and not isinstance(run, str):
+        raise UsageError(f"{place}, run: is to be text, and is {run!r:.60}")
+    candidates = words.get("candidates", [])
+    if not isinstance(candidates, list) or not all(isinstance(one, str) for one in candidates):
+        raise UsageError(f"{place}, candidates: is to be a list of names, and is {candidates!r:.60}")
+    return PrecisionPlan(
+        modules=tuple(
+            _module(name, said, own=own, place=f"{place}, modules.{name:.100}") for name, said in modules.items()
+        ),
+        run=run,
+        target_sqnr=_decibels(words.get("target_sqnr", {}), place=f"{place}, target_sqnr"),
+        candidates=tuple(candidates),
+    )
+
+
+def _module(name: str, said: Any, *, own: Mapping[str, Recipe], place: str) -> PlannedModule:
+    words = _mapping({"recipe": said} if isinstance(said, str) else said, _MODULE_KEYS, place=place)
+    recipe = words.get("recipe")
+    if not isinstance(recipe, str):
+        raise UsageError(f"{place}, recipe: is to be the name of one, such as mxfp8, and is {recipe!r:.60}")
+    multiply_adds = words.get("multiply_adds")
+    is_count = isinstance(multiply_adds, int) and not isinstance(multiply_adds, bool) and multiply_adds >= 0
+    if multiply_adds is not None and not is_count:
+        raise UsageError(f"{place}, multiply_adds: is to be a number of them, and is {multiply_adds!r:.60}")
+    why = words.get("why")
+    if why is not None and not isinstance(why, str):
+        raise UsageError(f"{place}, why: is to be text, and is {why!r:.60}")
+    if recipe not in own:
+        try:
+            own = {**own, recipe: parse_recipe(recipe)}
+        except UsageError as error:
+            raise UsageError(f"{place}: {error}") from error
+    return PlannedModule(
+        module=name,
+        recipe=own[recipe],
+        multiply_adds=multiply_adds,
+        sqnr=_decibels(words.get("sqnr", {}), place=f"{place}, sqnr"),
+        worst_sqnr=_decibels(words.get("worst_sqnr", {}), place=f"{place}, worst_sqnr"),
+        why=why,
+    )
+
+
+def _decibels(said: Any, *, place: str) -> dict[str, float]:
+    words = _mapping(said, PRODUCTS, place=place)
+    for product, figure in words.items():
+        if not isinstance(figure, int | float) or isinstance(figure, bool):
+            raise UsageError(f"{place}.{product}: is to be a number of dB, and is {figure!r:.60}")
+    return {product: float(figure) for product, figure in words.items()}
+
+
+def _mapping(words: Any, known: Collection[str], *, place: str) -> dict[str, Any]:
+    if not isinstance(words, dict):
+        raise UsageError(f"{place}: is to be a mapping of {', '.join(known)}, and is {words!r:.60}")
+    for key in words:
+        if key not in known:
+            raise UsageError(f"{place}: unknown key {key!r:.60}: {nearest(key, known, otherwise='use', cutoff=0.6)}")
+    return words
