@@ -53,8 +53,8 @@ def read_text(path: str | None) -> bytes:
 NUM_ITERATIONS = 3
 """Iterations that are captured."""
 
-UNQUANTIZED = "none"
-"""What `--quant` is without fake quantisation."""
+PLANNED = "plan"
+"""The `quant_type` of a training whose layers have recipes of their own."""
 
 _OWN = ("first_iteration", "manual", "dtype", "capture_config", "advance_on", "layer_offset")
 """Settings of a capture that the demo has no option for: they are its own, or of no use to it."""
@@ -81,10 +81,14 @@ _OWN = ("first_iteration", "manual", "dtype", "capture_config", "advance_on", "l
 )
 @click.option(
     "--quant",
-    type=click.Choice([UNQUANTIZED, "mxfp8", "mxfp4", "hifp8", "nvfp4"]),
-    default=UNQUANTIZED,
-    show_default=True,
-    help="What the operands of linear layers are quantised to, forward and backward; computed in --dtype all the same.",
+    metavar="RECIPE",
+    help="What the operands of linear layers are quantised to, forward and backward, as mxfp8 or nvfp4; computed in "
+    "--dtype all the same. A recipe of your own is a .yaml file.",
+)
+@click.option(
+    "--quant-plan",
+    metavar="FILE",
+    help="A plan that gives layers recipes of their own, as 'ranktape analyze replay --plan' writes it.",
 )
 @click.option(
     "--micro-batches",
@@ -101,7 +105,8 @@ def command(
     steps: int,
     text: str | None,
     dtype: str,
-    quant: str,
+    quant: str | None,
+    quant_plan: str | None,
     micro_batches: int,
     **values: Any,
 ) -> None:
@@ -111,13 +116,31 @@ def command(
     training.
     """
     read_text(text)
-    settings = plan_capture(values, steps=steps, quant_type=dtype if quant == UNQUANTIZED else quant)
+    settings = plan_capture(values, steps=steps, quant_type=_quant_type(quant, quant_plan) or dtype)
     _refuse_existing(output, settings=settings)
     own = {"steps": steps, "dtype": dtype, "micro-batches": micro_batches, "text": text}
-    own["quant"] = None if quant == UNQUANTIZED else quant
+    own |= {"quant": quant, "quant-plan": quant_plan}
     script = [word for name, value in own.items() if value is not None for word in (f"--{name}", str(value))]
     train(["--capture", output, *capture_arguments(settings)], script=script, num_ranks=num_ranks)
     show(output, storage_options=settings.get("storage_options"))
+
+
+def _quant_type(quant: str | None, quant_plan: str | None) -> str | None:
+    """What the run is tagged with: the word that was given, or the name of the recipe in a file; None without any."""
+    # Not at the top: the help page does without what it needs.
+    from ranktape.analyze.numerics.recipes.parse import parse_recipe
+    from ranktape.analyze.numerics.recipes.plan_file import read_plan
+    from ranktape.analyze.numerics.recipes.table import ALIASES
+
+    if quant is not None and quant_plan is not None:
+        raise UsageError("--quant and --quant-plan exclude each other: a plan names the recipe of each layer")
+    if quant_plan is not None:
+        read_plan(Path(quant_plan))
+        return PLANNED
+    if quant is None:
+        return None
+    name = parse_recipe(quant).name
+    return quant if quant in ALIASES else name
 
 
 def plan_capture(values: Mapping[str, Any], *, steps: int, quant_type: str) -> dict[str, Any]:

@@ -13,53 +13,80 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.analyze import fake_quantize, quantize
-from ranktape.analyze.numerics.quantization.fake_quant import FakeQuantization, quantized_linear
 from ranktape.analyze.numerics.quantization.operand import quantized_values
+from ranktape.analyze.numerics.quantization.quantized_product import Draws, linear_operands, quantized_linear
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES, ScaleRule
+from ranktape.analyze.numerics.recipes.recipe import (
+    OPERANDS,
+    PRODUCTS,
+    OperandRecipe,
+    ProductRecipe,
+    Recipe,
+    products_of,
+)
+from ranktape.analyze.numerics.recipes.table import RECIPES as SHIPPED
 from ranktape.errors import UsageError
 
+_E4M3 = OperandRecipe(scheme="mxfp8_e4m3", scale_rule="rceil")
+_STOCHASTIC = OperandRecipe(scheme="nvfp4", rounding="stochastic")
+
 RECIPES = {
-    "mxfp8": FakeQuantization(forward="mxfp8_e4m3", backward="mxfp8_e5m2", scale_rule="rceil"),
-    "mxfp4": FakeQuantization(forward="mxfp4", backward="mxfp4", block_size=16),
-    "nvfp4": FakeQuantization(forward="nvfp4", backward="nvfp4"),
-    "hif8": FakeQuantization(forward="hif8", backward="hif8", scaling="tensor"),
-    "channel": FakeQuantization(forward="fp8_e4m3", backward="fp8_e5m2", scaling="channel"),
-    "forward alone": FakeQuantization(forward="mxfp6", backward=None),
-    "backward alone": FakeQuantization(forward=None, backward="mxfp8_e5m2"),
+    recipe.name: recipe
+    for recipe in (
+        *(SHIPPED[name] for name in ("mxfp8_e5m2_grad", "mxfp4", "nvfp4", "hif8", "int8_token")),
+        Recipe(name="forward_alone", source="", products=products_of(_E4M3, grad_output=OperandRecipe())),
+        Recipe(
+            name="one_product",
+            source="",
+            products={
+                **products_of(OperandRecipe()),
+                "grad_weight": ProductRecipe(operands={"grad_output": _E4M3, "input": OperandRecipe(scheme="mxfp4")}),
+            },
+        ),
+        Recipe(
+            name="stochastic", source="", products=products_of(OperandRecipe(scheme="nvfp4"), grad_output=_STOCHASTIC)
+        ),
+    )
 }
 
+NOTHING = Recipe(name="nothing", source="", products=products_of(OperandRecipe()))
 
-def _values(x: torch.Tensor, scheme: str | None, how: FakeQuantization, *, axis: int) -> torch.Tensor:
-    """The slow way: the public function, and its values in the type of the tensor."""
-    if scheme is None:
+
+def _values(x: torch.Tensor, operand: OperandRecipe, *, seed: int) -> torch.Tensor:
+    """The slow way: the public function, along the last dimension, and its values in the type of the tensor."""
+    if operand.scheme is None:
         return x
-    options = {"scaling": how.scaling, "block_size": how.block_size, "scale_rule": how.scale_rule}
-    values: torch.Tensor = quantize(x, scheme, axis=axis, warn=False, **options).values  # type: ignore[arg-type]
+    axis = 0 if operand.scaling == "channel" else -1
+    options = {**operand.options, "seed": seed} if operand.is_stochastic else operand.options
+    values: torch.Tensor = quantize(x, operand.scheme, axis=axis, warn=False, **options).values
     return values.to(x.dtype)
 
 
 class _Twin:
     """A linear layer, forward and backward, written out."""
 
-    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, how: FakeQuantization) -> None:
-        self.how = how
-        self.x, self.weight, self.bias = x.detach(), weight.detach(), bias.detach()
-        # Blocks lie along what a product adds up, channels beside it.
-        self.first, self.last = (-1, 0) if how.scaling == "channel" else (0, -1)
-        rows = self.x.reshape(-1, self.x.shape[-1])
-        self.narrow_x = _values(rows, how.forward, how, axis=self.last).view(self.x.shape)
-        self.narrow_weight = _values(self.weight, how.forward, how, axis=self.last)
-        self.output = F.linear(self.narrow_x, self.narrow_weight, self.bias)
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, recipe: Recipe) -> None:
+        self.recipe, self.shape = recipe, x.shape
+        self.x, self.weight = x.detach().reshape(-1, x.shape[-1]), weight.detach()
+        self.draws = Draws()
+        narrow_x, narrow_weight = self._operands("output", self.x, self.weight)
+        self.output = F.linear(narrow_x.view(self.shape), narrow_weight, bias.detach())
 
     def gradients(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        how, tokens = self.how, grad.reshape(-1, grad.shape[-1])
-        weight, x = self.narrow_weight, self.narrow_x.reshape(-1, self.x.shape[-1])
-        if how.backward is not None:
-            weight = _values(self.weight, how.forward, how, axis=self.first)
-            x = _values(self.x.reshape(-1, self.x.shape[-1]), how.forward, how, axis=self.first)
-        grad_x = _values(tokens, how.backward, how, axis=self.last) @ weight
-        grad_weight = _values(tokens, how.backward, how, axis=self.first).T @ x
-        return grad_x.view(self.x.shape), grad_weight, tokens.sum(0)
+        tokens = grad.reshape(-1, grad.shape[-1])
+        one, other = self._operands("grad_input", tokens, self.weight.T)
+        grad_x = one @ other.T
+        one, other = self._operands("grad_weight", tokens.T, self.x.T)
+        return grad_x.view(self.shape), one @ other.T, tokens.sum(0)
+
+    def _operands(self, product: str, *operands: torch.Tensor) -> list[torch.Tensor]:
+        """Each along its last dimension, which the product adds up."""
+        how = self.recipe.products[product]
+        seed = self.draws.next_seed(self.recipe, product=product)
+        return [
+            _values(x, how.operands[name], seed=len(OPERANDS) * seed + OPERANDS.index(name))
+            for x, name in zip(operands, PRODUCTS[product], strict=True)
+        ]
 
 
 def _leaves(dtype: torch.dtype = torch.float32, *shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -85,17 +112,22 @@ def _assert_bits(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, 
 def test_the_three_products_are_those_of_a_twin_written_out(recipe: str, dtype: torch.dtype) -> None:
     x, weight, bias = _leaves(dtype)
     twin = _Twin(x, weight, bias, RECIPES[recipe])
-    output, *grads = _grads(lambda: quantized_linear(x, weight, bias, how=RECIPES[recipe]), x, weight, bias)
+    output, *grads = _grads(
+        lambda: quantized_linear(x, weight, bias, recipe=RECIPES[recipe], draws=Draws()), x, weight, bias
+    )
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    _assert_bits((output, *grads), (twin.output, *twin.gradients(grad)))
+    # In float32 the twin rounds a block's scale times the tensor's, and the layer each value times the latter.
+    is_rounded_elsewhere = dtype is torch.float32 and recipe in {"nvfp4", "stochastic"}
+    look = {"rtol": 1e-5, "atol": 1e-5} if is_rounded_elsewhere else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close((output, *grads), (twin.output, *twin.gradients(grad)), **look)
 
 
 @pytest.mark.parametrize("shape", [(50,), (1, 50), (33, 50), (2, 3, 5, 50)], ids=str)
 def test_any_number_of_dimensions_and_ragged_blocks_will_do(shape: tuple[int, ...]) -> None:
     x, weight, bias = _leaves(torch.float32, *shape)
-    how = RECIPES["mxfp8"]
-    twin = _Twin(x, weight, bias, how)
-    output, *grads = _grads(lambda: quantized_linear(x, weight, bias, how=how), x, weight, bias)
+    recipe = RECIPES["mxfp8_e5m2_grad"]
+    twin = _Twin(x, weight, bias, recipe)
+    output, *grads = _grads(lambda: quantized_linear(x, weight, bias, recipe=recipe), x, weight, bias)
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
     _assert_bits((output, *grads), (twin.output, *twin.gradients(grad)))
 
@@ -103,18 +135,17 @@ def test_any_number_of_dimensions_and_ragged_blocks_will_do(shape: tuple[int, ..
 def test_scales_of_channels_are_factors_of_the_product() -> None:
     """A token or an output of any size changes nothing but itself; on the axis of the sum it would flush others."""
     x, weight, _ = _leaves(torch.float32, 4, 50)
-    how, factors = FakeQuantization(forward="fp8_e4m3", scaling="channel"), 2.0 ** (10 * torch.arange(4.0))
-    plain = quantized_linear(x, weight, how=how)
-    assert torch.equal(quantized_linear(x * factors[:, None], weight, how=how), plain * factors[:, None])
+    recipe, factors = RECIPES["int8_token"], 2.0 ** (10 * torch.arange(4.0))
+    plain = quantized_linear(x, weight, recipe=recipe)
+    assert torch.equal(quantized_linear(x * factors[:, None], weight, recipe=recipe), plain * factors[:, None])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_without_schemes_it_is_a_linear_layer(dtype: torch.dtype) -> None:
     x, weight, bias = _leaves(dtype)
-    nothing = FakeQuantization(forward=None, backward=None)
-    found = _grads(lambda: quantized_linear(x, weight, bias, how=nothing), x, weight, bias)
+    found = _grads(lambda: quantized_linear(x, weight, bias, recipe=NOTHING), x, weight, bias)
     torch.testing.assert_close(found, _grads(lambda: F.linear(x, weight, bias), x, weight, bias))
-    found = _grads(lambda: quantized_linear(x, weight, how=nothing), x, weight)
+    found = _grads(lambda: quantized_linear(x, weight, recipe=NOTHING), x, weight)
     torch.testing.assert_close(found, _grads(lambda: F.linear(x, weight), x, weight))
 
 
@@ -137,33 +168,36 @@ def test_the_gradient_passes_straight_through_what_is_clamped_or_flushed() -> No
 
 def test_autocast_computes_in_its_type_and_gives_gradients_in_that_of_the_parameters() -> None:
     x, weight, bias = _leaves()
-    how = RECIPES["mxfp8"]
+    recipe = RECIPES["mxfp8_e5m2_grad"]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = quantized_linear(x, weight, bias, how=how)
+        output = quantized_linear(x, weight, bias, recipe=recipe)
     assert output.dtype is torch.bfloat16
     grad = torch.randn(output.shape).to(torch.bfloat16)
     grads = torch.autograd.grad(output, (x, weight, bias), grad)
-    twin = _Twin(x.to(torch.bfloat16), weight.to(torch.bfloat16), bias.to(torch.bfloat16), how)
+    twin = _Twin(x.to(torch.bfloat16), weight.to(torch.bfloat16), bias.to(torch.bfloat16), recipe)
     _assert_bits((output.detach(), *grads), (twin.output, *(one.float() for one in twin.gradients(grad))))
 
 
 def test_a_backward_pass_inside_of_autocast_gives_the_same_gradients() -> None:
     x, weight, bias = _leaves()
-    output = quantized_linear(x, weight, bias, how=RECIPES["mxfp8"])
+    output = quantized_linear(x, weight, bias, recipe=RECIPES["mxfp8_e5m2_grad"])
     grad = torch.randn(output.shape)
     expected = torch.autograd.grad(output, (x, weight, bias), grad, retain_graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _assert_bits(torch.autograd.grad(output, (x, weight, bias), grad), expected)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "stochastic"])
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
-def test_activation_checkpoints_change_no_bit(kind: str) -> None:
+def test_activation_checkpoints_change_no_bit(kind: str, name: str) -> None:
     x, weight, bias = _leaves()
+    draws = Draws()
 
     def layer(given: torch.Tensor) -> torch.Tensor:
-        return F.gelu(quantized_linear(given, weight, bias, how=RECIPES["nvfp4"]))
+        return F.gelu(quantized_linear(given, weight, bias, recipe=RECIPES[name], draws=draws))
 
     expected = _grads(lambda: layer(x), x, weight, bias)
+    draws = Draws()
     output = checkpoint(layer, x, use_reentrant=kind == "reentrant")
     assert isinstance(output, torch.Tensor)
     output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(1)))
@@ -171,24 +205,41 @@ def test_activation_checkpoints_change_no_bit(kind: str) -> None:
     _assert_bits((output.detach(), *grads), expected)
 
 
+def test_stochastic_rounding_draws_anew_in_each_call_and_the_same_in_each_run() -> None:
+    x, weight, bias = _leaves()
+    recipe, draws = RECIPES["stochastic"], Draws()
+    calls = [_grads(lambda: quantized_linear(x, weight, bias, recipe=recipe, draws=draws), x, weight) for _ in range(2)]
+    _assert_bits(calls[0][:1], calls[1][:1])  # the forward product rounds to nearest
+    for first, second in zip(calls[0][1:], calls[1][1:], strict=True):
+        assert not torch.equal(first, second)
+    again = Draws()
+    for call in calls:
+        found = _grads(lambda: quantized_linear(x, weight, bias, recipe=recipe, draws=again), x, weight)
+        _assert_bits(found, call)
+    apart = _grads(lambda: quantized_linear(x, weight, bias, recipe=recipe, draws=Draws(1)), x, weight)
+    assert not torch.equal(apart[2], calls[0][2])
+
+
 def test_two_uses_of_one_weight_add_up() -> None:
     x, weight, bias = _leaves()
-    how = RECIPES["mxfp8"]
+    recipe = RECIPES["mxfp8_e5m2_grad"]
     halves = [x.detach()[:, :16], x.detach()[:, 16:]]
-    outputs = [quantized_linear(half, weight, bias, how=how) for half in halves]
+    outputs = [quantized_linear(half, weight, bias, recipe=recipe) for half in halves]
     (found,) = torch.autograd.grad([output.sum() for output in outputs], weight)
-    apart = [torch.autograd.grad(quantized_linear(half, weight, bias, how=how).sum(), weight)[0] for half in halves]
+    apart = [
+        torch.autograd.grad(quantized_linear(half, weight, bias, recipe=recipe).sum(), weight)[0] for half in halves
+    ]
     _assert_bits((found,), (apart[0] + apart[1],))
 
 
 def test_what_needs_no_gradient_gets_none() -> None:
     x, weight, bias = _leaves()
-    how = RECIPES["mxfp8"]
-    frozen = quantized_linear(x, weight.detach(), None, how=how)
+    recipe = RECIPES["mxfp8_e5m2_grad"]
+    frozen = quantized_linear(x, weight.detach(), None, recipe=recipe)
     assert torch.autograd.grad(frozen.sum(), x)[0].shape == x.shape
-    first = quantized_linear(x.detach(), weight, bias, how=how)
+    first = quantized_linear(x.detach(), weight, bias, recipe=recipe)
     assert torch.autograd.grad(first.sum(), weight)[0].shape == weight.shape
-    assert not quantized_linear(x.detach(), weight.detach(), bias.detach(), how=how).requires_grad
+    assert not quantized_linear(x.detach(), weight.detach(), bias.detach(), recipe=recipe).requires_grad
 
 
 def test_the_same_numbers_come_out_every_time_and_on_any_number_of_threads() -> None:
@@ -203,8 +254,8 @@ def test_the_same_numbers_come_out_every_time_and_on_any_number_of_threads() -> 
         torch.set_num_threads(before)
     for other in found[1:]:
         _assert_bits(tuple(other), tuple(found[0]))
-    first = _grads(lambda: quantized_linear(x, weight, bias, how=RECIPES["nvfp4"]), x, weight)
-    _assert_bits(_grads(lambda: quantized_linear(x, weight, bias, how=RECIPES["nvfp4"]), x, weight), first)
+    first = _grads(lambda: quantized_linear(x, weight, bias, recipe=RECIPES["nvfp4"]), x, weight)
+    _assert_bits(_grads(lambda: quantized_linear(x, weight, bias, recipe=RECIPES["nvfp4"]), x, weight), first)
 
 
 def test_a_model_learns_with_it() -> None:
@@ -215,8 +266,8 @@ def test_a_model_learns_with_it() -> None:
     optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()], lr=1e-2)
     losses = []
     for _ in range(60):
-        hidden = torch.relu(quantized_linear(x, first.weight, first.bias, how=RECIPES["mxfp4"]))
-        loss = F.mse_loss(quantized_linear(hidden, second.weight, second.bias, how=RECIPES["mxfp4"]), target)
+        hidden = torch.relu(quantized_linear(x, first.weight, first.bias, recipe=RECIPES["mxfp4"]))
+        loss = F.mse_loss(quantized_linear(hidden, second.weight, second.bias, recipe=RECIPES["mxfp4"]), target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -228,9 +279,9 @@ def test_what_cannot_be_quantised_is_refused() -> None:
     with pytest.raises(UsageError, match="mxfp9"):
         fake_quantize(torch.zeros(3), forward="mxfp9")
     with pytest.raises(UsageError, match="mxfp9"):
-        FakeQuantization(forward="mxfp9")
+        fake_quantize(torch.zeros(3), forward=None, backward="mxfp9")
     with pytest.raises(UsageError, match="backward=3 is not the name of a scheme"):
-        FakeQuantization(backward=3)  # type: ignore[arg-type]
+        fake_quantize(torch.zeros(3), backward=3)  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="cannot be quantised"):
         fake_quantize(torch.zeros(3, dtype=torch.int32), forward="mxfp8")
     x = torch.randn(3, requires_grad=True)
@@ -298,11 +349,11 @@ def test_every_value_of_16_bits_may_be_the_largest_of_a_block(scheme: str, dtype
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_gpu_quantises_as_a_cpu_does(recipe: str) -> None:
     x, weight, _ = _leaves()
-    how = RECIPES[recipe]
-    for tensor in (x.detach(), weight.detach()):
-        _assert_bits((how.operand(tensor.cuda(), axis=0).cpu(),), (how.operand(tensor, axis=0),))
+    here = linear_operands(x, weight, recipe=RECIPES[recipe], draws=Draws())
+    there = linear_operands(x.cuda(), weight.cuda(), recipe=RECIPES[recipe], draws=Draws())
+    _assert_bits(tuple(one.detach().cpu() for one in there), tuple(one.detach() for one in here))
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        output = quantized_linear(x.cuda(), weight.cuda(), how=how)
+        output = quantized_linear(x.cuda(), weight.cuda(), recipe=RECIPES[recipe])
     assert output.dtype is torch.bfloat16
     output.sum().backward()
     assert weight.grad is not None

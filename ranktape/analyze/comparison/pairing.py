@@ -70,7 +70,7 @@ _KIND = frozenset({"layer_type", "component"})
 
 _ENTERING = frozenset({"query", "key", "value"})
 _FLOWING = frozenset({"input", *_ENTERING, "output"})
-_STANDING = frozenset({"weight", "bias"})
+_STANDING = frozenset({"weight", "wide_weight", "bias"})
 _MAX_NAMED = 8
 
 Key = tuple[Any, ...]

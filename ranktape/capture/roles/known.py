@@ -220,12 +220,29 @@ def returns_bias(module: nn.Module) -> bool:
     return any(getattr(module, flag, False) for flag in ("skip_bias_add", "return_bias"))
 
 
+# Our own layers that compute with quantised operands. What these were made from is recorded, too: only with it can the
+# products of the backward pass, which quantise for themselves, be computed again.
+
+_QUANTIZED = ModuleRole(
+    classes=("ranktape.analyze.numerics.quantization.quantized_layers.QuantizedLinear",),
+    layer_type="linear",
+    component="linear",
+    operands={
+        "input": (0, "x"),
+        "weight": (1, "weight"),
+        "wide_input": (2, "wide_x"),
+        "wide_weight": (3, "wide_weight"),
+    },
+    parameters={"bias": "bias"},
+)
+
 # TransformerEngine, and Megatron-core's wrappers around its layers. Written from their documentation: they need a GPU,
 # and were not run. The input of a layer that normalises first is what enters the norm, not the operand of its product;
 # what is quantised inside of a layer is seen before that.
 
 MODULE_ROLES: tuple[ModuleRole, ...] = (
     _linear_module(nn.Linear, keyword="input"),
+    _QUANTIZED,
     _embedding_module(nn.Embedding, "input", ("BT",)),
     _linear_module("transformers.pytorch_utils.Conv1D", keyword="x", layouts={"weight": "IO"}),
     _linear_module(

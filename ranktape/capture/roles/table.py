@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ranktape.capture.passes.passes import Arguments
 
-UNSAMPLED = frozenset({"weight", "bias", "grad_weight", "grad_bias"})
+UNSAMPLED = frozenset({"weight", "wide_weight", "bias", "grad_weight", "grad_bias"})
 """Tensors without a dimension of samples."""
 
 _OPTIONAL = frozenset({"bias"})

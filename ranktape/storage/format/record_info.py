@@ -84,8 +84,8 @@ def check_term(value: str, *, field: str) -> str:
 
 
 def is_parameter(tensor_name: str) -> bool:
-    """Whether a tensor of that name is a parameter of the model, or its master copy: no sample has a part in it."""
-    return tensor_name.rpartition(".")[2].removeprefix("master_") in {"weight", "bias"}
+    """Whether a tensor of that name is a parameter of the model, or a copy of one: no sample has a part in it."""
+    return tensor_name.rpartition(".")[2].removeprefix("master_").removeprefix("wide_") in {"weight", "bias"}
 
 
 def is_one_sample(sample_ids: Any, *, tensor_name: str) -> bool:
@@ -211,7 +211,8 @@ class RecordInfo:
     quant_type: str
     """What the run computed in, as tagged: `bf16`, `mxfp8`, or the user's own."""
     tensor_name: str
-    """`query`, `key`, `value`, `output`, `input`, `weight`, `bias`, `grad_` of each, or the user's own."""
+    """`query`, `key`, `value`, `output`, `input`, `weight`, `bias`, `grad_` of each; `wide_input` and `wide_weight`, of
+    which a layer has made its quantised operands; or the user's own."""
     dtype: str
     """As seen, in torch's words: `bfloat16`."""
     shape: tuple[int, ...]

@@ -1,0 +1,186 @@
+"""Computes the products of a linear layer with quantised operands, as functions of torch that have gradients.
+
+Imports torch: a file for functions that are called with tensors.
+"""
+
+# Shapes: T = tokens, I = inputs of a linear layer, O = outputs.
+# ruff: noqa: N803, N806 - the letters of a shape end the name of the tensor
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ranktape.analyze.numerics.quantization.operand import QuantizedOperand
+from ranktape.analyze.numerics.recipes.operands import quantized_operands
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
+
+
+class Draws:
+    """The seeds of stochastic rounding: another one for each product that is computed, the same in every run.
+
+    A seed follows from that of the recipe, the rank, the stream, the product, and how many there were before it of
+    this product. In the backward pass they are counted as gradients come, so that activation checkpoints, which
+    compute the forward pass twice, change nothing there.
+    """
+
+    def __init__(self, stream: int = 0) -> None:
+        """Begin with the first ones; layers with streams of their own draw apart from each other."""
+        self._stream = stream
+        self._counts: Counter[str] = Counter()
+
+    def next_seed(self, recipe: Recipe, *, product: str) -> int:
+        """The seed of the next product of that name."""
+        if not recipe.products[product].is_stochastic:
+            return recipe.seed
+        self._counts[product] += 1
+        is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if is_parallel else 0
+        place = (recipe.seed, rank, self._stream, list(PRODUCTS).index(product), self._counts[product])
+        return int(np.random.SeedSequence(place).generate_state(1)[0])
+
+
+_OF_PROCESS = Draws()
+"""Where a caller has none of its own."""
+
+
+class LinearOperands(NamedTuple):
+    """What the three products of a linear layer are computed with."""
+
+    x: Tensor
+    """The input, quantised for the forward product."""
+    weight: Tensor
+    """The weight, quantised likewise."""
+    wide_x: Tensor
+    """The input before it was quantised, without gradients: the backward pass quantises it for its own product."""
+    wide_weight: Tensor
+    """The weight, likewise."""
+
+
+def quantized_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe, draws: Draws | None = None
+) -> Tensor:
+    """What `torch.nn.functional.linear` gives, were its three products computed with a recipe's operands.
+
+    Each of the products quantises what it multiplies from what it was before, along what it adds up: the gradient of
+    the output and the weight along the outputs, the gradient of the output and the input along the tokens. Under
+    autocast it computes in its type. The bias is not quantised, and cast to the type of the operands. Exceptions of
+    the recipe are not asked for: the caller knows the layer. NaN, Inf and zeros become what `quantize` makes of them.
+
+    x is [..., inputs], weight [outputs, inputs], bias [outputs]; the result is [..., outputs], in the type of the
+    operands. Without `draws`, stochastic rounding counts the calls of the process.
+
+    Raises:
+        UsageError: the operands do not hold real floating-point numbers, or a tile or rotation does not fit them.
+    """
+    draws = draws or _OF_PROCESS
+    return linear_product(linear_operands(x, weight, recipe=recipe, draws=draws), bias, recipe=recipe, draws=draws)
+
+
+def linear_operands(x: Tensor, weight: Tensor, *, recipe: Recipe, draws: Draws) -> LinearOperands:
+    """The operands of a linear layer, quantised for its forward product.
+
+    Under autocast both are cast to its type first, as what enters a quantiser in such a training.
+    """
+    kind, float64 = x.device.type, torch.float64
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # Autocast leaves float64 as it is.
+    if is_on and x.dtype is not float64 and weight.dtype is not float64:
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight = x.to(dtype), weight.to(dtype)
+    wide_x, wide_weight = x.detach(), weight.detach()
+    x_TI = wide_x.reshape(-1, wide_x.shape[-1])
+    narrow_TI, narrow_OI = _narrow("output", x_TI, wide_weight, recipe=recipe, draws=draws)
+    return LinearOperands(
+        straight_through(x, narrow_TI.view(x.shape)), straight_through(weight, narrow_OI), wide_x, wide_weight
+    )
+
+
+def linear_product(operands: LinearOperands, bias: Tensor | None = None, *, recipe: Recipe, draws: Draws) -> Tensor:
+    """`x @ weight.T + bias` of operands that are quantised; the backward pass quantises for its own two products.
+
+    The gradient of the bias is that of a linear layer.
+    """
+    product: Tensor = _Product.apply(*operands, bias, recipe, draws)  # type: ignore[no-untyped-call]
+    return product
+
+
+def straight_through(x: Tensor, values: Tensor, on_gradient: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """The values, with the gradient of `x`: as it comes, or what `on_gradient` makes of it.
+
+    There is no gradient of the gradient: to ask for one raises.
+    """
+    passed: Tensor = _StraightThrough.apply(x, values, on_gradient)  # type: ignore[no-untyped-call]
+    return passed
+
+
+def _narrow(product: str, a_RS: Tensor, b_CS: Tensor, *, recipe: Recipe, draws: Draws) -> tuple[Tensor, Tensor]:
+    """Both operands of a product over their last dimension as it takes them, in their type."""
+    how = recipe.products[product]
+    if not how.rotation and all(operand.scheme is None for operand in how.operands.values()):
+        return a_RS, b_CS
+    one, other = quantized_operands(how, a_RS, b_CS, seed=draws.next_seed(recipe, product=product))
+    return _in_type(one, a_RS.dtype), _in_type(other, b_CS.dtype)
+
+
+def _in_type(operand: QuantizedOperand, dtype: torch.dtype) -> Tensor:
+    factor = operand.factor
+    if isinstance(factor, Tensor):
+        return (operand.values * factor[:, None]).to(dtype)
+    return (operand.values if factor == 1 else operand.values * factor).to(dtype)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, on_gradient: Callable[[Tensor], Tensor] | None) -> Tensor:
+        ctx.on_gradient = on_gradient
+        # A result that is the input would be the input with another history.
+        return values.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] if ctx.on_gradient is None else ctx.on_gradient(grads[0]), None, None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd knows no keywords
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        wide_x: Tensor,
+        wide_weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        draws: Draws,
+    ) -> Tensor:
+        ctx.recipe, ctx.draws, ctx.bias_dtype = recipe, draws, None if bias is None else bias.dtype
+        ctx.save_for_backward(wide_x, wide_weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_OI = ctx.saved_tensors
+        how = {"recipe": ctx.recipe, "draws": ctx.draws}
+        grad_TO, x_TI = grads[0].reshape(-1, weight_OI.shape[0]), x.reshape(-1, weight_OI.shape[1])
+        grad_x = grad_weight = grad_bias = None
+        with torch.autocast(x.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                narrow_TO, narrow_IO = _narrow("grad_input", grad_TO, weight_OI.T, **how)
+                grad_x = (narrow_TO @ narrow_IO.T).view(x.shape)
+            if ctx.needs_input_grad[1]:
+                narrow_OT, narrow_IT = _narrow("grad_weight", grad_TO.T, x_TI.T, **how)
+                grad_weight = narrow_OT @ narrow_IT.T
+            if ctx.needs_input_grad[4]:
+                grad_bias = grad_TO.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_weight, None, None, grad_bias, None, None
