@@ -169,9 +169,7 @@ class FileTable:
         if not isinstance(like, StringColumn):
             with np.errstate(over="ignore"):  # an extreme beyond the column's type is infinite there
                 return np.array(values, dtype=like.dtype)
-        codes: dict[str, int] = {}
-        rows = [codes.setdefault(text, len(codes)) for text in values]
-        return StringColumn(codes=np.array(rows, dtype=np.uint32), table=list(codes))
+        return StringColumn.of(values)
 
     def _values(self, name: str) -> list[Any]:
         if name in _FIXED:

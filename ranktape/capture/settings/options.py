@@ -8,8 +8,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ranktape.capture.settings.rules import (
     CLOSED,
     DEFAULT_LAYER_TYPES,
@@ -134,7 +132,7 @@ def check_layer_types(options: CaptureOptions, *, known: Sequence[str]) -> None:
 
 def _modes_that_fit(rule: CaptureRule) -> tuple[str, ...]:
     modes = CLOSED["mode"]
-    column = StringColumn(codes=np.arange(len(modes)), table=modes)
+    column = StringColumn.of(modes)
     fitting = rule.can_hold(lambda _: column, known={"mode"}, num_rows=len(modes))
     return tuple(mode for mode, fits_it in zip(modes, fitting, strict=True) if fits_it)
 

@@ -339,7 +339,7 @@ def _check_names(names: Sequence[str], *, others: Sequence[str]) -> None:
 
 def _no_rows(name: str, /) -> Column:
     if name in TEXT_FIELDS:
-        return StringColumn(codes=np.empty(0, dtype=np.int64), table=[])
+        return StringColumn.of([])
     return np.empty(0, dtype=np.float64 if name == "batch_size" else np.int64)
 
 

@@ -55,9 +55,9 @@ class Sightings:
         if name == "rank":
             return np.array([self.rank])
         if name in self.values:
-            return _texts(sorted(self.values[name]))
+            return StringColumn.of(sorted(self.values[name]))
         found = [_site_values(*site)[name] for site in self.sites]
-        return _texts(found) if name in TEXT_FIELDS else np.array(found, dtype=np.int64)
+        return StringColumn.of(map(str, found)) if name in TEXT_FIELDS else np.array(found, dtype=np.int64)
 
 
 def find_unmatched(options: CaptureOptions, seen: Sightings, *, paths: Collection[str]) -> Iterator[str]:
@@ -111,12 +111,6 @@ def _site_values(source: Source, role: TensorRole, suffix: str) -> dict[str, Any
         "phase": role.phase,
         "tensor_name": role.tensor_name + suffix,
     }
-
-
-def _texts(values: Sequence[Any]) -> StringColumn:
-    table = list(dict.fromkeys(map(str, values)))
-    numbers = {text: number for number, text in enumerate(table)}
-    return StringColumn(codes=np.array([numbers[str(value)] for value in values], dtype=np.int64), table=table)
 
 
 MAX_ANSWERS = 1 << 17
@@ -257,7 +251,7 @@ def _source_of(values: Mapping[str, Any]) -> Callable[[str], Column]:
     def column(name: str, /) -> Column:
         value = values[name]
         if name in TEXT_FIELDS:
-            return StringColumn(codes=np.zeros(1, dtype=np.int64), table=[str(value)])
+            return StringColumn.of([str(value)])
         if name == "batch_size":
             return np.array([np.nan if value is None else value], dtype=np.float64)
         return np.array([value], dtype=np.int64)

@@ -135,7 +135,7 @@ def columns_of(found: Mapping[str, Sequence[Any]], *, is_checked: bool = True) -
         if is_checked and not {*map(type, values)} <= ({str} if dtype is None else _TYPES[dtype]):
             raise TypeError(f"its {name} are of {', '.join(sorted({type(value).__name__ for value in values}))}")
         if dtype is None:
-            columns[name] = encode_text(values)
+            columns[name] = StringColumn.of(values)
         else:
             columns[name] = column = np.array(values, dtype=dtype)
             if is_checked:
@@ -157,12 +157,6 @@ def encode_catalogue(entries: Sequence[CatalogueEntry]) -> bytes:
     """The npz archive that holds the entries as columns, in their order."""
     found = dict(zip(KINDS, zip(*map(_values, entries), strict=True), strict=False))
     return pack_columns(columns_of(found, is_checked=False).items())
-
-
-def encode_text(values: Sequence[str]) -> StringColumn:
-    """A column of texts, each different one written once."""
-    codes = {text: code for code, text in enumerate(dict.fromkeys(values))}
-    return StringColumn(codes=np.array([*map(codes.__getitem__, values)], dtype=np.uint32), table=list(codes))
 
 
 def merge_catalogues(sources: Sequence[ColumnSource]) -> bytes:

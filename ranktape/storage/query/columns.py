@@ -32,6 +32,13 @@ class StringColumn:
     table: Sequence[str | None]
     """The texts; None where the value is missing."""
 
+    @classmethod
+    def of(cls, values: Iterable[str | None]) -> StringColumn:
+        """The column that holds one text for each row."""
+        codes: dict[str | None, int] = {}
+        rows = [codes.setdefault(text, len(codes)) for text in values]
+        return cls(codes=np.array(rows, dtype=np.uint32), table=list(codes))
+
     def __len__(self) -> int:
         """Rows."""
         return len(self.codes)
@@ -146,11 +153,7 @@ def is_text(column: Column) -> bool:
 
 def encode(column: Column) -> StringColumn:
     """The column of text as codes; missing ones keep a code of their own."""
-    if isinstance(column, StringColumn):
-        return column
-    codes: dict[Any, int] = {}
-    rows = [codes.setdefault(text, len(codes)) for text in column.tolist()]
-    return StringColumn(codes=np.array(rows, dtype=np.int64), table=list(codes))
+    return column if isinstance(column, StringColumn) else StringColumn.of(column.tolist())
 
 
 def matching(column: StringColumn, predicate: Callable[[str], bool]) -> Mask:
