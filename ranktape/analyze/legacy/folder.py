@@ -15,8 +15,9 @@ from urllib.parse import quote
 
 from ranktape.analyze.legacy.described import RECORD_KEY, given_fields
 from ranktape.analyze.legacy.payload import read_plain
-from ranktape.analyze.legacy.table import FileRecords, FileTable, SourceFile, for_each
+from ranktape.analyze.legacy.table import NUM_THREADS, FileRecords, FileTable, SourceFile
 from ranktape.errors import DataError, StorageError
+from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.legacy_names import LayerFile, parse_layer_output_name, parse_tensor_file_name
 from ranktape.storage.records.records import Records
 
@@ -52,7 +53,8 @@ class Folder:
         if any_name:
             self._readable(file for file in files if not file.named)
             files = [file for file in files if file.path.name not in self.unreadable]
-        for_each([file for file in files if not {"iteration", "rank"} <= file.named.keys()], SourceFile.fields)
+        unnamed = [file for file in files if not {"iteration", "rank"} <= file.named.keys()]
+        for_each(SourceFile.fields, unnamed, at_once=NUM_THREADS)
         foreign = set(self.foreign)
         self.paths = [entry for entry in paths if entry.name not in foreign]
         """Every file that was taken for one of ours, whether it can be read or not."""
@@ -138,7 +140,7 @@ class Folder:
             return None
 
         listed = list(files)
-        reasons = for_each(listed, reason)
+        reasons = for_each(reason, listed, at_once=NUM_THREADS)
         self.unreadable |= {file.path.name: why for file, why in zip(listed, reasons, strict=True) if why is not None}
         return [file for file, why in zip(listed, reasons, strict=True) if why is None]
 

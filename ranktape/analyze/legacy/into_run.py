@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.legacy.table import for_each
+from ranktape.analyze.legacy.table import NUM_THREADS
 from ranktape.errors import DataError, RanktapeError, RunExistsError, RunNotFoundError, StorageError, UsageError
 from ranktape.lazy_names import __version__
 from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.layout import TensorSite, site_path
 from ranktape.storage.format.legacy_names import parse_tensor_file_name
 from ranktape.storage.format.progress import open_iteration, write_verdict
@@ -91,7 +92,7 @@ def import_folder(
     if not len(folder):
         raise DataError(f"{folder.url} holds no tensor that can be read")
     # What is wrong is said before a run is begun, as far as it can be seen without reading every value.
-    for_each(folder.files, lambda file: file.fields())
+    for_each(lambda file: file.fields(), folder.files, at_once=NUM_THREADS)
     files = _of_fitting_ranks(folder, left_out, is_skipping=skip_unreadable)
     places: dict[int, dict[int, list[SourceFile]]] = {}
     for file in files:

@@ -7,7 +7,6 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, UsageError
 from ranktape.fields import JSON_FIELDS, OPTIONAL_INT_FIELDS
 from ranktape.storage.format.catalogue import Catalogue, empty_catalogue
+from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.encode import checksum
 from ranktape.storage.format.parts import split
 from ranktape.storage.format.record_info import EXTREMES, Keep, Overflow
@@ -177,7 +177,7 @@ class FileTable:
         if name == "site":
             return [file.site for file in self.files]
         if name == "checksum" or name.startswith("overflow."):
-            measured = for_each(self.files, SourceFile.measured)
+            measured = for_each(SourceFile.measured, self.files, at_once=NUM_THREADS)
             if name == "checksum":
                 return [int(text.partition(":")[2], 16) for _, text in measured]
             _, *path = name.split(".")
@@ -185,7 +185,7 @@ class FileTable:
             return [_number(value) for value in found] if path[0] in EXTREMES else found
         if name == "numel":
             return [int(np.prod(shape, dtype=np.int64)) for shape in self._values("shape")]
-        for_each([file for file in self.files if name not in file.named], SourceFile.fields)
+        for_each(SourceFile.fields, [file for file in self.files if name not in file.named], at_once=NUM_THREADS)
         values = [file.field(name) for file in self.files]
         return [_number(value) for value in values] if name in OPTIONAL_INT_FIELDS else values
 
@@ -281,14 +281,6 @@ class FileRecords(Records):
 
     def _source(self, rows: np.ndarray[Any, Any]) -> Callable[[str], Column]:
         return self._table.narrow(rows).column
-
-
-def for_each(files: Sequence[SourceFile], function: Callable[[SourceFile], Any]) -> list[Any]:
-    """What the function gives for each file, several at once; the first failure ends it."""
-    if len(files) <= 1:
-        return [function(file) for file in files]
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        return list(pool.map(function, files))
 
 
 @functools.cache

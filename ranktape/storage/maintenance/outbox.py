@@ -14,8 +14,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempt
 from ranktape.storage.format.commit import mark_committed
 from ranktape.storage.format.decode import open_stored, read_stored
-from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, decode_document, read_document
+from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, decode_document, for_each, read_document
 from ranktape.storage.format.layout import Mark, document_key
 from ranktape.storage.format.progress import finish_ready, judge_again
 from ranktape.storage.places.backend import ForwardingBackend, Result
@@ -195,10 +194,9 @@ class _Push:
         document = decode_document(commit, place=f"{self._source.url}/{commit_key}", key=commit_key)
         members = document.get("consolidated_metadata", {}).get("metadata", {})
         arrays = [(f"{group}/{name}", member) for name, member in members.items() if member["node_type"] == "array"]
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            _settle(pool.submit(self._put, key) for key in self._keys(group) if key != commit_key)
-            self._target.flush()
-            _settle(pool.submit(self._compare, group, path, member) for path, member in arrays)
+        for_each(self._put, [key for key in self._keys(group) if key != commit_key], at_once=_NUM_THREADS)
+        self._target.flush()
+        for_each(lambda array: self._compare(group, *array), arrays, at_once=_NUM_THREADS)
         self._put(commit_key)
         self._target.flush()
         opened = layout.document_key(layout.opened_path(self._attempt.path, iteration))
@@ -222,12 +220,6 @@ class _Push:
         self._target.put(key, [data])
         self.report.num_objects += 1
         self.report.nbytes += len(data)
-
-
-def _settle(futures: Iterable[Future[None]]) -> None:
-    """Wait for all, and raise the first failure."""
-    for future in list(futures):
-        future.result()
 
 
 def _remove_empty(folder: Path) -> None:

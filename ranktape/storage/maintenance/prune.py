@@ -6,7 +6,6 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ from ranktape.storage.format.attempt import (
     read_run,
     run_attributes,
 )
-from ranktape.storage.format.documents import read_attributes, write_group
+from ranktape.storage.format.documents import for_each, read_attributes, write_group
 from ranktape.storage.query.filters import filter_from_text
 from ranktape.storage.recording.start import Lease, delete_parts
 
@@ -137,10 +136,6 @@ def _lease(backend: RetryingBackend) -> Lease:
     return Lease(backend, launch=Launch(launch_id=f"maintenance-{uuid.uuid4().hex}", restart=0, world_size=1))
 
 
-_NUM_THREADS = 16
-"""Ranks whose data are removed at once."""
-
-
 def drop_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
     """Remove a complete iteration; its state is `dropped` then. Can be repeated.
 
@@ -155,8 +150,7 @@ def drop_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> Non
     commit = layout.iteration_path(attempt.path, iteration)
     backend.delete_keys([layout.document_key(commit)])
     groups = [layout.rank_iteration_path(attempt.path, rank, iteration) for rank in attempt.launch.ranks]
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        list(pool.map(backend.delete, groups))
+    for_each(backend.delete, groups)
     backend.delete(commit)
     backend.delete(layout.opened_path(attempt.path, iteration))
     write_group(backend, path, {**fields, "removed": True})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import enum
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,16 +16,13 @@ from urllib.parse import quote
 from ranktape.errors import DataError, RanktapeError, RunFormatError, RunNotFoundError, UsageError, expect_least
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempts, read_run, run_attributes
-from ranktape.storage.format.documents import read_document
+from ranktape.storage.format.documents import for_each, read_document
 from ranktape.storage.format.progress import read_verdict
 from ranktape.storage.format.status import IterationState
 from ranktape.storage.places.urls import open_backend
 
 if TYPE_CHECKING:
     from ranktape.storage.places.backend import Backend
-
-_NUM_THREADS = 16
-"""Requests in flight while places are looked through."""
 
 MAX_DEPTH = 4
 """Levels of names that are looked through where nothing else is said."""
@@ -95,26 +92,22 @@ def find_runs(
     """
     expect_least(0, depth=max_depth)
     backend = open_backend(url, storage_options=storage_options)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-
-        def look(place: str) -> tuple[RunSummary | None, list[str]]:
-            return _look(backend, place, url=os.fspath(url), storage_options=storage_options)
-
-        summary, names = look("")
-        if summary is None and not names:
-            raise RunNotFoundError(f"there is nothing at {backend.url}: check the URL")
-        found = [] if summary is None else [summary]
-        num_seen = 0
-        for _ in range(max_depth):
-            num_seen += len(names)
-            if num_seen > MAX_PLACES:
-                raise UsageError(
-                    f"more than {MAX_PLACES} names lie below {backend.url}: give a place nearer to the runs, "
-                    f"or look through fewer levels (--depth)"
-                )
-            level = list(pool.map(look, names))
-            found += [summary for summary, _ in level if summary is not None]
-            names = [name for _, below in level for name in below]
+    look = functools.partial(_look, backend, url=os.fspath(url), storage_options=storage_options)
+    summary, names = look("")
+    if summary is None and not names:
+        raise RunNotFoundError(f"there is nothing at {backend.url}: check the URL")
+    found = [] if summary is None else [summary]
+    num_seen = 0
+    for _ in range(max_depth):
+        num_seen += len(names)
+        if num_seen > MAX_PLACES:
+            raise UsageError(
+                f"more than {MAX_PLACES} names lie below {backend.url}: give a place nearer to the runs, "
+                f"or look through fewer levels (--depth)"
+            )
+        level = for_each(look, names)
+        found += [summary for summary, _ in level if summary is not None]
+        names = [name for _, below in level for name in below]
     return sorted(found, key=lambda one: one.path)
 
 

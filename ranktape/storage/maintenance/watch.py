@@ -6,23 +6,19 @@ Looking again costs a few LISTs and one GET for each marker that was not there t
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ranktape.errors import RunNotFoundError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempts, read_run, run_attributes
-from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, read_attributes
+from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_attributes
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import Progress, read_progress
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.places.backend import Backend
-
-_NUM_THREADS = 16
-"""Requests in flight while markers are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +111,7 @@ class Watcher:
             for rank in progress.committed_ranks(iteration)
             if (attempt.path, iteration, rank) not in self._amounts
         ]
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            self._amounts.update(zip(new, pool.map(self._amount, new), strict=True))
+        self._amounts.update(zip(new, for_each(self._amount, new), strict=True))
 
     def _amount(self, place: tuple[str, int, int]) -> tuple[int, int]:
         path = layout.marker_path(*place, Mark.COMMITTED)
