@@ -30,6 +30,17 @@ def test_an_operand_that_is_left_as_it_is_keeps_its_numbers() -> None:
     assert first.factor == 1
 
 
+def test_a_prescale_moves_the_numbers_on_the_grid_and_the_factor_takes_it_back() -> None:
+    matrix = numbers(8, 64)
+    product = ProductRecipe(
+        operands={"input": OperandRecipe(scheme="mxfp4", prescale=0.75), "weight": OperandRecipe(scheme="mxfp4")}
+    )
+    found, plain = quantized_operands(product, matrix, matrix, seed=0)
+    assert torch.equal(found.values, quantize(matrix * 0.75, "mxfp4", warn=False).values)
+    assert (found.factor, plain.factor) == (4 / 3, 1)
+    assert found.is_bf16_exact
+
+
 def test_draws_follow_the_seed_and_differ_between_the_operands() -> None:
     drawn = OperandRecipe(scheme="mxfp4", rounding="stochastic")
     product = ProductRecipe(operands={"grad_output": drawn, "input": drawn})

@@ -125,6 +125,9 @@ def test_names_files_and_recipes_mix_and_each_comes_once(tmp_path: Path) -> None
         ("mine: {operands: {all: {block_size: 16}}}", "operands.all: there is no scheme"),
         ("mine: {operands: {all: {scheme: }}}", "operands.all.scheme: is empty"),
         ("mine: {operands: {all: {scheme: 4}}}", "operands.all.scheme: is to be a scheme, or none, and is 4"),
+        ("mine: {operands: {all: {scheme: nvfp4, prescale: 0}}}", "operands.all: prescale is 0"),
+        ("mine: {operands: {all: {scheme: nvfp4, prescale: half}}}", "operands.all: prescale is 'half'"),
+        ("mine: {base: nvfp4, high_precision: {outside: 1}}", "high_precision: outside is 1"),
         ("mine: {operands: {all: {scheme: none, block_size: 4}}}", "operands.all: block_size has no effect"),
         ("mine: {base: nvfp}", "mine, base: 'nvfp' is neither shipped nor above in the file: did you mean nvfp4"),
         ("mine: {base: later}\nlater: {base: nvfp4}", "'later' is neither shipped nor above"),
@@ -209,6 +212,13 @@ def test_first_and_last_layers_stay_in_bf16(kept: HighPrecision, num_layers: int
     wide = {index for index, one in enumerate(made, start=-1) if one.products == RECIPES["bf16"].products}
     assert wide == expected
     assert all(one.name == "nvfp4" for one in made)
+
+
+def test_what_is_outside_of_the_stack_stays_in_bf16_where_there_is_a_stack() -> None:
+    recipe = dataclasses.replace(RECIPES["nvfp4"], high_precision=HighPrecision(outside=True))
+    places = [(-1, 4), (0, 4), (3, 4), (-1, 0)]
+    speeds = [recipe.of_layer("any", layer_idx=index, num_layers=number).speed_class for index, number in places]
+    assert speeds == [1, 4, 4, 4]
 
 
 def test_modules_stay_in_bf16_by_their_paths() -> None:

@@ -1,10 +1,11 @@
 """Quantises both operands of a product as a recipe says."""
 
 # Shapes: A, B = rows of the first and the second operand, S = what the product sums over.
-# ruff: noqa: N803 - the letters of a shape end the name of the tensor
+# ruff: noqa: N803, N806 - the letters of a shape end the name of the tensor
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operand
@@ -22,10 +23,11 @@ def quantized_operands(
     """Both operands of `a_AS @ b_BS.T`, in the order in which `PRODUCTS` names them.
 
     What is stochastic draws from `seed`, each operand its own numbers. Rotated operands stay rotated: the product of
-    the two is that of what they were. NaN, Inf, zeros and empty matrices are those of `quantized_operand`.
+    the two is that of what they were. Zeros fill up the sum to whole runs of the rotation, and the operands are longer
+    by them. NaN, Inf, zeros and empty matrices are those of `quantized_operand`.
 
     Raises:
-        UsageError: one is no matrix of real floating-point numbers, or the sums are too short for the rotation.
+        UsageError: one is no matrix of real floating-point numbers.
     """
     first, second = product.operands
     return one_operand(product, first, a_AS, seed=seed), one_operand(product, second, b_BS, seed=seed)
@@ -39,4 +41,17 @@ def one_operand(product: ProductRecipe, name: str, x_RS: torch.Tensor, *, seed: 
         options["seed"] = len(OPERANDS) * seed + OPERANDS.index(name)
     if product.rotation:
         options |= {"rotation": product.rotation, "rotation_seed": product.rotation_seed}
-    return quantized_operand(x_RS, operand.scheme, **options)
+        x_RS = _with_whole_runs(x_RS, product.rotation)
+    if operand.prescale == 1:
+        return quantized_operand(x_RS, operand.scheme, **options)
+    found = quantized_operand(x_RS.float() * operand.prescale, operand.scheme, **options)
+    return replace(found, factor=found.factor / operand.prescale)
+
+
+def _with_whole_runs(x_RS: torch.Tensor, size: int) -> torch.Tensor:
+    missing = -x_RS.shape[-1] % size if x_RS.ndim else 0
+    if not missing:
+        return x_RS
+    from torch.nn.functional import pad
+
+    return pad(x_RS, (0, missing))

@@ -63,21 +63,27 @@ class OperandRecipe:
     """
     rounding: str | None = None
     """Where that is not the format's own; `stochastic` draws from the seed of the recipe."""
+    prescale: float = 1.0
+    """What elements are multiplied by before they are quantised; the product is divided by it afterwards."""
 
     def __post_init__(self) -> None:
         """Check the options before anything is computed with them."""
+        _check_prescale(self.prescale)
         if self.scheme is not None:
             self._plan()
-        elif self.options:
-            raise UsageError(
-                f"{', '.join(self.options)} has no effect on an operand that is left as it is: give a scheme"
-            )
+        elif self.said:
+            raise UsageError(f"{', '.join(self.said)} has no effect on an operand that is left as it is: give a scheme")
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What is said besides the scheme."""
+        fields = [one for one in dataclasses.fields(self) if one.name != "scheme"]
+        return {one.name: value for one in fields if (value := getattr(self, one.name)) != one.default}
 
     @property
     def options(self) -> dict[str, Any]:
         """What is said besides the scheme, as `quantize` takes it."""
-        fields = [one for one in dataclasses.fields(self) if one.name != "scheme"]
-        return {one.name: value for one in fields if (value := getattr(self, one.name)) != one.default}
+        return {name: value for name, value in self.said.items() if name != "prescale"}
 
     @property
     def is_stochastic(self) -> bool:
@@ -162,9 +168,12 @@ class HighPrecision:
     """So many at its end, likewise."""
     modules: tuple[str, ...] = ()
     """Those whose dotted path matches one of these patterns, with * and ?."""
+    outside: bool = False
+    """Whether linear layers outside of the stack of layers are left so, as the head; without a stack, none is."""
 
     def __post_init__(self) -> None:
         """Check the numbers and the patterns."""
+        _check_truth(self.outside, name="outside")
         for name in ("first_layers", "last_layers"):
             _check_layers(getattr(self, name), name=name)
         _check_patterns(self.modules)
@@ -173,11 +182,13 @@ class HighPrecision:
         """Whether a linear layer stays in bf16: `module` in layer `layer_idx` of so many, -1 outside of the stack."""
         if any(fnmatchcase(module, pattern) for pattern in self.modules):
             return True
+        if layer_idx < 0:
+            return self.outside and num_layers > 0
         first, last = (
             number if isinstance(number, int) else round(number * num_layers)
             for number in (self.first_layers, self.last_layers)
         )
-        return layer_idx >= 0 and (layer_idx < first or layer_idx >= num_layers - last)
+        return layer_idx < first or layer_idx >= num_layers - last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +288,16 @@ def _check_name(name: Any) -> None:
 def _check_patterns(patterns: Any) -> None:
     if not isinstance(patterns, tuple) or not all(isinstance(one, str) and one for one in patterns):
         raise UsageError(f"modules is {patterns!r:.60}: give a tuple (in a file a list) of patterns, as *head")
+
+
+def _check_prescale(factor: Any) -> None:
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise UsageError(f"prescale is {factor!r:.60}: give a number above 0")
+
+
+def _check_truth(given: Any, *, name: str) -> None:
+    if not isinstance(given, bool):
+        raise UsageError(f"{name} is {given!r:.60}: give true or false")
 
 
 def _check_layers(number: Any, *, name: str) -> None:

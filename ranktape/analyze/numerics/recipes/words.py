@@ -128,7 +128,7 @@ def words_of_recipe(recipe: Recipe) -> dict[str, Any]:
 
 def _words_of_operand(operand: OperandRecipe) -> Any:
     scheme = AS_IT_IS if operand.scheme is None else operand.scheme
-    options = {key: list(value) if isinstance(value, tuple) else value for key, value in operand.options.items()}
+    options = {key: list(value) if isinstance(value, tuple) else value for key, value in operand.said.items()}
     return {"scheme": scheme} | options if options else scheme
 
 

@@ -1,0 +1,191 @@
+"""Do shipped recipes compute what other programs compute of the same operands?"""
+
+# Shapes: T = tokens, I = inputs, O = outputs; of an operand R = rows, S = what is summed.
+# ruff: noqa: N803, N806 - the letters of a shape end the name of the tensor
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import pytest
+import torch
+
+from ranktape.analyze.numerics.quantization.operand import QuantizedOperand
+from ranktape.analyze.numerics.recipes.operands import quantized_operands
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
+from ranktape.analyze.numerics.recipes.table import RECIPES
+from tests.analyze.recipe_oracles import nvfp4
+from tests.optional import needs
+
+Products: TypeAlias = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet() -> Iterator[None]:
+    """Torchao's imports warn of what they do not find."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def layer(dtype: torch.dtype = torch.float32) -> Products:
+    """The operands of a layer: one channel of the input far above the others, gradients of tokens of all sizes."""
+    generator = torch.Generator().manual_seed(0)
+    x_TI, weight_OI, grad_TO = (
+        torch.randn(shape, generator=generator) for shape in ((256, 128), (384, 128), (256, 384))
+    )
+    x_TI[:, 5] *= 60
+    grad_TO *= 1e-4 * torch.exp2(torch.randn(256, 1, generator=generator) * 3)
+    tensors = {"input": x_TI, "weight": weight_OI / 8, "grad_output": grad_TO}
+    return {name: tensor.to(dtype).float() for name, tensor in tensors.items()}
+
+
+def matrices(product: str, tensors: Products) -> dict[str, torch.Tensor]:
+    """The operands of a product, each with what is summed along its last dimension."""
+    x_TI, weight_OI, grad_TO = tensors.values()
+    return {
+        "output": {"input": x_TI, "weight": weight_OI},
+        "grad_input": {"grad_output": grad_TO, "weight": weight_OI.T.contiguous()},
+        "grad_weight": {"grad_output": grad_TO.T.contiguous(), "input": x_TI.T.contiguous()},
+    }[product]
+
+
+def whole(operand: QuantizedOperand) -> torch.Tensor:
+    factor = operand.factor
+    return operand.values * (factor[:, None] if isinstance(factor, torch.Tensor) else factor)
+
+
+def replayed(recipe: str, tensors: Products) -> Products:
+    found = {}
+    for product, how in RECIPES[recipe].products.items():
+        first, second = (whole(one) for one in quantized_operands(how, *matrices(product, tensors).values(), seed=0))
+        found[product] = (first.double() @ second.double().T).float()
+    return found
+
+
+def _trained(module: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor, tensors: Products) -> Products:
+    x_TI = tensors["input"].clone().requires_grad_()
+    output_TO = module(x_TI)
+    output_TO.backward(tensors["grad_output"].to(output_TO.dtype))
+    assert x_TI.grad is not None
+    assert weight.grad is not None
+    return {"output": output_TO.detach(), "grad_input": x_TI.grad, "grad_weight": weight.grad}
+
+
+def torchao_int8(tensors: Products) -> Products:
+    from torchao.prototype.quantized_training import int8_mixed_precision as int8
+
+    config = int8.Int8MixedPrecisionTrainingConfig()
+    linear = int8.Int8MixedPrecisionTrainingLinear(128, 384, bias=False, config=config)
+    linear.weight.data = tensors["weight"].clone()
+    return _trained(linear, linear.weight, tensors)
+
+
+def torchao_float8(tensors: Products) -> Products:
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    plain = torch.nn.Linear(128, 384, bias=False)
+    plain.weight.data = tensors["weight"].clone()
+    linear = Float8Linear.from_float(plain, config=dataclasses.replace(Float8LinearConfig(), emulate=True))
+    return _trained(linear, linear.weight, tensors)
+
+
+def torchao_mxfp8(tensors: Products) -> Products:
+    """As a mixture of a single expert, which is torchao's only MX training."""
+    from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    weight_OI = tensors["weight"].clone().requires_grad_()
+    offsets = torch.tensor([256], dtype=torch.int32)
+
+    def linear(x_TI: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _to_mxfp8_then_scaled_grouped_mm(
+            x_TI, weight_OI.T[None], offsets, kernel_preference=KernelPreference.EMULATED
+        )
+        return found
+
+    return _trained(linear, weight_OI, tensors)
+
+
+TRAININGS = {
+    # Of operands in float32, where the reciprocal by which torchao multiplies decides no tie.
+    "int8_token": (torchao_int8, torch.float32),
+    "fp8_tensor": (torchao_float8, torch.bfloat16),
+    "mxfp8": (torchao_mxfp8, torch.bfloat16),
+}
+
+
+@needs("torchao")
+@pytest.mark.parametrize("recipe", TRAININGS)
+def test_the_three_products_are_those_of_a_training_of_torchao(recipe: str) -> None:
+    """All of them rounded to bfloat16, as what torchao's MX training gives; sums are added up in another order."""
+    train, dtype = TRAININGS[recipe]
+    tensors = layer(dtype)
+    found, expected = replayed(recipe, tensors), train(tensors)
+    for product in PRODUCTS:
+        is_same = found[product].to(torch.bfloat16) == expected[product].to(torch.bfloat16)
+        assert is_same.double().mean() > 0.999
+        assert (found[product] - expected[product]).norm() < 2.0**-8 * expected[product].norm()
+
+
+def operands(recipe: str, tensors: Products) -> Iterator[tuple[str, torch.Tensor, QuantizedOperand]]:
+    """Of all products: the name of an operand, its matrix, and what the recipe makes of it."""
+    for product, how in RECIPES[recipe].products.items():
+        given = matrices(product, tensors)
+        made = quantized_operands(how, *given.values(), seed=0)
+        yield from zip(given, given.values(), made, strict=True)
+
+
+MX = {
+    # Element formats of the operands; what of torchao computes the scales.
+    "mxfp8": ({}, "fp8_e4m3", "RCEIL"),
+    "mxfp8_e5m2_grad": ({"grad_output": "fp8_e5m2"}, "fp8_e4m3", "RCEIL"),
+    "mxfp6": ({}, "fp6_e3m2", "FLOOR"),
+    "mxfp4": ({}, "fp4_e2m1", "EVEN"),
+}
+
+
+@needs("torchao")
+@pytest.mark.parametrize("recipe", MX)
+def test_operands_in_mx_are_those_of_torchao(recipe: str) -> None:
+    from torchao.prototype.mx_formats import constants, mx_tensor
+
+    words = {
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+        "fp6_e3m2": constants.DTYPE_FP6_E3M2,
+        "fp4_e2m1": torch.float4_e2m1fn_x2,
+    }
+    elements, others, rule = MX[recipe]
+    for name, matrix, found in operands(recipe, layer(torch.bfloat16)):
+        word = words[elements.get(name, others)]
+        mode = getattr(mx_tensor.ScaleCalculationMode, rule)
+        scales, codes = mx_tensor.to_mx(matrix, word, 32, scaling_mode=mode)
+        assert torch.equal(whole(found), mx_tensor.to_dtype(codes, scales, word, 32, torch.float32))
+
+
+@needs("en_dtypes")
+def test_operands_in_hif8_are_those_of_en_dtypes() -> None:
+    import en_dtypes
+
+    for _, matrix, found in operands("hif8", layer()):
+        scale = (matrix.abs().max() / 8).numpy()
+        codes = (matrix.numpy() / scale).astype(en_dtypes.hifloat8)
+        assert found.factor == scale
+        assert torch.equal(found.values, torch.from_numpy(codes.astype("float32")))
+
+
+def test_operands_in_bf16_are_those_of_torch() -> None:
+    for _, matrix, found in operands("bf16", layer()):
+        assert torch.equal(whole(found), matrix.to(torch.bfloat16).float())
+
+
+def test_operands_in_nvfp4_are_those_of_transformer_engine() -> None:
+    for _, matrix, found in operands("nvfp4", layer()):
+        values, scale = nvfp4(matrix)
+        assert torch.equal(found.values, values)
+        assert found.factor == scale
