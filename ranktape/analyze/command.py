@@ -113,7 +113,7 @@ class Description:
         if one.is_positional:
             is_folder = one.annotation == "Path"
             kind = NamedPath(path_type=Path) if is_folder else str
-            return click.argument(one.name, metavar="DIR" if is_folder else one.name.upper(), type=kind)
+            return click.argument(one.name, metavar=metavar or ("DIR" if is_folder else one.name.upper()), type=kind)
         if one.annotation.startswith("Literal"):
             settings |= {"type": click.Choice(re.findall(r"'(\w+)'", one.annotation)), "metavar": None}
         elif "Path" in one.annotation:

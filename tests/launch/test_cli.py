@@ -35,7 +35,7 @@ CAPTURE = {
 """The settings of a capture."""
 
 OPTIONS = {
-    "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches", "quant"}
+    "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches", "quant", "quant_plan"}
     | (CAPTURE - {"first_iteration", "manual", "capture_config", "advance_on", "layer_offset"}),
     "plan": {"url", "as_json", "verbose", "is_module", "script", "arguments", "num_ranks", "num_hosts"} | CAPTURE,
     "status": {"run", "as_json", "require_minimum", "storage_options"},
@@ -58,6 +58,7 @@ OPTIONS = {
         "where", "storage_options", "skip_unreadable", "folder", "form", "per_sample", "overwrite",
     },
     "import": {"folder", "run", "skip_unreadable", "overwrite", "storage_options"},
+    "export-plan": {"plan", "output", "form"},
 }  # fmt: skip
 """The parameters of our own commands: users' scripts rely on them, so that a change is made here too."""
 
@@ -118,7 +119,9 @@ def test_help_answers_at_once_and_imports_nothing_heavy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(dir(launch)))
 def test_a_command_and_its_function_take_the_same_words(name: str) -> None:
-    command = cli.get_command(click.Context(cli), name.partition("_")[0])
+    # `import` is a word of Python, and its function is `import_files`.
+    shown = name.replace("_", "-")
+    command = cli.get_command(click.Context(cli), shown if shown in COMMANDS else name.partition("_")[0])
     assert command is not None
     words = {parameter.name for parameter in command.params} - {"as_json", "yes"}
     arguments = set(inspect.signature(getattr(launch, name)).parameters) - {"on_done", "on_look", "on_progress"}

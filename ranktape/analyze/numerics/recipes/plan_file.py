@@ -68,6 +68,11 @@ class PlannedModule:
     why: str | None = None
     """Why it stays in bf16, where the plan did not find a recipe."""
 
+    @property
+    def is_pattern(self) -> bool:
+        """Whether it stands for all modules that match."""
+        return "*" in self.module or "?" in self.module
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPlan:
@@ -104,7 +109,7 @@ class PrecisionPlan:
             UsageError: a name or a pattern of the plan matches none of the layers.
         """
         named = {one.module: one for one in self.modules}
-        patterns = [one for one in self.modules if "*" in one.module or "?" in one.module]
+        patterns = [one for one in self.modules if one.is_pattern]
         found: dict[str, Recipe] = {}
         for module in modules:
             planned = named.get(module) or next((one for one in patterns if fnmatchcase(module, one.module)), None)
