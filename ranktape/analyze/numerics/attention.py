@@ -1,0 +1,206 @@
+"""Computes attention again from recorded operands, as they are or as a recipe quantises them, with its gradients.
+
+Published recipes leave attention in bfloat16; what is answered here is what quantised operands would cost. Query, key
+and gradient of the output are quantised along the heads' elements, the value along the keys, as the products sum; the
+weights of the attention are not quantised, and no operand is rotated.
+"""
+
+# Shapes: B = batch, H = heads, T = queries, S = keys, D = elements of a head, R = rows of an operand.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.numerics.error_sums import ErrorSums, error_sums
+from ranktape.analyze.numerics.products import RECORDED, ProductError
+from ranktape.analyze.numerics.quantization.operand import quantized_operand
+from ranktape.analyze.numerics.recipes.recipe import OperandRecipe, Recipe
+from ranktape.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+ATTENTION_OPERANDS = ("query", "key", "value", "grad_output")
+"""What attention is computed from; without the last one it has no gradients."""
+
+ATTENTION_PRODUCTS = ("output", "grad_query", "grad_key", "grad_value")
+"""What is computed from them."""
+
+HEADS = "BHTD"
+"""The layout of all tensors here; of keys, T counts the keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionForm:
+    """What the products of queries and keys are multiplied with, and which keys a query sees."""
+
+    scale: float | None = None
+    """None: one over the root of the number of elements of a head."""
+    before: int | None = None
+    """So many keys before its own a query sees; None: all of them."""
+    after: int | None = None
+    """So many keys after its own: 0 of causal attention; None: all of them."""
+    shift: int = 0
+    """The key of the first query; FlashAttention has the last key be the last query's where there are more keys."""
+
+    def mask(self, num_queries: int, num_keys: int, *, device: torch.device) -> torch.Tensor | None:
+        """Which keys (columns) each query (row) sees; None where each sees all."""
+        if self.before is None and self.after is None:
+            return None
+        import torch
+
+        queries = torch.arange(num_queries, device=device)[:, None] + self.shift
+        distance = torch.arange(num_keys, device=device)[None] - queries
+        is_seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.before is not None:
+            is_seen &= distance >= -self.before
+        if self.after is not None:
+            is_seen &= distance <= self.after
+        return is_seen
+
+
+CAUSAL, FULL = AttentionForm(after=0), AttentionForm()
+
+
+def heads_second(tensor: torch.Tensor, layout: str, *, num_heads: int | None = None) -> torch.Tensor:
+    """A view of the tensor as [batch, heads, tokens, head], from the letters of its dimensions.
+
+    An output whose heads are joined needs their number. Without a batch it has one sample. Without a layout, four
+    dimensions are in this order already, and of others the last two are tokens and elements of one head.
+
+    Raises:
+        UsageError: the letters are none of attention, or do not fit the tensor.
+    """
+    if layout and len(layout) != tensor.ndim:
+        raise UsageError(f"the layout {layout!r} is not that of a tensor with {tensor.ndim} dimensions")
+    if not layout:
+        if tensor.ndim < 2:  # noqa: PLR2004
+            raise UsageError(f"attention is not computed of tensors with {tensor.ndim} dimensions")
+        return tensor if tensor.ndim == len(HEADS) else tensor.reshape(-1, 1, *tensor.shape[-2:])
+    seen, letters = tensor, layout
+    if "D" not in letters and letters.endswith("H"):
+        if not num_heads or tensor.shape[-1] % num_heads:
+            raise UsageError(f"{tensor.shape[-1]} elements are not those of {num_heads} heads")
+        seen, letters = tensor.unflatten(-1, (num_heads, -1)), letters + "D"
+    if "B" not in letters:
+        seen, letters = seen[None], f"B{letters}"
+    if sorted(letters) != sorted(HEADS):
+        raise UsageError(
+            f"the layout {layout!r} is none of attention: it has batch B, heads H, tokens T and elements D"
+        )
+    return seen.permute([letters.index(letter) for letter in HEADS])
+
+
+def attention_products(operands: Mapping[str, torch.Tensor], *, form: AttentionForm) -> dict[str, torch.Tensor]:
+    """`output`, and with `grad_output` the gradients of `query`, `key` and `value`, in the type of the operands.
+
+    Operands are [B, H, T, D]; keys and values may have fewer heads, each for a group of queries. NaN and Inf spoil
+    what they meet. What torch computes attention with decides on the memory: some T x S numbers for each head at most.
+
+    Raises:
+        UsageError: an operand is missing, or the shapes are not those of one attention.
+    """
+    import torch
+    from torch.nn import functional
+
+    leaves = _checked(operands)
+    grad_output = operands.get("grad_output")
+    has_gradients = grad_output is not None
+    query, key, value = (one.detach().requires_grad_(has_gradients) for one in leaves)
+    is_plain = form.after == 0 and form.before is None and not form.shift
+    mask = None if is_plain else form.mask(query.shape[2], key.shape[2], device=query.device)
+    with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
+        output = functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=is_plain, scale=form.scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    if grad_output is None:
+        return {"output": output}
+    grads = torch.autograd.grad(output, (query, key, value), grad_output.to(output.dtype))
+    return dict(zip(ATTENTION_PRODUCTS, (output.detach(), *grads), strict=True))
+
+
+def _checked(operands: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    missing = [name for name in ATTENTION_OPERANDS[:3] if name not in operands]
+    if missing:
+        raise UsageError(f"attention is not computed without {', '.join(missing)}")
+    query, key, value = (operands[name] for name in ATTENTION_OPERANDS[:3])
+    shapes = {name: tuple(operands[name].shape) for name in ATTENTION_OPERANDS if name in operands}
+    fit = all(len(shape) == len(HEADS) for shape in shapes.values())
+    fit = fit and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3]
+    fit = fit and key.shape[:3] == value.shape[:3] and key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0
+    expected = (*query.shape[:3], value.shape[-1])
+    if not fit or shapes.get("grad_output", expected) != expected:
+        raise UsageError(f"the shapes are not those of one attention: {shapes}")
+    return query, key, value
+
+
+def replay_attention(
+    operands: Mapping[str, torch.Tensor],
+    recipes: Sequence[Recipe],
+    *,
+    form: AttentionForm,
+    recorded: Mapping[str, torch.Tensor] | None = None,
+) -> list[ProductError]:
+    """How far off attention and its gradients are with operands as each recipe quantises them.
+
+    As `replay_products` of linear layers, in the order of `ATTENTION_PRODUCTS`: all tensors are [B, H, T, D]
+    (`heads_second`). A recipe's `input` of the product `output` says how query, key and value are quantised, its
+    `grad_output` of `grad_input` how the gradient is. With stochastic rounding the sums are those of all draws.
+
+    Raises:
+        UsageError: as `attention_products`, or a recorded result has another shape than its product.
+    """
+    wide = {name: one.detach().float() for name, one in operands.items() if name in ATTENTION_OPERANDS}
+    exact = attention_products(wide, form=form)
+    own = {name: one.detach() for name, one in (recorded or {}).items() if name in exact}
+    errors = [
+        ProductError(product=name, recipe=RECORDED, exact=error_sums(exact[name], own[name]), recorded=None)
+        for name in own
+    ]
+    for recipe in recipes:
+        is_drawn = any(one.is_stochastic for one in _operand_recipes(recipe).values())
+        sums = {name: ErrorSums() for name in exact}
+        against = {name: ErrorSums() for name in own}
+        for draw in range(recipe.draws if is_drawn else 1):
+            quantised = quantised_attention(wide, recipe, draw=draw)
+            for name, got in attention_products(quantised, form=form).items():
+                sums[name] += error_sums(exact[name], got)
+                if name in own:
+                    against[name] += error_sums(own[name], got)
+        errors += [
+            ProductError(product=name, recipe=recipe.name, exact=sums[name], recorded=against.get(name))
+            for name in exact
+        ]
+    order = {name: place for place, name in enumerate(ATTENTION_PRODUCTS)}
+    return sorted(errors, key=lambda one: order[one.product])
+
+
+def quantised_attention(
+    operands: Mapping[str, torch.Tensor], recipe: Recipe, *, draw: int = 0
+) -> dict[str, torch.Tensor]:
+    """The operands of attention [B, H, T, D] as a recipe quantises them, in float32."""
+    quantised = {}
+    for name, one in _operand_recipes(recipe).items():
+        if name not in operands:
+            continue
+        # What a product sums over comes last: of the value the keys, of all others the elements of a head.
+        last = operands[name].transpose(2, 3) if name == "value" else operands[name]
+        options: dict[str, Any] = dict(one.options)
+        if one.is_stochastic:
+            place = ATTENTION_OPERANDS.index(name)
+            options["seed"] = int(np.random.SeedSequence((recipe.seed, draw, place)).generate_state(1)[0])
+        matrix = quantized_operand(last.reshape(-1, last.shape[-1]), one.scheme, **options)
+        factor = matrix.factor if isinstance(matrix.factor, float) else matrix.factor[:, None]
+        values = (matrix.values * factor).view(last.shape)
+        quantised[name] = values.transpose(2, 3).contiguous() if name == "value" else values
+    return quantised
+
+
+def _operand_recipes(recipe: Recipe) -> dict[str, OperandRecipe]:
+    own = recipe.products["output"].operands["input"]
+    gradient = recipe.products["grad_input"].operands["grad_output"]
+    return dict(zip(ATTENTION_OPERANDS, (own, own, own, gradient), strict=True))
