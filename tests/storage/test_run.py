@@ -152,6 +152,14 @@ def test_selections_nest_slice_and_group(url: str) -> None:
         records[2]
 
 
+def test_a_selection_knows_what_filters_left_out(url: str) -> None:
+    run = open_run(url)
+    chosen = run.select(iteration=run.iterations[0]).select(rank=0)[1:]
+    everything, places = chosen.unfiltered()
+    assert [one.path for one in everything] == [one.path for one in run.select(iteration=run.iterations[0])]
+    assert [everything[place].path for place in places] == [one.path for one in chosen]
+
+
 def test_records_without_a_value_are_one_group(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     array = np.ones((2, 3), np.float32)

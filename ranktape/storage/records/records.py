@@ -173,6 +173,13 @@ class Records(Sequence[Record]):
         """
         return self._take(self._rows[np.asarray(positions, dtype=np.int64)])
 
+    def unfiltered(self) -> tuple[Records, np.ndarray[Any, Any]]:
+        """All records of the iterations that this selection was made from, and at which places its own are there.
+
+        Of files nothing is known beyond the selection.
+        """
+        return self._take(np.arange(int(self._starts[-1]))), self._rows
+
     def group_by(self, fields: Sequence[str]) -> list[tuple[dict[str, Any], Records]]:
         """The records in groups of equal values of the fields, sorted by them; one group of all without fields.
 
