@@ -1,0 +1,126 @@
+"""Puts the tensors of each call of a layer together: its own records, and the weight that it computed with.
+
+The weight is the last that the rank recorded before the call: capture records a weight with its first call of an
+iteration, and in a generation with the first of all. Where a layer records what it was given beside what it quantised
+(`wide_input` beside `input`), the former is the operand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ranktape.analyze.identity import SampleName, sample_names
+from ranktape.storage.format.record_info import Mode, Operation
+
+if TYPE_CHECKING:
+    from ranktape.storage import Records
+
+CALL_FIELDS = (
+    "iteration",
+    "rank",
+    "attempt",
+    "microbatch",
+    "call",
+    "mode",
+    "layer_type",
+    "layer_stack",
+    "layer_idx",
+    "module",
+    "component",
+    "quant_type",
+)
+"""The fields of records that say which call they are of."""
+
+Key = tuple[Any, ...]
+"""The values of `CALL_FIELDS`."""
+
+Rows = Mapping[str, tuple[int, ...]]
+"""By the name of a tensor where its records are: one, or the parts that ranks have."""
+
+STANDING = ("weight", "wide_weight", "bias")
+"""What is recorded once for several calls."""
+
+WIDE = "wide_"
+"""Before the name of an operand as it was before the layer quantised it."""
+
+_OF_ONE_CALL = frozenset({"iteration", "microbatch", "call", "quant_type"})
+"""The fields in which a weight and a call that it serves may differ."""
+
+_PHASES = {"output": "post", "grad_output": "pre", "grad_input": "post", "grad_weight": "post"}
+"""The phases that capture gives; that of others is `pre`."""
+
+
+class CallTensors:
+    """The tensors of all calls among some records; nothing is read."""
+
+    def __init__(self, records: Records) -> None:
+        self._names: list[str] = records.column("tensor_name").tolist()
+        self._keys: list[Key] = list(zip(*(records.column(name).tolist() for name in CALL_FIELDS), strict=True))
+        self._counters: list[int] = records.column("counter").tolist()
+        self._directions = list(zip(*(records.column(name).tolist() for name in ("operation", "phase")), strict=True))
+        self._samples = sample_names(records)
+        self._standing: defaultdict[Key, list[int]] = defaultdict(list)
+        self._num_calls: Counter[Key] = Counter()
+        self._found: dict[Key, dict[SampleName | None, Rows]] = {}
+        self.names: dict[Key, dict[str, list[int]]] = {}
+        """Of each call, in the order of the records, the rows of its own tensors by their names."""
+        for row, (key, name) in enumerate(zip(self._keys, self._names, strict=True)):
+            self.names.setdefault(key, {}).setdefault(name, []).append(row)
+            self._num_calls[name, *_without(key, {"call"})] += 1
+            if name in STANDING:
+                self._standing[name, *_without(key, _OF_ONE_CALL)].append(row)
+
+    def key(self, row: int) -> Key:
+        """The call that a record is of."""
+        return self._keys[row]
+
+    def num_calls(self, key: Key, name: str) -> int:
+        """How many calls of the layer in that microbatch have such a tensor."""
+        return self._num_calls[name, *_without(key, {"call"})]
+
+    def of(self, key: Key) -> Mapping[SampleName | None, Rows]:
+        """The tensors of a call by name; by sample where each of these has records of its own, else under None."""
+        if key not in self._found:
+            group = {name: self._usual(name, rows) for name, rows in self.names.get(key, {}).items()}
+            several = [row for rows in group.values() if len(rows) > 1 for row in rows]
+            samples = dict.fromkeys(self._samples[row][0] for row in several if len(self._samples[row]) == 1)
+            self._found[key] = {sample: self._of_sample(key, group, sample) for sample in samples or [None]}
+        return self._found[key]
+
+    def _usual(self, name: str, rows: list[int]) -> list[int]:
+        """Of several records of one name those that capture makes, if there are any."""
+        operation = Operation.BACKWARD if name.startswith("grad_") else Operation.FORWARD
+        direction = operation.value, _PHASES.get(name, "pre")
+        return [row for row in rows if self._directions[row] == direction] or rows
+
+    def _of_sample(self, key: Key, group: Mapping[str, list[int]], sample: SampleName | None) -> Rows:
+        own = {
+            name: (mine[0],)
+            for name, rows in group.items()
+            if (mine := [row for row in rows if sample is None or self._samples[row] in ([sample], [])])
+        }
+        forward = [self._counters[row] for name, (row,) in own.items() if not name.startswith("grad_")]
+        for name in STANDING:
+            known = self._standing.get((name, *_without(key, _OF_ONE_CALL)), [])
+            row = None if name in own else self._before(known, key, max(forward, default=math.inf))
+            if row is not None:
+                own[name] = (row,)
+        wide = {name.removeprefix(WIDE): rows for name, rows in own.items() if name.startswith(WIDE)}
+        return own | wide
+
+    def _before(self, known: Sequence[int], key: Key, last: float) -> int | None:
+        """The last weight that was recorded before; in a training, of the same iteration."""
+        iteration, mode = (key[CALL_FIELDS.index(name)] for name in ("iteration", "mode"))
+        same = [row for row in known if self._keys[row][0] == iteration]
+        if same:
+            before = [row for row in same if self._counters[row] <= last]
+            return before[-1] if before else same[0]
+        earlier = [] if mode == Mode.TRAIN else [row for row in known if self._keys[row][0] < iteration]
+        return earlier[-1] if earlier else None
+
+
+def _without(key: Key, fields: Collection[str]) -> Key:
+    return tuple(value for name, value in zip(CALL_FIELDS, key, strict=True) if name not in fields)

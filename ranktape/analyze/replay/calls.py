@@ -1,0 +1,191 @@
+"""Finds the calls of linear layers of which products can be computed again, and says why others cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
+from ranktape.analyze.replay.call_tensors import CALL_FIELDS, STANDING, WIDE, CallTensors, Key, Rows
+from ranktape.analyze.replay.computable import TIE, LinearTensors
+
+if TYPE_CHECKING:
+    from ranktape.analyze.identity import SampleName
+    from ranktape.storage import Records
+
+LINEAR = "linear"
+"""Layers with this `layer_type` or `component` compute the three products."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCall:
+    """One call of a layer with products that can be computed again."""
+
+    key: Key
+    """Which one; of tensors that are put together, that of the lowest rank."""
+    sample: SampleName | None
+    """The sample that it is of, where each has records of its own; else None."""
+    rows: Rows
+    """Where its operands are among the records, the results that are compared, and `bias` and `offsets`."""
+    products: Mapping[str, str]
+    """By name, why what was recorded of it is not what the operands give; empty where it is."""
+    is_assembled: bool
+    """Whether its tensors are put together from those of all ranks of a mesh."""
+    is_bias_known: bool
+    """Whether the bias that is in the output, if there is one, is in `rows`."""
+
+    def field(self, name: str) -> Any:
+        """One of `CALL_FIELDS`."""
+        return self.key[CALL_FIELDS.index(name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A product of a call that cannot be computed again."""
+
+    key: Key
+    """Which call."""
+    product: str
+    """Its name."""
+    reason: str
+    """What is missing, in words that are the same for all that lack it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCalls:
+    """The calls that a selection asks for."""
+
+    records: Records
+    """The records that places are of: those of linear layers, with those that the selection leaves out."""
+    calls: tuple[RecordedCall, ...]
+    """Those of which something can be computed, in the order of the records."""
+    left_out: tuple[LeftOut, ...]
+    """The products that cannot be computed."""
+    num_layers: Mapping[str, int]
+    """By `layer_stack`, one more than the largest number of a layer."""
+
+
+def calls_of(records: Records, *, products: Collection[str] = ()) -> RecordedCalls:
+    """The calls of linear layers of a selection, and which of their products can be computed again; reads no value.
+
+    A product is asked for if its result is selected; or, where no layer recorded such a result or `products` names it,
+    if its operands are. Operands may lie outside of the selection, in its iterations. Without `products` all count.
+
+    Raises:
+        DataError: a placement is damaged.
+        StorageError: a catalogue cannot be read.
+    """
+    everything, places = records.unfiltered()
+    kinds = [everything.column(name) == LINEAR for name in ("layer_type", "component")]
+    rows = np.flatnonzero(kinds[0] | kinds[1])
+    own = everything.take(rows.tolist())
+    finder = _Finder(own, np.flatnonzero(np.isin(rows, places)).tolist(), tied=_tied_weights(everything))
+    for key in finder.keys:
+        for product in PRODUCTS if not products else [name for name in PRODUCTS if name in products]:
+            if finder.is_asked(key, product, is_named=bool(products)):
+                finder.look(key, product)
+    num_layers: defaultdict[str, int] = defaultdict(int)
+    for stack, layer in zip(*(everything.column(name).tolist() for name in ("layer_stack", "layer_idx")), strict=True):
+        num_layers[stack] = max(num_layers[stack], layer + 1)
+    return RecordedCalls(records=own, calls=finder.calls(), left_out=finder.left_out(), num_layers=dict(num_layers))
+
+
+def _tied_weights(records: Records) -> set[Key]:
+    """The weights that several modules have: the values of `TIE`."""
+    weights = records.take(np.flatnonzero(records.column("tensor_name") == "weight").tolist())
+    modules: defaultdict[Key, set[str]] = defaultdict(set)
+    for *key, module in zip(*(weights.column(name).tolist() for name in (*TIE, "module")), strict=True):
+        modules[tuple(key)].add(module)
+    return {key for key, names in modules.items() if len(names) > 1}
+
+
+@dataclass(slots=True)
+class _Found:
+    """What is found of a call, product by product; the fields are those of `RecordedCall`."""
+
+    rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)
+    is_bias_known: bool = True
+
+
+class _Finder:
+    """Looks at the products of calls, one after the other."""
+
+    def __init__(self, records: Records, selected: list[int], *, tied: set[Key]) -> None:
+        self._calls = CallTensors(records)
+        self._tensors = LinearTensors(records, tied=tied)
+        self._recorded = set(records.column("tensor_name").tolist())
+        self._selected: defaultdict[Key, set[str]] = defaultdict(set)
+        names = self._tensors.column("tensor_name")
+        for row in selected:
+            self._selected[self._calls.key(row)].add(names[row])
+        self._found: dict[tuple[Key, SampleName | None, bool], _Found] = {}
+        self._left_out: dict[tuple[Key, str], str] = {}
+
+    @property
+    def keys(self) -> list[Key]:
+        """The calls that have a selected tensor."""
+        return [key for key in self._calls.names if key in self._selected]
+
+    def calls(self) -> tuple[RecordedCall, ...]:
+        """Those with a product that can be computed."""
+        return tuple(
+            RecordedCall(key=key, sample=sample, is_assembled=is_assembled, **dataclasses.asdict(found))
+            for (key, sample, is_assembled), found in self._found.items()
+        )
+
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """The products that cannot be computed."""
+        found = self._left_out.items()
+        return tuple(LeftOut(key=key, product=product, reason=reason) for (key, product), reason in found)
+
+    def is_asked(self, key: Key, product: str, *, is_named: bool) -> bool:
+        """Whether a selection asks for a product of a call."""
+        selected = self._selected[key]
+        if product in self._calls.names[key]:
+            return product in selected
+        # One that no layer recorded was left out by the capture; else this layer computed none.
+        flowing = [name for name in PRODUCTS[product] if name not in STANDING]
+        return (is_named or product not in self._recorded) and all({name, WIDE + name} & selected for name in flowing)
+
+    def look(self, key: Key, product: str) -> None:
+        """Note what a call gives of a product, or why it gives none."""
+        for sample, own in self._calls.of(key).items():
+            reason = self._tensors.why_not_read(own, product)
+            place, rows = key, own
+            is_local = bool(reason) or self._tensors.is_local(own, product)
+            if not is_local:
+                place, rows, reason = self._whole(key, sample, own, product)
+            reason = reason or self._tensors.why_no_product(rows, product)
+            if reason:
+                self._left_out[place, product] = reason
+                continue
+            counts = (self._calls.num_calls(key, name) for name in ("grad_output", "grad_weight"))
+            why = self._tensors.why_not_compared(rows, product, *counts)
+            found = self._found.setdefault((place, sample, not is_local), _Found())
+            found.products[product] = why
+            found.rows |= {name: rows[name] for name in (*PRODUCTS[product], "offsets") if name in rows}
+            if product in rows and not why:
+                found.rows[product] = rows[product]
+            if product == "output":
+                found.is_bias_known = self._tensors.is_bias_known(rows)
+                found.rows |= {"bias": rows["bias"]} if self._tensors.has_bias(rows) else {}
+
+    def _whole(self, key: Key, sample: SampleName | None, own: Rows, product: str) -> tuple[Key, Rows, str]:
+        """The call of the lowest rank of a mesh, its tensors of all ranks, and why they cannot be had."""
+        ranks = sorted(self._tensors.ranks(own, product))
+        if not ranks:
+            return key, own, "the weight is a shard, and where the other operand lies was not recorded"
+        at = CALL_FIELDS.index("rank")
+        keys = [(*key[:at], rank, *key[at + 1 :]) for rank in ranks]
+        of_ranks = [self._calls.of(one).get(sample, {}) for one in keys]
+        reasons = [reason for rows in of_ranks if (reason := self._tensors.why_not_read(rows, product))]
+        if reasons:
+            return keys[0], own, f"it takes what all ranks of a mesh have, and of one {reasons[0]}"
+        names = [name for name in (*PRODUCTS[product], product, "bias") if all(name in rows for rows in of_ranks)]
+        return keys[0], {name: tuple(row for rows in of_ranks for row in rows[name]) for name in names}, ""

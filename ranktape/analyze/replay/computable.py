@@ -1,0 +1,189 @@
+"""Says which products the recorded tensors of a call give, and whether what was recorded of them can be compared."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
+from ranktape.analyze.replay.shards import is_local
+from ranktape.storage.format.dtypes import dtype_row
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.records.placement import parse_placement
+
+if TYPE_CHECKING:
+    from ranktape.analyze.replay.call_tensors import Key, Rows
+    from ranktape.storage import Records
+    from ranktape.storage.records.placement import Placement
+
+GROUPED = "EIO"
+"""The layout of the weights of all experts that are multiplied in one call."""
+
+TRANSPOSED = "IO"
+"""The layout of a weight whose rows are inputs."""
+
+WHOLE = "null"
+"""What the catalogue says of the placement of a tensor that is no shard, and of metadata that is none."""
+
+
+TIE = ("rank", "attempt", "iteration", "checksum")
+"""The fields in which weights that several modules have agree."""
+
+
+MIN_TOKENS = 16
+"""Of fewer, what all outputs have in common beyond their products is more than a fifteenth of what rounding did."""
+
+
+class LinearTensors:
+    """What the catalogue knows of the tensors of linear layers; no value is read."""
+
+    def __init__(self, records: Records, *, tied: set[Key]) -> None:
+        """Take records; `tied` are the values of `TIE` of weights that several modules have."""
+        self._records, self._tied = records, tied
+        self._placements: dict[tuple[str, str], Placement] = {}
+
+    @functools.cache  # noqa: B019 - it lives as long as its records are looked at
+    def column(self, name: str) -> list[Any]:
+        """A field of all records."""
+        found: list[Any] = self._records.column(name).tolist()
+        return found
+
+    def shape(self, rows: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a record, or of what parts are put together to."""
+        row = rows[0]
+        if len(rows) > 1 and (placement := self.placement(row)) is not None:
+            return placement.global_shape
+        return tuple(json.loads(self.column("shape")[row]))
+
+    def placement(self, row: int) -> Placement | None:
+        """Which part a record holds of a tensor; None for all of it.
+
+        Raises:
+            DataError: it is damaged.
+        """
+        text = self.column("placement")[row]
+        if text == WHOLE:
+            return None
+        key = text, self.column("shape")[row]
+        if key not in self._placements:
+            placement = parse_placement(self._records[row].info)
+            assert placement is not None
+            self._placements[key] = placement
+        return self._placements[key]
+
+    def metadata(self, row: int, word: str) -> bool:
+        """Whether capture said so of a record."""
+        text = self.column("metadata")[row]
+        return text != WHOLE and json.loads(text).get(word) is True
+
+    def layout(self, rows: Rows) -> str:
+        """That of the weight: OI unless it says otherwise."""
+        said = self.column("layout")[rows["weight"][0]] if "weight" in rows else ""
+        return said if said in {GROUPED, TRANSPOSED} else "OI"
+
+    def why_not_read(self, rows: Rows, product: str) -> str:
+        """Why the operands cannot be had; empty where they can."""
+        needed = [*PRODUCTS[product], *(["offsets"] if "offsets" in rows or self.layout(rows) == GROUPED else [])]
+        for name in needed:
+            if name not in rows:
+                return f"no {name} was recorded"
+            if reason := self._why_no_numbers(rows[name][0], name):
+                return reason
+        return ""
+
+    def is_local(self, rows: Rows, product: str) -> bool:
+        """Whether the operands of one rank give what was recorded, or would have been."""
+        names = [name for name in (*PRODUCTS[product], product) if name in rows]
+        placements = {name: self.placement(rows[name][0]) for name in names}
+        if not any(placements.values()):
+            return True
+        return is_local(product, placements, is_transposed=self.layout(rows) == TRANSPOSED)
+
+    def ranks(self, rows: Rows, product: str) -> tuple[int, ...]:
+        """The ranks of the mesh over which the operands are spread; none where that is not known."""
+        flowing = [name for name in PRODUCTS[product] if name != "weight"]
+        placements = [self.placement(rows[name][0]) for name in flowing]
+        return next((one.ranks for one in placements if one is not None), ())
+
+    def why_no_product(self, rows: Rows, product: str) -> str:
+        """Why operands that can be read do not multiply; empty where they do."""
+        first, second = PRODUCTS[product]
+        sizes = self._sizes(rows, product)
+        if sizes is None:
+            return f"the shapes of {first} and {second} do not multiply"
+        return ""
+
+    def why_not_compared(self, rows: Rows, product: str, num_calls: int, num_gradients: int) -> str:
+        """Why what was recorded of a product is not what its operands give; empty where it is, or nothing was.
+
+        `num_calls` of the layer in the microbatch have a `grad_output`, and `num_gradients` a `grad_weight`.
+        """
+        if product not in rows:
+            return ""
+        if reason := self._why_no_numbers(rows[product][0], product):
+            return reason
+        wanted = self._sizes(rows, product)
+        if wanted is None or math.prod(self.shape(rows[product])) != math.prod(wanted):
+            return f"{product} has another shape than the product"
+        if product == "grad_weight":
+            return self._why_other_sum(rows, num_calls, num_gradients)
+        if product == "output" and not self.is_bias_known(rows) and wanted[-2] < MIN_TOKENS:
+            return (
+                f"no bias was recorded, and outputs of fewer than {MIN_TOKENS} tokens do not tell whether there is one"
+            )
+        return ""
+
+    def is_bias_known(self, rows: Rows) -> bool:
+        """Whether it is known what bias is in the output; of a share of a sum it is not."""
+        placement = self.placement(rows["output"][0]) if "output" in rows else None
+        is_share = placement is not None and placement.is_partial and len(rows["output"]) == 1
+        return ("bias" in rows or "offsets" in rows) and not is_share
+
+    def has_bias(self, rows: Rows) -> bool:
+        """Whether a known bias is in the output, and not returned beside it."""
+        return "bias" in rows and self.is_bias_known(rows) and not self.metadata(rows["bias"][0], "returned")
+
+    def _why_other_sum(self, rows: Rows, num_calls: int, num_gradients: int) -> str:
+        row = rows["grad_weight"][0]
+        if self.metadata(row, "accumulated"):
+            return "grad_weight is accumulated over microbatches"
+        if num_gradients < num_calls:
+            return "grad_weight is that of several calls together"
+        # See `capture.hooks.weights`: then the gradient is seen on the weight itself.
+        weight = rows["weight"][0] if "weight" in rows else row
+        is_cast = self.column("dtype")[weight] != self.column("compute_dtype")[weight]
+        if is_cast and tuple(self.column(name)[weight] for name in TIE) in self._tied:
+            return "grad_weight is that of several modules together"
+        for name in PRODUCTS["grad_weight"]:
+            place = rows[name][0]
+            size, dim = self.column("batch_size")[place], self.column("sample_dim")[place]
+            if not math.isnan(size) and not math.isnan(dim) and self.shape((place,))[int(dim)] < size:
+                return "of some samples alone the operands were recorded"
+        return ""
+
+    def _why_no_numbers(self, row: int, name: str) -> str:
+        keep = self.column("keep")[row]
+        if keep != Keep.VALUES:
+            return f"of {name} the {keep} {'was' if keep == Keep.HISTOGRAM else 'were'} kept, not the values"
+        dtype = self.column("dtype")[row]
+        if name != "offsets" and not dtype_row(dtype).is_floating:
+            return f"{name} holds {dtype}"
+        return ""
+
+    def _sizes(self, rows: Rows, product: str) -> tuple[int, ...] | None:
+        """Rows and columns of a product, and before them the experts of one; None where operands do not multiply."""
+        first, second = (self.shape(rows[name]) for name in PRODUCTS[product])
+        layout = self.layout(rows)
+        if product == "grad_weight":
+            tokens = [math.prod(shape[:-1]) for shape in (first, second) if shape]
+            experts = self.shape(rows["offsets"]) if "offsets" in rows else ()
+            is_right = len(tokens) == 2 and tokens[0] == tokens[1]  # noqa: PLR2004 - both have dimensions
+            return (*experts, first[-1], second[-1]) if is_right else None
+        if not first or len(second) != len(layout):
+            return None
+        inner, outer = "IO" if product == "output" else "OI"
+        if first[-1] != second[layout.index(inner)]:
+            return None
+        return math.prod(first[:-1]), second[layout.index(outer)]

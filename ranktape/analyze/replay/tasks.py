@@ -1,0 +1,149 @@
+"""Computes the products of one recorded call again: the work of one task, with the tensors of one call in memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ranktape.analyze.comparison.tensors import ComparedTensor
+from ranktape.analyze.engine.values import View, viewed_dtype
+from ranktape.analyze.numerics.error_sums import ErrorSums
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
+from ranktape.analyze.replay.computable import TRANSPOSED
+from ranktape.storage.format.dtypes import to_torch
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from ranktape.analyze.numerics.products import ProductError
+    from ranktape.analyze.numerics.recipes.recipe import Recipe
+    from ranktape.analyze.replay.calls import RecordedCall, RecordedCalls
+    from ranktape.storage import Record
+
+Tensors: TypeAlias = "dict[str, torch.Tensor]"
+
+CallErrors: TypeAlias = "list[tuple[str, str, NDArray[np.float64], NDArray[np.float64]]]"
+"""Of each product and recipe the rows of `ErrorSums` against the exact product, and against the recorded one: of no
+element where that cannot be compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTask:
+    """One call, with the records of its tensors; it can be pickled."""
+
+    call: RecordedCall
+    """The call."""
+    records: Iterable[Record]
+    """The records of its rows, tensor by tensor."""
+    recipes: tuple[Recipe, ...]
+    """What the layer is to compute with."""
+
+
+class CallTasks(Sequence[CallTask]):
+    """The tasks of calls, made when they are asked for."""
+
+    def __init__(self, calls: RecordedCalls, recipes: Sequence[Recipe]) -> None:
+        self._calls, self._recipes = calls, recipes
+        nbytes = calls.records.column("nbytes").tolist()
+        self.sizes = [sum(nbytes[row] for rows in call.rows.values() for row in rows) for call in calls.calls]
+        """Bytes that each reads."""
+
+    def __len__(self) -> int:
+        return len(self._calls.calls)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        call = self._calls.calls[index]
+        records = self._calls.records.take([row for rows in call.rows.values() for row in rows])
+        num_layers = self._calls.num_layers[call.field("layer_stack")]
+        recipes = (
+            one.of_layer(call.field("module"), layer_idx=call.field("layer_idx"), num_layers=num_layers)
+            for one in self._recipes
+        )
+        # To look at the records of files is to read them.
+        return CallTask(call=call, records=records if records.is_costly else tuple(records), recipes=tuple(recipes))
+
+
+def replay_call(task: CallTask) -> CallErrors:
+    """How far off each product of a call is by each recipe; first of each product what was recorded.
+
+    Operands are rounded to what the operation computed in. Where torch has a GPU, it computes.
+
+    Raises:
+        DataError: bytes or parts are missing, or damaged.
+        StorageError: the store cannot be read.
+    """
+    from ranktape.analyze.numerics.products import replay_products
+
+    call = task.call
+    found: defaultdict[tuple[str, str], list[ProductError]] = defaultdict(list)
+    for tensors in _layers(_read(task)):
+        operands = {name: tensors[name] for product in call.products for name in PRODUCTS[product]}
+        recorded = {name: tensors[name] for name in call.products if name in tensors}
+        if "output" in recorded:
+            recorded["output"] = _without_bias(tensors, is_known=call.is_bias_known)
+        for one in replay_products(operands, task.recipes, recorded=recorded):
+            if one.product in call.products:
+                found[one.product, one.recipe].append(one)
+    return [
+        (
+            *names,
+            _pooled(one.exact for one in parts),
+            _pooled(one.recorded for one in parts if one.recorded is not None),
+        )
+        for names, parts in found.items()
+    ]
+
+
+def _pooled(parts: Iterable[ErrorSums]) -> NDArray[np.float64]:
+    return ErrorSums.pooled([part.to_array() for part in parts]).to_array()
+
+
+def _read(task: CallTask) -> Tensors:
+    """The tensors of a call."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    records = iter(task.records)
+    found = {}
+    for name, rows in task.call.rows.items():
+        parts = tuple(itertools.islice(records, len(rows)))
+        values = ComparedTensor(records=parts, is_assembled=len(parts) > 1).read(view=View.COMPUTE)
+        info = parts[0].info
+        dtype = viewed_dtype(dtype=info.dtype, compute_dtype=info.compute_dtype, view=View.COMPUTE)
+        found[name] = to_torch(values, dtype=dtype, shape=values.shape).to(device)
+        if name.endswith("weight") and info.layout == TRANSPOSED:
+            found[name] = found[name].T
+    return found
+
+
+def _layers(tensors: Tensors) -> Iterator[Tensors]:
+    """The tensors of a layer; of experts that are multiplied in one call those of each, with the rows of its tokens."""
+    if "offsets" not in tensors:
+        yield tensors
+        return
+    start = 0
+    for expert, end in enumerate(tensors["offsets"].tolist()):
+        yield {
+            name: tensor[expert].T if name.endswith("weight") else tensor[start:end]
+            for name, tensor in tensors.items()
+            if name != "offsets"
+        }
+        start = end
+
+
+def _without_bias(tensors: Tensors, *, is_known: bool) -> torch.Tensor:
+    """What was recorded as the output, without the bias: that one, or what all tokens have beyond their products."""
+    output = tensors["output"].float().flatten(0, -2)
+    if is_known:
+        return output - tensors["bias"].float() if "bias" in tensors else output
+    inputs, weight = tensors["input"].float().flatten(0, -2), tensors["weight"].float()
+    is_finite = output.isfinite().all(1) & inputs.isfinite().all(1)
+    beyond = output[is_finite].double().mean(0) - weight.double() @ inputs[is_finite].double().mean(0)
+    return output - beyond.float() if is_finite.any() else output

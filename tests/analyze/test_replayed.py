@@ -1,0 +1,195 @@
+"""Are products of real trainings computed again to what was recorded, and taken together as one would by hand?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ranktape.analyze import quantize
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.numerics.error_sums import ErrorSums, error_sums
+from ranktape.analyze.numerics.recipes.parse import parse_recipes
+from ranktape.analyze.numerics.recipes.recipe import HighPrecision, Recipe
+from ranktape.analyze.replay.replayed import GROUP_FIELDS, Replayed, replay_calls
+from ranktape.errors import UnknownFieldError, UsageError
+from ranktape.storage import Run
+from tests.analyze.replay_runs import call_arrays, call_tensors, one_call, trained
+from tests.analyze.runs import store
+
+RECIPES = parse_recipes("nvfp4,mxfp8")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two microbatches and two iterations of a transformer of 14 linear layers in float32."""
+    return trained(tmp_path_factory.mktemp("plain"), microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def replayed(plain: Run) -> Replayed:
+    return replay_calls(plain.select(), RECIPES)
+
+
+def recorded_sqnr(replayed: Replayed) -> dict[str, float]:
+    """The smallest SQNR of what was recorded, over all calls, by product."""
+    found: dict[str, float] = {}
+    for product, recipe, row in zip(replayed.products, replayed.names, replayed.exact, strict=True):
+        sqnr = ErrorSums.pooled(row).sqnr
+        if recipe == "recorded" and sqnr is not None:
+            found[product] = min(sqnr, found.get(product, np.inf))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "least"),
+    [
+        ({"kind": "plain"}, 120),
+        ({"kind": "moe"}, 120),
+        ({"kind": "gpt2"}, 120),
+        ({"kind": "llama", "is_autocast": True}, 50),
+        ({"kind": "plain", "is_autocast": True, "is_checkpointed": True}, 50),
+    ],
+)
+def test_products_in_float32_are_what_the_training_computed(
+    tmp_path: Path, recipe: dict[str, Any], least: float
+) -> None:
+    run = trained(tmp_path, microbatches=2, **recipe)
+    found = replay_calls(run.select(), [])
+    assert not found.calls.left_out
+    assert set(found.names) == {"recorded"}
+    sqnr = recorded_sqnr(found)
+    assert set(sqnr) == {"output", "grad_input", "grad_weight"}
+    # Rounding to bfloat16 costs some 55 dB, adding up in another order in float32 140.
+    assert min(sqnr.values()) > least
+
+
+def test_a_recipe_is_applied_to_the_recorded_operands(plain: Run, replayed: Replayed) -> None:
+    module = "layers.1.down"
+    by_name = {one.tensor_name: one.tensor() for one in plain.select(module=module, iteration=1, microbatch=0)}
+    inputs, weight, grad = (by_name[name] for name in ("input", "weight", "grad_output"))
+
+    def rounded(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        return torch.from_numpy(quantize(tensor.flatten(0, -2).numpy(), "nvfp4", axis=axis, warn=False).values)
+
+    exact = F.linear(inputs, weight).flatten(0, 1)
+    by_recipe = rounded(inputs, 1) @ rounded(weight, 1).T
+    expected = {
+        "output": error_sums(exact, by_recipe),
+        "grad_weight": error_sums(grad.flatten(0, 1).T @ inputs.flatten(0, 1), rounded(grad, 0).T @ rounded(inputs, 0)),
+    }
+    calls = [call.field("module") == module and call.field("iteration") == 1 for call in replayed.calls.calls]
+    (first, _) = np.flatnonzero(calls)
+    for product, sums in expected.items():
+        is_it = (replayed.places == first) & (replayed.products == product) & (replayed.names == "nvfp4")
+        (row,) = np.flatnonzero(is_it)
+        found = ErrorSums.pooled(replayed.exact[row])
+        assert found.sqnr == pytest.approx(sums.sqnr, abs=1e-3)
+        assert found.num_elements == sums.num_elements
+
+
+def test_workers_change_no_bit(plain: Run, replayed: Replayed) -> None:
+    again = replay_calls(plain.select(), RECIPES, engine=Engine(workers=2))
+    for name in ("places", "exact", "recorded"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(replayed, name))
+    assert (again.products == replayed.products).all()
+
+
+def test_groups_are_pooled_and_name_the_worst_call(replayed: Replayed) -> None:
+    groups = replayed.groups(["module", "product", "recipe"])
+    assert [group.key["module"] for group in groups[:: 3 * 3]][:3] == [
+        "embed",
+        "layers.0.attention.query",
+        "layers.0.attention.key",
+    ]
+    assert [group.key["recipe"] for group in groups[:3]] == ["recorded", "nvfp4", "mxfp8"]
+    for group in groups[:12]:
+        rows = [
+            row
+            for row, place in enumerate(replayed.places)
+            if replayed.calls.calls[place].field("module") == group.key["module"]
+            and (replayed.products[row], replayed.names[row]) == (group.key["product"], group.key["recipe"])
+        ]
+        assert group.num_calls == len(rows) == 4
+        assert group.exact == ErrorSums.pooled(replayed.exact[rows])
+        single = {row: ErrorSums.pooled(replayed.exact[row]).sqnr or 0.0 for row in rows}
+        assert single[group.worst] == min(single.values())
+    assert sum(group.exact.num_elements for group in groups) == replayed.exact[:, 0].sum()
+    (whole,) = replayed.groups([])
+    assert whole.exact.num_elements == replayed.exact[:, 0].sum()
+    with pytest.raises(UnknownFieldError, match="did you mean module"):
+        replayed.groups(["modul"])
+    for field in GROUP_FIELDS:
+        assert len(replayed.column(field)) == len(replayed.places)
+
+
+def test_layers_that_a_recipe_leaves_are_in_bf16(plain: Run) -> None:
+    (nvfp4,) = parse_recipes("nvfp4")
+    recipe = Recipe(name="mine", source="test", products=nvfp4.products, high_precision=HighPrecision(last_layers=1))
+    groups = replay_calls(plain.select(layer_idx=1, iteration=0), [recipe]).groups(["layer_idx", "recipe"])
+    assert {group.key["layer_idx"] for group in groups} == {1}
+    assert all(group.exact.sqnr is not None and group.exact.sqnr > 45 for group in groups)
+    with pytest.raises(UsageError, match="the word for what was recorded"):
+        replay_calls(plain.select(), [Recipe(name="recorded", source="test", products=nvfp4.products)])
+
+
+@pytest.mark.parametrize("without", [(), ("bias",)])
+def test_a_bias_is_no_error(tmp_path: Path, without: tuple[str, ...]) -> None:
+    run = one_call(tmp_path, without=without)
+    sqnr = recorded_sqnr(replay_calls(run.select(), []))
+    assert sqnr["output"] > 130
+
+
+def test_of_few_tokens_a_bias_that_was_not_recorded_is_not_told(tmp_path: Path) -> None:
+    run = store(tmp_path / "run", call_tensors(call_arrays(tokens=15), without={"bias"}))
+    replayed = replay_calls(run.select(), RECIPES)
+    assert "no bias was recorded" in replayed.calls.calls[0].products["output"]
+    assert "output" not in recorded_sqnr(replayed)
+    of_output = replayed.products == "output"
+    assert not replayed.recorded[of_output].any()
+    assert replayed.exact[of_output].any()
+
+
+def test_a_returned_bias_is_not_in_the_output(tmp_path: Path) -> None:
+    arrays = call_arrays()
+    arrays["output"] = arrays["output"] - arrays["bias"]
+    tensors = call_tensors(arrays, said={"bias": {"metadata": {"returned": True}}})
+    assert recorded_sqnr(replay_calls(store(tmp_path / "run", tensors).select(), []))["output"] > 120
+
+
+def test_wide_operands_come_before_quantised_ones(tmp_path: Path) -> None:
+    arrays = call_arrays()
+    quantised = {name: np.sign(arrays[name]) for name in ("input", "weight")}
+    wide = {f"wide_{name}": arrays[name] for name in quantised}
+    run = store(tmp_path / "run", call_tensors(arrays | quantised | wide))
+    assert min(recorded_sqnr(replay_calls(run.select(), [])).values()) > 120
+
+
+def test_nan_and_infinite_operands_are_counted_and_not_averaged(tmp_path: Path) -> None:
+    arrays = call_arrays()
+    arrays["input"][0, 0], arrays["input"][1, 1] = np.nan, np.inf
+    arrays["output"] = arrays["input"] @ arrays["weight"].T
+    run = store(tmp_path / "run", call_tensors(arrays, without={"bias"}))
+    found = {
+        (group.key["product"], group.key["recipe"]): group
+        for group in replay_calls(run.select(), RECIPES).groups(["product", "recipe"])
+    }
+    sums = found["output", "mxfp8"].exact
+    assert (sums.num_elements, sums.num_compared) == (32 * 8, 30 * 8)
+    assert sums.sqnr is not None
+    assert sums.sqnr > 20
+    recorded = found["output", "recorded"].exact
+    assert recorded.sqnr is not None
+    assert recorded.sqnr > 120
+
+
+def test_a_call_without_tokens_adds_nothing(tmp_path: Path) -> None:
+    tensors = call_tensors(call_arrays(), call=0) + call_tensors(call_arrays(tokens=0), call=1)
+    replayed = replay_calls(store(tmp_path / "run", tensors).select(), RECIPES)
+    alone = replay_calls(one_call(tmp_path / "alone").select(), RECIPES)
+    for group, other in zip(replayed.groups(["product", "recipe"]), alone.groups(["product", "recipe"]), strict=True):
+        assert group.exact.sqnr == other.exact.sqnr
