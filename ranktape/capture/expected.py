@@ -16,13 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.guard import Guard, OnFailure
-from ranktape.capture.source import source_name
+from ranktape.capture.source import Source, TensorRole, source_name
 from ranktape.storage.format.record_info import Mode, Operation
 
 if TYPE_CHECKING:
     from ranktape.capture.passes.passes import Call
     from ranktape.capture.sites import RecordForm
-    from ranktape.capture.source import Source, TensorRole
 
 SILENT = "its hook did not fire"
 NOT_CALLED = "its module was not called"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ranktape.capture.source import Source, TensorRole
 from ranktape.errors import CaptureError
-
-if TYPE_CHECKING:
-    from ranktape.capture.source import Source, TensorRole
 
 OnFailure = Callable[[Exception, "Source | None", "TensorRole | None"], None]
 """Called with what was raised, and at which source and role; None where it is not of one."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.capture.guard import StrictCaptureError
 from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled
 from ranktape.capture.passes.tracker import Tracker
-from ranktape.capture.rendezvous import keep_process_groups
+from ranktape.capture.rendezvous import Rendezvous, keep_process_groups
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.ring_file import Counter, SlotKind
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ranktape.capture.passes.clock import Clock
     from ranktape.capture.passes.passes import Arguments
     from ranktape.capture.recorder import Recorder
-    from ranktape.capture.rendezvous import Rendezvous
     from ranktape.capture.settings.cadence import Schedule
     from ranktape.capture.staging.process import WriterProcess
     from ranktape.capture.tensors.master import MasterWeights

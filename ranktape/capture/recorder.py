@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,19 +16,16 @@ from ranktape.capture.guard import Guard, StrictCaptureError, failure_text
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.passes.passes import TRANSFORMED, Call, dtype_name, is_transformed
 from ranktape.capture.passes.tracker import Tracker
-from ranktape.capture.settings.selecting import find_unmatched
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.settings.selecting import Selecting, find_unmatched
 from ranktape.capture.sites import IterationTally, RecordForm, form_of, ids_at, narrow
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole, site_name, source_name
 from ranktape.capture.staging.device import DeviceStage
+from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.capture.tensors.parts import PlainPart, UnrecordableError, take_apart
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.record_info import Mode, Operation
-
-if TYPE_CHECKING:
-    from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.capture.settings.selecting import Selecting
-    from ranktape.capture.staging.ring import RingProducer
 
 _Answer = TypeVar("_Answer")
 

@@ -16,19 +16,16 @@ import socket
 import time
 import uuid
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from ranktape.errors import CaptureError, FailedElsewhereError, LateElsewhereError, LateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _PREFIX = "ranktape"
 _serials = itertools.count()

@@ -12,19 +12,14 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
-from ranktape.capture.passes.passes import dtype_name
+from ranktape.capture.passes.passes import Call, dtype_name
+from ranktape.capture.settings.rules import CaptureRule
+from ranktape.capture.source import Source, TensorRole
+from ranktape.capture.tensors.parts import PlainPart
 from ranktape.capture.writing.counting import kept_nbytes
-
-if TYPE_CHECKING:
-    from ranktape.capture.passes.passes import Call
-    from ranktape.capture.settings.rules import CaptureRule
-    from ranktape.capture.source import Source, TensorRole
-    from ranktape.capture.tensors.parts import PlainPart
-
 
 _LAYOUTS = {
     # By kind of layer, dimension of samples and number of dimensions.

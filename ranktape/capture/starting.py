@@ -15,29 +15,24 @@ import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from ranktape.capture.rendezvous import Rendezvous, collective_seconds
+from ranktape.capture.rendezvous import RankPlace, Rendezvous, collective_seconds
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.settings.table import SETTINGS
-from ranktape.capture.staging.process import WriterConfig
+from ranktape.capture.staging.process import WriterConfig, WriterProcess
 from ranktape.capture.staging.ring_file import Words, boot_id, new_ring_path
 from ranktape.errors import LateError, UsageError
 from ranktape.lazy_names import __version__
 from ranktape.storage.format.attempt import Launch
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.start import check_place
-
-if TYPE_CHECKING:
-    from ranktape.capture.rendezvous import RankPlace
-    from ranktape.capture.staging.process import WriterProcess
-    from ranktape.storage.places.backend import Backend
-    from ranktape.storage.places.retry import RetryingBackend
-
 
 _GIT_TIMEOUT_SECONDS = 5
 

@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.analyze.numerics.histograms.moments import warm_up
 from ranktape.capture.settings.table import Policy
+from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind, Words
 from ranktape.capture.writing.committing import Committer
@@ -28,17 +29,12 @@ from ranktape.capture.writing.coordinator import MAX_ASK_SECONDS, Coordinator
 from ranktape.capture.writing.recover import Recovery, read_slots, site_of
 from ranktape.capture.writing.storing import Staged, Storer
 from ranktape.errors import RanktapeError, StorageError
-from ranktape.storage.format.attempt import IterationPlan, lost_message, read_attempt, read_plan
+from ranktape.storage.format.attempt import Attempt, IterationPlan, lost_message, read_attempt, read_plan
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.recording.start import begin_attempt, claim_run, join_attempt
-
-if TYPE_CHECKING:
-    from ranktape.capture.staging.process import WriterConfig
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.places.backend import Backend
-    from ranktape.storage.recording.start import Lease
+from ranktape.storage.recording.start import Lease, begin_attempt, claim_run, join_attempt
 
 NICENESS = 19
 """Added to the process's niceness: the training comes first."""

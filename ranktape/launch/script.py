@@ -14,13 +14,10 @@ import io
 import sys
 import types
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ranktape.errors import RanktapeError, UsageError
-
-if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

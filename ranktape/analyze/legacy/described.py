@@ -11,8 +11,9 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ranktape.analyze.legacy.payload import TensorFile
 from ranktape.errors import DataError
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.legacy_names import (
@@ -23,9 +24,6 @@ from ranktape.storage.format.legacy_names import (
     recorded_tensor_name,
 )
 from ranktape.storage.format.record_info import MAX_TERM_LENGTH, Mode, Operation, is_parameter
-
-if TYPE_CHECKING:
-    from ranktape.analyze.legacy.payload import TensorFile
 
 RECORD_KEY = "ranktape"
 """Under which our export embeds the record among what it says of the tensor."""

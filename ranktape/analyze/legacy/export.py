@@ -33,12 +33,11 @@ from ranktape.storage.format.legacy_names import (
     format_tensor_file_name,
     name_timestamp,
 )
-from ranktape.storage.format.record_info import Keep, Operation
+from ranktape.storage.format.record_info import Keep, Operation, Overflow
 
 if TYPE_CHECKING:
     import torch
 
-    from ranktape.storage.format.record_info import Overflow
     from ranktape.storage.records.record import Record
     from ranktape.storage.records.records import Records
 

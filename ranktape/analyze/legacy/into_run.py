@@ -12,31 +12,27 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ranktape.analyze.legacy.table import NUM_THREADS
+from ranktape.analyze.legacy.folder import Folder
+from ranktape.analyze.legacy.table import NUM_THREADS, SourceFile
 from ranktape.errors import DataError, RanktapeError, RunExistsError, RunNotFoundError, StorageError, UsageError
 from ranktape.lazy_names import __version__
-from ranktape.storage.format.attempt import Launch
+from ranktape.storage.format.attempt import Attempt, Launch
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.layout import TensorSite, site_path
 from ranktape.storage.format.legacy_names import parse_tensor_file_name
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.format.status import RunVerdict
+from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.start import begin_attempt, claim_run
 from ranktape.storage.recording.writer import RankWriter
 from ranktape.storage.records.run import Run
-
-if TYPE_CHECKING:
-    from ranktape.analyze.legacy.folder import Folder
-    from ranktape.analyze.legacy.table import SourceFile
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.format.status import RunVerdict
-    from ranktape.storage.places.backend import Backend
 
 MAX_RANKS = 100_000
 """More than any cluster has."""

@@ -23,7 +23,7 @@ from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.encode import checksum
 from ranktape.storage.format.parts import split
 from ranktape.storage.format.record_info import EXTREMES, Keep, Overflow
-from ranktape.storage.query.columns import StringColumn
+from ranktape.storage.query.columns import Column, StringColumn
 from ranktape.storage.records.record import Record
 from ranktape.storage.records.records import Records
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
 
     from ranktape.storage.format.legacy_names import LayerOutputName, TensorFileName
-    from ranktape.storage.query.columns import Column
 
 NUM_THREADS = min(8, os.cpu_count() or 1)
 """Files that are read at once: the kernels and the system calls leave Python's lock."""

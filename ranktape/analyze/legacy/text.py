@@ -5,19 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from ranktape.analyze.advice.recommendation import best_by
+from ranktape.analyze.advice.recommendation import Recommendation, best_by
 from ranktape.analyze.advice.verdict import Verdict, is_lossless, is_square_beyond, range_after, range_before
 from ranktape.analyze.numerics.formats import Rounding
 from ranktape.analyze.numerics.quantization.encoded import LossSeverity
-from ranktape.analyze.numerics.sweeps.metrics import METRICS
+from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode
-
-if TYPE_CHECKING:
-    from ranktape.analyze.advice.recommendation import Recommendation
-    from ranktape.analyze.numerics.sweeps.metrics import Level
-    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40
 """Rules between sections, as the legacy tool has them."""

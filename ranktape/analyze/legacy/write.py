@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from ranktape.analyze.advice.recommendation import Recommendation
 from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.legacy.text import (
     DOUBLE,
+    Subject,
     analysis_lines,
     level_lines,
     limit_lines,
@@ -26,11 +27,8 @@ from ranktape.analyze.legacy.text import (
     results_text,
     subject_lines,
 )
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 from ranktape.errors import RanktapeError, StorageError
-
-if TYPE_CHECKING:
-    from ranktape.analyze.legacy.text import Subject
-    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 DEFAULT_OUTPUT_DIR = Path("draw/scaling_analysis")
 """Where the directories of tensors go if nobody says where: the place that the legacy tool used."""

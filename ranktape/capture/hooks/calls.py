@@ -21,17 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ranktape.capture.hooks.weights import CACHED, Leaves, Owners, is_cached_by_autocast, is_lasting
+from ranktape.capture.hooks.weights import CACHED, Leaves, Owners, Weights, is_cached_by_autocast, is_lasting
 from ranktape.capture.passes.passes import Arguments, Call, in_backward
-from ranktape.capture.source import NO_TAGS, Tags
+from ranktape.capture.source import NO_TAGS, Source, Tags
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ranktape.capture.hooks.weights import Weights
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.roles.table import Argument, Port, Ports
-    from ranktape.capture.source import Source
 
 Placement = Callable[[str, torch.Tensor], str | None]
 """Gives for a tensor name and a tensor where in a whole it lies, as JSON."""

@@ -12,7 +12,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,17 +31,12 @@ from ranktape.capture.hooks.hook import (
     restore_names,
     table_of,
 )
+from ranktape.capture.hooks.module_hooks import MultiheadHooks
 from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
-from ranktape.capture.passes.passes import is_traced
+from ranktape.capture.passes.passes import Arguments, is_traced
 from ranktape.capture.roles.known import ATTENTION, function_roles
-from ranktape.capture.roles.table import Argument, Ports, ports_of, resolved
+from ranktape.capture.roles.table import Argument, FunctionRole, Ports, ports_of, resolved
 from ranktape.capture.source import Source
-
-if TYPE_CHECKING:
-    from ranktape.capture.hooks.module_hooks import MultiheadHooks
-    from ranktape.capture.passes.passes import Arguments
-    from ranktape.capture.roles.table import FunctionRole
-
 
 _SPARSE = 6
 """Place of `sparse` among the arguments of an embedding; a linear product has fewer."""

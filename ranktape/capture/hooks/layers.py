@@ -15,7 +15,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,10 @@ from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.stacks import Stack, embedding_path, module_path
 from ranktape.capture.passes.passes import in_backward, is_traced
 from ranktape.capture.roles.table import OUTPUT, Ports, port_of
+from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import Numbers, read_numbers
 from ranktape.capture.source import Source
 from ranktape.errors import UsageError
-
-if TYPE_CHECKING:
-    from ranktape.capture.settings.options import CaptureOptions
 
 _PORTS = Ports(output=port_of(OUTPUT, {}))
 _VALUE = _PORTS.output.value

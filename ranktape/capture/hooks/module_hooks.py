@@ -13,7 +13,8 @@ products with parameters of the module, which `function_hooks.py` sees.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,18 +22,12 @@ from torch.nn.parameter import is_lazy
 
 from ranktape.capture.hooks.calls import RunningRole, Taking, Watch, before_views
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.weights import PLAIN, is_cached_by_autocast
+from ranktape.capture.hooks.weights import PLAIN, Owner, is_cached_by_autocast
 from ranktape.capture.passes.passes import Arguments, Call, in_backward, is_traced
 from ranktape.capture.roles.known import MULTIHEAD, PRODUCTS
-from ranktape.capture.roles.table import Port, ports_of, resolved
+from ranktape.capture.roles.table import ModuleRole, Port, ports_of, resolved
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole
 from ranktape.capture.tensors.placement import is_dtensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ranktape.capture.hooks.weights import Owner
-    from ranktape.capture.roles.table import ModuleRole
 
 ACCUMULATED = Tags(metadata='{"accumulated": true}')
 """Of the gradient of a weight that the layer itself adds up: it holds that of the microbatches before, too."""

@@ -16,18 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.passes.passes import Frame
-from ranktape.capture.source import NO_TAGS, Tags
+from ranktape.capture.passes.passes import Call, Frame
+from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
 
-    from ranktape.capture.passes.passes import Call
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.roles.table import Port
-    from ranktape.capture.source import Source, TensorRole
 
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.hooks.hook import as_itself
+from ranktape.capture.hooks.hook import Make, as_itself
 from ranktape.capture.passes.passes import is_running
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ranktape.capture.guard import Guard
-    from ranktape.capture.hooks.hook import Make
     from ranktape.capture.passes.tracker import Tracker
 
 

@@ -8,11 +8,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ranktape.analyze.numerics.histograms.histogram import measure
+from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.process import default_host_budget_nbytes
 from ranktape.capture.writing.counting import kept_nbytes, reduce_to
@@ -22,10 +23,6 @@ from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.format.record_info import Keep, RecordInfo
 from ranktape.storage.recording import stack
-
-if TYPE_CHECKING:
-    from ranktape.capture.settings.options import CaptureOptions
-
 
 ARRAY_OBJECTS = 2
 """An array is its document and its values."""

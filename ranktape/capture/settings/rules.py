@@ -21,7 +21,7 @@ import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -30,12 +30,9 @@ from ranktape.capture.settings.table import COLLECTIONS, MAX_NUMBER, SETTINGS, S
 from ranktape.errors import UnknownFieldError, UsageError, nearest
 from ranktape.fields import FieldKind, field_names
 from ranktape.storage.format.record_info import Keep, Mode, Operation
-from ranktape.storage.query.columns import NumberRange, StringColumn, glob
+from ranktape.storage.query.columns import Column, ColumnSource, Mask, NumberRange, StringColumn, glob
 from ranktape.storage.query.filters import Filter, parse_filter
 from ranktape.storage.query.where import Where, parse_where
-
-if TYPE_CHECKING:
-    from ranktape.storage.query.columns import Column, ColumnSource, Mask
 
 _TEXT_KINDS = (FieldKind.TEXT, FieldKind.JSON)
 TEXT_FIELDS = field_names(lambda field: field.is_early and field.kind in _TEXT_KINDS)

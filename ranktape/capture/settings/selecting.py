@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.capture.settings.rules import LAYER_OUTPUTS, TEXT_FIELDS, cadence_of, read_selection
-from ranktape.storage.query.columns import StringColumn
+from ranktape.capture.settings.rules import LAYER_OUTPUTS, TEXT_FIELDS, CaptureRule, cadence_of, read_selection
+from ranktape.storage.query.columns import Column, StringColumn
 from ranktape.storage.query.filters import Filter
 
 if TYPE_CHECKING:
     from ranktape.capture.passes.passes import Call
     from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.capture.settings.rules import CaptureRule
     from ranktape.capture.source import Source, TensorRole
-    from ranktape.storage.query.columns import Column
 
 
 OF_SITES = ("module", "layer_type", "layer_stack", "layer_idx", "component", "operation", "phase", "tensor_name")

@@ -12,15 +12,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from ranktape.capture.staging.ring import RingProducer
+from ranktape.capture.staging.ring_file import Slot
 from ranktape.errors import CaptureError
-
-if TYPE_CHECKING:
-    from ranktape.capture.staging.ring import RingProducer
-    from ranktape.capture.staging.ring_file import Slot
 
 DEVICE_BUDGET_NBYTES = 256 << 20
 """Device memory that clones under way may take, on each device's process."""

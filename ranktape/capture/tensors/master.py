@@ -19,16 +19,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ranktape.capture.passes.passes import untraced
-from ranktape.capture.source import TensorRole
-from ranktape.capture.tensors.placement import is_dtensor, is_megatron, megatron_placement
+from ranktape.capture.source import Source, TensorRole
+from ranktape.capture.tensors.placement import Placements, is_dtensor, is_megatron, megatron_placement
 from ranktape.storage.format.record_info import Operation
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ranktape.capture.recorder import Recorder
-    from ranktape.capture.source import Source
-    from ranktape.capture.tensors.placement import Placements
 
 
 @functools.lru_cache

@@ -11,10 +11,11 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ranktape.capture.staging.ring_file import Counter
-from ranktape.capture.writing.recover import expectations
+from ranktape.capture.staging.ring_file import Counter, Slot
+from ranktape.capture.writing.recover import Left, Recovery, expectations
+from ranktape.capture.writing.storing import Staged, Storer
 from ranktape.errors import RanktapeError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import check_attempt
@@ -23,11 +24,6 @@ from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, read_document, 
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.maintenance.outbox import SPILLED_KEY
-
-if TYPE_CHECKING:
-    from ranktape.capture.staging.ring_file import Slot
-    from ranktape.capture.writing.recover import Left, Recovery
-    from ranktape.capture.writing.storing import Staged, Storer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
+from ranktape.capture.settings.cadence import Cadence
+from ranktape.capture.settings.options import CaptureOptions
 from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage.format.attempt import (
+    Attempt,
     IterationPlan,
     complete_iterations,
     is_attempt_there,
@@ -26,14 +28,9 @@ from ranktape.storage.format.attempt import (
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import Progress, read_progress, write_verdict
+from ranktape.storage.format.status import RunVerdict
 from ranktape.storage.maintenance.prune import drop_iteration, finish_drops
-
-if TYPE_CHECKING:
-    from ranktape.capture.settings.cadence import Cadence
-    from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.format.status import RunVerdict
-    from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.backend import Backend
 
 NOTICE_SECONDS = 4.0
 """How long before it begins a further iteration is named, at the pace of the training: a writer that has just had its

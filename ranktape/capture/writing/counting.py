@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ranktape.capture.staging.ring_file import Slot
 from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, pack_histogram, padded
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import Keep, RecordInfo
 from ranktape.storage.format.statistics import STATISTICS
-
-if TYPE_CHECKING:
-    from ranktape.capture.staging.ring_file import Slot
 
 BLOCK_SIZE = 32
 """Elements of a block, as in the OCP microscaling formats."""

@@ -11,14 +11,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import RING_SUFFIX, Counter, Slot, SlotKind, Words, boot_id, lock_ring
 from ranktape.capture.writing.counting import reduce_to, staged_record
 from ranktape.errors import CaptureError, DataError, RanktapeError, StorageError
 from ranktape.storage.format import layout
-from ranktape.storage.format.attempt import read_attempt
+from ranktape.storage.format.attempt import Attempt, read_attempt
 from ranktape.storage.format.commit import entries_of, mark_committed
 from ranktape.storage.format.decode import parse_array, read_stored
 from ranktape.storage.format.documents import (
@@ -29,11 +29,8 @@ from ranktape.storage.format.documents import (
 )
 from ranktape.storage.format.layout import Mark, TensorSite, site_path
 from ranktape.storage.format.progress import finish_ready, judge_again, open_iteration, read_progress
+from ranktape.storage.places.backend import Backend
 from ranktape.storage.recording.writer import RankWriter
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.places.backend import Backend
 
 
 @dataclass(slots=True)

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.settings.table import Policy
-from ranktape.capture.staging.ring_file import Counter
+from ranktape.capture.staging.ring_file import Counter, Slot
 from ranktape.capture.writing.counting import counted_dtype, reduce_to, staged_record
 from ranktape.errors import CaptureError, NoSpaceError, RanktapeError, UnreachableError
-from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.record_info import Keep, RecordInfo
 from ranktape.storage.maintenance.outbox import SpillingBackend
 from ranktape.storage.recording.stack import STACK_BELOW_NBYTES
 from ranktape.storage.recording.writer import RankWriter
@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 
     from ranktape.capture.staging.process import WriterConfig
     from ranktape.capture.staging.ring import RingConsumer
-    from ranktape.capture.staging.ring_file import Slot
     from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.format.record_info import RecordInfo
     from ranktape.storage.places.retry import RetryingBackend
 
 COUNT_FROM_NBYTES = 1 << 20

@@ -15,16 +15,13 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 
 from ranktape.fields import FieldKind
 from ranktape.storage.format.validation import check_numbers
-from ranktape.storage.query.columns import StringColumn, narrowed
-
-if TYPE_CHECKING:
-    from ranktape.storage.query.columns import Column
+from ranktape.storage.query.columns import Column, StringColumn, narrowed
 
 MAX_COLUMN_NBYTES = 1 << 30
 """A column that says it is larger is not unpacked, whoever wrote it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.errors import RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage.format import layout
@@ -20,9 +20,7 @@ from ranktape.storage.format.documents import (
     write_group,
 )
 from ranktape.storage.format.validation import MAX_WORLD_SIZE, Fields
-
-if TYPE_CHECKING:
-    from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.backend import Backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import google_crc32c
 
@@ -15,10 +15,7 @@ from ranktape.errors import DataError
 from ranktape.storage.format.documents import array_document, chunk_key, encode_document
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.layout import document_key
-from ranktape.storage.places.backend import RangeFile
-
-if TYPE_CHECKING:
-    from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.backend import Backend, RangeFile
 
 WHOLE_NBYTES = 4 << 20
 """Up to this size bytes are read with one request and compared with their checksum, and in parts above it."""

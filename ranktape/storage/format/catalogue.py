@@ -16,7 +16,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 
@@ -27,10 +27,7 @@ from ranktape.storage.format.encode import crc_of
 from ranktape.storage.format.layout import rank_iteration_path
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Overflow, RecordInfo
 from ranktape.storage.format.validation import check_document, check_numbers, check_records, parse_shape
-from ranktape.storage.query.columns import StringColumn, narrowed, rows_of, values_of, widened
-
-if TYPE_CHECKING:
-    from ranktape.storage.query.columns import Column, ColumnSource
+from ranktape.storage.query.columns import Column, ColumnSource, StringColumn, narrowed, rows_of, values_of, widened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.errors import DataError
 from ranktape.fields import FieldKind
 from ranktape.storage.format import layout
-from ranktape.storage.format.attempt import check_attempt
+from ranktape.storage.format.attempt import Attempt, check_attempt
 from ranktape.storage.format.blob import blob_document, blob_key, blob_parts, open_blob
 from ranktape.storage.format.catalogue import (
     KINDS,
@@ -35,11 +35,8 @@ from ranktape.storage.format.documents import (
 from ranktape.storage.format.layout import SITE_FIELDS, Mark, TensorSite, site_path
 from ranktape.storage.format.record_info import EXTREMES, RecordInfo
 from ranktape.storage.format.validation import Fields, check_document, check_records, used_texts
+from ranktape.storage.places.backend import Backend
 from ranktape.storage.query.columns import values_of
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.places.backend import Backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

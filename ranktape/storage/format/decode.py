@@ -11,23 +11,20 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import google_crc32c
 import numpy as np
 
 from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.format.documents import MAX_PACKED_NBYTES, array_document, chunk_key, decode_document, unpack
-from ranktape.storage.format.dtypes import DTYPES
+from ranktape.storage.format.dtypes import DTYPES, DtypeRow
 from ranktape.storage.format.encode import CRC_NBYTES, INDEX_ENTRY_NBYTES, checksum, crc_of
 from ranktape.storage.format.layout import document_key
 from ranktape.storage.format.memory import expect_memory
 from ranktape.storage.format.record_info import Compression
 from ranktape.storage.format.validation import check_shape
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.dtypes import DtypeRow
-    from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.backend import Backend
 
 MAX_DOCUMENT_NBYTES = 64 << 20
 """The document of a full stack has a tenth of that; a larger one is not read, whoever wrote it."""

@@ -13,19 +13,17 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import google_crc32c
 import numpy as np
 
 from ranktape.errors import DataError, ObjectTooLargeError, RunFormatError
+from ranktape.storage.format.dtypes import DtypeRow
 from ranktape.storage.format.layout import document_key
 from ranktape.storage.format.record_info import Compression, spelled
 from ranktape.storage.format.validation import Fields
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.dtypes import DtypeRow
-    from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.backend import Backend
 
 SCHEMA_VERSION = 1
 """Of the layout, the documents and the catalogue; readers refuse what is newer."""

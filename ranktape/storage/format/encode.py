@@ -14,7 +14,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -22,14 +22,10 @@ import numpy as np
 from ranktape.errors import DataError, UsageError
 from ranktape.storage.format.block_counts import NUM_CODES, WIDE_FROM
 from ranktape.storage.format.documents import MAX_PACKED_NBYTES, array_document, pack
-from ranktape.storage.format.dtypes import DTYPES
-from ranktape.storage.format.record_info import Compression, Keep
+from ranktape.storage.format.dtypes import DTYPES, DtypeRow
+from ranktape.storage.format.record_info import Compression, Keep, RecordInfo
 from ranktape.storage.format.statistics import STATISTICS
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.dtypes import DtypeRow
-    from ranktape.storage.format.record_info import RecordInfo
-    from ranktape.storage.places.backend import Buffer
+from ranktape.storage.places.backend import Buffer
 
 MIN_SAMPLE_NBYTES = 1024
 """Samples smaller than this share one chunk: an entry of the shard's index is 16 bytes, a request costs more."""

@@ -30,13 +30,9 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from ranktape.storage.format.record_info import Mode
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.record_info import RecordInfo
+from ranktape.storage.format.record_info import Mode, RecordInfo
 
 DOCUMENT = "zarr.json"
 """The document of every group and array."""

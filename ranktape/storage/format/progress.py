@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import (
+    Attempt,
     check_attempt,
     committed_iterations,
     dropped_iterations,
@@ -26,10 +27,7 @@ from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.status import DISABLED, IterationState, IterationStatus, RunVerdict, judge
 from ranktape.storage.format.validation import Fields
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.backend import Backend
 
 _MAX_REASONS = 1000
 """Ranks of which is said, for one iteration, why they have not committed it."""

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -20,10 +20,7 @@ from ranktape.fields import FieldKind
 from ranktape.storage.format.block_counts import NUM_CODES
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.record_info import TALLY_KINDS, Keep, Mode, Operation
-from ranktape.storage.query.columns import StringColumn, matching
-
-if TYPE_CHECKING:
-    from ranktape.storage.query.columns import ColumnSource
+from ranktape.storage.query.columns import ColumnSource, StringColumn, matching
 
 MAX_INTEGER = 2**63 - 1
 """Of any number in a document or a catalogue."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, overlo
 import numpy as np
 import zarr.errors
 from zarr.core.dtype import common as zarr_common
-from zarr.core.dtype.common import HasEndianness, HasItemSize
+from zarr.core.dtype.common import DTypeJSON, DTypeSpec_V2, DTypeSpec_V3, HasEndianness, HasItemSize
 from zarr.dtype import ZDType
 
 from ranktape.errors import UsageError
@@ -25,7 +25,6 @@ from ranktape.storage.format.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from zarr.core.common import JSON, ZarrFormat
-    from zarr.core.dtype.common import DTypeJSON, DTypeSpec_V2, DTypeSpec_V3
     from zarr.core.dtype.wrapper import TBaseDType
 
 # It is in zarr.errors from zarr 3.3 on, and the old place then warns when it is asked.

@@ -9,22 +9,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage.format import layout
-from ranktape.storage.format.attempt import read_attempt, read_run, run_attributes
+from ranktape.storage.format.attempt import Attempt, read_attempt, read_run, run_attributes
 from ranktape.storage.format.documents import document_checksum, is_document_intact, read_document
 from ranktape.storage.format.layout import KeyKind, Mark
-from ranktape.storage.maintenance.check_commit import check_commit
+from ranktape.storage.maintenance.check_commit import RankResult, check_commit
 from ranktape.storage.maintenance.check_iteration import check_iteration
 from ranktape.storage.maintenance.check_view import AttemptView, decode_stamped
 from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, FindingKind, Findings, Mend
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.maintenance.check_commit import RankResult
-    from ranktape.storage.places.backend import Backend, ObjectInfo
+from ranktape.storage.places.backend import Backend, ObjectInfo
 
 _NUM_GROUPS = 4
 """Rank commits that are looked at side by side."""

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.storage.format import layout
 from ranktape.storage.format.blob import blob_key, blob_nbytes
+from ranktape.storage.format.catalogue import RecordTable
+from ranktape.storage.format.commit import RankCommit
 from ranktape.storage.format.layout import KeyKind, Mark
-from ranktape.storage.maintenance.check_view import compare_catalogue
+from ranktape.storage.maintenance.check_commit import RankResult
+from ranktape.storage.maintenance.check_view import AttemptView, compare_catalogue
 from ranktape.storage.maintenance.finding import CheckFinding, FindingKind, Findings, Mend
 from ranktape.storage.query.columns import values_of
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.catalogue import RecordTable
-    from ranktape.storage.format.commit import RankCommit
-    from ranktape.storage.maintenance.check_commit import RankResult
-    from ranktape.storage.maintenance.check_view import AttemptView
 
 _MAX_NAMED = 3
 

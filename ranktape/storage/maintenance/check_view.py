@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ranktape.errors import DataError
 from ranktape.storage.format import layout
+from ranktape.storage.format.attempt import Attempt
 from ranktape.storage.format.blob import blob_key, split_checksum
 from ranktape.storage.format.catalogue import COLUMNS, Catalogue, RecordTable, concatenate
 from ranktape.storage.format.documents import (
@@ -22,12 +23,8 @@ from ranktape.storage.format.documents import (
 from ranktape.storage.format.layout import DOCUMENT, AttemptKey, KeyKind, Mark
 from ranktape.storage.maintenance.copy import BUDGET_NBYTES, MemoryBudget
 from ranktape.storage.maintenance.finding import FindingKind, Findings
-from ranktape.storage.query.columns import StringColumn
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.places.backend import Backend, ObjectInfo
-    from ranktape.storage.query.columns import Column
+from ranktape.storage.places.backend import Backend, ObjectInfo
+from ranktape.storage.query.columns import Column, StringColumn
 
 _PARSED_RATIO = 8
 """A document that was parsed takes so many times the memory of its text."""

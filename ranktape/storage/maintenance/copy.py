@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.errors import DataError, NoRecordsError, RunExistsError, UsageError
 from ranktape.storage.format import layout
@@ -23,14 +23,12 @@ from ranktape.storage.format.attempt import Launch, read_attempts, read_run, run
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.layout import AttemptKey, KeyKind
 from ranktape.storage.format.progress import open_iteration, write_verdict
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.recording.start import begin_attempt, claim_run
 from ranktape.storage.recording.writer import RankWriter
-
-if TYPE_CHECKING:
-    from ranktape.storage.places.backend import Backend
-    from ranktape.storage.places.retry import RetryingBackend
-    from ranktape.storage.records.records import Records
-    from ranktape.storage.records.run import Run
+from ranktape.storage.records.records import Records
+from ranktape.storage.records.run import Run
 
 _NUM_THREADS = 16
 """Objects in flight."""

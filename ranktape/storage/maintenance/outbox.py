@@ -17,23 +17,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.errors import DataError, StorageError, UnreachableError
 from ranktape.storage.format import layout
-from ranktape.storage.format.attempt import read_attempt
+from ranktape.storage.format.attempt import Attempt, read_attempt
 from ranktape.storage.format.commit import mark_committed
 from ranktape.storage.format.decode import open_stored, read_stored
 from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, decode_document, for_each, read_document
 from ranktape.storage.format.layout import Mark, document_key
 from ranktape.storage.format.progress import finish_ready, judge_again
-from ranktape.storage.places.backend import ForwardingBackend, Result
+from ranktape.storage.places.backend import Backend, Buffer, ForwardingBackend, Result
 from ranktape.storage.places.local import LocalBackend
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.places.backend import Backend, Buffer
-    from ranktape.storage.places.retry import RetryingBackend
+from ranktape.storage.places.retry import RetryingBackend
 
 _NUM_THREADS = 8
 """Objects on their way at once."""

@@ -7,13 +7,13 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ranktape.errors import UsageError, expect_least
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import (
+    Attempt,
     Launch,
     check_attempt,
     complete_iterations,
@@ -23,13 +23,10 @@ from ranktape.storage.format.attempt import (
     run_attributes,
 )
 from ranktape.storage.format.documents import for_each, read_attributes, write_group
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.query.filters import filter_from_text
 from ranktape.storage.recording.start import Lease, delete_parts
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.places.backend import Backend
-    from ranktape.storage.places.retry import RetryingBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

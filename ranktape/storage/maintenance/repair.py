@@ -11,11 +11,11 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.errors import DataError, expect_least
 from ranktape.storage.format import layout
-from ranktape.storage.format.attempt import read_attempts
+from ranktape.storage.format.attempt import Attempt, read_attempts
 from ranktape.storage.format.commit import finish_iteration, mark_committed
 from ranktape.storage.format.documents import (
     MAX_COMMIT_NBYTES,
@@ -28,10 +28,7 @@ from ranktape.storage.format.progress import judge_again
 from ranktape.storage.maintenance.check import OnProgress, check_run
 from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, Mend
 from ranktape.storage.maintenance.prune import drop_iteration
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.backend import Backend
 
 MIN_AGE_SECONDS = 3600.0
 """What was written since may belong to a writer that is still at work."""

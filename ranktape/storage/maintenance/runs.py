@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from ranktape.errors import DataError, RanktapeError, RunFormatError, RunNotFoundError, UsageError, expect_least
@@ -19,10 +19,8 @@ from ranktape.storage.format.attempt import read_attempts, read_run, run_attribu
 from ranktape.storage.format.documents import for_each, read_document
 from ranktape.storage.format.progress import read_verdict
 from ranktape.storage.format.status import IterationState
+from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
-
-if TYPE_CHECKING:
-    from ranktape.storage.places.backend import Backend
 
 MAX_DEPTH = 4
 """Levels of names that are looked through where nothing else is said."""

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ranktape.errors import RunNotFoundError
 from ranktape.storage.format import layout
-from ranktape.storage.format.attempt import read_attempts, read_run, run_attributes
+from ranktape.storage.format.attempt import Attempt, read_attempts, read_run, run_attributes
 from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_attributes
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import Progress, read_progress
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.backend import Backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,9 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ranktape.errors import StorageError
-from ranktape.storage.places.backend import Backend, ObjectInfo, is_text, range_within, refuse_escape, too_large
+from ranktape.storage.places.backend import Backend, Buffer, ObjectInfo, is_text, range_within, refuse_escape, too_large
 from ranktape.storage.places.failures import local_error, printable
 from ranktape.storage.places.local_files import (
     absolute,
@@ -39,9 +38,6 @@ from ranktape.storage.places.local_files import (
     status_of,
     write_all,
 )
-
-if TYPE_CHECKING:
-    from ranktape.storage.places.backend import Buffer
 
 PARTIAL_SUFFIX = ".partial"
 """Ends the names of files that are being written; a crash can leave them behind, and readers pass them over."""

@@ -10,14 +10,10 @@ import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ranktape.errors import StorageError, UsageError
-from ranktape.storage.places.backend import byte_view
+from ranktape.storage.places.backend import Buffer, byte_view
 from ranktape.storage.places.failures import printable
-
-if TYPE_CHECKING:
-    from ranktape.storage.places.backend import Buffer
 
 _MAX_PARTS = 1024
 """Buffers in one `writev`: IOV_MAX on Linux."""

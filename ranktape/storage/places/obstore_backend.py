@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, GenericError
-from obstore.store import AzureStore, GCSStore, S3Store
+from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
 from ranktape.errors import StorageError, UsageError
 from ranktape.storage.places.backend import ObjectInfo, answered, range_within, seconds_left
@@ -22,8 +22,6 @@ from ranktape.storage.places.failures import answer_of
 from ranktape.storage.places.store import Result, StoreBackend
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
-
     from ranktape.storage.places.remote import RemoteBackend
 
 _KINDS: dict[str, Any] = {"s3": S3Store, "s3a": S3Store, "gs": GCSStore, "gcs": GCSStore, "az": AzureStore}

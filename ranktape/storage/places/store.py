@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ranktape.errors import StorageError
 from ranktape.storage.places.backend import (
     Backend,
+    Buffer,
     ObjectInfo,
     byte_view,
     refuse_escape,
@@ -15,9 +16,6 @@ from ranktape.storage.places.backend import (
     without_credentials,
 )
 from ranktape.storage.places.failures import Redactor, answer_of, chain, store_error
-
-if TYPE_CHECKING:
-    from ranktape.storage.places.backend import Buffer
 
 Result = TypeVar("Result")
 

@@ -22,20 +22,15 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.storage.query import columns
-from ranktape.storage.query.columns import ColumnSource, Mask, NumberRange, StringColumn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ranktape.storage.query.columns import Number
+from ranktape.storage.query.columns import ColumnSource, Mask, Number, NumberRange, StringColumn
 
 MAX_TEXT_LENGTH = 10_000
 """Characters of one alternative."""

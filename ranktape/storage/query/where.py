@@ -29,14 +29,13 @@ import numpy as np
 
 from ranktape.errors import UsageError
 from ranktape.storage.query import columns
-from ranktape.storage.query.columns import Comparison
+from ranktape.storage.query.columns import ColumnSource, Comparison, Mask, Number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from numpy.typing import NDArray
 
-    from ranktape.storage.query.columns import ColumnSource, Mask, Number
 
 MAX_LENGTH = 10_000
 """Characters of an expression."""

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.record_info import Keep, RecordInfo
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ranktape.storage.format.catalogue import CatalogueEntry
-    from ranktape.storage.format.record_info import RecordInfo
 
 STACK_BELOW_NBYTES = 2 << 20
 """Tensors smaller than this are stacked, where nobody says otherwise."""

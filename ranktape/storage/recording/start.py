@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ranktape.errors import CaptureError, RanktapeError, RunExistsError, StorageError, UsageError
 from ranktape.storage.format import layout
@@ -36,12 +36,8 @@ from ranktape.storage.format.documents import (
     write_group,
 )
 from ranktape.storage.format.progress import finish_ready, read_verdict
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.attempt import Launch
-    from ranktape.storage.places.backend import Backend
-    from ranktape.storage.places.retry import RetryingBackend
-
+from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.retry import RetryingBackend
 
 MAX_OBJECT_KEY_NBYTES = 1024
 """Of a whole key, in every object store."""

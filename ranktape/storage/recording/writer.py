@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import CaptureError, DataError, StorageError
 from ranktape.storage.format import layout
-from ranktape.storage.format.attempt import check_attempt
+from ranktape.storage.format.attempt import Attempt, check_attempt
 from ranktape.storage.format.blob import write_blob
 from ranktape.storage.format.catalogue import CatalogueEntry, encode_catalogue
 from ranktape.storage.format.documents import chunk_key, document_checksum, encode_document, group_document, write_group
 from ranktape.storage.format.encode import (
+    EncodedArray,
     check_form,
     checksum,
     checksums,
@@ -30,16 +31,13 @@ from ranktape.storage.format.encode import (
     stored_shape,
 )
 from ranktape.storage.format.layout import TensorSite, site_path
-from ranktape.storage.format.record_info import Compression, Keep
+from ranktape.storage.format.record_info import Compression, Keep, RecordInfo
 from ranktape.storage.recording import stack
 from ranktape.storage.recording.stack import HeldTensor, Pending
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.format.encode import EncodedArray
-    from ranktape.storage.format.record_info import RecordInfo
     from ranktape.storage.places.backend import Backend
 
 _CHECK_SECONDS = 1.0

@@ -18,13 +18,11 @@ import numpy as np
 from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError, UsageError
 from ranktape.storage.format.dtypes import dtype_row, round_once, to_torch
 from ranktape.storage.format.layout import TensorSite
-from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.record_info import Keep, RecordInfo
 from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
 
 if TYPE_CHECKING:
     import torch
-
-    from ranktape.storage.format.record_info import RecordInfo
 
 
 class ReadableRecord(Protocol):

@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import xarray
@@ -22,9 +22,7 @@ from ranktape.errors import RunFormatError, UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.format.validation import check_sample_ids
-
-if TYPE_CHECKING:
-    from ranktape.storage.records.assemble import ReadableRecord
+from ranktape.storage.records.assemble import ReadableRecord
 
 
 class RecordColumns(Protocol):

@@ -24,13 +24,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.errors import DataError
+from ranktape.storage.format.record_info import RecordInfo
 from ranktape.storage.format.validation import MAX_DIMENSIONS, MAX_INTEGER, MAX_WORLD_SIZE, check_shape
-
-if TYPE_CHECKING:
-    from ranktape.storage.format.record_info import RecordInfo
 
 MAX_PIECES = 1 << 16
 """Into which a strided shard is cut: no mesh is as large."""

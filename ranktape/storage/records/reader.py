@@ -20,12 +20,11 @@ from ranktape.storage.format.encode import checksum, combine, stored_dtype, stor
 from ranktape.storage.format.layout import document_key, dropped_path
 from ranktape.storage.format.parts import RUN, split
 from ranktape.storage.format.record_info import Compression
-from ranktape.storage.places.backend import ForwardingBackend, Result
+from ranktape.storage.places.backend import Backend, ForwardingBackend, Result
 
 if TYPE_CHECKING:
     import zarr
 
-    from ranktape.storage.places.backend import Backend
     from ranktape.storage.records.record import Record
     from ranktape.storage.records.records import Records
 

@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from ranktape.errors import UsageError
-from ranktape.storage.format.catalogue import COLUMNS, concatenate, read_rows
+from ranktape.storage.format.catalogue import COLUMNS, RecordTable, concatenate, read_rows
 from ranktape.storage.places.failures import printable
-from ranktape.storage.query.columns import StringColumn, equal_rows, rows_of
+from ranktape.storage.query.columns import Column, StringColumn, equal_rows, rows_of
 from ranktape.storage.query.filters import Filter, check_fields, filter_from_text, parse_filter
 from ranktape.storage.query.where import parse_where
 from ranktape.storage.records.notebook import MAX_SHOWN_ROWS, clipped, html_table
-from ranktape.storage.records.record import Location, Record
+from ranktape.storage.records.record import Location, Record, RecordReader
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
     import xarray
 
-    from ranktape.storage.format.catalogue import RecordTable
-    from ranktape.storage.query.columns import Column
     from ranktape.storage.records.assemble import GlobalView
-    from ranktape.storage.records.record import RecordReader
 
 
 _NUM_THREADS = 16
