@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import gfloat  # type: ignore[import-untyped]
@@ -9,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from gfloat import formats as gfloat_formats
 
-from ranktape.analyze.numerics.formats import Format, Rounding, decode
+from ranktape.analyze.numerics.formats import Coding, Format, Rounding, decode
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -68,7 +69,7 @@ def rounded_by_table(values: Floats, *, row: Format, rounding: Rounding, uniform
 
 def signed(magnitudes: Floats, *, like: Floats, row: Format) -> Floats:
     """The magnitudes with the signs of `like`, as far as the format has signs."""
-    if row.minimum > 0:
+    if not row.is_signed:
         return np.where(like < 0, np.nan, magnitudes)
     found = np.copysign(magnitudes, like)
     return found if row.has_negative_zero else found + 0.0
@@ -91,16 +92,18 @@ def gfloat_info(row: Format) -> gfloat.FormatInfo:
     }
     if row.name in known:
         return known[row.name]
+    if row.coding is Coding.INTEGER:
+        return dataclasses.replace(known["int8"], name=row.name, k=row.num_bits, precision=row.num_bits)
     is_ieee = row.num_infinities > 0
     return gfloat.FormatInfo(
         row.name,
         row.num_bits,
         row.mantissa_bits + 1,
         bias=row.bias,
-        is_signed=True,
+        is_signed=row.is_signed,
         domain=gfloat.Domain.Extended if is_ieee else gfloat.Domain.Finite,
         has_nz=row.has_negative_zero,
-        num_high_nans=(1 << row.mantissa_bits) - 1 if is_ieee else 0,
+        num_high_nans=(1 << row.mantissa_bits) - 1 if is_ieee else 0 if row.is_signed else row.num_nans,
         has_subnormals=True,
         is_twos_complement=False,
     )
@@ -114,15 +117,16 @@ GFLOAT_MODES = {
 
 
 def rounded_by_gfloat(values: Floats, *, row: Format, rounding: Rounding, saturate: bool = True) -> Floats:
-    """The same by gfloat; int8 symmetric about 0, as ours is."""
-    # Of int8 gfloat gives -2 too: its magnitudes are rounded, and the signs put back.
-    exact = np.abs(values) if row.name == "int8" else values
+    """The same by gfloat; integers symmetric about 0, as ours are."""
+    # Of int8 gfloat gives -2 too, of formats without a sign negative numbers: magnitudes are rounded, signs put back.
+    is_by_magnitude = row.coding is Coding.INTEGER or not row.is_signed
+    exact = np.abs(values) if is_by_magnitude else values
     is_number = ~np.isnan(values)
     found = np.full(values.shape, np.nan)
     found[is_number] = gfloat.round_ndarray(
         gfloat_info(row), exact[is_number], rnd=GFLOAT_MODES[rounding], sat=saturate
     )
-    return signed(np.abs(found), like=values, row=row) if row.name == "int8" else found
+    return signed(np.abs(found), like=values, row=row) if is_by_magnitude else found
 
 
 def assert_same(found: Floats, expected: Floats) -> None:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from ranktape.analyze.numerics.formats import (
     BY_DTYPE,
     FORMATS,
-    Coding,
     Format,
     Rounding,
     decode,
@@ -32,7 +31,7 @@ SMALL = [row for row in FORMATS.values() if row.num_bits <= 16]
 
 ALL = list(FORMATS.values())
 
-SIGNED = [row for row in ALL if row.coding is not Coding.EXPONENT]
+SIGNED = [row for row in ALL if row.is_signed]
 """Formats of numbers of either sign, with a zero."""
 
 STORED = [row for row in ALL if row.dtype is not None]
@@ -84,6 +83,8 @@ def test_limits_are_those_of_ml_dtypes(row: Format) -> None:
     [
         # OCP microscaling formats 1.0, 5.3.4: 1.984375 at most, in steps of 2**-6; no number is subnormal.
         ("int8", 0, 0, 1.984375, 2.0**-6, 2.0**-6, 256),
+        # The table of formats of microxcaling: int4 is symmetric, 7/4 at most, in steps of 1/4.
+        ("int4", 0, 0, 1.75, 0.25, 0.25, 16),
         # arXiv 2409.16626.
         ("hif8", 15, -15, 32768.0, 2.0**-15, 2.0**-22, 253),
         ("nvfp4", 2, 0, 6.0, 1.0, 0.5, 16),
@@ -95,6 +96,16 @@ def test_limits_of_what_ml_dtypes_lacks(  # noqa: PLR0917 - a row of a table
     row = FORMATS[name]
     assert (row.emax, row.emin, row.maximum, row.minimum) == (emax, emin, maximum, -maximum)
     assert (row.min_normal, row.min_subnormal, row.num_finite) == (min_normal, min_subnormal, num_finite)
+
+
+def test_ue5m3_has_the_significand_of_e4m3_and_the_exponents_of_e5m2() -> None:
+    row, e4m3, e5m2 = (FORMATS[name] for name in ("ue5m3", "fp8_e4m3", "fp8_e5m2"))
+    values = codes(row)
+    assert (row.minimum, row.maximum, row.min_normal, row.min_subnormal) == (0, 1.75 * 2**16, 2.0**-14, 2.0**-17)
+    assert (row.mantissa_bits, row.emin) == (e4m3.mantissa_bits, e5m2.emin)
+    assert np.isnan(values[-1])
+    assert (np.diff(values[:-1]) > 0).all()
+    assert values[0x78:0x80].tolist() == codes(e4m3)[0x38:0x40].tolist()
 
 
 def test_nvfp4_elements_are_those_of_fp4_e2m1() -> None:

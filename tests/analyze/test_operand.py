@@ -10,8 +10,10 @@ import torch
 
 from ranktape.analyze import quantize
 from ranktape.analyze.numerics.formats import decode
+from ranktape.analyze.numerics.quantization import array_ops
 from ranktape.analyze.numerics.quantization.encoded import Quantized
 from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operand
+from ranktape.analyze.numerics.quantization.rotation import rotated
 from ranktape.errors import UsageError
 
 EXACT: list[tuple[str, dict[str, Any]]] = [
@@ -28,6 +30,9 @@ EXACT: list[tuple[str, dict[str, Any]]] = [
     ("hif8", {"scaling": "tensor"}),
     ("hif8", {}),
     ("bf16", {}),
+    ("nvfp4", {"block_size": (4, 8), "four_over_six": True}),
+    ("mxint4", {}),
+    ("fp4_e2m1", {"scaling": "block", "scale_format": "ue5m3"}),
 ]
 """Schemes whose elements times the scales of their blocks have at most 8 significant bits."""
 
@@ -43,7 +48,8 @@ def without_factor(quantized: Quantized) -> torch.Tensor:
     codes, scheme = quantized.codes.numpy(), quantized.scheme
     elements = decode(codes, target=scheme.element)
     if scheme.block_size:
-        elements *= np.repeat(quantized.scale_values.numpy(), scheme.block_size, axis=1)[:, : codes.shape[1]]
+        of_rows = np.repeat(quantized.scale_values.numpy(), scheme.block_rows, axis=0)[: codes.shape[0]]
+        elements *= np.repeat(of_rows, scheme.block_size, axis=1)[:, : codes.shape[1]]
     return torch.from_numpy(elements).to(torch.float32)
 
 
@@ -101,6 +107,19 @@ def test_what_has_more_bits_than_bf16_says_so() -> None:
         assert not quantized_operand(single).is_bf16_exact
 
 
+def test_a_rotated_operand_stays_rotated_whatever_shares_a_scale() -> None:
+    one, other = numbers(7, 64), numbers(9, 64, seed=1)
+    product = one.double() @ other.double().T
+    cases: list[tuple[str | None, Any]] = [(None, {}), *(("fp16", {"scaling": word}) for word in ("tensor", "channel"))]
+    for scheme, options in cases:
+        sides = [quantized_operand(x, scheme, rotation=16, rotation_seed=2, **options) for x in (one, other)]
+        turned = whole(sides[0]).double() @ whole(sides[1]).double().T
+        torch.testing.assert_close(turned, product, rtol=1e-3, atol=1e-2 * float(product.abs().max()))
+        assert not torch.equal(whole(sides[0]), one)
+    expected = rotated(one.numpy(), axis=1, size=16, seed=2, ops=array_ops)
+    assert torch.equal(quantized_operand(one, rotation=16, rotation_seed=2).values, torch.from_numpy(expected))
+
+
 def test_a_float64_matrix_gives_float32_values() -> None:
     matrix = numbers(5, 64).double() / 3
     found = quantized_operand(matrix, "mxfp8")
@@ -132,5 +151,9 @@ def test_only_matrices_are_operands() -> None:
     for shape in ((5,), (2, 3, 4), ()):
         with pytest.raises(UsageError, match=f"has {len(shape)} dimensions: reshape"):
             quantized_operand(torch.zeros(shape), "mxfp8")
+    with pytest.raises(UsageError, match="rotation is 16, and 3 elements along the axis are no multiple"):
+        quantized_operand(torch.zeros(2, 3), rotation=16)
+    with pytest.raises(UsageError, match="block_size, seed has no effect on an operand that is left as it is"):
+        quantized_operand(torch.zeros(2, 3), block_size=None, seed=3)
     with pytest.raises(UsageError, match="mxfp9"):
         quantized_operand(torch.zeros(2, 3), "mxfp9")

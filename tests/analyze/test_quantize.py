@@ -9,10 +9,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import scipy.linalg  # type: ignore[import-untyped]
 
 from ranktape.analyze import quantize
 from ranktape.analyze.numerics.formats import FORMATS, codes_of, decode, round_to
+from ranktape.analyze.numerics.quantization import array_ops
 from ranktape.analyze.numerics.quantization.encoded import Quantized
+from ranktape.analyze.numerics.quantization.rotation import rotated, rotation_signs
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES
 from ranktape.errors import UsageError
 from tests.analyze.quantize_twin import ELEMENTS, AnyArray, Expected, quantize_slowly, same_bits, special_values
@@ -41,8 +44,7 @@ def assert_same(found: Quantized, expected: Expected) -> None:
         assert found.scales is None
         assert found.scale_values is None
     else:
-        assert found.scales.dtype == expected.scales.dtype
-        assert np.array_equal(found.scales, expected.scales)
+        assert same_bits(found.scales, expected.scales)
         assert same_bits(found.scale_values, expected.scale_values)
     losses = {name: getattr(found.losses, name) for name in expected.losses}
     assert losses == expected.losses
@@ -85,6 +87,86 @@ def test_blocks_lie_along_any_axis_with_a_shorter_one_at_the_end(scheme: str, bl
         for axis in range(-len(shape), max(len(shape), 1)):
             found = compare(x, scheme, block_size=block_size, axis=axis)
             assert found.values.shape == shape
+
+
+OTHER_BLOCKS: list[tuple[str, dict[str, Any]]] = [
+    ("fp8_e4m3", {"block_size": (4, 6), "scale_format": "fp32"}),
+    ("fp8_e4m3", {"block_size": (4, 6), "scale_rule": "rceil"}),
+    ("nvfp4", {"block_size": (16, 16)}),
+    *((name, {"block_size": (1, 7)}) for name in NVFP4),
+    *((name, {"four_over_six": True}) for name in NVFP4),
+    ("nvfp4", {"four_over_six": True, "block_size": (3, 50)}),
+    ("nvfp4", {"four_over_six": True, "seed": 3}),
+    ("nvfp4", {"four_over_six": True, "scale_offset": -2}),
+    ("fp4_e2m1", {"scale_format": "ue5m3", "four_over_six": True, "block_size": 16}),
+    ("fp4_e2m1", {"scale_format": "fp8_e4m3", "block_size": 7}),
+    ("int4", {"scale_format": "fp32", "scale_offset": -1}),
+    ("fp8_e5m2", {"scale_format": "fp32", "scale_offset": 3, "block_size": 128, "seed": 2}),
+    ("hif8", {"scale_format": "fp32", "block_size": 5}),
+]
+"""Blocks whose scales are no powers of two, tiles, and blocks that choose their scale."""
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float64), np.dtype(np.float32), BF16], ids=str)
+@pytest.mark.parametrize("case", OTHER_BLOCKS, ids=str)
+def test_tiles_and_other_scales_are_those_of_the_twin(case: tuple[str, dict[str, Any]], dtype: np.dtype[Any]) -> None:
+    scheme, options = case
+    for shape in ((9, 84), (3, 7, 10), (0, 5)):
+        ordinary = np.random.default_rng(0).standard_normal(shape) * 1e-3
+        for x in (special_values(shape, dtype=dtype), ordinary.astype(dtype)):
+            compare(x, scheme, scaling="block", **options)
+            if not isinstance(options.get("block_size"), tuple):
+                compare(x, scheme, scaling="block", axis=0, **options)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float64), np.dtype(np.float32), BF16], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 16, 64])
+def test_a_rotated_tensor_is_that_of_the_twin(size: int, dtype: np.dtype[Any]) -> None:
+    for x in (
+        special_values((3, 128, 2), dtype=dtype),
+        np.random.default_rng(0).standard_normal((2, 64, 3)).astype(dtype),
+    ):
+        for seed in (None, 5):
+            compare(x, "nvfp4", rotation=size, rotation_seed=seed, axis=1)
+    compare(np.zeros((0, 64), dtype=dtype), "mxfp8", rotation=size)
+
+
+def test_a_rotation_is_orthonormal_and_sylvesters_matrix() -> None:
+    for size in (1, 2, 8, 32):
+        for seed in (None, 3):
+            unit = np.eye(size)
+            turned = rotated(unit, axis=1, size=size, seed=seed, ops=array_ops)
+            expected = scipy.linalg.hadamard(size) / np.sqrt(size) * rotation_signs(size, seed=seed)[:, None]
+            np.testing.assert_allclose(turned, expected, rtol=1e-15)
+            np.testing.assert_allclose(turned @ turned.T, unit, atol=1e-14)
+            back = rotated(turned, axis=1, size=size, seed=seed, ops=array_ops, is_back=True)
+            np.testing.assert_allclose(back, unit, atol=1e-14)
+    assert set(rotation_signs(64, seed=0).tolist()) == {1.0, -1.0}
+    assert rotation_signs(64, seed=0).tolist() != rotation_signs(64, seed=1).tolist()
+
+
+def test_a_rotation_spreads_an_outlier_and_changes_no_product() -> None:
+    x, y = np.random.default_rng(0).standard_normal((2, 8, 64))
+    x[3, 7] = 1000.0
+    plain = quantize(x, "mxfp4", warn=False).losses
+    turned = quantize(x, "mxfp4", rotation=64, rotation_seed=1, warn=False).losses
+    assert plain.flushed > 31
+    assert turned.flushed < plain.flushed - 20
+    first, second = (rotated(side, axis=1, size=64, seed=1, ops=array_ops) for side in (x, y))
+    np.testing.assert_allclose(first @ second.T, x @ y.T, rtol=1e-10, atol=1e-9)
+
+
+def test_four_over_six_never_has_larger_errors_than_either_scale_alone() -> None:
+    x = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+    found = quantize(x, "nvfp4", four_over_six=True, warn=False)
+    plain = quantize(x, "nvfp4", warn=False)
+    errors = [((one.values - x).astype(np.float64) ** 2).mean() for one in (found, plain)]
+    # Quartet II (arXiv 2601.22813), table 1: of N(0, 1) 9.0e-3 without and 7.6e-3 with it.
+    assert errors == pytest.approx([7.6e-3, 9.0e-3], rel=0.02)
+    largest = np.abs(decode(found.codes, target=FORMATS["nvfp4"])).reshape(256, 16, 16).max(axis=2)
+    assert set(largest.ravel().tolist()) == {4.0, 6.0}
+    # That of the largest block is 256 for 6, and 384 for 4.
+    assert 256.0 <= found.scale_values.max() <= 384.0
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
@@ -381,6 +463,22 @@ def test_memory_beyond_the_result_does_not_grow_with_the_tensor() -> None:
         ("mxfp4_e2m1", {"saturate": False}, "no infinity and no NaN"),
         ("e8m0", {}, "no format to quantise to"),
         ("fp64", {}, "no format to quantise to"),
+        ("ue5m3", {}, "no format to quantise to"),
+        ("mxfp8", {"block_size": (16,)}, r"block_size is \(16,\): give a length along the axis, or \(rows, columns\)"),
+        ("mxfp8", {"block_size": (0, 4)}, "a block has at least one element"),
+        ("mxfp8", {"block_size": (4, 4), "axis": 0}, "tiles of 4 x 4 lie in the last two dimensions"),
+        ("fp8_e4m3", {"scale_format": "fp32"}, "has no blocks: give scaling='block'"),
+        ("mxfp8", {"scale_format": "bf16"}, "holds no scales: use one of e8m0, fp8_e4m3, ue5m3, fp32"),
+        ("nvfp4", {"scale_format": "ue5m3"}, "has scales of its own: leave it out"),
+        ("mxfp8", {"scale_format": "fp32", "scale_rule": "floor"}, "scales in fp32 follow the rule exact"),
+        ("mxfp8", {"scale_format": "fp32", "scale_bits": 5}, "has no scales that are such powers"),
+        ("mxfp4", {"four_over_six": True}, "name nvfp4, or fp4_e2m1"),
+        ("mxfp8", {"scale_format": "fp32", "four_over_six": True}, "chooses between two scales of 4-bit floats"),
+        ("mxfp8", {"rotation": 3}, "rotation is 3: Hadamard matrices have a power of two"),
+        ("mxfp8", {"rotation": -2}, "rotation is -2: Hadamard"),
+        ("mxfp8", {"rotation": 64}, "rotation is 64, and 32 elements along the axis are no multiple"),
+        ("mxfp8", {"rotation_seed": 4}, "rotation_seed is 4, and nothing is rotated"),
+        ("mxfp8", {"rotation": 2, "rotation_seed": 0.5}, "seed is 0.5: give an integer"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused(scheme: str, options: dict[str, Any], message: str) -> None:

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from ranktape.analyze.numerics.formats import FORMATS, Coding, uniforms
+from ranktape.analyze.numerics.formats import FORMATS, uniforms
 from ranktape.analyze.numerics.quantization import tensor_ops
 from ranktape.analyze.numerics.quantization.encoded import Quantized
+from ranktape.analyze.numerics.quantization.plan import plan_of
 from ranktape.analyze.numerics.quantization.quantizer import quantize, quantize_pieces
-from ranktape.analyze.numerics.quantization.schemes import SCHEMES, ScaleRule, plan_of
+from ranktape.analyze.numerics.quantization.schemes import SCHEMES, ScaleRule
 from ranktape.errors import UsageError
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-NO_TARGETS = ("nvfp4", "fp64", *(name for name, row in FORMATS.items() if row.coding is Coding.EXPONENT))
+NO_TARGETS = ("nvfp4", "fp64", *(name for name, row in FORMATS.items() if not row.is_signed))
 ELEMENTS = [name for name in FORMATS if name not in NO_TARGETS]
 NVFP4 = [name for name, scheme in SCHEMES.items() if scheme.has_tensor_scale]
 BLOCKS = [name for name in SCHEMES if name not in NVFP4]
@@ -32,6 +33,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mxfp4_e2m1", {"block_size": 1000}),
     *((name, {}) for name in NVFP4),
     *((name, {"scale_offset": 2, "block_size": 7}) for name in NVFP4),
+    *((name, {"four_over_six": True}) for name in NVFP4),
+    ("nvfp4", {"four_over_six": True, "seed": 3, "block_size": 5}),
+    ("fp4_e2m1", {"scaling": "block", "scale_format": "ue5m3", "four_over_six": True}),
+    ("fp8_e4m3", {"scaling": "block", "scale_format": "fp32", "block_size": 6}),
+    *((name, {"rotation": 2, "rotation_seed": 1}) for name in ("mxfp8_e4m3", "nvfp4")),
     ("fp8_e4m3", {"scaling": "channel"}),
     ("fp8_e5m2", {"scaling": "channel", "scale_rule": "rceil", "saturate": False}),
     ("hif8", {"rounding": "hybrid", "scaling": "tensor"}),
@@ -92,10 +98,29 @@ def test_every_scheme_equals_its_twin(case: tuple[str, dict[str, Any]], monkeypa
     monkeypatch.setattr(tensor_ops, "BOX_SIZE", 700)
     scheme, options = case
     for dtype in WIDE:
-        numbers = _numbers(5, 70, 6).to(dtype)
+        numbers = _numbers(6, 70, 6).to(dtype)
         for axis in (0, 1, -1):
             found = quantize_tensor(numbers, scheme, axis=axis, **options)
             _assert_equal(found, quantize(numbers, scheme, axis=axis, warn=False, **options))
+
+
+TILES: list[tuple[str, dict[str, Any]]] = [
+    ("nvfp4", {"block_size": (16, 16)}),
+    ("nvfp4", {"block_size": (4, 7), "four_over_six": True}),
+    ("fp8_e4m3", {"scaling": "block", "block_size": (128, 128), "scale_format": "fp32"}),
+    ("mxfp8_e4m3", {"block_size": (3, 5)}),
+    ("mxfp8_e4m3", {"rotation": 32}),
+]
+"""What is done along the last dimensions alone."""
+
+
+@pytest.mark.parametrize("case", TILES, ids=_name)
+def test_tiles_equal_their_twin(case: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_ops, "BOX_SIZE", 700)
+    scheme, options = case
+    for dtype in WIDE:
+        numbers = _numbers(2, 70, 64).to(dtype)
+        _assert_equal(quantize_tensor(numbers, scheme, **options), quantize(numbers, scheme, warn=False, **options))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -169,6 +194,14 @@ def test_a_gpu_gives_the_same_bits(case: tuple[str, dict[str, Any]]) -> None:
     for dtype in WIDE:
         numbers = _numbers(5, 700, 6).to(dtype)
         _assert_equal(quantize(numbers.cuda(), scheme, axis=1, **options), quantize(numbers, scheme, axis=1, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TILES, ids=_name)
+def test_a_gpu_gives_the_same_bits_of_tiles(case: tuple[str, dict[str, Any]]) -> None:
+    scheme, options = case
+    numbers = _numbers(2, 700, 64)
+    _assert_equal(quantize(numbers.cuda(), scheme, **options), quantize(numbers, scheme, **options))
 
 
 @pytest.mark.gpu

@@ -15,7 +15,6 @@ from ranktape.analyze.engine.sweep_measure import Job, is_narrow, samples_of, sw
 from ranktape.analyze.engine.values import View, read_numbers, read_values, viewed_dtype
 from ranktape.analyze.identity import words
 from ranktape.analyze.numerics.digest import Digest
-from ranktape.analyze.numerics.formats import Coding
 from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
 from ranktape.analyze.numerics.histograms.histogram import Histogram, Limits, Tallies, scan, scan_histogram
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES, Scaling, parse_scheme
@@ -318,8 +317,6 @@ def _target(name: str, scaling: Scaling) -> Target:
             f"format {name!r} has no limits of its own: it puts elements of {element.name} into blocks with scales; "
             f"give --format {element.name} for what they hold without a scale, or --scaling block"
         )
-    if element.coding is Coding.EXPONENT:
-        raise UsageError(
-            f"format {name!r} is one of scales: it has neither zero nor a sign; give one of values, such as fp8_e4m3"
-        )
+    if not element.is_signed:
+        raise UsageError(f"format {name!r} is one of scales: it has no sign; give one of values, such as fp8_e4m3")
     return Target(name=element.name, element=element, scaling=scaling)

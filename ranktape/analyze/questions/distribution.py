@@ -31,7 +31,7 @@ from ranktape.analyze.numerics.bins import (
 )
 from ranktape.analyze.numerics.digest import finite
 from ranktape.analyze.numerics.distances import fit_normal
-from ranktape.analyze.numerics.formats import Coding, parse_format
+from ranktape.analyze.numerics.formats import parse_format
 from ranktape.analyze.questions.stats import how_seen
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
@@ -163,7 +163,7 @@ def _checked(name: str, number: int, *, most: int) -> int:
 
 def _holder(name: str) -> Format:
     row = parse_format(name)
-    if row.coding is Coding.EXPONENT:
+    if not row.is_signed:
         names = ", ".join(NARROW_FORMATS)
         raise UsageError(f"format {name!r} is one of scales, and holds no values: give one of {names}")
     return row

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats.table import Coding, Format, Rounding
+from ranktape.analyze.numerics.formats.table import Format, Rounding
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.errors import UsageError
 
@@ -113,10 +113,10 @@ def check_values(target: Format) -> None:
     """Refuse formats that no tensor is quantised to.
 
     Raises:
-        UsageError: of e8m0, which has neither zero nor sign, and of fp64, which holds every float64.
+        UsageError: of e8m0 and ue5m3, which have no sign, and of fp64, which holds every float64.
     """
-    if target.coding is Coding.EXPONENT or target.name == "fp64":
-        why = "holds every float64" if target.name == "fp64" else "holds the scales of blocks, and has no zero"
+    if not target.is_signed or target.name == "fp64":
+        why = "holds every float64" if target.name == "fp64" else "holds the scales of blocks, and has no sign"
         raise UsageError(f"{target.name} is no format to quantise to: it {why}. Use `round_to` for single values")
 
 

@@ -48,7 +48,7 @@ class Coding(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A format of single values, symmetric about 0 unless it holds powers of two alone."""
+    """A format of single values, symmetric about 0 unless it has no sign."""
 
     name: str
     """The word in options, tables and plots."""
@@ -70,6 +70,8 @@ class Format:
     """Whether the sign of a zero is kept."""
     coding: Coding = Coding.FIELDS
     """How a code is made of bits."""
+    is_signed: bool = True
+    """Whether there are negative values; a format of scales has none."""
     taper: tuple[int, ...] = ()
     """Magnitudes of the exponent beyond each of which the significand has one bit less."""
     lowest: int | None = None
@@ -80,8 +82,7 @@ class Format:
     @property
     def num_bits(self) -> int:
         """Width of a code."""
-        is_signed = self.coding is not Coding.EXPONENT
-        return is_signed + self.exponent_bits + self.mantissa_bits
+        return self.is_signed + self.exponent_bits + self.mantissa_bits
 
     @property
     def emax(self) -> int:
@@ -100,8 +101,10 @@ class Format:
 
     @property
     def minimum(self) -> float:
-        """Most negative finite value that rounding gives; the smallest one of powers of two."""
-        return -self.maximum if self.coding is not Coding.EXPONENT else self.min_normal
+        """Most negative finite value that rounding gives; of what has no sign the smallest one there is."""
+        if self.is_signed:
+            return -self.maximum
+        return self.min_normal if self.coding is Coding.EXPONENT else 0.0
 
     @property
     def min_normal(self) -> float:
@@ -235,6 +238,8 @@ FORMATS: dict[str, Format] = {
         _row("fp4_e2m1", "float4_e2m1fn", (2, 1, 1), 6.0, (0, 0)),
         # Integers with an implicit scale of 2**-6; -2 has a code, and rounding does not give it (OCP, 5.3.4).
         _row("int8", None, (1, 6, 1), 127 / 64, (0, 0), has_negative_zero=False, coding=Coding.INTEGER),
+        # The element of MXINT4, likewise (arXiv 2510.25602, and microxcaling).
+        _row("int4", None, (1, 2, 1), 7 / 4, (0, 0), has_negative_zero=False, coding=Coding.INTEGER),
         # arXiv 2409.16626: 3 significand bits up to |exponent| 3, then 2, 1 and, below 2**-15, none.
         _row(
             "hif8",
@@ -258,7 +263,11 @@ FORMATS: dict[str, Format] = {
             (0, 1),
             has_negative_zero=False,
             coding=Coding.EXPONENT,
+            is_signed=False,
         ),
+        # Scales of blocks: the range of e5m2, the significand of e4m3 (arXiv 2601.19026). Its one NaN, and so its
+        # largest value, are those of auto-round and AMD's FP4; arXiv 2609.02846 is said to end at 61440.
+        _row("ue5m3", None, (5, 3, 15), 114688.0, (0, 1), has_negative_zero=False, is_signed=False),
         # IEEE 754-2019, and the upper half of its binary32.
         _row("bf16", "bfloat16", (8, 7, 127), (2 - 2.0**-7) * 2.0**127, (2, 254)),
         _row("fp16", "float16", (5, 10, 15), 65504.0, (2, 2046)),
@@ -277,7 +286,7 @@ FORMATS: dict[str, Format] = {
 BY_DTYPE = {row.dtype: row for row in FORMATS.values() if row.dtype is not None}
 """The same rows by the element type that stores them."""
 
-ALIASES = {"hifp8": "hif8", "hifloat8": "hif8", "mxint8": "int8"}
+ALIASES = {"hifp8": "hif8", "hifloat8": "hif8", "mxint8": "int8", "mxint4": "int4", "e5m3": "ue5m3"}
 """Other words for a format that people use."""
 
 

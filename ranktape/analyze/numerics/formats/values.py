@@ -61,8 +61,8 @@ def round_to(
     NaN stays NaN, also where the format has no code for it: count and mask NaN first. What rounds to beyond the
     largest value, infinities included, becomes the largest value of its sign; with `saturate=False` an infinity, or
     NaN where the format has none. A zero keeps its sign, and so does what is flushed, where the format has a negative
-    zero. Subnormals are kept. Empty input gives empty output. In e8m0, which has neither zero nor sign, zeros and
-    what is below the smallest value become the smallest value, and negative numbers NaN.
+    zero. Subnormals are kept. Empty input gives empty output. Negative numbers are NaN in e8m0 and ue5m3, which have no
+    sign; in e8m0, which has no zero, zeros and what is below the smallest value become the smallest value.
 
     Exact for every input that float64 can hold. `rounding` is the format's own unless given. Stochastic rounding goes
     up if `uniforms(seed, ...)` of the element, counted in C order, is below the fraction of the step that the
@@ -88,8 +88,9 @@ def round_to(
         endless = magnitude if target.name == "fp64" else _rounded(magnitude, target=target, rounding=chosen, seed=seed)
         is_over = endless > target.maximum
     rounded = np.where(np.isnan(magnitude), np.nan, np.where(is_over, overflow, endless))
-    if target.coding is Coding.EXPONENT:
-        return np.where(exact < 0, np.nan, np.maximum(rounded, target.min_subnormal))
+    if not target.is_signed:
+        least = target.min_subnormal if target.coding is Coding.EXPONENT else 0.0
+        return np.where(exact < 0, np.nan, np.maximum(rounded, least))
     signed = np.copysign(rounded, exact)
     return np.asarray(signed if target.has_negative_zero else signed + 0.0)
 
@@ -177,7 +178,7 @@ def encode(
     """The codes of what `round_to` makes of `values`, in the narrowest unsigned type that holds them, in their shape.
 
     NaN has one code, whatever its bits: the quiet one of IEEE 754 formats without a sign, 0x7F of fp8_e4m3, 0x80 of
-    hif8 and the `fnuz` types, 0xFF of e8m0. Negative zero has its code where the format has a negative zero.
+    hif8 and the `fnuz` types, 0xFF of e8m0 and ue5m3. Negative zero has its code where the format has a negative zero.
 
     Raises:
         UsageError: as `round_to`; a value is NaN, or becomes NaN, and the format has no code for it.
@@ -201,6 +202,8 @@ def codes_of(values: ArrayLike, *, target: Format) -> NDArray[Any]:
     codes: NDArray[Any]
     if target.coding is Coding.INTEGER:
         codes = (exact / target.min_subnormal).astype(np.int64) & ((1 << target.num_bits) - 1)
+    elif target.dtype is None and not target.is_signed:
+        codes = np.searchsorted(_table(target.name)[: target.num_finite], np.where(is_nan, 0.0, exact))
     elif target.coding is Coding.TAPERED:
         magnitudes = _table(target.name)[: 1 << (target.num_bits - 1)]
         in_order = np.argsort(magnitudes)
@@ -276,10 +279,22 @@ def _values(codes: NDArray[Any], target: Format) -> NDArray[np.float64]:
         return np.asarray(((codes.astype(np.int64) ^ half) - half) * target.min_subnormal)
     if target.coding is Coding.TAPERED:
         return np.array([_tapered(code, target) for code in codes.tolist()])
+    if target.dtype is None and not target.is_signed:
+        return _unsigned(codes, target)
     dtype = _stored(target)
     with np.errstate(invalid="ignore"):  # signalling NaN
         values = np.ascontiguousarray(codes.astype(f"u{dtype.itemsize}")).view(dtype).astype(np.float64)
     return np.where(np.isnan(values), np.nan, values).reshape(codes.shape)
+
+
+def _unsigned(codes: NDArray[Any], target: Format) -> NDArray[np.float64]:
+    """Of exponent and significand fields without a sign; the last codes are NaN."""
+    fields, fractions = np.divmod(codes.astype(np.int64), 1 << target.mantissa_bits)
+    leading = np.where(fields == 0, 0, 1 << target.mantissa_bits)
+    values = np.ldexp(
+        (leading + fractions).astype(np.float64), np.maximum(fields, 1) - target.bias - target.mantissa_bits
+    )
+    return np.where(codes < target.num_finite, values, np.nan)
 
 
 def _tapered(code: int, target: Format) -> float:
@@ -305,4 +320,4 @@ def _nan_code(target: Format) -> int:
         return ((2 << target.exponent_bits) - 1) << (target.mantissa_bits - 1)
     if target.has_negative_zero:
         return (1 << (target.num_bits - 1)) - 1
-    return 0xFF if target.coding is Coding.EXPONENT else 1 << (target.num_bits - 1)
+    return 1 << (target.num_bits - 1) if target.is_signed else (1 << target.num_bits) - 1

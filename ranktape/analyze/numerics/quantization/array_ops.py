@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from ranktape.analyze.numerics.formats.kernels import (
 )
 from ranktape.analyze.numerics.formats.values import NARROW_BITS, code_table
 from ranktape.analyze.numerics.kernels import compiled
+from ranktape.analyze.numerics.pieces import num_threads as usual_threads
+from ranktape.analyze.numerics.quantization.rotation import rotate_groups
 from ranktape.storage.format.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
@@ -34,6 +37,24 @@ NUM_COUNTS = 6
 def namespace() -> ModuleType:
     """The functions on arrays that numpy and torch have alike."""
     return np
+
+
+def num_threads() -> int:
+    """How many threads work at once: as many as torch has where there is torch, or else one on each core."""
+    torch = sys.modules.get("torch")
+    return usual_threads(None) if torch is None else int(torch.get_num_threads())
+
+
+def on_host(array: NDArray[Any]) -> NDArray[Any]:
+    """The array itself."""
+    return array
+
+
+def butterflies(groups_GNI: NDArray[Any], before_N: NDArray[Any], after_N: NDArray[Any]) -> NDArray[Any]:  # noqa: N803
+    """The groups times the first factors, rotated by the Hadamard matrix of their size, times the second ones."""
+    rotated = groups_GNI.copy()
+    rotate_groups(rotated, before_N.astype(rotated.dtype), after_N.astype(rotated.dtype))
+    return rotated
 
 
 @compiled

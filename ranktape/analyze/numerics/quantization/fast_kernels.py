@@ -16,7 +16,8 @@ import numpy as np
 from ranktape.analyze.numerics.formats.kernels import AWAY, ONE_FIELD, RoundingConstants, round_away, round_even
 from ranktape.analyze.numerics.kernels import BLOCK, compiled
 from ranktape.analyze.numerics.quantization.group_scales import TensorScale, block_scale, factors_of
-from ranktape.analyze.numerics.quantization.schemes import QuantizePlan, ScaleRecipe, ScaleRule, raise_of
+from ranktape.analyze.numerics.quantization.plan import QuantizePlan
+from ranktape.analyze.numerics.quantization.schemes import ScaleRecipe, ScaleRule, raise_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

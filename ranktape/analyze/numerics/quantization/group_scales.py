@@ -5,26 +5,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ranktape.analyze.numerics.formats import FORMATS, codes_of
-from ranktape.analyze.numerics.formats.kernels import constants_of, round_even
+from ranktape.analyze.numerics.formats.kernels import RoundingConstants, constants_of, round_even
+from ranktape.analyze.numerics.formats.values import NARROW_BITS
 from ranktape.analyze.numerics.kernels import compiled
-from ranktape.analyze.numerics.quantization.schemes import (
-    QuantizePlan,
-    ScaleRecipe,
-    Scaling,
-    exact_target,
-    scale_exponents,
-)
+from ranktape.analyze.numerics.quantization.plan import QuantizePlan
+from ranktape.analyze.numerics.quantization.schemes import ScaleRecipe, Scaling, exact_target, scale_exponents
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MAX_FLOAT32 = float(np.finfo(np.float32).max)
+MAX_FLOAT32 = FORMATS["fp32"].maximum
+
+MIN_FLOAT32 = FORMATS["fp32"].min_subnormal
 
 _CODES = constants_of(FORMATS["fp8_e4m3"])
 """What rounds the scales of blocks."""
@@ -35,6 +34,15 @@ _TRANSFORMER_ENGINE, _MODELOPT, _TORCHAO = map(int, ScaleRecipe)
 _ELEMENT_MAXIMUM = FORMATS["fp4_e2m1"].maximum
 
 _LARGEST_PRODUCT = FORMATS["fp8_e4m3"].maximum * _ELEMENT_MAXIMUM
+
+_LARGEST_OF_TWO = 256.0 * _ELEMENT_MAXIMUM
+"""Of four over six, whose second scale is 3/2 times the first: 384 is an e4m3 number, as 3/2 of 448 is not.
+
+Source: github.com/mit-han-lab/fouroversix, by the authors of arXiv 2512.02010.
+"""
+
+STRETCH = 1.5
+"""How many times the first scale of four over six is the second one: 6 / 4."""
 
 _MIN_TENSOR_SCALE = 2.0**-121
 """Of ModelOpt and torchao: with smaller ones, reciprocals would not be float32 numbers."""
@@ -64,19 +72,21 @@ def _nearest_float32(number: float) -> np.float64:
     return np.float64(MAX_FLOAT32) if nearest > MAX_FLOAT32 else nearest
 
 
-def level_of(largest: float, *, recipe: ScaleRecipe, offset: int = 0) -> float:
+def level_of(largest: float, *, recipe: ScaleRecipe, offset: int = 0, four_over_six: bool = False) -> float:
     """The float32 from which the scale of a tensor with that largest finite magnitude follows: see `tensor_scale_of`.
 
-    `offset` is added to the exponent of the scale. A tensor of zeros has the scale 1.
+    `offset` is added to the exponent of the scale. A tensor of zeros has the scale 1. Where blocks have two scales to
+    choose from, the first one of the largest block is 256 and not 448.
     """
+    product = _LARGEST_OF_TWO if four_over_six else _LARGEST_PRODUCT
     if largest == 0:
         return 1.0
     narrow = _nearest_float32(largest)
     with np.errstate(over="ignore", under="ignore"):
         if recipe is ScaleRecipe.TRANSFORMER_ENGINE:
-            encoding = np.ldexp(_nearest_float32(_LARGEST_PRODUCT / narrow), -offset)
+            encoding = np.ldexp(_nearest_float32(product / narrow), -offset)
             return float(max(_nearest_float32(encoding), _MIN_ENCODING_SCALE))
-        scale = np.ldexp(_nearest_float32(narrow / _LARGEST_PRODUCT), offset)
+        scale = np.ldexp(_nearest_float32(narrow / product), offset)
         return float(max(_nearest_float32(scale), _MIN_TENSOR_SCALE))
 
 
@@ -92,18 +102,60 @@ def tensor_scale_of(level: float, recipe: int) -> TensorScale:
 
 
 @compiled
-def block_scale(largest: float, tensor: TensorScale) -> np.float64:
-    """The e4m3 number that is the scale of a block with that largest magnitude, which is finite."""
+def block_scale(largest: float, tensor: TensorScale, stretch: float = 1.0) -> np.float64:
+    """The e4m3 number that is the scale of a block with that largest magnitude, which is finite.
+
+    It asks for `stretch` times what makes that magnitude the largest element.
+    """
     narrow = _nearest_float32(largest)
     if tensor.recipe == _TRANSFORMER_ENGINE:
-        wanted = _nearest_float32(narrow * tensor.to_code)
+        wanted = _nearest_float32(_nearest_float32(narrow * tensor.to_code) * stretch)
     elif tensor.recipe == _MODELOPT:
-        quotient = _nearest_float32(narrow / tensor.to_code)
+        quotient = _nearest_float32(_nearest_float32(narrow / tensor.to_code) * stretch)
         wanted = np.float64(max(quotient, _MODELOPT_MIN_CODE) if quotient > 0.0 else 1.0)
     else:
         quotient = _nearest_float32(_nearest_float32(narrow / _ELEMENT_MAXIMUM) / tensor.to_code)
-        wanted = np.float64(max(quotient, _TORCHAO_MIN_CODE))
+        wanted = np.float64(max(_nearest_float32(quotient * stretch), _TORCHAO_MIN_CODE))
     return np.float64(round_even(wanted, _CODES))
+
+
+class ExactScale(NamedTuple):
+    """How a scale that is no power of two follows from a largest magnitude, which becomes the target."""
+
+    target: float
+    """What the largest magnitude becomes."""
+    offset: int
+    """Added to the exponent of the scale."""
+    stored: RoundingConstants
+    """What the scale is rounded to."""
+    smallest: float
+    """Smallest scale: none is zero."""
+
+
+def exact_scale_of(plan: QuantizePlan) -> ExactScale:
+    """What the kernels take of a plan whose scales are no powers of two and have no scale of their own."""
+    stored = plan.scheme.scale or FORMATS["fp32"]
+    return ExactScale(exact_target(plan.scheme.element), plan.scale_offset, constants_of(stored), stored.min_subnormal)
+
+
+@compiled
+def exact_scale(largest: float, how: ExactScale, stretch: float = 1.0) -> np.float64:
+    """The scale of a group with that largest magnitude, which is finite; 1 for nothing but zeros."""
+    if largest == 0.0:
+        return np.float64(1.0)
+    nearest = np.float64(np.float32(largest * stretch / how.target))
+    shifted = np.float64(np.float32(math.ldexp(nearest, how.offset)))
+    return np.float64(max(round_even(shifted, how.stored), how.smallest))
+
+
+@compiled
+def exact_scales(
+    largest_G: NDArray[np.float64], how: ExactScale, stretch: float, scales_G: NDArray[np.float64]
+) -> None:
+    """Write the scales of groups with these largest magnitudes: NaN of blocks that hold NaN or Inf."""
+    for group in range(largest_G.size):
+        largest = largest_G[group]
+        scales_G[group] = exact_scale(largest, how, stretch) if largest < np.inf else np.nan
 
 
 @compiled
@@ -123,11 +175,13 @@ def factors_of(scale: float, tensor: TensorScale) -> tuple[np.float64, np.float6
 
 
 @compiled
-def block_scales(largest_G: NDArray[np.float64], tensor: TensorScale, scales_G: NDArray[np.float64]) -> None:
+def block_scales(
+    largest_G: NDArray[np.float64], tensor: TensorScale, stretch: float, scales_G: NDArray[np.float64]
+) -> None:
     """Write the scales of blocks with these largest magnitudes: NaN of those that hold NaN or Inf."""
     for group in range(largest_G.size):
         largest = largest_G[group]
-        scales_G[group] = block_scale(largest, tensor) if largest < np.inf else np.nan
+        scales_G[group] = block_scale(largest, tensor, stretch) if largest < np.inf else np.nan
 
 
 @compiled
@@ -143,11 +197,6 @@ E8M0_BIAS = 127
 """The code of the scale 1; the same for narrower exponents of scales."""
 
 E8M0_NAN = 0xFF
-
-E4M3_NAN = 0x7F
-
-MIN_FLOAT32 = 2.0**-149
-"""Smallest positive float32: a scale is not zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,28 +216,39 @@ class GroupScales:
         return None if self.tensor is None else float(self.tensor.scale)
 
 
+def tensor_scale(largest: float, *, plan: QuantizePlan) -> TensorScale | None:
+    """What multiplies the scales of NVFP4 in a tensor with that largest finite magnitude; None for other schemes."""
+    recipe = plan.scheme.recipe
+    if recipe is None:
+        return None
+    level = level_of(largest, recipe=recipe, offset=plan.scale_offset, four_over_six=plan.four_over_six)
+    return tensor_scale_of(level, int(recipe))
+
+
 @np.errstate(over="ignore", invalid="ignore")  # what is beyond the largest scale becomes it
-def group_scales(largest: NDArray[np.float64], *, plan: QuantizePlan, largest_of_all: float) -> GroupScales:
+def group_scales(
+    largest: NDArray[np.float64], *, plan: QuantizePlan, largest_of_all: float, stretch: float = 1.0
+) -> GroupScales:
     """The scales of groups with these largest magnitudes, which are overwritten.
 
     Those of blocks are NaN or infinite where the block holds NaN or Inf, those of tensors and channels always finite.
-    `largest_of_all` is the largest finite magnitude of the tensor, which the scales of NVFP4 need.
+    `largest_of_all` is the largest finite magnitude of the tensor, which the scales of NVFP4 need. Scales that are no
+    powers of two are `stretch` times as large as those that make a largest magnitude the largest element.
     """
-    recipe, tensor = plan.scheme.recipe, None
-    if recipe is not None:
-        tensor = tensor_scale_of(level_of(largest_of_all, recipe=recipe, offset=plan.scale_offset), int(recipe))
-    stored = np.empty(largest.size, dtype=np.uint8 if plan.scheme.scaling is Scaling.BLOCK else np.float32)
+    tensor, scale = tensor_scale(largest_of_all, plan=plan), plan.scheme.scale
+    is_coded = scale is not None and scale.num_bits <= NARROW_BITS
+    stored = np.empty(largest.size, dtype=np.uint8 if is_coded else np.float32)
     values = largest.reshape(-1)
     for start in range(0, values.size, CHUNK):
         part = slice(start, start + CHUNK)
-        if tensor is not None:
-            block_scales(values[part].copy(), tensor, values[part])
-            codes = codes_of(np.nan_to_num(values[part]), target=FORMATS["fp8_e4m3"])
-            stored[part] = np.where(np.isnan(values[part]), E4M3_NAN, codes)
-        elif plan.scale_rule is None:
-            stored[part] = values[part] = _exact_scales(values[part], plan=plan)
-        else:
+        if plan.scale_rule is not None:
             stored[part], values[part] = _powers_of_two(values[part], plan=plan)
+            continue
+        if tensor is not None:
+            block_scales(values[part].copy(), tensor, stretch, values[part])
+        else:
+            exact_scales(values[part].copy(), exact_scale_of(plan), stretch, values[part])
+        stored[part] = codes_of(values[part], target=scale) if scale is not None and is_coded else values[part]
     return GroupScales(stored=stored.reshape(largest.shape), values=values.reshape(largest.shape), tensor=tensor)
 
 
@@ -216,10 +276,3 @@ def _powers_of_two(largest: NDArray[np.float64], *, plan: QuantizePlan) -> tuple
     if plan.scheme.scaling is not Scaling.BLOCK:
         return values, values
     return np.where(is_spoiled, E8M0_NAN, exponents + E8M0_BIAS), values
-
-
-def _exact_scales(largest: NDArray[np.float64], *, plan: QuantizePlan) -> NDArray[np.float64]:
-    """The largest magnitude over the target, in float32; 1 for groups of nothing but zeros."""
-    exact = (largest / exact_target(plan.scheme.element)).astype(np.float32).astype(np.float64)
-    shifted = np.ldexp(exact, plan.scale_offset).astype(np.float32).astype(np.float64)
-    return np.where(largest == 0, 1.0, np.clip(shifted, MIN_FLOAT32, MAX_FLOAT32))

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
 from ranktape.analyze.numerics.formats import Rounding
 from ranktape.analyze.numerics.formats.kernels import constants_of
+from ranktape.analyze.numerics.pieces import array_of, check_readable
+from ranktape.analyze.numerics.quantization import array_ops, tensor_ops
 from ranktape.analyze.numerics.quantization.fast_kernels import (
     block_scheme,
     has_low_bits,
@@ -22,8 +24,16 @@ from ranktape.analyze.numerics.quantization.fast_kernels import (
     round_rows,
 )
 from ranktape.analyze.numerics.quantization.group_scales import group_scales, level_of, tensor_scale_of
+from ranktape.analyze.numerics.quantization.plan import (
+    OperandOptions,
+    QuantizeOptions,
+    QuantizePlan,
+    check_rotation_options,
+    plan_of,
+)
 from ranktape.analyze.numerics.quantization.quantizer import quantize_planned
-from ranktape.analyze.numerics.quantization.schemes import QuantizePlan, Scaling, plan_of
+from ranktape.analyze.numerics.quantization.rotation import rotated
+from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,15 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def quantized_values(
-    x: torch.Tensor,
-    scheme: str,
-    *,
-    scaling: str | None = None,
-    block_size: int | None = None,
-    axis: int = -1,
-    scale_rule: str | None = None,
-) -> torch.Tensor:
+def quantized_values(x: torch.Tensor, scheme: str, **options: Unpack[QuantizeOptions]) -> torch.Tensor:
     """The `values` that `quantize` gives, bit for bit, in the type of `x`.
 
     Of float32 and narrower numbers on a CPU some ten times as fast, in the roundings that formats have by themselves.
@@ -47,8 +49,7 @@ def quantized_values(
     Raises:
         UsageError: as `quantize`.
     """
-    plan = plan_of(scheme, num_dims=x.ndim, scaling=scaling, block_size=block_size, axis=axis, scale_rule=scale_rule)
-    return _values_and_factor(x, plan=plan, is_apart=False)[0].to(x.dtype)
+    return _values_and_factor(x, plan=plan_of(scheme, num_dims=x.ndim, **options), is_apart=False)[0].to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,45 +65,50 @@ class QuantizedOperand:
 
 
 def quantized_operand(
-    x_RS: torch.Tensor,
-    scheme: str | None = None,
-    *,
-    scaling: str | None = None,
-    block_size: int | None = None,
-    scale_rule: str | None = None,
-    rounding: str | None = None,
-    seed: int | None = None,
+    x_RS: torch.Tensor, scheme: str | None = None, **options: Unpack[OperandOptions]
 ) -> QuantizedOperand:
     """The matrix as a product takes it, quantised along its last dimension, over which the product sums.
 
     Values times factor are the `values` of `quantize`, but for the rounding of the products of two scales in NVFP4,
     and rounded to float32 where `x_RS` is float64. Blocks lie along the last dimension, and `scaling="channel"` is one
-    scale for each row: options are else those of `quantize`, and so are NaN, Inf, zeros and empty matrices. Without a
-    scheme the values are those of the matrix. The matrix may be any view; the result is on its device, and detached.
+    scale for each row: options are else those of `quantize`, and so are NaN, Inf, zeros and empty matrices. With a
+    `rotation` they stay rotated, as both operands of a product are. Without a scheme the values are those of the
+    matrix, or of the rotated one. The matrix may be any view; the result is on its device, detached, and may share its
+    memory.
 
     Raises:
-        UsageError: `x_RS` is no matrix, or as `quantize`.
+        UsageError: `x_RS` is no matrix; an option goes with no scheme; or as `quantize`.
     """
     import torch
 
     if x_RS.ndim != 2:  # noqa: PLR2004
         raise UsageError(f"an operand is a matrix, and this has {x_RS.ndim} dimensions: reshape it to [rows, summed]")
-    factor: float | torch.Tensor = 1.0
-    if scheme is None:
-        values = x_RS.detach().to(torch.float32).contiguous()
-    else:
-        plan = plan_of(
-            scheme,
-            num_dims=2,
-            scaling=scaling,
-            block_size=block_size,
-            axis=0 if scaling == Scaling.CHANNEL else 1,
-            scale_rule=scale_rule,
-            rounding=rounding,
-            seed=seed,
+    rotation, rotation_seed = options.pop("rotation", 0), options.pop("rotation_seed", None)
+    # Without a scheme values are float32 numbers, which is to say, of the format fp32.
+    axis = 0 if options.get("scaling") == Scaling.CHANNEL else 1
+    plan = plan_of(scheme or "fp32", num_dims=2, axis=axis, **options)
+    if scheme is None and options:
+        raise UsageError(
+            f"{', '.join(options)} has no effect on an operand that is left as it is: give a scheme, or leave it out"
         )
-        values, factor = _values_and_factor(x_RS, plan=plan, is_apart=True)
+    check_readable(x_RS)
+    x = x_RS.detach()
+    if check_rotation_options(rotation, seed=rotation_seed):
+        x = _rotated(x, size=rotation, seed=rotation_seed)
+    if scheme is None:
+        values = x.to(torch.float32).contiguous()
+        return QuantizedOperand(values=values, factor=1.0, is_bf16_exact=_is_bf16(values))
+    values, factor = _values_and_factor(x, plan=plan, is_apart=True)
     return QuantizedOperand(values=values, factor=factor, is_bf16_exact=_is_bf16(values))
+
+
+def _rotated(x_RS: torch.Tensor, *, size: int, seed: int | None) -> torch.Tensor:
+    import torch
+
+    if x_RS.device.type != "cpu":
+        on_device: torch.Tensor = rotated(x_RS, axis=1, size=size, seed=seed, ops=tensor_ops)
+        return on_device
+    return torch.from_numpy(rotated(array_of(x_RS), axis=1, size=size, seed=seed, ops=array_ops))
 
 
 def _is_bf16(values: torch.Tensor) -> bool:
@@ -140,6 +146,10 @@ def _is_fast(x: torch.Tensor, *, plan: QuantizePlan) -> bool:
     import torch
 
     scheme, element = plan.scheme, plan.scheme.element
+    if plan.four_over_six or plan.rotation or scheme.block_rows > 1:
+        return False
+    if scheme.scaling is Scaling.BLOCK and not (scheme.has_power_scales or scheme.has_tensor_scale):
+        return False
     is_plain = x.device.type == "cpu" and x.layout is torch.strided and x.is_floating_point() and x.numel() > 0
     if not is_plain or x.dtype is torch.float64 or scheme.scaling is Scaling.CHANNEL:
         return False

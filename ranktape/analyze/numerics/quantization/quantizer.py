@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import numpy as np
 
 from ranktape.analyze.numerics.formats import Rounding, round_to
-from ranktape.analyze.numerics.pieces import Box, array_of, boxes, check_readable, grouped_shape, tensor_or_array
+from ranktape.analyze.numerics.pieces import (
+    Box,
+    array_of,
+    boxes,
+    check_readable,
+    grouped_shape,
+    in_batches,
+    tensor_or_array,
+)
 from ranktape.analyze.numerics.quantization import array_ops
 from ranktape.analyze.numerics.quantization.encoded import Losses, LossSeverity, QuantizationWarning, Quantized
-from ranktape.analyze.numerics.quantization.group_scales import GroupScales, group_scales, nvfp4_factors
-from ranktape.analyze.numerics.quantization.schemes import (
-    MAX_SCALE_BITS,
-    QuantizePlan,
-    ScaleRecipe,
-    Scaling,
-    plan_of,
-)
+from ranktape.analyze.numerics.quantization.group_scales import STRETCH, GroupScales, group_scales, nvfp4_factors
+from ranktape.analyze.numerics.quantization.plan import QuantizeOptions, QuantizePlan, plan_of
+from ranktape.analyze.numerics.quantization.rotation import rotated
+from ranktape.analyze.numerics.quantization.schemes import ScaleRecipe, Scaling
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
     from ranktape.analyze.numerics.histograms.histogram import AnyArray
 
+Result = TypeVar("Result")
+
 
 def quantize(
-    x: AnyArray | torch.Tensor,
-    scheme: str,
-    *,
-    scaling: str | None = None,
-    block_size: int | None = None,
-    axis: int = -1,
-    scale_rule: str | None = None,
-    rounding: str | None = None,
-    scale_offset: int = 0,
-    saturate: bool = True,
-    seed: int | None = None,
-    scale_bits: int = MAX_SCALE_BITS,
-    warn: bool = True,
+    x: AnyArray | torch.Tensor, scheme: str, *, warn: bool = True, **options: Unpack[QuantizeOptions]
 ) -> Quantized:
     """The tensor in a low-precision format: its values, codes and scales, and what was lost.
 
@@ -57,37 +54,29 @@ def quantize(
 
     `scheme` is a name of `SCHEMES`, which come in blocks, or of `FORMATS`, whose elements have no scale unless
     `scaling` gives them one: `tensor`, `channel` (one for each index along `axis`) or `block` (of `block_size`
-    neighbours along `axis`, the last one shorter; 32 unless given). `scale_rule` is `floor` for blocks; for tensors
-    and channels `exact`, the largest finite magnitude over the largest value of the format (8 for hif8). The exponent
-    of a scale is that of the rule plus `scale_offset`, as far as `scale_bits` bits can say it. Stochastic rounding
-    draws for each element a number that follows from `seed` and its index in C order alone; hybrid rounding looks at
-    the bits of scaled elements as float32, of unscaled ones in their own type.
+    neighbours along `axis`, the last one shorter; 32 unless given; or tiles of so many rows and columns, those at the
+    edges smaller). `scale_rule` is `floor` for blocks whose scales are powers of two; for all others `exact`, the
+    largest finite magnitude over the largest value of the format (8 for hif8), rounded to what the scale is stored in.
+    The exponent of a scale is that of the rule plus `scale_offset`, as far as `scale_bits` bits can say it. With
+    `four_over_six` a block has the scale with which the squared errors of its values add up to less; the one for 6 of
+    two that are as good (arXiv 2512.02010). Stochastic rounding draws for each element a number that follows from
+    `seed` and its index in C order alone; hybrid rounding looks at the bits of scaled elements as float32, of unscaled
+    ones in their own type. With a `rotation` codes, scales and losses are those of the rotated tensor (see `rotated`),
+    and `values` are rotated back.
 
     Numpy gives numpy and torch gives torch, detached and on its device. Float64 gives float64 values, every other type
     float32. Accepted are all types of real floating-point numbers.
 
     Raises:
         UsageError: the elements are not real floating-point numbers, or lists are ragged; an option is unknown, out of
-            its range or without effect.
+            its range or without effect; the axis is no multiple of the rotation.
 
     Warns:
         QuantizationWarning: more than 0.1 % of the elements are nonzero and below the smallest normal value of the
             format; not with `warn=False`. The result is the same.
     """
     given = tensor_or_array(x)
-    plan = plan_of(
-        scheme,
-        num_dims=given.ndim,
-        scaling=scaling,
-        block_size=block_size,
-        axis=axis,
-        scale_rule=scale_rule,
-        rounding=rounding,
-        scale_offset=scale_offset,
-        saturate=saturate,
-        seed=seed,
-        scale_bits=scale_bits,
-    )
+    plan = plan_of(scheme, num_dims=given.ndim, **options)
     quantized = quantize_planned(given, plan=plan)
     losses = quantized.losses
     if warn and losses.level is not LossSeverity.NONE:
@@ -117,15 +106,16 @@ def quantize_planned(x: AnyArray | torch.Tensor, *, plan: QuantizePlan, is_apart
 
 def quantize_pieces(x: Any, *, plan: QuantizePlan, ops: ModuleType, is_apart: bool = False) -> Quantized:
     """An array of numpy, or with `tensor_ops` a tensor of torch, quantised piece by piece."""
-    work = _Pieces(x, plan=plan, ops=ops, is_apart=is_apart)
-    with np.errstate(all="ignore"):  # what overflows, vanishes or is NaN is part of the answer
-        scales = work.scales()
-        work.quantize(scales)
+    turn = functools.partial(rotated, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed, ops=ops)
+    work = _Pieces(turn(x.reshape(x.shape or (1,))) if plan.rotation else x, plan=plan, ops=ops, is_apart=is_apart)
+    scales = work.scales()
+    work.quantize(scales)
     names = (field.name for field in dataclasses.fields(Losses))
     losses = Losses(**dict(zip(names, [math.prod(x.shape), *work.counts.tolist()], strict=True)))
+    values = work.values.reshape(x.shape)
     return Quantized(
         scheme=plan.scheme,
-        values=work.values.reshape(x.shape),
+        values=turn(values, is_back=True) if plan.rotation else values,
         scales=None if scales is None else work.moved(scales.stored).reshape(work.scales_shape),
         scale_values=None if scales is None else work.moved(scales.values).reshape(work.scales_shape),
         tensor_scale=None if scales is None else scales.tensor_scale,
@@ -141,26 +131,35 @@ class _Pieces:
         self._plan, self._ops, self._xp, self._is_apart = plan, ops, ops.namespace(), is_apart
         self._rows = x.reshape(1) if x.ndim == 0 else x
         self._shape, scheme = tuple(self._rows.shape), plan.scheme
-        self.scales_shape: tuple[int, ...] = ()  # of a tensor without dimensions they have none either
-        if x.ndim and scheme.scaling is Scaling.CHANNEL:
-            self.scales_shape = (self._shape[plan.axis],)
-        elif x.ndim and scheme.scaling is Scaling.BLOCK:
-            self.scales_shape = grouped_shape(self._shape, axis=plan.axis, block_size=scheme.block_size)
-        is_double = self._rows.dtype == self._xp.float64
-        kinds = self._xp.float64 if is_double else self._xp.float32, ops.code_dtype(scheme.element)
+        self._runs_shape: tuple[int, ...] = (1,)
+        if scheme.scaling is Scaling.CHANNEL:
+            self._runs_shape = (self._shape[plan.axis],)
+        elif scheme.scaling is Scaling.BLOCK:
+            self._runs_shape = grouped_shape(self._shape, axis=plan.axis, block_size=scheme.block_size)
+        has_scales = x.ndim and scheme.scaling in {Scaling.CHANNEL, Scaling.BLOCK}
+        self.scales_shape = tuple(self._in_tiles(self._new(self._runs_shape)).shape) if has_scales else ()
+        self._kind = self._xp.float64 if self._rows.dtype == self._xp.float64 else self._xp.float32
+        kinds = self._kind, ops.code_dtype(scheme.element)
         self.values, self.codes = (self._xp.empty(self._shape, dtype=kind, device=x.device) for kind in kinds)
         self.counts = self._new((len(dataclasses.fields(Losses)) - 1,), self._xp.int64)
 
-    def _new(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return self._xp.zeros(shape, dtype=dtype, device=self._rows.device)
+    def _new(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
+        return self._xp.zeros(shape, dtype=dtype or self._xp.float64, device=self._rows.device)
 
     def moved(self, array: AnyArray) -> Any:
         """An array as what the tensor is, beside it."""
         return self._xp.asarray(array, device=self._rows.device)
 
-    def _boxes(self) -> Iterator[Box]:
+    def _each(self, work: Callable[[Box], Result]) -> Iterator[tuple[Box, Result]]:
+        """Every piece, and what the work makes of it: on a CPU in several threads."""
         length = self._plan.group_length(self._shape)
-        return boxes(self._shape, axis=self._plan.axis, block_size=length, box_size=self._ops.BOX_SIZE)
+        pieces = boxes(self._shape, axis=self._plan.axis, block_size=length, box_size=self._ops.BOX_SIZE)
+
+        def answer(box: Box) -> tuple[Box, Result]:
+            with np.errstate(all="ignore"):  # what overflows, vanishes or is NaN is part of the answer
+                return box, work(box)
+
+        return in_batches(answer, pieces, threads=self._ops.num_threads())
 
     def _values(self, box: Box) -> Any:
         """The elements of a box by their block, as float64."""
@@ -168,32 +167,94 @@ class _Pieces:
 
     def scales(self) -> GroupScales | None:
         """The scales of all groups; None without."""
-        xp, plan, scaling = self._xp, self._plan, self._plan.scheme.scaling
-        if scaling is Scaling.NONE:
+        plan = self._plan
+        if plan.scheme.scaling is Scaling.NONE:
             return None
-        # One more dimension than none, so that parts of it are views.
-        of_groups, of_all = self._new(self.scales_shape or (1,), xp.float64), self._new((1,), xp.float64)
-        for box in self._boxes():
-            magnitudes = xp.abs(self._values(box))
+        largest, largest_of_all = self._largest()
+        again = largest.copy() if plan.four_over_six else largest
+        found = group_scales(largest, plan=plan, largest_of_all=largest_of_all)
+        if not plan.four_over_six:
+            return found
+        other = group_scales(again, plan=plan, largest_of_all=largest_of_all, stretch=STRETCH)
+        is_better = self._squared_errors(other) < self._squared_errors(found)
+        return GroupScales(
+            stored=np.where(is_better, other.stored, found.stored),
+            values=np.where(is_better, other.values, found.values),
+            tensor=found.tensor,
+        )
+
+    def _largest(self) -> tuple[NDArray[np.float64], float]:
+        """The largest magnitudes of groups, those of blocks not always finite, and the largest finite one of all."""
+        xp, plan, scaling = self._xp, self._plan, self._plan.scheme.scaling
+        of_runs, of_all = self._new(self._runs_shape), self._new((1,))
+
+        def largest_in(box: Box) -> tuple[Any, Any]:
+            magnitudes, found, finite = xp.abs(self._values(box)), None, None
             if scaling is Scaling.BLOCK:
-                kept, found = of_groups[box.groups], xp.amax(magnitudes, axis=2)
-                kept[...] = xp.maximum(kept, found.reshape(kept.shape))
+                found = xp.amax(magnitudes, axis=2)
             if scaling is not Scaling.BLOCK or plan.scheme.has_tensor_scale:
-                is_channel = scaling is Scaling.CHANNEL
-                finite = xp.where(magnitudes < np.inf, magnitudes, 0.0)
-                kept = of_groups[box.place[plan.axis]] if is_channel else of_all
-                kept[...] = xp.maximum(kept, xp.amax(finite, axis=(0, 2, 3) if is_channel else (0, 1, 2, 3)))
-        largest = of_all if scaling is Scaling.TENSOR else of_groups
-        host = largest if isinstance(largest, np.ndarray) else largest.cpu().numpy()
-        return group_scales(host, plan=plan, largest_of_all=float(of_all[0]))
+                are_finite = xp.where(magnitudes < np.inf, magnitudes, 0.0)
+                finite = xp.amax(are_finite, axis=(0, 2, 3) if scaling is Scaling.CHANNEL else (0, 1, 2, 3))
+            return found, finite
+
+        for box, (found, finite) in self._each(largest_in):
+            if found is not None:
+                kept = of_runs[box.groups]
+                kept[...] = xp.maximum(kept, found.reshape(kept.shape))
+            if finite is not None:
+                kept = of_runs[box.place[plan.axis]] if scaling is Scaling.CHANNEL else of_all
+                kept[...] = xp.maximum(kept, finite)
+        groups = of_all if scaling is Scaling.TENSOR else self._in_tiles(of_runs)
+        return self._ops.on_host(groups), float(of_all[0])
+
+    def _squared_errors(self, scales: GroupScales) -> NDArray[np.float64]:
+        """The squared errors of the values of each block with these scales, added up one after the other."""
+        xp, element = self._xp, self._plan.scheme.element
+        of_runs, expanded = self._new(self._runs_shape), self._of_runs(scales)
+
+        def errors_in(box: Box) -> Any:
+            magnitudes = xp.abs(self._values(box))
+            scaled, _, factor = self._scaled(magnitudes, box, expanded, is_apart=False)
+            rounded = self._rounded(scaled, box, is_scaled=True).clip(max=element.maximum)
+            values = xp.asarray(xp.asarray(rounded * factor, dtype=self._kind), dtype=xp.float64)
+            squares = (values - magnitudes) * (values - magnitudes)
+            return _added_up(squares[:, :, place] for place in range(box.shape_OBEI[2]))
+
+        for box, found in self._each(errors_in):
+            kept = of_runs[box.groups]
+            kept += found.reshape(kept.shape)
+        errors: NDArray[np.float64] = self._ops.on_host(self._in_tiles(of_runs, are_added=True))
+        return errors
+
+    def _in_tiles(self, of_runs: Any, *, are_added: bool = False) -> Any:
+        """The largest of the runs that are the rows of a tile, or their sum; the runs themselves without tiles."""
+        rows = self._plan.scheme.block_rows
+        if rows == 1:
+            return of_runs
+        shape = tuple(of_runs.shape)
+        of_tiles = self._new(grouped_shape(shape, axis=len(shape) - 2, block_size=rows))
+        for row in range(min(rows, shape[-2])):
+            found = of_runs[..., row::rows, :]
+            kept = of_tiles[..., : found.shape[-2], :]
+            kept[...] = kept + found if are_added else self._xp.maximum(kept, found)
+        return of_tiles
+
+    def _of_runs(self, scales: GroupScales) -> GroupScales:
+        """The scales, those of a tile for each of its rows."""
+        rows = self._plan.scheme.block_rows
+        if rows == 1:
+            return scales
+        return dataclasses.replace(scales, values=np.repeat(scales.values, rows, axis=-2)[..., : self._shape[-2], :])
 
     def quantize(self, scales: GroupScales | None) -> None:
         """Write the values and codes of every piece, and add up what is lost."""
         xp, plan, element = self._xp, self._plan, self._plan.scheme.element
+        expanded = None if scales is None else self._of_runs(scales)
         has_spoiled = scales is not None and bool(np.isnan(scales.values).any())
-        for box in self._boxes():
+
+        def write(box: Box) -> Any:
             values = self._values(box)
-            magnitudes, scale, factor = self._scaled(xp.abs(values), box, scales)
+            magnitudes, scale, factor = self._scaled(xp.abs(values), box, expanded, is_apart=self._is_apart)
             rounded, lost = self._ops.finish(
                 values,
                 magnitudes,
@@ -202,29 +263,35 @@ class _Pieces:
                 rounding=plan.rounding,
                 saturate=plan.saturate,
             )
-            self.counts += lost
             # A block that is NaN as a whole has the codes 0.
             kept = xp.where(xp.isnan(scale), 0.0, rounded) if has_spoiled else rounded
             self.codes[box.place] = self._ops.encode(kept, element=element).reshape(box.shape)
             self.values[box.place] = (rounded if factor is None else rounded * factor).reshape(box.shape)
+            return lost
 
-    def _scaled(self, magnitudes: Any, box: Box, scales: GroupScales | None) -> tuple[Any, Any, Any]:
+        for _, lost in self._each(write):
+            self.counts += lost
+
+    def _scaled(self, magnitudes: Any, box: Box, scales: GroupScales | None, *, is_apart: bool) -> tuple[Any, Any, Any]:
         """The magnitudes of a piece divided by their scales, the scales, and the factors of rounded elements."""
         if scales is None:
             return magnitudes, None, None
-        scaling, own = self._plan.scheme.scaling, scales.values
+        xp, scheme, own = self._xp, self._plan.scheme, scales.values
         before, count, _, after = box.shape_OBEI
-        if scaling is Scaling.BLOCK:
+        if scheme.scaling is Scaling.BLOCK:
             own = own[box.groups].reshape(before, count, 1, after)
-        elif scaling is Scaling.CHANNEL:
+        elif scheme.scaling is Scaling.CHANNEL:
             own = own[box.place[self._plan.axis]].reshape(1, count, 1, 1)
-        scale = self.moved(own)
-        if scales.tensor is None:
-            return magnitudes / scale, scale, None if self._is_apart and scaling is not Scaling.BLOCK else scale
-        first, factor = map(self.moved, nvfp4_factors(own, scales.tensor))
-        wide = magnitudes / first if scales.tensor.recipe == ScaleRecipe.MODELOPT else magnitudes * first
-        narrow = self._xp.asarray(self._xp.asarray(wide, dtype=self._xp.float32), dtype=self._xp.float64)
-        return narrow, scale, scale if self._is_apart else factor
+        first = factor = scale = self.moved(own)
+        if scales.tensor is not None:
+            first, factor = map(self.moved, nvfp4_factors(own, scales.tensor))
+        is_divided = scales.tensor is None or scales.tensor.recipe == ScaleRecipe.MODELOPT
+        scaled = magnitudes / first if is_divided else magnitudes * first
+        if scheme.scaling is Scaling.BLOCK and not scheme.has_power_scales:  # whose programs compute in float32
+            scaled = xp.asarray(xp.asarray(scaled, dtype=xp.float32), dtype=xp.float64)
+        if is_apart:
+            return scaled, scale, scale if scheme.scaling is Scaling.BLOCK else None
+        return scaled, scale, factor
 
     def _rounded(self, magnitudes: Any, box: Box, *, is_scaled: bool) -> Any:
         plan, element = self._plan, self._plan.scheme.element
@@ -247,6 +314,11 @@ class _Pieces:
             steps = indices * math.prod(self._shape[dim + 1 :])
             found += steps.reshape(-1, *[1] * (len(self._shape) - 1 - dim))
         return found.reshape(box.shape_OBEI)
+
+
+def _added_up(parts: Iterable[Any]) -> Any:
+    """One after the other, as a loop does: `sum` of numpy adds pairs."""
+    return functools.reduce(operator.add, parts)
 
 
 def _check(dtype: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     import torch
+    from numpy.typing import NDArray
 
 BOX_SIZE = 1 << 22
 """Elements of a piece, each operation on which costs a launch: some 500 MB."""
@@ -34,6 +35,34 @@ def namespace() -> ModuleType:
     import torch
 
     return torch
+
+
+def num_threads() -> int:
+    """One: the operations of torch have their own."""
+    return 1
+
+
+def on_host(tensor: torch.Tensor) -> NDArray[Any]:
+    """The numbers in the memory of the CPU."""
+    array: NDArray[Any] = tensor.cpu().numpy()
+    return array
+
+
+def butterflies(groups_GNI: torch.Tensor, before_N: NDArray[Any], after_N: NDArray[Any]) -> torch.Tensor:  # noqa: N803
+    """See `array_ops`."""
+    import torch
+
+    count, size, width = groups_GNI.shape
+    before, after = (
+        torch.asarray(factors, dtype=groups_GNI.dtype, device=groups_GNI.device).reshape(1, size, 1)
+        for factors in (before_N, after_N)
+    )
+    rotated, span = groups_GNI * before, 1
+    while span < size:
+        pairs = rotated.reshape(count, size // (2 * span), 2, span, width)
+        one, other = pairs[:, :, 0], pairs[:, :, 1]
+        rotated, span = torch.stack((one + other, one - other), dim=2).reshape(count, size, width), 2 * span
+    return rotated * after
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ranktape.analyze.numerics.formats import Format
-from ranktape.analyze.numerics.quantization.schemes import QuantizePlan, plan_of
+from ranktape.analyze.numerics.quantization.plan import QuantizePlan, plan_of
 from ranktape.errors import UsageError, nearest
 
 PRODUCTS: Mapping[str, tuple[str, str]] = {

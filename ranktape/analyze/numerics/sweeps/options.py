@@ -184,9 +184,9 @@ def resolve(name: str, *, options: SweepOptions) -> tuple[Scheme, SweepMode]:
     mode = options.mode or (SweepMode.MX if named.scaling is Scaling.BLOCK else SweepMode.TENSOR)
     if named.element.dtype == "float64":
         raise UsageError("format 'fp64' holds every captured value: give a narrower one, such as fp8_e4m3")
-    if named.element.coding is Coding.EXPONENT:
+    if not named.element.is_signed:
         raise UsageError(
-            f"format {named.name!r} is one of scales, and has no zero: give one of values, such as fp8_e4m3"
+            f"format {named.name!r} is one of scales, and has no sign: give one of values, such as fp8_e4m3"
         )
     rounding = parse_rounding(options.rounding, target=named.element, seed=None)
     if rounding is Rounding.HYBRID and mode is not SweepMode.TENSOR:

@@ -1,0 +1,278 @@
+"""Gives the plan of one quantisation: what its options mean, each of them checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from dataclasses import dataclass
+from typing import TypedDict
+
+from ranktape.analyze.numerics.formats import FORMATS, Rounding, parse_format
+from ranktape.analyze.numerics.formats.kernels import check_values, state_of
+from ranktape.analyze.numerics.formats.values import parse_rounding
+from ranktape.analyze.numerics.quantization.schemes import (
+    MAX_SCALE_BITS,
+    MIN_SCALE_BITS,
+    MX_BLOCK_SIZE,
+    SCALE_FORMATS,
+    ScaleRule,
+    Scaling,
+    Scheme,
+    in_blocks,
+    parse_scheme,
+)
+from ranktape.errors import UsageError
+
+EXACT = "exact"
+"""The scale rule of scales that are no powers of two: the largest magnitude becomes the target."""
+
+MAX_SCALE_OFFSET = 4096
+"""Long before it, every scale is at an end of its range."""
+
+
+class OperandOptions(TypedDict, total=False):
+    """The options of all that quantises, where it is clear along which axis."""
+
+    scaling: str | None
+    """Which elements share a scale: a word of `Scaling`; None: as the scheme has it."""
+    block_size: int | tuple[int, int] | None
+    """Elements of a block along the axis, or rows and columns of a tile; None: those of the scheme, or else 32."""
+    scale_format: str | None
+    """What the scales of blocks are stored in, a word of `SCALE_FORMATS`; None: as the scheme has it, or else e8m0."""
+    scale_rule: str | None
+    """How scales follow from largest magnitudes: a word of `ScaleRule`, or `exact`; None: the usual one."""
+    four_over_six: bool
+    """Whether each block has the better of two scales: with one its largest magnitude becomes 6, with the other 4."""
+    rounding: str | None
+    """A word of `Rounding`; None: the format's own, or with a seed `stochastic`."""
+    scale_offset: int
+    """Added to the exponent of each scale; for NVFP4 of the tensor's scale."""
+    saturate: bool
+    """Whether what is beyond the largest value becomes the largest value, and not an infinity or NaN."""
+    seed: int | None
+    """Of stochastic rounding."""
+    scale_bits: int
+    """Width of the exponent of a scale that is a power of two."""
+    rotation: int
+    """Size of the Hadamard matrices that turn the elements along the axis before; 0: none do."""
+    rotation_seed: int | None
+    """Of the random signs of the rotation; None: there are none."""
+
+
+class QuantizeOptions(OperandOptions, total=False):
+    """The options of `quantize`."""
+
+    axis: int
+    """Along which blocks lie, or channels are told apart; tiles lie in the last two dimensions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizePlan:
+    """Every choice that a quantisation depends on, none left open."""
+
+    scheme: Scheme
+    """Elements, groups and the size of blocks."""
+    axis: int
+    """Along which blocks lie, or which counts channels; not negative."""
+    scale_rule: ScaleRule | None
+    """None: the scale is the largest magnitude over the target, rounded to what it is stored in (NVFP4's: its own)."""
+    rounding: Rounding
+    """Of the elements."""
+    scale_offset: int
+    """Added to the exponent of each scale; for NVFP4 of the tensor's scale."""
+    saturate: bool
+    """Whether what is beyond the largest value becomes the largest value."""
+    seed: int
+    """Of stochastic rounding; without meaning for the others."""
+    scale_bits: int
+    """Width of the exponent of a scale that is a power of two."""
+    four_over_six: bool
+    """Whether each block has the better of two scales."""
+    rotation: int
+    """Size of the Hadamard matrices that rotate before; 0: none do."""
+    rotation_seed: int | None
+    """Of their random signs; None: there are none."""
+
+    def group_length(self, shape: tuple[int, ...]) -> int:
+        """How long the runs along the axis are that share a scale, in a tensor of that shape."""
+        if self.scheme.scaling is Scaling.BLOCK:
+            return self.scheme.block_size
+        return 1 if self.scheme.scaling is Scaling.CHANNEL else max(1, shape[self.axis])
+
+
+def plan_of(
+    name: str,
+    *,
+    num_dims: int,
+    scaling: str | None = None,
+    block_size: int | tuple[int, int] | None = None,
+    scale_format: str | None = None,
+    axis: int = -1,
+    scale_rule: str | None = None,
+    four_over_six: bool = False,
+    rounding: str | None = None,
+    scale_offset: int = 0,
+    saturate: bool = True,
+    seed: int | None = None,
+    scale_bits: int = MAX_SCALE_BITS,
+    rotation: int = 0,
+    rotation_seed: int | None = None,
+) -> QuantizePlan:
+    """The plan that `QuantizeOptions` mean for a tensor with so many dimensions.
+
+    Raises:
+        UsageError: an option is unknown, out of its range, or without effect on this scheme.
+    """
+    scheme = _with_scale(_scheme(name, scaling=scaling, block_size=block_size), scale_format=scale_format)
+    element = scheme.element
+    check_values(element)
+    element.overflow_value(saturate=saturate)  # refuses what has nothing to overflow to
+    return QuantizePlan(
+        scheme=scheme,
+        axis=_axis(axis, num_dims=num_dims, scheme=scheme),
+        scale_rule=_scale_rule(scale_rule, scheme=scheme),
+        rounding=parse_rounding(rounding, target=element, seed=seed),
+        scale_offset=_scale_offset(scale_offset, scheme=scheme),
+        saturate=saturate,
+        seed=0 if seed is None else seed,
+        scale_bits=_scale_bits(scale_bits, scheme=scheme),
+        four_over_six=_four_over_six(four_over_six, scheme=scheme),
+        rotation=check_rotation_options(rotation, seed=rotation_seed),
+        rotation_seed=rotation_seed,
+    )
+
+
+def _scheme(name: str, *, scaling: str | None, block_size: int | tuple[int, int] | None) -> Scheme:
+    named = parse_scheme(name)
+    wanted = _scaling(scaling, named=named)
+    if block_size is None and wanted is named.scaling:
+        return named
+    if wanted is not Scaling.BLOCK:
+        if block_size is not None:
+            raise UsageError(f"block_size is {block_size}, and scaling {wanted} has no blocks: leave it out")
+        return dataclasses.replace(named, scaling=wanted)
+    if not isinstance(block_size, tuple):
+        size = MX_BLOCK_SIZE if block_size is None else _integer(block_size, name="block_size")
+        sizes = (1, size)
+    elif len(block_size) == 2:  # noqa: PLR2004 - rows and columns
+        sizes = (_integer(block_size[0], name="block_size"), _integer(block_size[1], name="block_size"))
+    else:
+        raise UsageError(f"block_size is {block_size}: give a length along the axis, or (rows, columns) of a tile")
+    if min(sizes) < 1:
+        raise UsageError(f"block_size is {block_size}: a block has at least one element")
+    return dataclasses.replace(in_blocks(named, block_size=sizes[1]), block_rows=sizes[0])
+
+
+def _scaling(scaling: str | None, *, named: Scheme) -> Scaling:
+    if scaling is None:
+        return named.scaling
+    try:
+        wanted = Scaling(scaling)
+    except ValueError as error:
+        raise UsageError(f"scaling {scaling!r} is not known: use one of {', '.join(Scaling)}") from error
+    if named.scaling is Scaling.BLOCK and wanted is not Scaling.BLOCK:
+        element = "fp4_e2m1" if named.has_tensor_scale else named.element.name
+        raise UsageError(f"{named.name} has blocks, and scaling is {wanted}: name its element format {element} instead")
+    return wanted
+
+
+def _with_scale(scheme: Scheme, *, scale_format: str | None) -> Scheme:
+    if scale_format is None:
+        return scheme
+    if scheme.scaling is not Scaling.BLOCK:
+        raise UsageError(f"scale_format is {scale_format!r}, and {scheme.name} has no blocks: give scaling='block'")
+    wanted = parse_format(scale_format)
+    if wanted.name not in SCALE_FORMATS:
+        raise UsageError(f"scale_format {scale_format!r} holds no scales: use one of {', '.join(SCALE_FORMATS)}")
+    if wanted is scheme.scale:
+        return scheme
+    if scheme.has_tensor_scale:
+        raise UsageError(
+            f"scale_format is {scale_format!r}, and {scheme.name} has scales of its own: leave it out, or name "
+            "fp4_e2m1 with scaling='block'"
+        )
+    return dataclasses.replace(scheme, scale=wanted, name=scheme.element.name)
+
+
+def _axis(axis: int, *, num_dims: int, scheme: Scheme) -> int:
+    """Not negative; a number without dimensions is a row of one element."""
+    wanted, end = _integer(axis, name="axis"), max(num_dims, 1)
+    if not -end <= wanted < end:
+        raise UsageError(f"axis is {wanted}: the tensor has {num_dims} dimensions, so it is {-end} to {end - 1}")
+    if scheme.block_rows > 1 and (num_dims < 2 or wanted % end != end - 1):  # noqa: PLR2004
+        raise UsageError(
+            f"tiles of {scheme.block_rows} x {scheme.block_size} lie in the last two dimensions, and the tensor has "
+            f"{num_dims}, the axis is {wanted}: give a matrix and leave the axis out"
+        )
+    return wanted % end
+
+
+def _scale_rule(rule: str | None, *, scheme: Scheme) -> ScaleRule | None:
+    has_exact = scheme.scaling is not Scaling.NONE and not scheme.has_power_scales and not scheme.has_tensor_scale
+    if rule is None or (rule == EXACT and has_exact):
+        return ScaleRule.FLOOR if scheme.has_power_scales else None
+    if scheme.scaling is Scaling.NONE or scheme.has_tensor_scale:
+        why = "has a rule of its own" if scheme.has_tensor_scale else "has no scales"
+        raise UsageError(f"scale_rule is {rule!r}, and {scheme.name} {why}: leave it out, or choose another `scaling`")
+    if scheme.scaling is Scaling.BLOCK and has_exact:
+        scale = "" if scheme.scale is None else scheme.scale.name
+        raise UsageError(f"scale_rule is {rule!r}, and scales in {scale} follow the rule {EXACT}: leave it out")
+    allowed = [*ScaleRule] if scheme.scaling is Scaling.BLOCK else [EXACT, *ScaleRule]
+    if rule not in set(ScaleRule):
+        raise UsageError(
+            f"scale_rule {rule!r} is not one for scaling {scheme.scaling}: use one of {', '.join(allowed)}"
+        )
+    return ScaleRule(rule)
+
+
+def _scale_offset(offset: int, *, scheme: Scheme) -> int:
+    wanted = _integer(offset, name="scale_offset")
+    if abs(wanted) > MAX_SCALE_OFFSET:
+        raise UsageError(f"scale_offset is {wanted}: it is {-MAX_SCALE_OFFSET} to {MAX_SCALE_OFFSET}")
+    if wanted and scheme.scaling is Scaling.NONE:
+        raise UsageError(f"scale_offset is {wanted}, and {scheme.name} has no scales: choose a `scaling` or leave it 0")
+    return wanted
+
+
+def _scale_bits(scale_bits: int, *, scheme: Scheme) -> int:
+    wanted = _integer(scale_bits, name="scale_bits")
+    if not MIN_SCALE_BITS <= wanted <= MAX_SCALE_BITS:
+        raise UsageError(f"scale_bits is {wanted}: exponents of scales have {MIN_SCALE_BITS} to {MAX_SCALE_BITS} bits")
+    has_powers = scheme.scaling in {Scaling.TENSOR, Scaling.CHANNEL} or scheme.has_power_scales
+    if wanted != MAX_SCALE_BITS and not has_powers:
+        raise UsageError(f"scale_bits is {wanted}, and {scheme.name} has no scales that are such powers: leave it out")
+    return wanted
+
+
+def _four_over_six(is_wanted: bool, *, scheme: Scheme) -> bool:  # noqa: FBT001 - the option itself
+    floats, element = FORMATS["fp4_e2m1"], scheme.element
+    is_float4 = (element.num_bits, element.maximum) == (floats.num_bits, floats.maximum)
+    if is_wanted and not (is_float4 and scheme.scaling is Scaling.BLOCK and not scheme.has_power_scales):
+        raise UsageError(
+            f"four_over_six chooses between two scales of 4-bit floats in blocks, not powers of two, and {scheme.name} "
+            "has none: name nvfp4, or fp4_e2m1 with scaling='block' and a scale_format other than e8m0"
+        )
+    return is_wanted
+
+
+def check_rotation_options(rotation: int, *, seed: int | None) -> int:
+    """The size of a rotation, 0 for none.
+
+    Raises:
+        UsageError: it is neither 0 nor a power of two, or the seed is no integer, or has no effect.
+    """
+    size = _integer(rotation, name="rotation")
+    if size < 0 or size & (size - 1):
+        raise UsageError(f"rotation is {size}: Hadamard matrices have a power of two as their size, or 0 for none")
+    if seed is not None:
+        state_of(seed)  # refuses what is no integer
+        if not size:
+            raise UsageError(f"rotation_seed is {seed}, and nothing is rotated: give the size `rotation`")
+    return size
+
+
+def _integer(number: int, *, name: str) -> int:
+    try:
+        return operator.index(number)
+    except TypeError as error:
+        raise UsageError(f"{name} is {number!r}: give an integer") from error
