@@ -16,6 +16,7 @@ import numpy as np
 from ranktape.analyze.engine.cache_object import Payload
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.numerics.digest import Digest
+from ranktape.analyze.numerics.pieces import num_threads
 from ranktape.errors import DataError
 from ranktape.storage import Record, Run, open_run
 from ranktape.storage.format.commit import finish_iteration
@@ -54,6 +55,11 @@ class FirstValue:
     def num_read(self) -> int:
         """How many records were read, from all processes."""
         return len(list(self.trace.iterdir()))
+
+
+def threads_there(_: object) -> tuple[int, str | None]:
+    """How many threads this process uses where nobody says it, and torch as soon as it is imported."""
+    return num_threads(None), os.environ.get("OMP_NUM_THREADS")
 
 
 def is_torch_there(_: object) -> bool:

@@ -20,9 +20,18 @@ from distributed import LocalCluster
 from ranktape.analyze.engine import executors
 from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.numerics.pieces import num_threads
 from ranktape.errors import DataError, UsageError, WorkersError
 from ranktape.storage import Run, open_run
-from tests.analyze.engine_runs import FirstValue, assert_same_digests, die, is_torch_there, square, square_all
+from tests.analyze.engine_runs import (
+    FirstValue,
+    assert_same_digests,
+    die,
+    is_torch_there,
+    square,
+    square_all,
+    threads_there,
+)
 from tests.analyze.runs import describe_tensor, model_tensors, store
 
 
@@ -66,6 +75,17 @@ def test_workers_keep_what_they_counted_and_need_no_torch(run: Run) -> None:
     assert_same_digests(list(digests(run.select())), first)
     assert not any(Engine(workers=2).map(is_torch_there, range(4)))
     assert list(Engine(workers=2).map(square, range(50), sizes=[1 << 24] * 50)) == [one * one for one in range(50)]
+
+
+def test_workers_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    executors.end_executors()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    share = max(1, num_threads(None) // 3)
+    assert set(Engine(workers=3).map(threads_there, range(6))) == {(share, str(share))}
+    executors.end_executors()
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert set(Engine(workers=3).map(threads_there, range(6))) == {(share, "5")}
+    executors.end_executors()
 
 
 def test_workers_start_no_workers() -> None:

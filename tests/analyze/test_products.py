@@ -203,6 +203,7 @@ def test_only_products_with_both_operands() -> None:
         assert [one.product for one in replay_products(given, recipes)] == [left]
     assert replay_products({}, recipes) == replay_products({"weight": operands["weight"]}, recipes) == []
     assert replay_products(operands, []) == []
+    assert [one.product for one in replay_products(operands, recipes, products=["grad_input"])] == ["grad_input"]
 
 
 def test_nan_rows_and_no_tokens() -> None:

@@ -21,6 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from types import FrameType
 from typing import Any, TypeVar, cast
 
+from ranktape.analyze.numerics.pieces import share_cores
 from ranktape.errors import UsageError, WorkersError
 
 _EXIT_CODE = 128 + signal.SIGTERM
@@ -37,14 +38,17 @@ class _State:
     """Whether another process started it for work."""
 
 
-def become_worker(environment: Mapping[str, str]) -> None:
+def become_worker(environment: Mapping[str, str], num_workers: int) -> None:
     """Make this process one that ends on SIGTERM, or when its parent does; what each worker begins with.
 
     Args:
         environment: That of the parent, which may have changed since the server was started that forks workers.
+        num_workers: Between which the cores of the machine are divided.
     """
     _State.is_worker = True
     os.environ.update(environment)
+    # That is where torch looks, when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", str(share_cores(num_workers)))
     # Ctrl-C reaches every process of the terminal: the parent alone decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
@@ -182,7 +186,7 @@ class Processes(Workers):
             context.set_forkserver_preload(["ranktape.analyze.engine.preloaded"])
         self._num_workers = num_workers
         self._pool = ProcessPoolExecutor(
-            num_workers, mp_context=context, initializer=become_worker, initargs=(dict(os.environ),)
+            num_workers, mp_context=context, initializer=become_worker, initargs=(dict(os.environ), num_workers)
         )
         super().__init__(
             self._pool,

@@ -87,15 +87,27 @@ MAX_THREADS = 16
 """More threads than this read memory no faster."""
 
 
+class _Share:
+    """Of this process."""
+
+    num_threads = MAX_THREADS
+
+
+def share_cores(num_processes: int) -> int:
+    """Let this process use no more than its part of the cores where nobody says how many threads, and tell how many."""
+    _Share.num_threads = max(1, num_threads(None) // num_processes)
+    return _Share.num_threads
+
+
 def num_threads(threads: int | None) -> int:
-    """`threads`, or for None the cores that this process may use, 16 at most.
+    """`threads`, or for None the cores that this process may use: 16 at most, or its part of them.
 
     Raises:
         UsageError: it is less than 1.
     """
     if threads is None:
         is_known = hasattr(os, "sched_getaffinity")
-        return min(MAX_THREADS, len(os.sched_getaffinity(0)) if is_known else os.cpu_count() or 1)
+        return min(_Share.num_threads, len(os.sched_getaffinity(0)) if is_known else os.cpu_count() or 1)
     if threads < 1:
         raise UsageError(f"threads={threads} is not a number of threads: give 1 or more, or None for one on each core")
     return threads

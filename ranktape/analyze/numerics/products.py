@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -56,6 +56,7 @@ def replay_products(
     recipes: Sequence[Recipe],
     *,
     recorded: Mapping[str, torch.Tensor] | None = None,
+    products: Collection[str] = tuple(PRODUCTS),
 ) -> list[ProductError]:
     """How far off the products of one call of a linear layer are by each recipe, for each product with both operands.
 
@@ -63,10 +64,11 @@ def replay_products(
     A recipe with stochastic rounding is computed as often as it says, and the sums are those of all draws.
 
     `operands` are `input [..., I]`, `weight [O, I]` and `grad_output [..., O]`, of any real floating type and all on
-    one device; a product that lacks one is left out. `recorded` are results that the training had, with the elements of
-    `output [..., O]`, `grad_input [..., I]` and `grad_weight [O, I]`; others than those are ignored. NaN and Inf in an
-    operand spoil what they meet, as in a training; what the reference has not as a finite number is not compared.
-    Without tokens, outputs and gradients of inputs are empty and gradients of weights are 0.
+    one device; a product that lacks one is left out, as is one that `products` does not name. `recorded` are results
+    that the training had, with the elements of `output [..., O]`, `grad_input [..., I]` and `grad_weight [O, I]`;
+    others are ignored. NaN and Inf in an operand spoil what they meet, as in a training; what the reference has not as
+    a finite number is not compared. Without tokens, outputs and gradients of inputs are empty and gradients of weights
+    are 0.
 
     An operand is quantised once for all recipes and products that quantise it alike. Memory: beside what was given,
     at most `MAX_KEPT` quantised operands of 2 or 4 bytes an element, two float32 copies of the one that is being
@@ -80,7 +82,7 @@ def replay_products(
     rows: dict[str, list[list[_Job]]] = {
         product: [_draws(product, recipe, matrices=matrices) for recipe in recipes]
         for product, names in PRODUCTS.items()
-        if all(name in matrices for name in names)
+        if product in products and all(name in matrices for name in names)
     }
     kept = _Operands(matrices, jobs=(job for several in rows.values() for draws in several for job in draws))
     errors = []

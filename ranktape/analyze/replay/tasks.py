@@ -88,9 +88,8 @@ def replay_call(task: CallTask) -> CallErrors:
         recorded = {name: tensors[name] for name in call.products if name in tensors}
         if "output" in recorded:
             recorded["output"] = _without_bias(tensors, is_known=call.is_bias_known)
-        for one in replay_products(operands, task.recipes, recorded=recorded):
-            if one.product in call.products:
-                found[one.product, one.recipe].append(one)
+        for one in replay_products(operands, task.recipes, recorded=recorded, products=call.products):
+            found[one.product, one.recipe].append(one)
     return [
         (
             *names,
