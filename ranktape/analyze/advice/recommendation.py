@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,9 +34,7 @@ from ranktape.analyze.advice.verdict import (
 from ranktape.analyze.numerics.quantization.encoded import LossSeverity
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level, is_as_good
-
-if TYPE_CHECKING:
-    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 
 class Advice(NamedTuple):

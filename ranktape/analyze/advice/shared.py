@@ -7,17 +7,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ranktape.analyze.numerics.quantization.schemes import Scheme
 from ranktape.analyze.numerics.sweeps.legacy import UNSET_EXPONENTS
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level, is_as_good
-from ranktape.analyze.numerics.sweeps.options import MAX_SCALE_EXPONENT, SweepMode
+from ranktape.analyze.numerics.sweeps.options import MAX_SCALE_EXPONENT, SweepMode, SweepOptions
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 from ranktape.errors import UsageError
-
-if TYPE_CHECKING:
-    from ranktape.analyze.numerics.quantization.schemes import Scheme
-    from ranktape.analyze.numerics.sweeps.options import SweepOptions
-    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 
 class Share(NamedTuple):

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,9 +18,7 @@ from ranktape.analyze.numerics.quantization.schemes import MAX_SCALE_BITS, SCHEM
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel, legacy_result
 from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode
-
-if TYPE_CHECKING:
-    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 KEPT_SQNR = 1.0
 """In dB: a level that has no more than this keeps nothing of a tensor; 0 dB is what zeros in its place have."""

@@ -7,15 +7,12 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ranktape.analyze.comparison.pairing import MATCHED, PAIRED, Key, PairedField, Pairing
 from ranktape.errors import NoRecordsError, UsageError
+from ranktape.storage import Record, Records
 from ranktape.storage.records.assemble import assemble_records
 from ranktape.storage.records.placement import AxisKind, parse_placement
-
-if TYPE_CHECKING:
-    from ranktape.storage import Record, Records
 
 MAX_NAMED = 6
 """Sites that a message names before it counts the rest."""

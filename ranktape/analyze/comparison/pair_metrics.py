@@ -8,22 +8,20 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ranktape.analyze.comparison.matching import Matching, Parts
 from ranktape.analyze.engine.digest_measure import digests, merge_digests
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
+from ranktape.analyze.numerics.differences import Differences
+from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.numerics.distances import Distances, distance
 from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
+from ranktape.storage import Records
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.records.placement import AxisKind, parse_placement
-
-if TYPE_CHECKING:
-    from ranktape.analyze.comparison.matching import Matching, Parts
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.numerics.differences import Differences
-    from ranktape.analyze.numerics.digest import Digest
-    from ranktape.storage import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

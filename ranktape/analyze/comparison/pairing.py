@@ -24,13 +24,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.analyze.identity import role_of
 from ranktape.errors import NoRecordsError, UsageError
-
-if TYPE_CHECKING:
-    from ranktape.storage import Records
+from ranktape.storage import Records
 
 MATCHED = (
     "iteration",

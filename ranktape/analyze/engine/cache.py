@@ -16,19 +16,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
-from ranktape.analyze.engine.cache_object import MAX_OBJECT_NBYTES, CacheObject, DamagedObjectError, pack
+from ranktape.analyze.engine.cache_object import (
+    MAX_OBJECT_NBYTES,
+    CacheObject,
+    DamagedObjectError,
+    Measure,
+    Payload,
+    pack,
+)
 from ranktape.errors import ObjectTooLargeError, StorageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.blob import blob_document
+from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
-
-if TYPE_CHECKING:
-    from ranktape.analyze.engine.cache_object import Measure, Payload
-    from ranktape.storage.places.backend import Backend
-    from ranktape.storage.records.record import RecordReader
+from ranktape.storage.records.record import RecordReader
 
 BESIDE = ".analysis"
 """Behind the path of a run that cannot be written: the directory beside it."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ranktape.analyze.console import say
 from ranktape.analyze.engine.cache import Cache
-from ranktape.analyze.engine.executors import in_order, workers_of
+from ranktape.analyze.engine.executors import Workers, in_order, workers_of
 from ranktape.analyze.engine.plan import Calls, WorkPlan, call_all, shares
 from ranktape.storage.places.failures import printable
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from ranktape.analyze.engine.cache_object import Measure, Payload
-    from ranktape.analyze.engine.executors import Workers
     from ranktape.storage import Records
 
 

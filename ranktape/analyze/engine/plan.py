@@ -11,17 +11,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ranktape.analyze.engine.cache import Cache, Found, record_keys
-from ranktape.analyze.engine.cache_object import DamagedObjectError
+from ranktape.analyze.engine.cache import Cache, Found, Shelf, record_keys
+from ranktape.analyze.engine.cache_object import CacheObject, DamagedObjectError, Measure, Payload
 from ranktape.analyze.engine.executors import no_leaving
 from ranktape.errors import StorageError
-
-if TYPE_CHECKING:
-    from ranktape.analyze.engine.cache import Shelf
-    from ranktape.analyze.engine.cache_object import CacheObject, Measure, Payload
-    from ranktape.storage import Record, Records
+from ranktape.storage import Record, Records
 
 BATCH_NBYTES = 128 << 20
 """Records are measured together until they have so many bytes."""

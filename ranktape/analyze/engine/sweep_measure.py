@@ -32,7 +32,7 @@ from ranktape.analyze.numerics.histograms.block_tables import CUTS
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.population import population_of_histogram
-from ranktape.analyze.numerics.sweeps.sweep import MAX_CELLS, sweep_schemes
+from ranktape.analyze.numerics.sweeps.sweep import MAX_CELLS, ScaleSweep, sweep_schemes
 from ranktape.errors import RanktapeError, UsageError, WorkersError
 from ranktape.storage.format.block_counts import NUM_MAGNITUDES
 from ranktape.storage.format.dtypes import dtype_row, numpy_dtype
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.cache_object import Measure, Payload
     from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.numerics.quantization.schemes import Scheme
-    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
     from ranktape.storage import Record, Records
 
 VERSION = 1

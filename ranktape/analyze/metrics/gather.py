@@ -12,7 +12,7 @@ import numpy as np
 
 from ranktape.analyze.engine.digest_measure import digests, merge_digests
 from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
-from ranktape.analyze.numerics.digest import push
+from ranktape.analyze.numerics.digest import Digest, push
 from ranktape.storage.query.columns import equal_rows
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
-    from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.table import Column
     from ranktape.storage import Records
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.analyze.comparison.map import DifferenceMap, difference_map
-from ranktape.analyze.comparison.matching import match, site_name, twins_of
+from ranktape.analyze.comparison.matching import Matching, match, site_name, twins_of
 from ranktape.analyze.comparison.pair_metrics import PAIR_METRICS, ComparedPair, Judge, distances_of, execution_order
 from ranktape.analyze.comparison.pairing import Pairing, parse_pairs
 from ranktape.analyze.comparison.tensors import PairTasks, compare_pairs
@@ -24,11 +24,8 @@ from ranktape.analyze.identity import (
 )
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
+from ranktape.storage import Records
 from ranktape.storage.places.failures import printable
-
-if TYPE_CHECKING:
-    from ranktape.analyze.comparison.matching import Matching
-    from ranktape.storage import Records
 
 
 def compare(

@@ -29,9 +29,9 @@ from ranktape.analyze.numerics.bins import (
     log2_bins,
     occupancy,
 )
-from ranktape.analyze.numerics.digest import finite
+from ranktape.analyze.numerics.digest import Digest, finite
 from ranktape.analyze.numerics.distances import fit_normal
-from ranktape.analyze.numerics.formats import parse_format
+from ranktape.analyze.numerics.formats import Format, parse_format
 from ranktape.analyze.questions.stats import how_seen
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.numerics.digest import Digest
-    from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Records
 
 MAX_BINS = 1 << 16

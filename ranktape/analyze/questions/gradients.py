@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_columns, group_row, with_stacks
 from ranktape.analyze.metrics.gather import group_digests, group_records
 from ranktape.analyze.metrics.metric import Metric, parse_metric
-from ranktape.analyze.metrics.target import SCALINGS, parse_targets
+from ranktape.analyze.metrics.target import SCALINGS, Target, parse_targets
+from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError
-
-if TYPE_CHECKING:
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.metrics.target import Target
-    from ranktape.analyze.numerics.digest import Digest
-    from ranktape.storage import Records
+from ranktape.storage import Records
 
 FORMATS = ("fp16", "fp8_e5m2", "fp8_e4m3")
 """The formats that gradients are counted against, unless others are named."""

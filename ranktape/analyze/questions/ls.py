@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.analyze.identity import are_files, group_columns, group_row, identity_columns, identity_rows, with_stacks
 from ranktape.analyze.table import Column, Kind, Table
+from ranktape.storage import Records
 from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.places.failures import printable
-
-if TYPE_CHECKING:
-    from ranktape.storage import Records
 
 _MAX_BRIEF = 60
 """Characters of a word about a folder that the note has."""

@@ -5,20 +5,18 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import role_of
 from ranktape.analyze.metrics.gather import Groups, group_digests, row_groups
+from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.numerics.distances import distance
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError
-
-if TYPE_CHECKING:
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.engine.values import View
-    from ranktape.analyze.numerics.digest import Digest
-    from ranktape.storage import Records
-    from ranktape.storage.format.statistics import Statistics
+from ranktape.storage import Records
+from ranktape.storage.format.statistics import Statistics
 
 _SITE = (
     "iteration",

@@ -10,8 +10,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.apart import outlying_channels
 from ranktape.analyze.findings.find import Seen, all_findings, families_of
 from ranktape.analyze.findings.survey import Survey
@@ -20,11 +22,7 @@ from ranktape.analyze.identity import words
 from ranktape.analyze.metrics.metric import METRICS, is_percentile, parse_metric
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
-
-if TYPE_CHECKING:
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.engine.values import View
-    from ranktape.storage import Records
+from ranktape.storage import Records
 
 ACROSS = ("rank", "layer", "sample", "channel")
 """What can stand out."""

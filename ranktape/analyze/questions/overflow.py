@@ -20,7 +20,7 @@ import numpy as np
 
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE, are_files
-from ranktape.analyze.metrics.counts import find_places
+from ranktape.analyze.metrics.counts import Places, find_places
 from ranktape.analyze.metrics.metric import count_names
 from ranktape.analyze.metrics.target import KINDS, Target, largest_value, parse_targets
 from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MODERATE_RATIO, LossSeverity, severity_of
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.metrics.counts import Places
     from ranktape.storage import Records
 
 SEVERITY_COLUMNS = (

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ranktape.analyze.engine.digest_measure import digests
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import (
     SAMPLE,
@@ -23,11 +24,8 @@ from ranktape.analyze.metrics.gather import group_records
 from ranktape.analyze.metrics.metric import METRICS, count_names, metric_columns, parse_metric
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
+from ranktape.storage import Records
 from ranktape.storage.format.record_info import TALLY_KINDS
-
-if TYPE_CHECKING:
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.storage import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

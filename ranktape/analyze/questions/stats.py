@@ -6,21 +6,19 @@ Every metric comes from the digests: one reading of each record, and none of tho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import SAMPLE, words
 from ranktape.analyze.metrics.gather import group_digests, row_groups
 from ranktape.analyze.metrics.metric import METRICS, is_percentile, metric_columns, parse_metric
+from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.questions.neighbours import beside_next
 from ranktape.analyze.questions.samples import sample_stats
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
-
-if TYPE_CHECKING:
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.numerics.digest import Digest
-    from ranktape.storage import Records
+from ranktape.storage import Records
 
 PRECISION = Column(name="percentiles", kind=Kind.TEXT, head="percentiles are", is_detail=True)
 """How well percentiles are known: `exact`, `within 2^-8` of their value and 2^-10 of their rank, or `unknown`."""

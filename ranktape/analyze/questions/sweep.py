@@ -6,20 +6,23 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.analyze.advice.recommendation import best_by
-from ranktape.analyze.advice.shared import DEFAULT_TARGET_SQNR, best_format
+from ranktape.analyze.advice.shared import DEFAULT_TARGET_SQNR, CommonScale, best_format
 from ranktape.analyze.advice.verdict import direction_of, keeps_nothing
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import SAMPLE, are_files, group_columns, group_row, identity_columns, with_stacks
 from ranktape.analyze.metrics.target import sweepable
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import Level
-from ranktape.analyze.numerics.sweeps.options import SweepMode
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sums import scale_of
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 from ranktape.analyze.questions.swept import (
     Swept,
+    SweptGroup,
     answerable,
     grouped,
     parse_jobs,
@@ -30,13 +33,6 @@ from ranktape.analyze.questions.swept import (
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.records.records import Records
-
-if TYPE_CHECKING:
-    from ranktape.analyze.advice.shared import CommonScale
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.numerics.sweeps.options import SweepOptions
-    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
-    from ranktape.analyze.questions.swept import SweptGroup
 
 SOURCE_COLUMN = Column(name="source", kind=Kind.TEXT, is_key=True)
 """Which run, folder or file a record is of, where there are several."""

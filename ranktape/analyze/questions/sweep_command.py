@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ranktape.analyze.console import say
-from ranktape.analyze.engine.engine import progress
+from ranktape.analyze.engine.engine import Engine, progress
+from ranktape.analyze.engine.sweep_measure import Job
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.identity import SAMPLE, with_stacks
+from ranktape.analyze.legacy.open import RecordSource
 from ranktape.analyze.legacy.text import DOUBLE, Subject
 from ranktape.analyze.legacy.write import (
     DEFAULT_OUTPUT_DIR,
@@ -31,19 +33,12 @@ from ranktape.analyze.legacy.write import (
 )
 from ranktape.analyze.metrics.target import is_sweepable, sweepable
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
-from ranktape.analyze.options import say_what_is_left_out
+from ranktape.analyze.options import Output, Selection, say_what_is_left_out
 from ranktape.analyze.questions.sweep import check_shape, table_of
-from ranktape.analyze.questions.swept import answerable, num_readings, parse_jobs, sweep_selection, with_samples
+from ranktape.analyze.questions.swept import Swept, answerable, num_readings, parse_jobs, sweep_selection, with_samples
 from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError, WorkersError
+from ranktape.storage import Records
 from ranktape.storage.places.failures import printable
-
-if TYPE_CHECKING:
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.engine.sweep_measure import Job
-    from ranktape.analyze.legacy.open import RecordSource
-    from ranktape.analyze.options import Output, Selection
-    from ranktape.analyze.questions.swept import Swept
-    from ranktape.storage import Records
 
 MAX_NAMED_FAILURES = 4
 """Reasons that the last message names."""

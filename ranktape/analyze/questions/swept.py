@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ranktape.analyze.advice.shared import common_grid, common_scale
+from ranktape.analyze.advice.shared import CommonScale, common_grid, common_scale
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sweep_measure import Asked, Found, Job, sweep_numbers, sweep_records
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import SAMPLE, identity_rows, sample_names
 from ranktape.analyze.numerics.pieces import numbers_of
 from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 from ranktape.errors import RanktapeError, UsageError
+from ranktape.storage import Records
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.query.columns import equal_rows
-
-if TYPE_CHECKING:
-    from ranktape.analyze.advice.shared import CommonScale
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.engine.values import View
-    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
-    from ranktape.storage import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,20 +9,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.analyze.engine.digest_measure import digests
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import identity_columns, identity_rows, words
 from ranktape.analyze.metrics.metric import parse_metric
+from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.questions.samples import sample_metrics, sample_of
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError
-
-if TYPE_CHECKING:
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.numerics.digest import Digest
-    from ranktape.storage import Records
+from ranktape.storage import Records
 
 SHOWN = ("mean", "std", "absmax", "norm")
 """The metrics of a step, unless others are asked for."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.along import kendall_z, sen_slope
 from ranktape.analyze.findings.survey import SITE
@@ -22,10 +23,7 @@ from ranktape.analyze.metrics.gather import group_digests, group_records
 from ranktape.analyze.metrics.metric import Metric, parse_metric
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
-
-if TYPE_CHECKING:
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.storage import Records
+from ranktape.storage import Records
 
 _DETAILS = ("component", "quant_type", "mode", "layer_type")
 

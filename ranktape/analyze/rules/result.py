@@ -7,14 +7,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.analyze.identity import IDENTITY, key_column
+from ranktape.analyze.options import Output
 from ranktape.analyze.rules.rule import GateRule, Missing
 from ranktape.analyze.table import Column, Form, Kind, Table, write_table, write_text
-
-if TYPE_CHECKING:
-    from ranktape.analyze.options import Output
 
 _DETAILS = frozenset(
     {"attempt", "microbatch", "call", "mode", "layer_stack", "component", "compute_dtype", "shape", "file"}

@@ -19,7 +19,7 @@ from ranktape.analyze.identity import SAMPLE
 from ranktape.analyze.metrics.counts import Places, find_places
 from ranktape.analyze.metrics.gather import Groups, group_digests
 from ranktape.analyze.metrics.metric import METRICS, count_names, parse_metric
-from ranktape.analyze.metrics.target import KINDS
+from ranktape.analyze.metrics.target import KINDS, Target
 from ranktape.analyze.numerics.sweeps.metrics import METRICS as SWEPT_METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
 from ranktape.analyze.questions.swept import parse_jobs
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.metrics.target import Target
     from ranktape.storage import Records
 
 REPLICAS = "replicas.differing"

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from ranktape.analyze.numerics.sweeps.sums import scale_of
-
-if TYPE_CHECKING:
-    from ranktape.analyze.numerics.sweeps.sums import Sums
+from ranktape.analyze.numerics.sweeps.sums import Sums, scale_of
 
 DECIBELS_PER_BIT = 20 * math.log10(2)
 """How much PSNR one more bit of precision gains."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats import Coding, Rounding
+from ranktape.analyze.numerics.formats import Coding, Format, Rounding
 from ranktape.analyze.numerics.formats.values import parse_rounding
 from ranktape.analyze.numerics.quantization.schemes import (
     MAX_SCALE_BITS,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ranktape.analyze.numerics.formats import Format
 
 MAX_SCALE_EXPONENT = 1000
 """Largest magnitude of an exponent that may be asked for."""

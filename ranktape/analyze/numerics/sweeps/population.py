@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.numerics.histograms.histogram import own_limits, pattern_values, scan
+from ranktape.analyze.numerics.histograms.histogram import AnyArray, Histogram, own_limits, pattern_values, scan
 from ranktape.analyze.numerics.pieces import Box, boxes, by_memory, grouped_shape, in_batches, pieces
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
-    from ranktape.analyze.numerics.histograms.histogram import AnyArray, Histogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ranktape.analyze.numerics.formats.kernels import RoundingConstants, constants_of
-from ranktape.analyze.numerics.histograms.histogram import pattern_values
+from ranktape.analyze.numerics.histograms.histogram import AnyArray, pattern_values
 from ranktape.analyze.numerics.pieces import RUN, Box, frozen, in_batches
 from ranktape.analyze.numerics.quantization.group_scales import level_of
-from ranktape.analyze.numerics.quantization.schemes import Scaling, Scheme, exact_target, unbounded_exponents
+from ranktape.analyze.numerics.quantization.schemes import ScaleRule, Scaling, Scheme, exact_target, unbounded_exponents
 from ranktape.analyze.numerics.sweeps.kernels import (
     CODES,
     EXACT,
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.numerics.formats import Format, Rounding
     from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
-    from ranktape.analyze.numerics.histograms.histogram import AnyArray
-    from ranktape.analyze.numerics.quantization.schemes import ScaleRule
     from ranktape.analyze.numerics.sweeps.options import SweepOptions
 
 CHUNK = 1 << 18
