@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ranktape.analyze import quantize
 from ranktape.analyze.numerics.recipes.operands import one_operand, quantized_operands
 from ranktape.analyze.numerics.recipes.recipe import OperandRecipe, ProductRecipe
 from ranktape.analyze.numerics.recipes.table import RECIPES
+from ranktape.errors import UsageError
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -28,6 +30,26 @@ def test_an_operand_that_is_left_as_it_is_keeps_its_numbers() -> None:
     first, _ = quantized_operands(product, numbers(3, 5), numbers(4, 5), seed=0)
     assert torch.equal(first.values, numbers(3, 5))
     assert first.factor == 1
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 100])
+@pytest.mark.parametrize("scheme", [None, "fp32"])
+def test_a_rotation_of_both_operands_leaves_their_product(length: int, scheme: str | None) -> None:
+    """Whatever the length of the sum; and one that is left as it is turns with the other."""
+    operands = {"input": OperandRecipe(), "weight": OperandRecipe(scheme=scheme)}
+    product = ProductRecipe(operands=operands, rotation=64, rotation_seed=3)
+    given = numbers(7, length), numbers(5, length, seed=1)
+    one, other = (operand.values.double() for operand in quantized_operands(product, *given, seed=0))
+    assert one.shape[1] == other.shape[1] == -(-length // 64) * 64
+    assert not torch.equal(one[:, :length].float(), given[0])
+    torch.testing.assert_close((one @ other.T).float(), (given[0].double() @ given[1].double().T).float())
+
+
+def test_only_a_matrix_is_an_operand() -> None:
+    product = RECIPES["nvfp4_nvidia"].products["grad_weight"]
+    for tensor in (torch.tensor(1.0), numbers(3), numbers(2, 3, 4)):
+        with pytest.raises(UsageError, match=f"has {tensor.ndim} dimensions"):
+            one_operand(product, "input", tensor, seed=0)
 
 
 def test_a_prescale_moves_the_numbers_on_the_grid_and_the_factor_takes_it_back() -> None:

@@ -14,10 +14,19 @@ import pytest
 import torch
 
 from ranktape.analyze.numerics.quantization.operand import QuantizedOperand
+from ranktape.analyze.numerics.quantization.rotation import rotation_signs
 from ranktape.analyze.numerics.recipes.operands import quantized_operands
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
 from ranktape.analyze.numerics.recipes.table import RECIPES
-from tests.analyze.recipe_oracles import nvfp4
+from tests.analyze.recipe_oracles import (
+    fp8_powers,
+    in_tiles,
+    mxfp4_drawn,
+    nvfp4,
+    nvfp4_four_over_six,
+    nvfp4_stretched,
+    rotated,
+)
 from tests.optional import needs
 
 Products: TypeAlias = dict[str, torch.Tensor]
@@ -132,12 +141,13 @@ def test_the_three_products_are_those_of_a_training_of_torchao(recipe: str) -> N
         assert (found[product] - expected[product]).norm() < 2.0**-8 * expected[product].norm()
 
 
-def operands(recipe: str, tensors: Products) -> Iterator[tuple[str, torch.Tensor, QuantizedOperand]]:
-    """Of all products: the name of an operand, its matrix, and what the recipe makes of it."""
+def operands(recipe: str, tensors: Products) -> Iterator[tuple[str, str, torch.Tensor, QuantizedOperand]]:
+    """Of all products: the product, the name of an operand, its matrix, and what the recipe makes of it."""
     for product, how in RECIPES[recipe].products.items():
         given = matrices(product, tensors)
         made = quantized_operands(how, *given.values(), seed=0)
-        yield from zip(given, given.values(), made, strict=True)
+        for (name, matrix), found in zip(given.items(), made, strict=True):
+            yield product, name, matrix, found
 
 
 MX = {
@@ -161,7 +171,7 @@ def test_operands_in_mx_are_those_of_torchao(recipe: str) -> None:
         "fp4_e2m1": torch.float4_e2m1fn_x2,
     }
     elements, others, rule = MX[recipe]
-    for name, matrix, found in operands(recipe, layer(torch.bfloat16)):
+    for _, name, matrix, found in operands(recipe, layer(torch.bfloat16)):
         word = words[elements.get(name, others)]
         mode = getattr(mx_tensor.ScaleCalculationMode, rule)
         scales, codes = mx_tensor.to_mx(matrix, word, 32, scaling_mode=mode)
@@ -172,7 +182,7 @@ def test_operands_in_mx_are_those_of_torchao(recipe: str) -> None:
 def test_operands_in_hif8_are_those_of_en_dtypes() -> None:
     import en_dtypes
 
-    for _, matrix, found in operands("hif8", layer()):
+    for *_, matrix, found in operands("hif8", layer()):
         scale = (matrix.abs().max() / 8).numpy()
         codes = (matrix.numpy() / scale).astype(en_dtypes.hifloat8)
         assert found.factor == scale
@@ -180,12 +190,106 @@ def test_operands_in_hif8_are_those_of_en_dtypes() -> None:
 
 
 def test_operands_in_bf16_are_those_of_torch() -> None:
-    for _, matrix, found in operands("bf16", layer()):
+    for *_, matrix, found in operands("bf16", layer()):
         assert torch.equal(whole(found), matrix.to(torch.bfloat16).float())
 
 
-def test_operands_in_nvfp4_are_those_of_transformer_engine() -> None:
-    for _, matrix, found in operands("nvfp4", layer()):
-        values, scale = nvfp4(matrix)
-        assert torch.equal(found.values, values)
+def whole_numbers() -> Products:
+    """The operands of a layer in small integers, which float32 rotates without rounding."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"input": (256, 128), "weight": (384, 128), "grad_output": (256, 384)}
+    return {name: torch.randint(-99, 100, shape, generator=generator).float() for name, shape in shapes.items()}
+
+
+def before(recipe: str, product: str, matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix as it is quantised: rotated, where the recipe does so."""
+    how = RECIPES[recipe].products[product]
+    if not how.rotation:
+        return matrix
+    signs = torch.from_numpy(rotation_signs(how.rotation, seed=how.rotation_seed)).float()
+    return rotated(matrix, signs)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_nvidia"])
+def test_operands_in_nvfp4_are_those_of_transformer_engine(recipe: str) -> None:
+    """Bit for bit; of stochastic ones one of the two neighbours, which both occur."""
+    has_tiles = recipe == "nvfp4_nvidia"
+    for product, name, matrix, found in operands(recipe, whole_numbers()):
+        given, tile = before(recipe, product, matrix), (16, 16) if has_tiles and name == "weight" else (1, 16)
+        values, scale = nvfp4(given, tile)
         assert found.factor == scale
+        if not RECIPES[recipe].products[product].operands[name].is_stochastic:
+            assert torch.equal(found.values, values)
+            continue
+        down, up = (nvfp4(given, tile, to_whole)[0] for to_whole in (torch.floor, torch.ceil))
+        assert ((found.values == down) | (found.values == up)).all()
+        assert 0.3 < (found.values == down)[down != up].double().mean() < 0.7
+
+
+def test_operands_of_four_over_six_are_those_of_its_authors() -> None:
+    """Bit for bit; of stochastic blocks those of one of the two scales, drawn."""
+    for product, name, matrix, found in operands("nvfp4_4over6", whole_numbers()):
+        given, tile = before("nvfp4_4over6", product, matrix), (16, 16) if name == "weight" else (1, 16)
+        values, scale = nvfp4_four_over_six(given, tile)
+        assert found.factor == scale
+        if name != "grad_output":
+            assert torch.equal(found.values, values)
+            continue
+        is_one = []
+        for stretch in (1.0, 1.5):
+            down, up = (nvfp4_stretched(given, tile, stretch, to_whole)[0] for to_whole in (torch.floor, torch.ceil))
+            is_one.append(in_tiles((found.values == down) | (found.values == up), tile).all(1))
+        assert (is_one[0] | is_one[1]).all()
+        assert 0.1 < (is_one[1] & ~is_one[0]).double().mean() < 0.9
+
+
+@needs("torchao")
+def test_operands_in_fp8_blocks_are_those_of_torchao() -> None:
+    from torchao.quantization import quant_primitives as primitives
+
+    for _, name, matrix, found in operands("fp8_deepseek", layer()):
+        scale = primitives._choose_scale_float8(matrix, [128 if name == "weight" else 1, 128])
+        codes = primitives._quantize_affine_float8(matrix, scale)
+        assert torch.equal(whole(found), primitives._dequantize_affine_float8(codes, scale))
+
+
+def test_operands_in_fp8_blocks_with_powers_of_two_are_those_of_deepseek() -> None:
+    tensors = layer()
+    # Their kernel raises the scales of blocks below 1e-4.
+    tensors["grad_output"] *= 2.0**20
+    for _, name, matrix, found in operands("fp8_deepseek_ue8m0", tensors):
+        assert torch.equal(whole(found), fp8_powers(matrix, (128 if name == "weight" else 1, 128)))
+
+
+def test_drawn_operands_in_mxfp4_are_neighbours_on_the_grid_of_their_authors() -> None:
+    for product, name, matrix, found in operands("mxfp4_rht_sr", layer()):
+        if product == "output":
+            assert torch.equal(whole(found), matrix.to(torch.bfloat16).float())
+            continue
+        given = before("mxfp4_rht_sr", product, matrix)
+        down, up = (mxfp4_drawn(given, to_whole) for to_whole in (torch.floor, torch.ceil))
+        # Dividing by 3 and multiplying by 4/3 differ in the last bit.
+        is_down, is_up = (torch.isclose(whole(found), side, rtol=1e-6, atol=0) for side in (down, up))
+        assert (is_down | is_up).all(), name
+        assert 0.3 < is_down[down != up].double().mean() < 0.7
+
+
+def test_the_mean_of_drawn_products_comes_near_the_product_as_one_over_the_root_of_their_number() -> None:
+    """And that of products whose largest elements are clamped does not."""
+    given = [matrix[:64] for matrix in matrices("grad_input", layer()).values()]
+    exact = given[0].double() @ given[1].double().T
+    drawn = RECIPES["mxfp4_rht_sr"].products["grad_input"]
+    clamped = dataclasses.replace(next(iter(drawn.operands.values())), prescale=1, scale_rule="floor")
+    falls = {}
+    for name, how in (
+        ("drawn", drawn),
+        ("clamped", dataclasses.replace(drawn, operands=dict.fromkeys(drawn.operands, clamped))),
+    ):
+        total, errors = torch.zeros_like(exact), []
+        for draw in range(64):
+            one, other = quantized_operands(how, *given, seed=draw)
+            total += whole(one).double() @ whole(other).double().T
+            errors.append(float((total / (draw + 1) - exact).norm()))
+        falls[name] = errors[3] / errors[63]
+    assert falls["drawn"] == pytest.approx(4, rel=0.1)
+    assert falls["clamped"] < 2

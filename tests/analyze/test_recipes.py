@@ -243,6 +243,12 @@ def test_modules_stay_in_bf16_by_their_paths() -> None:
         ("hif8", 8.0, 2),
         ("fp8_tensor", 8.0, 2),
         ("int8_token", 8.0, 2),
+        ("fp8_deepseek", 8 + 32 / 128, 2),
+        ("fp8_deepseek_ue8m0", 8 + 8 / 128, 2),
+        # One product is that of bf16; of another both operands have scales of their own, where a weight has tiles.
+        ("mxfp4_rht_sr", 16.0, 1),
+        ("nvfp4_nvidia", 4.5, 4),
+        ("nvfp4_4over6", 4.5, 4),
     ],
 )
 def test_bits_hold_the_scales_of_blocks(name: str, bits: float, speed_class: int) -> None:
@@ -251,6 +257,8 @@ def test_bits_hold_the_scales_of_blocks(name: str, bits: float, speed_class: int
 
 
 def test_bits_and_speed_are_those_of_the_worst_product() -> None:
+    tiles = OperandRecipe(scheme="nvfp4", block_size=(16, 16))
+    assert tiles.bits == 4 + 8 / 256
     mixed = products_of(OperandRecipe(scheme="nvfp4"), grad_output=OperandRecipe())
     recipe = Recipe(name="mixed", source="wide gradients", products=mixed)
     assert recipe.bits == (16 + 4.5) / 2

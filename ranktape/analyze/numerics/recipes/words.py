@@ -37,10 +37,10 @@ ALL = "all"
 MAX_SHOWN = 60
 """Characters of a value in a message."""
 
-_OPTIONS = tuple(one.name for one in dataclasses.fields(OperandRecipe))
+OPTIONS = tuple(one.name for one in dataclasses.fields(OperandRecipe))
 _ROTATION = ("rotation", "rotation_seed")
 _PLAIN = ("source", "seed", "draws")
-_KEYS = ("base", *_PLAIN, "operands", "products", "high_precision")
+KEYS = ("base", *_PLAIN, "operands", "products", "high_precision")
 
 Made = TypeVar("Made")
 
@@ -69,7 +69,7 @@ def recipe_of_words(name: str, words: Any, *, place: str, known: Mapping[str, Re
     Raises:
         UsageError: they are no recipe; the message begins with the place, and names the key.
     """
-    said = _mapping(words, _KEYS, place=place)
+    said = _mapping(words, KEYS, place=place)
     base = _base(said.get("base"), place=f"{place}, base", known=known)
     everywhere = _of_operands(said.get("operands", {}), place=f"{place}, operands")
     products = _mapping(said.get("products", {}), PRODUCTS, place=f"{place}, products")
@@ -111,8 +111,9 @@ def words_of_recipe(recipe: Recipe) -> dict[str, Any]:
                 products[product][name] = _words_of_operand(operand)
     if len(operands) == len(OPERANDS) and all(words == operands["input"] for words in operands.values()):
         operands = {ALL: operands["input"]}
-    for product, words in products.items():
-        words |= {key: value for key in _ROTATION if (value := getattr(recipe.products[product], key)) not in {0, None}}
+    for product, how in recipe.products.items():
+        products[product] |= {"rotation": how.rotation} if how.rotation else {}
+        products[product] |= {"rotation_seed": how.rotation_seed} if how.rotation_seed is not None else {}
     kept = dataclasses.asdict(recipe.high_precision)
     kept["modules"] = list(kept["modules"])
     said: dict[str, Any] = {
@@ -174,7 +175,7 @@ def _product(
 
 
 def _operand(words: Any, *, before: OperandRecipe | None, place: str) -> OperandRecipe:
-    said = dict(_mapping({"scheme": words} if isinstance(words, str) else words, _OPTIONS, place=place))
+    said = dict(_mapping({"scheme": words} if isinstance(words, str) else words, OPTIONS, place=place))
     if isinstance(said.get("block_size"), list):
         said["block_size"] = tuple(said["block_size"])
     if "scheme" in said:
