@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from ranktape.analyze.console import say
 from ranktape.analyze.options import MAX_NAMED_FILES, Selection
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.launch.place import CommandAnswer, Progress, command_of, count_text, quiet, shown
+from ranktape.launch.place import CommandAnswer, command_of, count_text, shown
 from ranktape.storage.format.memory import nbytes_text
+from ranktape.storage.maintenance.work import OnProgress, Work
 from ranktape.storage.places.urls import open_backend
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def cp(
     no_verify: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     target_storage_options: Mapping[str, Any] | None = None,
-    on_progress: Progress = quiet,
+    on_progress: OnProgress | None = None,
 ) -> CopyReport | SelectionReport:
     """Copy RUN to URL: a directory or an object store.
 
@@ -222,7 +222,7 @@ def export(
     form: Literal["tensors", "layers"] = "tensors",
     per_sample: bool = False,
     overwrite: bool = False,
-    on_progress: Progress = quiet,
+    on_progress: OnProgress | None = None,
 ) -> ExportReport:
     """Write the tensors of RUN as .pt files into DIR.
 
@@ -237,14 +237,13 @@ def export(
     """
     from ranktape.analyze.legacy.export import ExportForm, export_records
 
-    done = itertools.count(1)
     return export_records(
         records,
         folder,
         form=ExportForm(form),
         per_sample=per_sample,
         overwrite=overwrite,
-        on_record=lambda: on_progress(next(done), len(records)),
+        on_record=Work(on_progress, len(records)).step,
     )
 
 
@@ -263,7 +262,7 @@ def import_files(
     skip_unreadable: bool = False,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-    on_progress: Progress = quiet,
+    on_progress: OnProgress | None = None,
 ) -> ImportReport:
     """Store the .pt files of DIR as the run RUN.
 
@@ -278,14 +277,13 @@ def import_files(
     from ranktape.analyze.legacy.open import open_folder
 
     opened = open_folder(folder, skip_unreadable=skip_unreadable)
-    done = itertools.count(1)
     return import_folder(
         opened,
         run,
         storage_options=None if storage_options is None else dict(storage_options),
         overwrite=overwrite,
         skip_unreadable=skip_unreadable,
-        on_record=lambda: on_progress(next(done), len(opened)),
+        on_record=Work(on_progress, len(opened)).step,
     )
 
 

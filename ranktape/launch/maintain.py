@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError
-from ranktape.launch.place import CommandAnswer, Progress, command_of, count_text, open_backend_of, quiet, shown
+from ranktape.launch.place import CommandAnswer, command_of, count_text, open_backend_of, shown
 from ranktape.storage.format.memory import nbytes_text
+from ranktape.storage.maintenance.work import OnProgress
 
 if TYPE_CHECKING:
     from ranktape.storage.maintenance.finding import CheckFinding, CheckReport
@@ -77,7 +78,7 @@ def check(
     *,
     deep: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-    on_progress: Progress = quiet,
+    on_progress: OnProgress | None = None,
 ) -> CheckReport:
     """Verify that RUN is whole, and what was written.
 
@@ -117,7 +118,7 @@ def repair(
     min_age: float = 3600.0,
     storage_options: Mapping[str, Any] | None = None,
     on_done: Callable[[CheckFinding], object] | None = None,
-    on_progress: Progress = quiet,
+    on_progress: OnProgress | None = None,
 ) -> RepairReport:
     """Put RUN in order after processes were lost.
 
@@ -161,7 +162,7 @@ def prune(
     iteration: str | None = None,
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-    on_progress: Progress = quiet,
+    on_progress: OnProgress | None = None,
 ) -> PruneReport:
     """Remove complete iterations from RUN.
 

@@ -21,13 +21,6 @@ from ranktape.storage.places.failures import printable
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.places.urls import open_backend, parse_storage_options
 
-Progress = Callable[[int, int], object]
-"""Called with the pieces of work done and all that are known."""
-
-
-def quiet(_done: int, _total: int) -> None:
-    """Tells nobody of progress."""
-
 
 def read_options(text: str | None) -> dict[str, Any] | None:
     """The storage options that were given; None where none were.

@@ -7,7 +7,6 @@ that no verdict closes may be recorded just now: what is not there yet is a note
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +19,7 @@ from ranktape.storage.maintenance.check_commit import RankResult, check_commit
 from ranktape.storage.maintenance.check_iteration import check_iteration
 from ranktape.storage.maintenance.check_view import AttemptView, decode_stamped
 from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, FindingKind, Findings, Mend
+from ranktape.storage.maintenance.work import OnProgress, Work
 from ranktape.storage.places.backend import Backend, ObjectInfo
 
 _NUM_GROUPS = 4
@@ -33,9 +33,6 @@ _MAX_NAMED = 100
 
 _REMEMBERED = ("num_records", "nbytes", "commit", "is_enough")
 """The attributes of markers and of the plan that are compared with something."""
-
-OnProgress = Callable[[int, int], object]
-"""Called with the pieces of work that are done and all that are known."""
 
 
 def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress | None = None) -> CheckReport:
@@ -71,29 +68,16 @@ def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress |
     report.num_attempts = len(attempts)
     complete: set[int] = set()
     dropped: set[int] = set()
-    progress = _Progress(on_progress)
+    work = Work(on_progress)
     with ThreadPoolExecutor(_NUM_THREADS) as leaves, ThreadPoolExecutor(_NUM_GROUPS) as groups:
         for attempt in attempts:
             is_last = attempt is attempts[-1]
             check = _AttemptCheck(backend, attempt, is_last=is_last, leaves=leaves, report=report)
-            check.look(groups, progress=progress, earlier=complete | dropped)
+            check.look(groups, work=work, earlier=complete | dropped)
             complete |= check.view.complete
             dropped |= check.view.dropped
             check.look_at_verdict(complete, dropped)
     return report
-
-
-class _Progress:
-    """Counts the work of all attempts."""
-
-    def __init__(self, tell: OnProgress | None) -> None:
-        self._tell = tell
-        self._num_done = self.num_known = 0
-
-    def step(self) -> None:
-        self._num_done += 1
-        if self._tell is not None:
-            self._tell(self._num_done, self.num_known)
 
 
 def _list_debris(backend: Backend, found: Findings) -> list[ObjectInfo]:
@@ -200,7 +184,7 @@ class _AttemptCheck:
         counted = (self._verdict or {}).get("complete")
         self._stated = {step for step in counted if isinstance(step, int)} if isinstance(counted, list) else set()
 
-    def look(self, groups: ThreadPoolExecutor, *, progress: _Progress, earlier: set[int]) -> None:
+    def look(self, groups: ThreadPoolExecutor, *, work: Work, earlier: set[int]) -> None:
         """Everything but the verdict, which needs the other attempts; those of `earlier` ones are counted too."""
         view, report = self.view, self._report
         # What earlier attempts hold need not be complete in this one.
@@ -209,8 +193,8 @@ class _AttemptCheck:
         self._name(FindingKind.FOREIGN, dict.fromkeys(view.foreign), foreign, f"objects that are {foreign}")
         self._check_documents()
         self._check_presence()
-        work = self._work()
-        self._seen = set(work)
+        due = self._work()
+        self._seen = set(due)
         modified = [info.modified for info in view.objects.values()]
         if not self._is_closed:
             # One time that is not known may be the youngest.
@@ -218,15 +202,15 @@ class _AttemptCheck:
         report.num_objects += len(view.objects)
         report.nbytes += sum(info.nbytes for info in view.objects.values())
         report.num_iterations += len(view.complete)
-        progress.num_known += sum(map(len, work.values()))
-        for iteration, ranks in work.items():
+        work.num_known += sum(map(len, due.values()))
+        for iteration, ranks in due.items():
             items: list[CheckFinding] = []
             results: dict[int, RankResult | None] = {}
             jobs = {rank: groups.submit(check_commit, view, iteration, rank) for rank in ranks}
             for rank, job in jobs.items():
                 wrong, results[rank] = job.result()
                 items += wrong
-                progress.step()
+                work.step()
             report.num_records += sum(one.commit.catalogue.num_rows for one in results.values() if one is not None)
             items += check_iteration(view, iteration, results)
             # A retention may have taken the iteration away while it was looked at.

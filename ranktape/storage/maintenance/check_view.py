@@ -21,8 +21,8 @@ from ranktape.storage.format.documents import (
     read_document,
 )
 from ranktape.storage.format.layout import DOCUMENT, AttemptKey, KeyKind, Mark
-from ranktape.storage.maintenance.copy import BUDGET_NBYTES, MemoryBudget
 from ranktape.storage.maintenance.finding import FindingKind, Findings
+from ranktape.storage.maintenance.work import MemoryBudget
 from ranktape.storage.places.backend import Backend, ObjectInfo
 from ranktape.storage.query.columns import Column, StringColumn
 
@@ -47,7 +47,7 @@ class AttemptView:
     """Whether every byte is read."""
     leaves: ThreadPoolExecutor
     """For single requests; what runs in it hands nothing to it."""
-    memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(BUDGET_NBYTES))
+    memory: MemoryBudget = field(default_factory=MemoryBudget)
     """Bytes of objects in memory."""
     groups: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     """For each iteration and rank the keys in its group."""

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import threading
 import uuid
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +20,7 @@ from ranktape.storage.format.attempt import Launch, read_attempts, read_run, run
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.layout import AttemptKey, KeyKind
 from ranktape.storage.format.progress import open_iteration, write_verdict
+from ranktape.storage.maintenance.work import MemoryBudget, OnProgress, Work
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.recording.start import begin_attempt, claim_run
@@ -32,9 +30,6 @@ from ranktape.storage.records.run import Run
 
 _NUM_THREADS = 16
 """Objects in flight."""
-
-BUDGET_NBYTES = 256 << 20
-"""Bytes of objects held in memory at once; a larger one is copied alone."""
 
 _PIECE_NBYTES = 8 << 20
 """Bytes that are compared at a time."""
@@ -87,7 +82,7 @@ def copy_run(
     target: Backend,
     *,
     verify: bool = True,
-    on_progress: Callable[[int, int], object] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> CopyReport:
     """Copy a run; what is being recorded is copied as far as it is committed, and the next copy brings the rest.
 
@@ -110,7 +105,7 @@ def copy_run(
     items, left_out = list_run(source)
     report = CopyReport(left_out=left_out)
     copy = _RunCopy(source, target, verify=verify)
-    num_done = 0
+    work = Work(on_progress, len(items))
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for stage in Stage:
             due = [item for item in items if item.stage is stage]
@@ -123,9 +118,7 @@ def copy_run(
                 else:
                     report.num_present += 1
                     report.nbytes_present += item.nbytes
-                num_done += 1
-                if on_progress is not None:
-                    on_progress(num_done, len(items))
+                work.step()
             target.flush()
     report.left_out.sort()
     return report
@@ -226,7 +219,7 @@ class _RunCopy:
         self._target = target
         self._verify = verify
         self._removed: set[tuple[str, int]] = set()
-        self._memory = MemoryBudget(BUDGET_NBYTES)
+        self._memory = MemoryBudget()
 
     def copy_item(self, item: Item) -> bool | None:
         """Have one object at the target, equal to the source's: whether it was not yet; None where it is left out."""
@@ -277,28 +270,6 @@ def is_equal(backend: Backend, key: str, data: bytes) -> bool:
     return True
 
 
-class MemoryBudget:
-    """Bytes that several threads may hold together; one that needs more than all of them holds them alone."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._num_taken = 0
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def taken(self, nbytes: int) -> Iterator[None]:
-        """Hold so many bytes; waits for others to give theirs back."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_taken or self._num_taken + nbytes <= self._nbytes)
-            self._num_taken += nbytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_taken -= nbytes
-                self._changed.notify_all()
-
-
 LEFT_OUT = "(other records)"
 """Stands for what was left out where a commit says what it does not hold."""
 
@@ -324,7 +295,7 @@ def copy_records(
     run: Run,
     records: Records,
     filters: str,
-    on_progress: Callable[[int, int], object] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> SelectionReport:
     """Copy records of a run into a new run of one attempt, with the ranks and iterations that they had.
 
@@ -351,7 +322,7 @@ def copy_records(
     size = max(attempt.launch.world_size for attempt in read_attempts(source))
     launch = Launch(launch_id=f"copy-{uuid.uuid4().hex}", restart=0, world_size=size)
     options = {"min_iterations": len(iterations), "copied_from": run.url, "filters": filters}
-    num_done = num_left_out = 0
+    work, num_left_out = Work(on_progress, len(records)), 0
     with claim_run(target, launch=launch, resume=False, overwrite=False):
         about: dict[str, Any] = {"options": options, "environment": run.attributes.get("environment") or {}}
         attempt = begin_attempt(target, launch=launch, resume=False, overwrite=False, **about)
@@ -364,9 +335,7 @@ def copy_records(
                 for record in own:
                     values = records.reader.read(record, sample=None)
                     writer.write(values, info=dataclasses.replace(record.info, attempt=attempt.number))
-                    num_done += 1
-                    if on_progress is not None:
-                        on_progress(num_done, len(records))
+                    work.step()
                 rest = len(everything.select(rank=rank)) - len(own)
                 reason = f"{rest} records were left out of the copy: {filters}"
                 writer.commit(iteration, expected=[], silent_sites={LEFT_OUT: reason} if rest else {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +22,7 @@ from ranktape.storage.format.attempt import (
     run_attributes,
 )
 from ranktape.storage.format.documents import for_each, read_attributes, write_group
+from ranktape.storage.maintenance.work import OnProgress, Work
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.query.filters import filter_from_text
@@ -49,7 +49,7 @@ def prune_run(
     keep_last: int | None = None,
     iteration: str | None = None,
     dry_run: bool = False,
-    on_progress: Callable[[int, int], object] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> PruneReport:
     """Remove complete iterations, in all attempts; their state is `dropped` then.
 
@@ -79,10 +79,10 @@ def prune_run(
         if not dry_run:
             for attempt in attempts:
                 finish_drops(backend, attempt=attempt)
-            for number, (attempt, one) in enumerate(due):
+            work = Work(on_progress, len(due))
+            for attempt, one in due:
                 drop_iteration(backend, attempt=attempt, iteration=one)
-                if on_progress is not None:
-                    on_progress(number + 1, len(due))
+                work.step()
             backend.flush()
     return PruneReport(
         url=backend.url,

@@ -25,9 +25,10 @@ from ranktape.storage.format.documents import (
     write_group,
 )
 from ranktape.storage.format.progress import judge_again
-from ranktape.storage.maintenance.check import OnProgress, check_run
+from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, Mend
 from ranktape.storage.maintenance.prune import drop_iteration
+from ranktape.storage.maintenance.work import OnProgress
 from ranktape.storage.places.backend import Backend
 
 MIN_AGE_SECONDS = 3600.0
