@@ -20,7 +20,7 @@ from ranktape.storage.format.memory import nbytes_text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ranktape.storage.maintenance.watch import RankWatch, Snapshot
+    from ranktape.storage.maintenance.watch import RankWatch, Snapshot, Watcher
 
 RESTART_SECONDS = 30.0
 """A run that is closed without its minimum may be taken up again by a restarted worker group for so long."""
@@ -88,12 +88,7 @@ def watch(
     with open_backend_of(os.fspath(run), storage_options) as backend:
         watcher = Watcher(backend)
         while True:
-            look, lacks = None, ["no attempt has begun"]
-            try:
-                look = watcher.look()
-            except RunNotFoundError:
-                if deadline is None or looks:
-                    raise
+            look, lacks = _look(watcher, may_be_missing=deadline is not None and not looks), ["no attempt has begun"]
             now = time.monotonic()
             if look is not None:
                 looks.append(look)
@@ -108,6 +103,16 @@ def watch(
                 state = " and ".join(lacks) or "the run is not closed"
                 raise CheckFoundError(f"after {timeout:g} s {state} ({backend.url})")
             time.sleep(interval if deadline is None else max(0.0, min(interval, deadline - now)))
+
+
+def _look(watcher: Watcher, *, may_be_missing: bool) -> Snapshot | None:
+    """The run now; None where it is not there yet, and may be missing, or has not begun."""
+    try:
+        return watcher.look()
+    except RunNotFoundError:
+        if not may_be_missing:
+            raise
+        return None
 
 
 def _watch(run: str, **given: Any) -> None:

@@ -207,14 +207,9 @@ class RankWriter:
         if expected and not pending.entries:
             raise DataError(f"nothing was recorded of {len(expected)} expected tensors")
         check_attempt(self._backend, self._attempt)
-        entries = sorted(pending.entries, key=lambda entry: (entry.info.counter, entry.site))
-        summary = {"num_records": len(entries), "nbytes": sum(entry.info.nbytes for entry in entries)}
+        summary = self._write_catalogue(iteration, pending)
         if num_expected is not None and num_missing is not None:
             summary |= {"num_expected": num_expected, "num_missing": num_missing}
-        path = layout.catalogue_path(self._attempt.path, self._rank, iteration)
-        pending.members[layout.CATALOGUE] = write_blob(
-            self._backend, path, encode_catalogue(entries), attributes={"num_records": len(entries)}
-        )
         attributes = {
             "complete": True,
             "iteration": iteration,
@@ -233,6 +228,15 @@ class RankWriter:
         self.mark(iteration, mark=layout.Mark.COMMITTED, attributes=marker)
         with self._changed:
             self._settle(iteration)
+
+    def _write_catalogue(self, iteration: int, pending: Pending) -> dict[str, int]:
+        """Write what was recorded as columns; how many records those are, and their bytes."""
+        entries = sorted(pending.entries, key=lambda entry: (entry.info.counter, entry.site))
+        number = {"num_records": len(entries)}
+        path = layout.catalogue_path(self._attempt.path, self._rank, iteration)
+        data = encode_catalogue(entries)
+        pending.members[layout.CATALOGUE] = write_blob(self._backend, path, data, attributes=number)
+        return {**number, "nbytes": sum(entry.info.nbytes for entry in entries)}
 
     def abandon(self, iteration: int) -> None:
         """Give back what is kept of an iteration that will not be committed."""
