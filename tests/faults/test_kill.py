@@ -64,8 +64,8 @@ def check(outcomes: list[dict[str, Any]]) -> None:
     assert not wrong, "\n".join(map(json.dumps, wrong))
     promised = [outcome["promised"] for outcome in outcomes]
     assert max(promised) == 8
-    # The moments are spread over the recording.
-    assert len(set(promised)) > min(3, len(outcomes) // 6)
+    # The moments are spread over the recording: before anything is promised, in the middle of it, and after it.
+    assert len(set(promised)) > min(2, len(outcomes) // 6)
 
 
 @pytest.mark.slow
