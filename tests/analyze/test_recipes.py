@@ -106,6 +106,7 @@ def test_names_files_and_recipes_mix_and_each_comes_once(tmp_path: Path) -> None
     assert [one.name for one in found] == ["nvfp4", "mine", "hif8"]
     assert parse_recipes(["nvfp4", path, RECIPES["hif8"]]) == found
     assert parse_recipe(str(path)) == read_recipe_file(path)["mine"]
+    assert [one.name for one in parse_recipes(["nvfp4,mxfp8", "mxfp8"])] == ["nvfp4", "mxfp8"]
 
 
 @pytest.mark.parametrize(

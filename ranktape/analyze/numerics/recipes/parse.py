@@ -33,16 +33,15 @@ def parse_recipe(word: RecipeWord) -> Recipe:
 
 
 def parse_recipes(words: RecipeWord | Sequence[RecipeWord]) -> list[Recipe]:
-    """The recipes that a text with commas or a sequence names, in order, each once.
+    """The recipes that a text with commas, or a sequence of such texts, files and recipes names, in order, each once.
 
     Raises:
         UsageError: as `parse_recipe`; nothing is named; or two different recipes have the same name.
     """
-    several: Sequence[RecipeWord]
-    if isinstance(words, str):
-        several = [part.strip() for part in words.split(",")]
-    else:
-        several = [words] if isinstance(words, Recipe | os.PathLike) else list(words)
+    given = [words] if isinstance(words, str | Recipe | os.PathLike) else words
+    several: list[RecipeWord] = []
+    for one in given:
+        several += [part.strip() for part in one.split(",")] if isinstance(one, str) else [one]
     if not several or "" in several:
         raise UsageError(f"recipe {words!r:.60} names nothing at one place: give names, as nvfp4,mxfp8")
     found: dict[str, Recipe] = {}
