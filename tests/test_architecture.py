@@ -81,7 +81,7 @@ HOMELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "misc"
 
 ROOMS = {
     "storage": ("places", "query", "format", "records", "recording", "maintenance"),
-    "analyze": ("numerics", "engine", "comparison", "replay", "metrics", "questions", "findings", "rules", "views"),
+    "analyze": ("numerics", "engine", "comparison", "replays", "metrics", "questions", "findings", "rules", "views"),
 }
 """Folders inside a folder; each may import those before it."""
 

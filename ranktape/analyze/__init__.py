@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.questions.ls import ls as ls
     from ranktape.analyze.questions.outliers import outliers as outliers
     from ranktape.analyze.questions.overflow import overflow as overflow
+    from ranktape.analyze.questions.replay import replay as replay
     from ranktape.analyze.questions.stats import stats as stats
     from ranktape.analyze.questions.sweep import sweep as sweep
     from ranktape.analyze.questions.trace import trace as trace

@@ -19,6 +19,7 @@ COMMANDS = {
     "trend": "questions.trend:trend",
     "trace": "questions.trace:trace",
     "gradients": "questions.gradients:gradients",
+    "replay": "questions.replay:replay",
     "compare": "questions.compare:compare",
     "compare-map": "questions.compare:compare_map",
     "plot": "commands:plot",

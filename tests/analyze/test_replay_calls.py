@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze.replay.calls import RecordedCalls, calls_of
+from ranktape.analyze.replays.calls import RecordedCalls, calls_of
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.storage import Run
 from tests.analyze.replay_runs import call_arrays, call_tensors, one_call, trained
@@ -104,7 +104,8 @@ def test_what_was_not_kept_cannot_be_multiplied(tmp_path: Path) -> None:
 def test_shapes_and_types_that_do_not_fit(tmp_path: Path) -> None:
     arrays = call_arrays() | {"input": np.ones((32, 23), np.float32)}
     assert reasons(calls_of(store(tmp_path / "a", call_tensors(arrays)).select())) == {
-        "output": "the shapes of input and weight do not multiply"
+        "output": "the shapes of input and weight do not multiply",
+        "grad_weight": "the shapes of input and weight are not of one call",
     }
     arrays = call_arrays() | {"input": np.ones((32, 24), np.int64)}
     assert set(reasons(calls_of(store(tmp_path / "b", call_tensors(arrays)).select())).values()) == {

@@ -15,7 +15,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.numerics.error_sums import ErrorSums, error_sums
 from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, Recipe
-from ranktape.analyze.replay.replayed import GROUP_FIELDS, Replayed, replay_calls
+from ranktape.analyze.replays.replayed import GROUP_FIELDS, Replayed, replay_calls
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.storage import Run
 from tests.analyze.replay_runs import call_arrays, call_tensors, one_call, trained

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
-from ranktape.analyze.replay.call_tensors import CALL_FIELDS, STANDING, WIDE, CallTensors, Key, Rows
-from ranktape.analyze.replay.computable import TIE, LinearTensors
+from ranktape.analyze.replays.call_tensors import CALL_FIELDS, STANDING, WIDE, CallTensors, Key, Rows
+from ranktape.analyze.replays.computable import TIE, LinearTensors
 
 if TYPE_CHECKING:
     from ranktape.analyze.identity import SampleName
+    from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.storage import Records
 
 LINEAR = "linear"
@@ -29,7 +30,7 @@ class RecordedCall:
     key: Key
     """Which one; of tensors that are put together, that of the lowest rank."""
     sample: SampleName | None
-    """The sample that it is of, where each has records of its own; else None."""
+    """The sample that it is of, where it is of one; else None."""
     rows: Rows
     """Where its operands are among the records, the results that are compared, and `bias` and `offsets`."""
     products: Mapping[str, str]
@@ -68,6 +69,11 @@ class RecordedCalls:
     """The products that cannot be computed."""
     num_layers: Mapping[str, int]
     """By `layer_stack`, one more than the largest number of a layer."""
+
+    def recipe_of(self, call: RecordedCall, recipe: Recipe) -> Recipe:
+        """What a call computes with by a recipe, with its exceptions."""
+        num_layers = self.num_layers[call.field("layer_stack")]
+        return recipe.of_layer(call.field("module"), layer_idx=call.field("layer_idx"), num_layers=num_layers)
 
 
 def calls_of(records: Records, *, products: Collection[str] = ()) -> RecordedCalls:
@@ -108,6 +114,7 @@ def _tied_weights(records: Records) -> set[Key]:
 class _Found:
     """What is found of a call, product by product; the fields are those of `RecordedCall`."""
 
+    sample: SampleName | None
     rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     products: dict[str, str] = field(default_factory=dict)
     is_bias_known: bool = True
@@ -124,7 +131,7 @@ class _Finder:
         names = self._tensors.column("tensor_name")
         for row in selected:
             self._selected[self._calls.key(row)].add(names[row])
-        self._found: dict[tuple[Key, SampleName | None, bool], _Found] = {}
+        self._found: dict[tuple[Key, bool], _Found] = {}
         self._left_out: dict[tuple[Key, str], str] = {}
 
     @property
@@ -135,8 +142,8 @@ class _Finder:
     def calls(self) -> tuple[RecordedCall, ...]:
         """Those with a product that can be computed."""
         return tuple(
-            RecordedCall(key=key, sample=sample, is_assembled=is_assembled, **dataclasses.asdict(found))
-            for (key, sample, is_assembled), found in self._found.items()
+            RecordedCall(key=key, is_assembled=is_assembled, **dataclasses.asdict(found))
+            for (key, is_assembled), found in self._found.items()
         )
 
     def left_out(self) -> tuple[LeftOut, ...]:
@@ -155,35 +162,37 @@ class _Finder:
 
     def look(self, key: Key, product: str) -> None:
         """Note what a call gives of a product, or why it gives none."""
-        for sample, own in self._calls.of(key).items():
-            reason = self._tensors.why_not_read(own, product)
-            place, rows = key, own
-            is_local = bool(reason) or self._tensors.is_local(own, product)
-            if not is_local:
-                place, rows, reason = self._whole(key, sample, own, product)
-            reason = reason or self._tensors.why_no_product(rows, product)
-            if reason:
-                self._left_out[place, product] = reason
-                continue
-            counts = (self._calls.num_calls(key, name) for name in ("grad_output", "grad_weight"))
-            why = self._tensors.why_not_compared(rows, product, *counts)
-            found = self._found.setdefault((place, sample, not is_local), _Found())
-            found.products[product] = why
-            found.rows |= {name: rows[name] for name in (*PRODUCTS[product], "offsets") if name in rows}
-            if product in rows and not why:
-                found.rows[product] = rows[product]
-            if product == "output":
-                found.is_bias_known = self._tensors.is_bias_known(rows)
-                found.rows |= {"bias": rows["bias"]} if self._tensors.has_bias(rows) else {}
+        own = self._calls.of(key)
+        reason = self._tensors.why_not_read(own, product)
+        place, rows = key, own
+        is_local = bool(reason) or self._tensors.is_local(own, product)
+        if not is_local:
+            place, rows, reason = self._whole(key, own, product)
+        found = self._found.get((place, not is_local)) or _Found(sample=self._calls.sample(key))
+        operands = {name: rows[name] for name in (*PRODUCTS[product], "offsets") if name in rows}
+        reason = reason or self._tensors.why_no_product(found.rows | operands, product)
+        if reason:
+            self._left_out[place, product] = reason
+            return
+        counts = (self._calls.num_calls(key, name) for name in ("grad_output", "grad_weight"))
+        why = self._tensors.why_not_compared(rows, product, *counts)
+        self._found[place, not is_local] = found
+        found.products[product] = why
+        found.rows |= operands
+        if product in rows and not why:
+            found.rows[product] = rows[product]
+        if product == "output":
+            found.is_bias_known = self._tensors.is_bias_known(rows)
+            found.rows |= {"bias": rows["bias"]} if self._tensors.has_bias(rows) else {}
 
-    def _whole(self, key: Key, sample: SampleName | None, own: Rows, product: str) -> tuple[Key, Rows, str]:
+    def _whole(self, key: Key, own: Rows, product: str) -> tuple[Key, Rows, str]:
         """The call of the lowest rank of a mesh, its tensors of all ranks, and why they cannot be had."""
         ranks = sorted(self._tensors.ranks(own, product))
         if not ranks:
             return key, own, "the weight is a shard, and where the other operand lies was not recorded"
         at = CALL_FIELDS.index("rank")
         keys = [(*key[:at], rank, *key[at + 1 :]) for rank in ranks]
-        of_ranks = [self._calls.of(one).get(sample, {}) for one in keys]
+        of_ranks = [self._calls.of(one) for one in keys]
         reasons = [reason for rows in of_ranks if (reason := self._tensors.why_not_read(rows, product))]
         if reasons:
             return keys[0], own, f"it takes what all ranks of a mesh have, and of one {reasons[0]}"

@@ -64,7 +64,7 @@ class CallTensors:
         self._samples = sample_names(records)
         self._standing: defaultdict[Key, list[int]] = defaultdict(list)
         self._num_calls: Counter[Key] = Counter()
-        self._found: dict[Key, dict[SampleName | None, Rows]] = {}
+        self._found: dict[Key, Rows] = {}
         self.names: dict[Key, dict[str, list[int]]] = {}
         """Of each call, in the order of the records, the rows of its own tensors by their names."""
         for row, (key, name) in enumerate(zip(self._keys, self._names, strict=True)):
@@ -81,35 +81,31 @@ class CallTensors:
         """How many calls of the layer in that microbatch have such a tensor."""
         return self._num_calls[name, *_without(key, {"call"})]
 
-    def of(self, key: Key) -> Mapping[SampleName | None, Rows]:
-        """The tensors of a call by name; by sample where each of these has records of its own, else under None."""
+    def of(self, key: Key) -> Rows:
+        """The tensors of a call by name, with its weight and bias."""
         if key not in self._found:
-            group = {name: self._usual(name, rows) for name, rows in self.names.get(key, {}).items()}
-            several = [row for rows in group.values() if len(rows) > 1 for row in rows]
-            samples = dict.fromkeys(self._samples[row][0] for row in several if len(self._samples[row]) == 1)
-            self._found[key] = {sample: self._of_sample(key, group, sample) for sample in samples or [None]}
+            own = {name: (self._usual(name, rows)[0],) for name, rows in self.names.get(key, {}).items()}
+            forward = [self._counters[row] for name, (row,) in own.items() if not name.startswith("grad_")]
+            for name in STANDING:
+                known = self._standing.get((name, *_without(key, _OF_ONE_CALL)), [])
+                row = None if name in own else self._before(known, key, max(forward, default=math.inf))
+                if row is not None:
+                    own[name] = (row,)
+            wide = {name.removeprefix(WIDE): rows for name, rows in own.items() if name.startswith(WIDE)}
+            self._found[key] = own | wide
         return self._found[key]
+
+    def sample(self, key: Key) -> SampleName | None:
+        """The sample that all of a call's own tensors are of; None where there are several."""
+        names = [self._samples[row] for name, rows in self.names[key].items() if name not in STANDING for row in rows]
+        found = {name for several in names for name in several}
+        return found.pop() if len(found) == 1 else None
 
     def _usual(self, name: str, rows: list[int]) -> list[int]:
         """Of several records of one name those that capture makes, if there are any."""
         operation = Operation.BACKWARD if name.startswith("grad_") else Operation.FORWARD
         direction = operation.value, _PHASES.get(name, "pre")
         return [row for row in rows if self._directions[row] == direction] or rows
-
-    def _of_sample(self, key: Key, group: Mapping[str, list[int]], sample: SampleName | None) -> Rows:
-        own = {
-            name: (mine[0],)
-            for name, rows in group.items()
-            if (mine := [row for row in rows if sample is None or self._samples[row] in ([sample], [])])
-        }
-        forward = [self._counters[row] for name, (row,) in own.items() if not name.startswith("grad_")]
-        for name in STANDING:
-            known = self._standing.get((name, *_without(key, _OF_ONE_CALL)), [])
-            row = None if name in own else self._before(known, key, max(forward, default=math.inf))
-            if row is not None:
-                own[name] = (row,)
-        wide = {name.removeprefix(WIDE): rows for name, rows in own.items() if name.startswith(WIDE)}
-        return own | wide
 
     def _before(self, known: Sequence[int], key: Key, last: float) -> int | None:
         """The last weight that was recorded before; in a training, of the same iteration."""

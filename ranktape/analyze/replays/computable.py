@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
-from ranktape.analyze.replay.shards import is_local
+from ranktape.analyze.numerics.products import SIZES
+from ranktape.analyze.numerics.recipes.recipe import OPERANDS, PRODUCTS
+from ranktape.analyze.replays.shards import is_local
 from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.records.placement import parse_placement
 
 if TYPE_CHECKING:
-    from ranktape.analyze.replay.call_tensors import Key, Rows
+    from ranktape.analyze.replays.call_tensors import Key, Rows
     from ranktape.storage import Records
     from ranktape.storage.records.placement import Placement
 
@@ -108,11 +110,14 @@ class LinearTensors:
         return next((one.ranks for one in placements if one is not None), ())
 
     def why_no_product(self, rows: Rows, product: str) -> str:
-        """Why operands that can be read do not multiply; empty where they do."""
+        """Why operands that can be read do not multiply, or are not those of one call; empty where they do."""
         first, second = PRODUCTS[product]
-        sizes = self._sizes(rows, product)
-        if sizes is None:
+        sizes = {name: self._letters(rows, name) for name in OPERANDS if name in rows}
+        if not _agree(sizes[first], sizes[second]):
             return f"the shapes of {first} and {second} do not multiply"
+        for name, other in itertools.product((first, second), sizes):
+            if not _agree(sizes[name], sizes[other]):
+                return f"the shapes of {name} and {other} are not of one call"
         return ""
 
     def why_not_compared(self, rows: Rows, product: str, num_calls: int, num_gradients: int) -> str:
@@ -124,12 +129,14 @@ class LinearTensors:
             return ""
         if reason := self._why_no_numbers(rows[product][0], product):
             return reason
-        wanted = self._sizes(rows, product)
-        if wanted is None or math.prod(self.shape(rows[product])) != math.prod(wanted):
+        sizes = {letter: size for name in PRODUCTS[product] for letter, size in self._letters(rows, name).items()}
+        if math.prod(self.shape(rows[product])) != math.prod(map(sizes.__getitem__, SIZES[product])) * sizes.get(
+            "E", 1
+        ):
             return f"{product} has another shape than the product"
         if product == "grad_weight":
             return self._why_other_sum(rows, num_calls, num_gradients)
-        if product == "output" and not self.is_bias_known(rows) and wanted[-2] < MIN_TOKENS:
+        if product == "output" and not self.is_bias_known(rows) and sizes["T"] < MIN_TOKENS:
             return (
                 f"no bias was recorded, and outputs of fewer than {MIN_TOKENS} tokens do not tell whether there is one"
             )
@@ -172,18 +179,19 @@ class LinearTensors:
             return f"{name} holds {dtype}"
         return ""
 
-    def _sizes(self, rows: Rows, product: str) -> tuple[int, ...] | None:
-        """Rows and columns of a product, and before them the experts of one; None where operands do not multiply."""
-        first, second = (self.shape(rows[name]) for name in PRODUCTS[product])
-        layout = self.layout(rows)
-        if product == "grad_weight":
-            tokens = [math.prod(shape[:-1]) for shape in (first, second) if shape]
-            experts = self.shape(rows["offsets"]) if "offsets" in rows else ()
-            is_right = len(tokens) == 2 and tokens[0] == tokens[1]  # noqa: PLR2004 - both have dimensions
-            return (*experts, first[-1], second[-1]) if is_right else None
-        if not first or len(second) != len(layout):
-            return None
-        inner, outer = "IO" if product == "output" else "OI"
-        if first[-1] != second[layout.index(inner)]:
-            return None
-        return math.prod(first[:-1]), second[layout.index(outer)]
+    def _letters(self, rows: Rows, name: str) -> dict[str, int]:
+        """The sizes of an operand by the letters of its dimensions: tokens T, inputs I, outputs O, experts E.
+
+        None of one without dimensions, or of a weight with others than it has.
+        """
+        shape = self.shape(rows[name])
+        letters = self.layout(rows) if name == "weight" else SIZES[name]
+        matrix = shape if name == "weight" else (math.prod(shape[:-1]), *shape[-1:])
+        found = dict(zip(letters, matrix, strict=False)) if len(letters) == len(matrix) else {}
+        return found | ({"E": math.prod(self.shape(rows["offsets"]))} if "offsets" in rows else {})
+
+
+def _agree(sizes: dict[str, int], others: dict[str, int]) -> bool:
+    """Whether two operands are there, and have the same size where they have a dimension in common."""
+    shared = sizes.keys() & others.keys()
+    return bool(sizes and others) and all(sizes[letter] == others[letter] for letter in shared)

@@ -12,7 +12,7 @@ from ranktape.analyze.comparison.tensors import ComparedTensor
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
-from ranktape.analyze.replay.computable import TRANSPOSED
+from ranktape.analyze.replays.computable import TRANSPOSED
 from ranktape.storage.format.dtypes import to_torch
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.numerics.products import ProductError
     from ranktape.analyze.numerics.recipes.recipe import Recipe
-    from ranktape.analyze.replay.calls import RecordedCall, RecordedCalls
+    from ranktape.analyze.replays.calls import RecordedCall, RecordedCalls
     from ranktape.storage import Record
 
 Tensors: TypeAlias = "dict[str, torch.Tensor]"
@@ -61,13 +61,9 @@ class CallTasks(Sequence[CallTask]):
             return [self[place] for place in range(*index.indices(len(self)))]
         call = self._calls.calls[index]
         records = self._calls.records.take([row for rows in call.rows.values() for row in rows])
-        num_layers = self._calls.num_layers[call.field("layer_stack")]
-        recipes = (
-            one.of_layer(call.field("module"), layer_idx=call.field("layer_idx"), num_layers=num_layers)
-            for one in self._recipes
-        )
+        recipes = tuple(self._calls.recipe_of(call, one) for one in self._recipes)
         # To look at the records of files is to read them.
-        return CallTask(call=call, records=records if records.is_costly else tuple(records), recipes=tuple(recipes))
+        return CallTask(call=call, records=records if records.is_costly else tuple(records), recipes=recipes)
 
 
 def replay_call(task: CallTask) -> CallErrors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -14,16 +15,16 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
-from ranktape.analyze.replay.call_tensors import CALL_FIELDS
-from ranktape.analyze.replay.calls import calls_of
-from ranktape.analyze.replay.tasks import CallTasks, replay_call
+from ranktape.analyze.replays.call_tensors import CALL_FIELDS
+from ranktape.analyze.replays.calls import calls_of
+from ranktape.analyze.replays.tasks import CallTasks, replay_call
 from ranktape.errors import UnknownFieldError, UsageError, nearest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.numerics.recipes.recipe import Recipe
-    from ranktape.analyze.replay.calls import RecordedCalls
+    from ranktape.analyze.replays.calls import RecordedCalls
     from ranktape.storage import Records
 
 GROUP_FIELDS = (*CALL_FIELDS, SAMPLE, "product", "recipe")
@@ -47,10 +48,14 @@ def replay_calls(
         UsageError: a recipe is called `recorded`.
         WorkersError: the processes or the cluster cannot be had, or were lost.
     """
+    return replay_found(calls_of(records, products=products), recipes, engine=engine)
+
+
+def replay_found(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Engine | None = None) -> Replayed:
+    """As `replay_calls`, of calls that were found before."""
     names = tuple(one.name for one in recipes)
     if RECORDED in names:
         raise UsageError(f"a recipe is called {RECORDED}, the word for what was recorded: give it another name")
-    calls = calls_of(records, products=products)
     tasks = CallTasks(calls, recipes)
     places: list[int] = []
     rows: list[tuple[Any, ...]] = []
@@ -82,11 +87,21 @@ class ReplayedGroup:
     """Against the recorded results, as far as they can be compared: nothing compared where none can."""
     num_calls: int
     """Calls that they are of."""
-    worst: int
-    """The row of the one that is furthest off: with the smallest SQNR, or with NaN and Inf."""
+    rows: NDArray[np.int64]
+    """The rows, those that are furthest off first: with NaN and Inf, then with the smallest SQNR."""
+
+    @property
+    def worst(self) -> int:
+        """The row of the one that is furthest off."""
+        return int(self.rows[0])
+
+    @property
+    def median(self) -> int:
+        """The row of the one in the middle; of two the worse one."""
+        return int(self.rows[(len(self.rows) - 1) // 2])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Replayed:
     """How far off each product of each call is by each recipe; a row each, in columns."""
 
@@ -104,6 +119,10 @@ class Replayed:
     """By row `ErrorSums.to_array` against the product of the recorded operands in float32."""
     recorded: NDArray[np.float64]
     """By row the same against the recorded result; all 0 where that cannot be compared."""
+
+    def sums(self, row: int) -> ErrorSums:
+        """Those of a row against the product of the recorded operands in float32."""
+        return ErrorSums.pooled(self.exact[row])
 
     def column(self, field: str) -> list[Any]:
         """One of `GROUP_FIELDS` by row; a sample is None where calls are not of one.
@@ -132,6 +151,7 @@ class Replayed:
         keys = sorted(rows, key=lambda key: [order[value] for order, value in zip(orders, key, strict=True)])
         return [self._group(dict(zip(by, key, strict=True)), np.array(rows[key])) for key in keys]
 
+    @functools.cached_property
     def badness(self) -> NDArray[np.float64]:
         """By row the squared relative error; infinite where NaN or Inf came of finite operands."""
         columns = dict(zip(ErrorSums.__slots__, self.exact.T, strict=True))
@@ -155,5 +175,5 @@ class Replayed:
             exact=ErrorSums.pooled(self.exact[rows]),
             recorded=ErrorSums.pooled(self.recorded[rows]),
             num_calls=len(np.unique(self.places[rows])),
-            worst=int(rows[np.argmax(self.badness()[rows])]),
+            rows=rows[np.argsort(-self.badness[rows], kind="stable")],
         )

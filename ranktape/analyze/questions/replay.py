@@ -1,0 +1,244 @@
+"""Gives how far off the products of linear layers are by recipes, computed again from what was recorded of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from ranktape.analyze.identity import IDENTITY, SAMPLE, group_columns, group_row, key_column, with_stacks, words
+from ranktape.analyze.numerics.error_sums import ErrorSums
+from ranktape.analyze.numerics.recipes.parse import parse_recipes
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
+from ranktape.analyze.replays.call_tensors import CALL_FIELDS
+from ranktape.analyze.replays.calls import LINEAR, calls_of
+from ranktape.analyze.replays.replayed import GROUP_FIELDS, RECORDED, replay_found
+from ranktape.analyze.table import Column, Kind, Table
+from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError, nearest
+from ranktape.storage.places.failures import printable
+
+if TYPE_CHECKING:
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.numerics.recipes.parse import RecipeWord
+    from ranktape.analyze.numerics.recipes.recipe import Recipe
+    from ranktape.analyze.replays.calls import RecordedCalls
+    from ranktape.analyze.replays.replayed import Replayed, ReplayedGroup
+    from ranktape.storage import Records
+
+ERROR_COLUMNS = (
+    Column(name="sqnr", kind=Kind.FLOAT, head="SQNR", unit="dB"),
+    Column(name="relative_error", kind=Kind.FLOAT, head="relative error"),
+    Column(name="cosine", kind=Kind.COSINE),
+    Column(name="max_abs_error", kind=Kind.FLOAT, head="largest error"),
+    Column(name="bias", kind=Kind.FLOAT),
+    Column(name="norm_ratio", kind=Kind.FLOAT, head="norm ratio"),
+)
+"""What is said of a product against that of the recorded operands: properties of `ErrorSums`."""
+
+COLUMNS = (
+    Column(name="calls", kind=Kind.INTEGER),
+    *ERROR_COLUMNS,
+    Column(name="median_sqnr", kind=Kind.FLOAT, head="median call", unit="dB", is_detail=True),
+    Column(name="worst_sqnr", kind=Kind.FLOAT, head="worst call", unit="dB"),
+    Column(name="worst_at", kind=Kind.TEXT, head="at"),
+    Column(name="recorded_sqnr", kind=Kind.FLOAT, head="against recorded", unit="dB"),
+    Column(name="elements", kind=Kind.INTEGER, is_detail=True),
+    Column(name="compared", kind=Kind.INTEGER, is_detail=True),
+    Column(name="lost", kind=Kind.INTEGER, is_detail=True),
+)
+"""What is said of a group of products."""
+
+_PLACES = ("iteration", "rank", "microbatch", "call", "module")
+"""The fields that say where the worst call is, unless rows are of one of them."""
+
+_FEW = 3
+"""Modules and reasons that a note names before it counts the rest."""
+
+_UNLIKE = 6.0
+"""SQNR in dB below which a recorded result is none of these operands' product by any rounding."""
+
+
+def replay(
+    records: Records,
+    *,
+    recipe: RecipeWord | Sequence[RecipeWord] = ("nvfp4", "mxfp8"),
+    product: str | Sequence[str] = (),
+    by: Sequence[str] = (),
+    show: Literal["products", "unreplayable"] = "products",
+    engine: Engine | None = None,
+) -> Table:
+    """What recipes would have done to the products of linear layers: computed again from the recorded operands.
+
+    The output, the gradient of the input and that of the weight, against the same products in float32 and against what
+    was recorded. Rows of the recipe `recorded` are what the training's own rounding cost. Each layer, product and
+    recipe has a row, of all calls together; `by` names other fields than the layer's. Filters choose the products by
+    their results; operands may lie outside of them. Shards are put together where a product takes what other ranks
+    have.
+
+    SQNR, relative error (Frobenius), cosine and the largest error are over the elements that are finite in both. The
+    bias is the mean error over its standard error: beyond 4 or so it is no chance, and adds up in gradients. The ratio
+    of norms is that of gradients. What is not defined is missing.
+
+    Args:
+        recipe (NAME): How operands are quantised: nvfp4, mxfp8, fp8_tensor, nvfp4_nvidia, or a .yaml file of recipes;
+            repeatable, with commas between.
+        product (NAME): Only these: output, grad_input, grad_weight.
+        show: How far off products are, or which cannot be computed again, and why.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        NoRecordsError: no record is of a linear layer, or no product can be computed again.
+        StorageError: the store cannot be read.
+        UnknownFieldError: `by` names no field of a call.
+        UsageError: a recipe or a product is not known, or samples are asked for that calls have together.
+    """
+    recipes, products = parse_recipes(recipe), words(product)
+    for name in products:
+        if name not in PRODUCTS:
+            raise UsageError(f"--product {name!r:.60} is none of a linear layer: {nearest(name, PRODUCTS)}")
+    fields = _fields(records, by)
+    calls = calls_of(records, products=products)
+    if show == "unreplayable":
+        return _left_out_table(calls)
+    _check_calls(calls, fields)
+    replayed = replay_found(calls, recipes, engine=engine)
+    groups = replayed.groups(fields)
+    places = [name for name in _PLACES if name not in fields and len(set(replayed.column(name))) > 1]
+    num_layers = len({call.field("module") or call.field("layer_idx") for call in calls.calls})
+    return Table(
+        title=f"products of {len(calls.calls)} calls of {num_layers} linear layers by recipes, "
+        "against the same products of the recorded operands in float32",
+        columns=(*group_columns(fields)[:-1], *COLUMNS),
+        rows=tuple(
+            (*group_row({**group.key}, num_records=0)[:-1], *_cells(group, replayed, places)) for group in groups
+        ),
+        notes=tuple(_notes(replayed, recipes, has_bias=any(group.exact.bias is not None for group in groups))),
+        worst_first=_worst_first,
+    )
+
+
+def _fields(records: Records, by: Sequence[str]) -> tuple[str, ...]:
+    """What rows are of: the layers, or what was asked for; and the product and the recipe in any case."""
+    for name in by:
+        if name in IDENTITY and name not in GROUP_FIELDS:
+            raise UnknownFieldError(f"--by {name} is of a tensor, and a row here is of a product: give --by product")
+        if name not in GROUP_FIELDS:
+            raise UnknownFieldError(f"--by {name!r:.60} is no field of a call: {nearest(name, GROUP_FIELDS)}")
+    layers = "module" if any(records.column("module").tolist()) else "layer_idx"
+    return tuple(dict.fromkeys((*with_stacks(by or (layers,), records), "product", "recipe")))
+
+
+def _check_calls(calls: RecordedCalls, fields: Sequence[str]) -> None:
+    if not calls.calls and not calls.left_out:
+        raise NoRecordsError(
+            "no product of a linear layer is selected: filters choose products by their results, output, grad_input "
+            f"and grad_weight, of layers whose layer_type or component is {LINEAR}"
+        )
+    if not calls.calls:
+        raise NoRecordsError(
+            f"none of {len(calls.left_out)} products can be computed again: {_counted(_reasons(calls))}; --show "
+            "unreplayable lists them"
+        )
+    if SAMPLE in fields and any(call.sample is None for call in calls.calls):
+        raise UsageError(
+            "--by sample is of calls that are recorded sample by sample: of others a scale may be that of all samples; "
+            "give --by microbatch, or --by call"
+        )
+
+
+def _cells(group: ReplayedGroup, replayed: Replayed, places: Sequence[str]) -> tuple[Any, ...]:
+    """What `COLUMNS` hold."""
+    exact, worst = group.exact, replayed.calls.calls[replayed.places[group.worst]]
+    errors = [getattr(exact, column.name) for column in ERROR_COLUMNS[:-1]]
+    is_several = len(group.rows) > 1
+    is_gradient = str(replayed.products[group.worst]).startswith("grad_")
+    return (
+        group.num_calls,
+        *errors,
+        exact.norm_ratio if is_gradient else None,
+        replayed.sums(group.median).sqnr,
+        replayed.sums(group.worst).sqnr if is_several else None,
+        printable(" ".join(f"{name} {worst.field(name)}" for name in places)) if is_several else None,
+        group.recorded.sqnr,
+        *(int(getattr(exact, name)) for name in ("num_elements", "num_compared", "num_lost")),
+    )
+
+
+def _worst_first(table: Table) -> Table:
+    """Recipes by their SQNR, those with NaN and Inf of finite operands before; then what was recorded."""
+
+    def order(row: dict[str, Any]) -> tuple[bool, bool, float]:
+        sqnr = row["sqnr"]
+        return row["recipe"] == RECORDED, not row["lost"], math.inf if sqnr is None else sqnr
+
+    ordered = sorted(zip(map(order, table.records()), table.rows, strict=True), key=operator.itemgetter(0))
+    return dataclasses.replace(table, rows=tuple(row for _, row in ordered))
+
+
+def _notes(replayed: Replayed, recipes: Sequence[Recipe], *, has_bias: bool) -> Iterator[str]:
+    """What was compared with what, and what was not."""
+    calls = replayed.calls
+    yield f"{RECORDED}: the recorded result in the place of a recipe's: what the training's own rounding cost"
+    yield "against recorded: the recipe's product against the recorded result"
+    if has_bias:
+        yield "bias: the mean error over its standard error; beyond 4 or so, and below -4, it is no chance"
+    for recipe in recipes:
+        modules = {call.field("module"): calls.recipe_of(call, recipe) for call in calls.calls}
+        num_left = sum(own != recipe for own in modules.values())
+        if num_left:
+            yield f"{recipe.name} leaves {num_left} of {len(modules)} modules in bf16"
+    num_lost = int(replayed.exact[:, ErrorSums.__slots__.index("num_lost")].sum())
+    if num_lost:
+        yield f"{num_lost} elements are NaN or infinite where the product of the recorded operands is finite"
+    if calls.left_out:
+        counted = _counted(_reasons(calls))
+        yield f"{len(calls.left_out)} products cannot be computed again: {counted}; --show unreplayable lists them"
+    whys = Counter(why for call in calls.calls for why in call.products.values() if why)
+    if whys:
+        yield f"{whys.total()} recorded results are not compared: {_counted(whys)}"
+    unknown = sum("output" in call.rows and not call.is_bias_known for call in calls.calls)
+    if unknown:
+        yield (
+            f"of {unknown} calls no bias is known: what all tokens of an output have in common beyond their products "
+            "is left out of what was recorded"
+        )
+    assembled = sum(call.is_assembled for call in calls.calls)
+    if assembled:
+        yield f"{assembled} calls are put together from what all ranks of a mesh recorded"
+    is_unlike = (replayed.names == RECORDED) & (replayed.badness > 10 ** (-_UNLIKE / 10))
+    if is_unlike.any():
+        unlike = Counter(calls.calls[place].field("module") for place in replayed.places[is_unlike])
+        yield (
+            f"{unlike.total()} recorded results are not the products of the recorded operands (SQNR below {_UNLIKE:g} "
+            f"dB), so that these are not what the layer multiplied: {_counted(unlike)}"
+        )
+
+
+def _reasons(calls: RecordedCalls) -> Counter[str]:
+    return Counter(one.reason for one in calls.left_out)
+
+
+def _counted(counts: Counter[str]) -> str:
+    named = [printable(f"{name} ({count})") for name, count in counts.most_common(_FEW)]
+    rest = len(counts) - len(named)
+    return ", ".join(named) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _left_out_table(calls: RecordedCalls) -> Table:
+    """The products that cannot be computed again."""
+    return Table(
+        title=f"{len(calls.left_out)} products that cannot be computed again from what was recorded",
+        columns=(
+            *(key_column(field, is_detail=field in _DETAILS) for field in CALL_FIELDS),
+            Column(name="product", kind=Kind.TEXT, is_key=True),
+            Column(name="reason", kind=Kind.TEXT),
+        ),
+        rows=tuple((*one.key, one.product, one.reason) for one in calls.left_out),
+    )
+
+
+_DETAILS = ("attempt", "mode", "layer_stack", "component")
+"""Fields of a call that text leaves out unless everything is asked for."""

@@ -1,0 +1,168 @@
+"""Does the table of replayed products say what was compared with what, and every wrong question why it is wrong?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ranktape.analyze import Table, replay
+from ranktape.analyze.cli import cli
+from ranktape.analyze.legacy.open import open_source
+from ranktape.analyze.numerics.recipes.parse import parse_recipes
+from ranktape.analyze.numerics.recipes.recipe import HighPrecision, Recipe
+from ranktape.analyze.replays.replayed import replay_calls
+from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
+from ranktape.storage import Run
+from tests.analyze.pt_files import legacy_file
+from tests.analyze.replay_runs import call_arrays, call_tensors, one_call, trained
+from tests.analyze.runs import store
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two microbatches and two iterations of a transformer of 14 linear layers in float32."""
+    return trained(tmp_path_factory.mktemp("plain"), microbatches=2)
+
+
+def notes_of(table: Table) -> str:
+    return "\n".join(table.notes)
+
+
+def test_rows_are_layers_products_and_recipes_in_their_order(plain: Run) -> None:
+    table = replay(plain.select(module="layers.*.down"))
+    assert [(row["module"], row["product"], row["recipe"]) for row in table.records()] == [
+        (f"layers.{layer}.down", product, recipe)
+        for layer in (0, 1)
+        for product in ("output", "grad_input", "grad_weight")
+        for recipe in ("recorded", "nvfp4", "mxfp8")
+    ]
+    replayed = replay_calls(plain.select(module="layers.*.down"), parse_recipes("nvfp4,mxfp8"))
+    groups = replayed.groups(["module", "product", "recipe"])
+    for row, group in zip(table.records(), groups, strict=True):
+        assert (row["calls"], row["sqnr"], row["bias"]) == (4, group.exact.sqnr, group.exact.bias)
+        assert row["recorded_sqnr"] == group.recorded.sqnr
+        assert (row["norm_ratio"] is None) == (row["product"] == "output")
+        assert row["worst_sqnr"] <= row["median_sqnr"]
+        call = replayed.calls.calls[replayed.places[group.worst]]
+        assert row["worst_at"].startswith(f"iteration {call.field('iteration')} microbatch {call.field('microbatch')}")
+    rows = {(row["product"], row["recipe"]): row for row in table.records()}
+    assert rows["output", "recorded"]["sqnr"] > 120
+    assert rows["output", "recorded"]["recorded_sqnr"] is None
+    assert rows["output", "mxfp8"]["sqnr"] > rows["output", "nvfp4"]["sqnr"] + 6
+
+
+def test_by_names_other_fields_and_the_worst_come_first_where_rows_are_left_out(plain: Run) -> None:
+    table = replay(plain.select(), recipe="nvfp4", product="grad_weight", by=["iteration", "layer_idx"])
+    keys = [(row["iteration"], row["layer_idx"], row["recipe"]) for row in table.records()]
+    assert keys == [(step, layer, name) for step in (0, 1) for layer in (-1, 0, 1) for name in ("recorded", "nvfp4")]
+    assert {row["product"] for row in table.records()} == {"grad_weight"}
+    assert sum(row["calls"] for row in table.records() if row["recipe"] == "nvfp4") == 2 * 2 * 14
+    assert table.worst_first is not None
+    worst = table.worst_first(table).records()
+    assert [row["recipe"] for row in worst] == ["nvfp4"] * 6 + ["recorded"] * 6
+    assert [row["sqnr"] for row in worst[:6]] == sorted(row["sqnr"] for row in worst[:6])
+
+
+def test_notes_say_what_was_left_out(tmp_path: Path) -> None:
+    tensors = [
+        *call_tensors(call_arrays(), without={"bias"}, module="a"),
+        *call_tensors(call_arrays(tokens=8), without={"bias"}, module="b"),
+        *call_tensors(call_arrays(), without={"weight"}, module="c"),
+        *call_tensors(call_arrays(seed=1) | {"output": call_arrays(seed=2)["output"]}, module="d"),
+    ]
+    run = store(tmp_path / "run", tensors)
+    table = replay(run.select(), recipe="mxfp8")
+    notes = notes_of(table)
+    assert "2 products cannot be computed again: no weight was recorded (2); --show unreplayable lists them" in notes
+    assert "1 recorded results are not compared: no bias was recorded" in notes
+    assert "of 1 calls no bias is known" in notes
+    assert "1 recorded results are not the products of the recorded operands" in notes
+    assert "d (1)" in notes
+    left_out = replay(run.select(), show="unreplayable")
+    assert [(row["module"], row["product"], row["reason"]) for row in left_out.records()] == [
+        ("c", "output", "no weight was recorded"),
+        ("c", "grad_input", "no weight was recorded"),
+    ]
+
+
+def test_a_recipe_says_how_many_modules_it_leaves(plain: Run) -> None:
+    (nvfp4,) = parse_recipes("nvfp4")
+    mine = Recipe(name="mine", source="test", products=nvfp4.products, high_precision=HighPrecision(first_layers=1))
+    table = replay(plain.select(iteration=0), recipe=[mine, "mxfp8"])
+    assert "mine leaves 6 of 14 modules in bf16" in notes_of(table)
+
+
+def test_elements_that_a_recipe_spoils_are_counted(tmp_path: Path) -> None:
+    arrays = call_arrays()
+    # Both factors are rounded up, and so is their product: to 2^128.
+    arrays["input"][0] = 0
+    arrays["input"][0, 0], arrays["weight"][:, 0] = 0.999 * 2.0**127, 1.96
+    run = store(tmp_path / "run", call_tensors(arrays, without={"output", "bias"}))
+    table = replay(run.select(), recipe="mxfp8", product="output")
+    (row,) = table.records()
+    assert (row["elements"], row["compared"], row["lost"]) == (32 * 8, 31 * 8, 8)
+    assert "8 elements are NaN or infinite where the product of the recorded operands is finite" in notes_of(table)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": "nvfp"}, "recipe 'nvfp' is not known: did you mean nvfp4"),
+        ({"recipe": []}, "names nothing"),
+        ({"product": "outputs"}, "--product 'outputs' is none of a linear layer: did you mean output"),
+        ({"by": ["operation"]}, "--by operation is of a tensor, and a row here is of a product: give --by product"),
+        ({"by": ["rnk"]}, "--by 'rnk' is no field of a call: did you mean rank"),
+        ({"by": ["sample"]}, "--by sample is of calls that are recorded sample by sample"),
+    ],
+)
+def test_wrong_questions(plain: Run, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replay(plain.select(), **options)
+    assert issubclass(UnknownFieldError, UsageError)
+
+
+def test_nothing_to_replay(tmp_path: Path, plain: Run) -> None:
+    with pytest.raises(NoRecordsError, match="no product of a linear layer is selected"):
+        replay(plain.select(layer_type="attention"))
+    run = one_call(tmp_path, without={"weight", "input"})
+    with pytest.raises(NoRecordsError, match=r"none of 3 products can be computed again: no input was recorded \(2\)"):
+        replay(run.select())
+
+
+def test_files_of_single_samples_are_told_apart(tmp_path: Path) -> None:
+    for sample in (3, 7):
+        arrays = call_arrays(seed=sample)
+        arrays["output"] = arrays["input"] @ arrays["weight"].T
+        for counter, (name, phase) in enumerate({"input": "pre", "weight": "pre", "output": "post"}.items()):
+            tags: dict[str, Any] = {
+                "tensor_name": name,
+                "phase": phase,
+                "sample_idx": sample,
+                "counter": counter + 10 * sample,
+            }
+            legacy_file(tmp_path, torch.from_numpy(arrays[name]), **tags)
+    table = replay(open_source(str(tmp_path)).select(), recipe="mxfp8", by=["sample"])
+    rows = table.records()
+    assert [(row["sample"], row["product"], row["recipe"]) for row in rows] == [
+        (sample, "output", recipe) for sample in ("3", "7") for recipe in ("recorded", "mxfp8")
+    ]
+    assert all(row["sqnr"] > 120 for row in rows if row["recipe"] == "recorded")
+    # Files without names of modules are told apart by their layers.
+    assert replay(open_source(str(tmp_path)).select()).columns[0].name == "layer_idx"
+
+
+def test_the_command_writes_the_same_as_a_document(plain: Run) -> None:
+    options = ["--recipe", "mxfp8,nvfp4", "--module", "head", "--product", "output,grad_weight", "--json"]
+    done = CliRunner().invoke(cli, ["replay", plain.url, *options])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    table = replay(plain.select(module="head"), recipe="mxfp8,nvfp4", product=["output", "grad_weight"])
+    assert document["rows"] == table.to_json()["rows"]
+    assert len(document["rows"]) == 2 * 3
+    done = CliRunner().invoke(cli, ["replay", plain.url, "--show", "unreplayable"])
+    assert done.stdout.startswith("0 products that cannot be computed again")
