@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from ranktape.analyze.numerics.formats import FORMATS, Rounding, parse_format
 from ranktape.analyze.numerics.formats.kernels import check_values, state_of
@@ -28,6 +28,9 @@ EXACT = "exact"
 
 MAX_SCALE_OFFSET = 4096
 """Long before it, every scale is at an end of its range."""
+
+MAX_BLOCK_SIZE = 2**31 - 1
+"""What a kernel can count, along one side."""
 
 
 class OperandOptions(TypedDict, total=False):
@@ -123,6 +126,8 @@ def plan_of(
     Raises:
         UsageError: an option is unknown, out of its range, or without effect on this scheme.
     """
+    for option, given in (("scale_format", scale_format), ("scale_rule", scale_rule)):
+        _check_word(given, name=option)
     scheme = _with_scale(_scheme(name, scaling=scaling, block_size=block_size), scale_format=scale_format)
     element = scheme.element
     check_values(element)
@@ -158,8 +163,8 @@ def _scheme(name: str, *, scaling: str | None, block_size: int | tuple[int, int]
         sizes = (_integer(block_size[0], name="block_size"), _integer(block_size[1], name="block_size"))
     else:
         raise UsageError(f"block_size is {block_size}: give a length along the axis, or (rows, columns) of a tile")
-    if min(sizes) < 1:
-        raise UsageError(f"block_size is {block_size}: a block has at least one element")
+    if min(sizes) < 1 or max(sizes) > MAX_BLOCK_SIZE:
+        raise UsageError(f"block_size is {block_size}: a block has at least one element, at most {MAX_BLOCK_SIZE}")
     return dataclasses.replace(in_blocks(named, block_size=sizes[1]), block_rows=sizes[0])
 
 
@@ -244,7 +249,9 @@ def _scale_bits(scale_bits: int, *, scheme: Scheme) -> int:
     return wanted
 
 
-def _four_over_six(is_wanted: bool, *, scheme: Scheme) -> bool:  # noqa: FBT001 - the option itself
+def _four_over_six(is_wanted: Any, *, scheme: Scheme) -> bool:
+    if not isinstance(is_wanted, bool):
+        raise UsageError(f"four_over_six is {is_wanted!r:.60}: it is True or False")
     floats, element = FORMATS["fp4_e2m1"], scheme.element
     is_float4 = (element.num_bits, element.maximum) == (floats.num_bits, floats.maximum)
     if is_wanted and not (is_float4 and scheme.scaling is Scaling.BLOCK and not scheme.has_power_scales):
@@ -269,6 +276,11 @@ def check_rotation_options(rotation: int, *, seed: int | None) -> int:
         if not size:
             raise UsageError(f"rotation_seed is {seed}, and nothing is rotated: give the size `rotation`")
     return size
+
+
+def _check_word(given: Any, *, name: str) -> None:
+    if given is not None and not isinstance(given, str):
+        raise UsageError(f"{name} is {given!r:.60}: give a word")
 
 
 def _integer(number: int, *, name: str) -> int:

@@ -33,6 +33,9 @@ WIDE_BITS = 16
 
 MAX_DRAWS = 1024
 
+MAX_ROTATION = 4096
+"""Sums are filled up to a multiple of a rotation: one that is far longer than they are costs memory and time alone."""
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 """What can stand in an option between commas, in a file as it is, and in a tag of records."""
 
@@ -126,7 +129,7 @@ class ProductRecipe:
     """How a product is computed.
 
     Raises:
-        UsageError: the rotation is no power of two, or there are signs and no rotation.
+        UsageError: the rotation is no power of two up to `MAX_ROTATION`, or there are signs and no rotation.
     """
 
     operands: Mapping[str, OperandRecipe]
@@ -139,10 +142,8 @@ class ProductRecipe:
     def __post_init__(self) -> None:
         """Check the rotation; which operands there are to be, the recipe knows."""
         size = _whole(self.rotation, name="rotation", least=0)
-        if size == 1 or size & (size - 1):
-            raise UsageError(
-                f"rotation is {size}: Hadamard matrices here have a power of two rows, 2 or more; 0 is none"
-            )
+        if size == 1 or size & (size - 1) or size > MAX_ROTATION:
+            raise UsageError(f"rotation is {size}: give a power of two from 2 to {MAX_ROTATION}, or 0 for none")
         if self.rotation_seed is not None:
             _whole(self.rotation_seed, name="rotation_seed", least=0)
             if not size:

@@ -66,7 +66,8 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="int8_token",
-            source="a scale for each token and each output, as in arXiv 2206.01861",
+            source="a scale for each row of an operand: torchao's Int8MixedPrecisionTrainingConfig; of tokens as in "
+            "arXiv 2206.01861",
             products=products_of(OperandRecipe(scheme="int8", scaling="channel")),
         ),
         Recipe(
@@ -86,7 +87,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="mxfp6",
-            source="OCP microscaling formats 1.0; e3m2 everywhere as in the trainings of arXiv 2310.10537",
+            source="OCP microscaling formats 1.0; e3m2 everywhere, the wider of its two 6-bit formats",
             products=products_of(OperandRecipe(scheme="mxfp6_e3m2")),
         ),
         Recipe(
