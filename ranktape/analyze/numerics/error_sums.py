@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ import numpy as np
 
 from ranktape.analyze.numerics.differences import cosine_of, decibels
 from ranktape.analyze.numerics.error_kernels import add_errors
-from ranktape.analyze.numerics.kernels import BLOCK
 from ranktape.analyze.numerics.pieces import array_of, each, frozen, tensor_or_array
 from ranktape.errors import UsageError
 
@@ -22,10 +21,13 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.numerics.histograms.histogram import AnyArray
 
-CHUNK = 64 * BLOCK
-"""Elements that a thread adds up at a time."""
+PART = 1 << 18
+"""Elements that a thread adds up at a time, at least."""
 
-DEVICE_CHUNK = 1 << 24
+MAX_PARTS = 16
+"""Parts of a matrix that are added up apart, each with sums of all columns."""
+
+DEVICE_PART = 1 << 24
 """Elements of a tensor on another device that are looked at at once, with some 700 MB of memory."""
 
 
@@ -53,6 +55,10 @@ class ErrorSums:
     """Sum of the squares of the errors, result minus reference."""
     error: float = 0.0
     """Sum of the errors."""
+    error_variance: float = 0.0
+    """Of that sum, estimated from the sums of the rows and of the columns: the errors of a product of two matrices are
+    not independent, because all of a row come from one row of the first and all of a column from one of the second
+    (two-way clusters: Cameron, Gelbach and Miller 2011, doi:10.1198/jbes.2010.07136)."""
     max_error: float = 0.0
     """Largest |error|: the one that is not a sum."""
 
@@ -62,12 +68,12 @@ class ErrorSums:
 
     def to_array(self) -> NDArray[np.float64]:
         """The same numbers as a row of float64, in the order of the fields."""
-        return np.array(dataclasses.astuple(self))
+        return np.array([getattr(self, name) for name in self.__slots__])
 
     @classmethod
     def pooled(cls, rows: ArrayLike) -> ErrorSums:
         """Those of all rows of `to_array` together, in the order of the rows; of a single one itself."""
-        table = np.asarray(rows, dtype=np.float64).reshape(-1, len(dataclasses.fields(cls)))
+        table = np.asarray(rows, dtype=np.float64).reshape(-1, len(cls.__slots__))
         *sums, _ = table.sum(axis=0).tolist()
         return cls(**dict(zip(cls.__slots__, [*sums, float(table[:, -1].max(initial=0.0))], strict=True)))
 
@@ -103,17 +109,23 @@ class ErrorSums:
 
     @property
     def bias(self) -> float | None:
-        """The mean error over its standard error, as if errors were independent: beyond 4 or so it is no chance.
+        """The mean error over its standard error: beyond 4 or so it is no chance; 0 without any error.
 
-        0 without any error; None of fewer than two compared positions, infinite where all have the same error.
+        Rows and columns of a result may each have an error of their own: few of them show little.
+        Results that are added are taken as independent.
         """
-        if self.num_compared < 2:  # noqa: PLR2004 - a spread takes two
+        if not self.num_compared:
             return None
-        mean = self.error / self.num_compared
-        variance = (self.error_squared - self.error * mean) / (self.num_compared - 1)
-        if variance > 0:
-            return mean / math.sqrt(variance / self.num_compared)
-        return math.copysign(math.inf, mean) if mean else 0.0
+        variance = max(self.error_variance, self.error_squared)
+        return self.error / math.sqrt(variance) if variance else 0.0
+
+    @property
+    def gain(self) -> float | None:
+        """What the reference is multiplied by in the result, by least squares: below 1 for rounding towards 0.
+
+        None where the reference is 0 everywhere.
+        """
+        return self.product / self.reference_squared if self.reference_squared else None
 
 
 def error_sums(
@@ -123,9 +135,10 @@ def error_sums(
 
     With a `rest` the result is the exact sum of the two, which are tensors of bfloat16 on a CPU.
 
-    Arrays or tensors of one shape, whose order is that of the reference's rows. Sums are float64, of blocks of 4,096
-    elements that are added up one after the other: the number of threads changes no bit. Tensors on another device stay
-    there. NaN and Inf are counted apart, whatever is in the other array; empty arrays add up to nothing.
+    Arrays or tensors of one shape: matrices, whose last dimension is that of the columns, or a single row. Sums are
+    float64, of at most 16 parts that are added up in their order: the number of threads changes no bit. Tensors on
+    another device stay there. NaN and Inf are counted apart, whatever is in the other array; empty arrays add up to
+    nothing.
 
     Raises:
         UsageError: the shapes differ.
@@ -136,46 +149,67 @@ def error_sums(
         raise UsageError(f"a result of shape {shapes[1]} has no errors against a reference of shape {shapes[0]}")
     if any(not isinstance(one, np.ndarray) and one.device.type != "cpu" for one in pair):
         return _device_sums(*pair)
-    want, got = _flat(pair[0]), _flat(pair[1]) if rest is None else _patterns(pair[1])
+    want, got = _rows(pair[0]), _rows(pair[1]) if rest is None else _patterns(pair[1])
     more = None if rest is None else _patterns(rest)
-    sums_BM = np.zeros((-(-want.size // BLOCK), len(ErrorSums.__slots__)))  # noqa: N806 - the letters of a shape
+    step = max(1, PART // max(1, want.shape[1]), -(-want.shape[0] // MAX_PARTS))
+    starts = range(0, want.shape[0], step)
+    columns_NC = np.zeros((len(starts), want.shape[1]))  # noqa: N806 - the letters of a shape
+    sums_NM = np.zeros((len(starts), len(ErrorSums.__slots__)))  # noqa: N806 - as above
 
-    def add(start: int) -> None:
-        part, blocks = slice(start, start + CHUNK), slice(start // BLOCK, (start + CHUNK) // BLOCK)
-        add_errors(want[part], got[part], None if more is None else more[part], sums_BM[blocks])
+    def add(number: int) -> None:
+        part = slice(starts[number], starts[number] + step)
+        own = None if more is None else more[part]
+        add_errors(want[part], got[part], own, columns_NC[number], sums_NM[number])
 
-    each(add, range(0, want.size, CHUNK), threads=None)
-    return ErrorSums.pooled(sums_BM)
+    each(add, range(len(starts)), threads=None)
+    return _with_columns(ErrorSums.pooled(sums_NM), columns_NC.sum(axis=0))
 
 
-def _flat(array: Any) -> NDArray[np.float32]:
-    """The elements in C order."""
+def _with_columns(sums: ErrorSums, columns: NDArray[np.float64]) -> ErrorSums:
+    """These with the part that columns have in the variance."""
+    return dataclasses.replace(sums, error_variance=sums.error_variance + float(columns @ columns))
+
+
+def _rows(array: Any) -> NDArray[np.float32]:
+    """The elements as a matrix in C order."""
     plain = array if isinstance(array, np.ndarray) else array_of(array)
-    return frozen(plain.astype(np.float32, copy=False), shape=(plain.size,))
+    return frozen(plain.astype(np.float32, copy=False), shape=_matrix_shape(plain.shape))
 
 
 def _patterns(tensor: Any) -> NDArray[np.uint16]:
     """The same of bfloat16, as it is."""
-    return frozen(array_of(tensor).view(np.uint16), shape=(tensor.numel(),))
+    return frozen(array_of(tensor).view(np.uint16), shape=_matrix_shape(tensor.shape))
+
+
+def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
 def _device_sums(reference: Any, result: Any) -> ErrorSums:
     """The same of tensors of which one at least is not in the CPU's memory; sums in the order of their device."""
-    rows = [sums.tolist() for sums in _chunk_sums(reference.detach().reshape(-1), result.detach().reshape(-1))]
-    return ErrorSums.pooled(rows)
-
-
-def _chunk_sums(reference: torch.Tensor, result: torch.Tensor) -> Iterator[torch.Tensor]:
     import torch
 
-    for want, got in zip(reference.split(DEVICE_CHUNK), result.to(reference.device).split(DEVICE_CHUNK), strict=True):
-        x, y = want.to(torch.float32).to(torch.float64), got.to(torch.float32).to(torch.float64)
-        is_finite = x.isfinite()
-        num_finite = is_finite.sum()
-        is_finite &= y.isfinite()
-        x, y = x.where(is_finite, 0.0), y.where(is_finite, 0.0)
-        errors, count = y - x, is_finite.sum()
-        largest = errors.abs().amax() if want.numel() else errors.sum()
-        counts = torch.tensor(want.numel(), device=x.device), count, num_finite - count
-        sums = x @ x, y @ y, x @ y, errors @ errors, errors.sum(), largest
-        yield torch.stack([one.to(torch.float64) for one in (*counts, *sums)])
+    shape = _matrix_shape(reference.shape)
+    num_rows = max(1, DEVICE_PART // max(1, shape[1]))
+    parts = [one.detach().reshape(shape).split(num_rows) for one in (reference, result.to(reference.device))]
+    columns = torch.zeros(shape[1], dtype=torch.float64, device=reference.device)
+    sums = [_part_sums(want, got, columns).tolist() for want, got in zip(*parts, strict=True)]
+    return _with_columns(ErrorSums.pooled(sums), columns.cpu().numpy())
+
+
+def _part_sums(want: torch.Tensor, got: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """What `add_errors` does, with operations of torch."""
+    import torch
+
+    x, y = want.to(torch.float32).to(torch.float64), got.to(torch.float32).to(torch.float64)
+    is_finite = x.isfinite()
+    num_finite = is_finite.sum()
+    is_finite &= y.isfinite()
+    x, y = x.where(is_finite, 0.0), y.where(is_finite, 0.0)
+    errors, count = y - x, is_finite.sum()
+    columns += errors.sum(0)
+    squared, largest = (errors * errors).sum(), errors.abs().amax() if want.numel() else errors.sum()
+    counts = torch.tensor(want.numel(), device=x.device), count, num_finite - count
+    sums = (x * x).sum(), (y * y).sum(), (x * y).sum(), squared, errors.sum()
+    variance = errors.sum(1).square().sum() - squared
+    return torch.stack([one.to(torch.float64) for one in (*counts, *sums, variance, largest)])
