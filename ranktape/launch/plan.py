@@ -10,6 +10,7 @@ The script runs for a few steps, as the launcher would run it, and is stopped th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -67,7 +68,7 @@ def command(
     if forecast is None:
         return
     if as_json:
-        say_json(forecast.to_json())
+        say_json(dataclasses.asdict(forecast))
     else:
         say("\n".join(forecast_lines(forecast, verbose=verbose)))
     sys.stdout.flush()
@@ -88,7 +89,7 @@ def _agree(capture: PlanningCapture, *, num_ranks: int | None, num_hosts: int) -
     from ranktape.capture.plans.planning import MEET_SECONDS
 
     rendezvous = capture.rendezvous
-    rendezvous.share("plan", json.dumps(capture.plan().to_json()))
+    rendezvous.share("plan", json.dumps(dataclasses.asdict(capture.plan())))
     forecast = None
     try:
         if capture.rank == 0:

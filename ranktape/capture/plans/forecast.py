@@ -6,22 +6,22 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.process import default_host_budget_nbytes
-from ranktape.capture.writing.counting import kept_nbytes, reduce_to
+from ranktape.capture.writing.counting import kept_as, kept_nbytes
 from ranktape.capture.writing.storing import COUNT_FROM_NBYTES
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.memory import nbytes_text
-from ranktape.storage.format.record_info import Keep, RecordInfo
+from ranktape.storage.format.record_info import Keep
 from ranktape.storage.recording import stack
 
 ARRAY_OBJECTS = 2
@@ -55,47 +55,37 @@ class Footprint:
 
 def footprint_of(headers: Sequence[tuple[bytes, int]], options: CaptureOptions) -> Footprint:
     """What tensors take whose headers are given, each with the bytes of its slot."""
-    tensors = [(*_infos_of(json.loads(header)), nbytes) for header, nbytes in headers]
-    kept = [info for _, info, _ in tensors]
-    largest, _, largest_nbytes = max(tensors, key=lambda one: one[2], default=(None, None, 0))
+    tensors = [(json.loads(header), nbytes) for header, nbytes in headers]
+    kept = [_kept_of(header) for header, _ in tensors]
+    largest, largest_nbytes = max(tensors, key=lambda one: one[1], default=(None, 0))
     return Footprint(
         num_tensors=len(tensors),
-        nbytes=sum(info.nbytes for info, _, _ in tensors),
-        staged_nbytes=sum(nbytes for _, _, nbytes in tensors),
-        stored_nbytes=sum(info.nbytes for info in kept),
+        nbytes=sum(_nbytes_of(header) for header, _ in tensors),
+        staged_nbytes=sum(nbytes for _, nbytes in tensors),
+        stored_nbytes=sum(one.nbytes for one in kept),
         num_objects=_num_arrays(kept, options) * ARRAY_OBJECTS + COMMIT_OBJECTS,
-        kept=dict(sorted(Counter(str(info.keep) for info in kept).items())),
-        largest="" if largest is None else _name_of(largest),
+        kept=dict(sorted(Counter(one.keep for one in kept).items())),
+        largest="" if largest is None else _name_of(**largest),
         largest_nbytes=largest_nbytes,
     )
 
 
-def _name_of(info: RecordInfo) -> str:
-    return f"{info.module or info.layer_type} {info.operation} {info.phase} {info.tensor_name}".strip()
+def _name_of(*, module: str, layer_type: str, operation: str, phase: str, tensor_name: str, **_: Any) -> str:
+    return f"{module or layer_type} {operation} {phase} {tensor_name}".strip()
 
 
-def _infos_of(header: dict[str, Any]) -> tuple[RecordInfo, RecordInfo]:
-    """What a tensor is, and what is kept of it."""
-    shape = tuple(header["shape"])
-    one = np.zeros(1, dtype=numpy_dtype(header["dtype"]))
-    known = {name: header[name] for name in RecordInfo.__dataclass_fields__ if name in header}
-    info = RecordInfo(
-        **{**known, "shape": shape, "keep": Keep.VALUES.value},
-        rank=0,
-        attempt=0,
-        nbytes=math.prod(shape) * one.itemsize,
-        overflow=measure(one, sample_dim=None),
-        checksum="",
-    )
-    keep = str(header.get("keep", Keep.VALUES.value))
-    # Of one value as of all of them it is known whether something else is kept.
-    if reduce_to(keep, one, info=info) is None:
-        return info, info
-    nbytes = kept_nbytes(keep, nbytes=info.nbytes, dtype=info.dtype, compute_dtype=info.compute_dtype)
-    return info, dataclasses.replace(info, keep=keep, nbytes=nbytes)
+def _nbytes_of(header: Mapping[str, Any]) -> int:
+    return int(math.prod(header["shape"])) * numpy_dtype(header["dtype"]).itemsize
 
 
-def _num_arrays(kept: Sequence[RecordInfo], options: CaptureOptions) -> int:
+def _kept_of(header: Mapping[str, Any]) -> Any:
+    """What a stack asks of the record that is kept of a tensor."""
+    about = {name: str(header[name]) for name in ("keep", "dtype", "compute_dtype")}
+    nbytes = kept_nbytes(nbytes=_nbytes_of(header), **about)
+    return SimpleNamespace(**{**header, "shape": tuple(header["shape"]), "keep": kept_as(**about), "nbytes": nbytes})
+
+
+def _num_arrays(kept: Sequence[Any], options: CaptureOptions) -> int:
     below = COUNT_FROM_NBYTES if options.policy == Policy.HISTOGRAM else stack.STACK_BELOW_NBYTES
     pending = stack.Pending()
     count = 0
@@ -159,13 +149,9 @@ class RankPlan:
     free_nbytes: int | None
     """Left in the store; None where nobody can know."""
 
-    def to_json(self) -> dict[str, Any]:
-        """A dictionary for JSON."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RankPlan:
-        """Rebuild what `to_json` wrote."""
+        """Rebuild what `dataclasses.asdict` made."""
         return cls(**{**document, "footprint": Footprint(**document["footprint"])})
 
 
@@ -203,10 +189,6 @@ class Forecast:
     """How much longer the training takes from the first captured iteration to the last, with waits for the store."""
     refusals: list[str]
     """Why it cannot work, each with the option to change; empty where it can."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A dictionary for JSON."""
-        return asdict(self)
 
 
 def make_forecast(

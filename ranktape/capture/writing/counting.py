@@ -80,17 +80,24 @@ def counted_dtype(dtype: str, compute_dtype: str) -> str | None:
     return compute_dtype if dtype in _WIDE and compute_dtype in _HALVES else None
 
 
+def kept_as(keep: str, *, dtype: str, compute_dtype: str) -> str:
+    """What is kept of a tensor of which `keep` is asked for: its values where nothing else can stand for them."""
+    is_countable = counted_dtype(dtype, compute_dtype) is not None
+    return Keep.VALUES.value if keep == Keep.HISTOGRAM and not is_countable else keep
+
+
 def kept_nbytes(keep: str, *, nbytes: int, dtype: str, compute_dtype: str) -> int:
     """Bytes of what is kept of a tensor whose values take `nbytes`, before it is packed.
 
     Of a histogram what it takes where the values are normally distributed: packed, as it always is, about a tenth
     of that.
     """
-    if keep == Keep.STATISTICS:
-        return 8 * len(STATISTICS)
-    if keep == Keep.HISTOGRAM and counted_dtype(dtype, compute_dtype) is not None:
-        num_cells = min(nbytes // numpy_dtype(dtype).itemsize, _TYPICAL_CELLS)
-        return _WORD_NBYTES * padded(NUM_CODES + 1 + len(BLOCK_AXES) * _CELL_WORDS * num_cells)
+    match kept_as(keep, dtype=dtype, compute_dtype=compute_dtype):
+        case Keep.STATISTICS:
+            return 8 * len(STATISTICS)
+        case Keep.HISTOGRAM:
+            num_cells = min(nbytes // numpy_dtype(dtype).itemsize, _TYPICAL_CELLS)
+            return _WORD_NBYTES * padded(NUM_CODES + 1 + len(BLOCK_AXES) * _CELL_WORDS * num_cells)
     return nbytes
 
 
