@@ -89,7 +89,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "trend": ("RUN", "RUN --metric METRICS,p37.5 --by layer_type", "RUN --summary", "RUN --summary --by rank"),
     "trace": ("RUN", "RUN --metric METRICS,p37.5", "RUN --sample b", "FOLDER"),
     "gradients": (*(f"RUN --show {part}" for part in ("ranges", "weights", "passes")), "RUN --by rank"),
-    "replay": ("RUN --rank 0", "RUN --rank 0 --by rank", "RUN --rank 0 --show unreplayable"),
+    "replay": ("RUN --rank 0", "RUN --rank 0 --by rank", "RUN --rank 0 --show unreplayable", "RUN --target-sqnr 18"),
     "compare": (
         "RUN OTHER",
         "RUN OTHER --by layer_type",

@@ -6,15 +6,18 @@ import dataclasses
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.identity import IDENTITY, SAMPLE, group_columns, group_row, key_column, with_stacks, words
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.parse import parse_recipes
+from ranktape.analyze.numerics.recipes.plan_file import write_plan
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
 from ranktape.analyze.replays.calls import LINEAR, calls_of
+from ranktape.analyze.replays.precision_plan import precision_plan
 from ranktape.analyze.replays.replayed import GROUP_FIELDS, RECORDED, replay_found
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError, nearest
@@ -23,6 +26,7 @@ from ranktape.storage.places.failures import printable
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.numerics.recipes.parse import RecipeWord
+    from ranktape.analyze.numerics.recipes.plan_file import PrecisionPlan
     from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.analyze.replays.calls import RecordedCalls
     from ranktape.analyze.replays.replayed import Replayed, ReplayedGroup
@@ -51,6 +55,13 @@ COLUMNS = (
 )
 """What is said of a group of products."""
 
+PLAN_COLUMNS = (
+    Column(name="recipe", kind=Kind.TEXT),
+    Column(name="bits", kind=Kind.FLOAT),
+    Column(name="speed_class", kind=Kind.INTEGER, head="speed class"),
+)
+"""What is said of a layer of a plan, before the figures of its products."""
+
 _PLACES = ("iteration", "rank", "microbatch", "call", "module")
 """The fields that say where the worst call is, unless rows are of one of them."""
 
@@ -68,6 +79,8 @@ def replay(
     product: str | Sequence[str] = (),
     by: Sequence[str] = (),
     show: Literal["products", "unreplayable"] = "products",
+    target_sqnr: str | None = None,
+    plan: Path | None = None,
     engine: Engine | None = None,
 ) -> Table:
     """What recipes would have done to the products of linear layers: computed again from the recorded operands.
@@ -82,19 +95,33 @@ def replay(
     bias is the mean error over its standard error: beyond 4 or so it is no chance, and adds up in gradients. The ratio
     of norms is that of gradients. What is not defined is missing.
 
+    With `target_sqnr` the answer is a precision plan: for each layer the cheapest of the recipes whose products all
+    hold, of all calls together; bf16 where none does. `plan` writes it to a file, for 'ranktape demo --quant-plan',
+    'fake_quantize' and 'ranktape export-plan'.
+
     Args:
         recipe (NAME): How operands are quantised: nvfp4, mxfp8, fp8_tensor, nvfp4_nvidia, or a .yaml file of recipes;
             repeatable, with commas between.
         product (NAME): Only these: output, grad_input, grad_weight.
         show: How far off products are, or which cannot be computed again, and why.
+        target_sqnr (DB): What the products of a layer are to hold, in dB: 18, or output=20,grad_weight=15.
+        plan (FILE): Where the precision plan goes; what is there is replaced.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         NoRecordsError: no record is of a linear layer, or no product can be computed again.
         StorageError: the store cannot be read.
         UnknownFieldError: `by` names no field of a call.
-        UsageError: a recipe or a product is not known, or samples are asked for that calls have together.
+        UsageError: a recipe or a product is not known, samples are asked for that calls have together, or options do
+            not go together.
     """
+    if target_sqnr is not None or plan is not None:
+        _check_plan_options(target_sqnr, given={"by": by, "product": product, "show": show != "products"})
+        assert target_sqnr is not None, "it was checked"
+        planned = precision_plan(records, recipe=recipe, target_sqnr=target_sqnr, engine=engine)
+        if plan is not None:
+            write_plan(planned, plan)
+        return _plan_table(planned)
     recipes, products = parse_recipes(recipe), words(product)
     for name in products:
         if name not in PRODUCTS:
@@ -117,6 +144,57 @@ def replay(
         ),
         notes=tuple(_notes(replayed, recipes, has_bias=any(group.exact.bias is not None for group in groups))),
         worst_first=_worst_first,
+    )
+
+
+def _check_plan_options(target_sqnr: str | None, *, given: Mapping[str, Any]) -> None:
+    if target_sqnr is None:
+        raise UsageError("--plan is of the plan for a target: give --target-sqnr 18, or another one")
+    for name in (name for name, value in given.items() if value):
+        raise UsageError(f"--{name} is of products, and --target-sqnr makes a plan of layers: leave one of the two out")
+
+
+def _plan_table(plan: PrecisionPlan) -> Table:
+    """A row for each layer of a plan."""
+    total = sum(one.multiply_adds or 0 for one in plan.modules)
+    products = list(plan.target_sqnr)
+    rows = [
+        (
+            printable(one.module),
+            one.recipe.name,
+            one.recipe.bits,
+            one.recipe.speed_class,
+            *(one.sqnr.get(product) for product in products),
+            *(one.worst_sqnr.get(product) for product in products),
+            one.multiply_adds / total if one.multiply_adds and total else None,
+            one.why,
+        )
+        for one in plan.modules
+    ]
+    shares = [f"{share:.1%} in {name}" for name, share in plan.multiply_adds.items()]
+    notes = [f"of all multiply-adds {', '.join(shares)}"] if shares else []
+    if shares:
+        notes.append(
+            f"{plan.mean_bits:.3g} bits an element; products in {plan.relative_gemm_time:.0%} of the time of bf16, "
+            "where hardware has the recipes, without what quantising takes"
+        )
+    notes.append("expected SQNR of all calls together, against the products of the recorded operands in float32")
+    target = ", ".join(f"{product} {decibels:g}" for product, decibels in plan.target_sqnr.items())
+    return Table(
+        title=f"cheapest recipes of {len(plan.modules)} linear layers that hold, in dB: {target}",
+        columns=(
+            key_column("module", is_detail=False),
+            *PLAN_COLUMNS,
+            *(Column(name=f"{one}.sqnr", kind=Kind.FLOAT, head=one, unit="dB") for one in products),
+            *(
+                Column(name=f"{one}.worst_sqnr", kind=Kind.FLOAT, head=f"{one}, worst call", unit="dB", is_detail=True)
+                for one in products
+            ),
+            Column(name="multiply_adds.ratio", kind=Kind.RATIO, head="multiply-adds"),
+            Column(name="why", kind=Kind.TEXT),
+        ),
+        rows=tuple(rows),
+        notes=tuple(notes),
     )
 
 

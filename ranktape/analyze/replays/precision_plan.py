@@ -1,0 +1,201 @@
+"""Picks for each linear layer the cheapest recipe whose products hold a target: the precision plan of a run."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from ranktape.analyze.numerics.recipes.parse import RecipeWord, parse_recipes
+from ranktape.analyze.numerics.recipes.plan_file import HIGH_PRECISION, PlannedModule, PrecisionPlan
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
+from ranktape.analyze.replays.call_tensors import CALL_FIELDS
+from ranktape.analyze.replays.computable import LinearTensors
+from ranktape.analyze.replays.replayed import Replayed, ReplayedGroup, replay_calls
+from ranktape.errors import NoRecordsError, UsageError, nearest
+from ranktape.storage.places.backend import without_credentials
+
+if TYPE_CHECKING:
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.numerics.error_sums import ErrorSums
+    from ranktape.analyze.replays.calls import RecordedCall
+    from ranktape.storage import Records
+
+Targets: TypeAlias = "str | float | Mapping[str, float]"
+"""A number of dB for all products, a text as `20` or `output=20,grad_weight=15`, or numbers by product."""
+
+
+def precision_plan(
+    records: Records,
+    *,
+    recipe: RecipeWord | Sequence[RecipeWord] = "nvfp4,mxfp8",
+    target_sqnr: Targets,
+    engine: Engine | None = None,
+) -> PrecisionPlan:
+    """The plan of the selected linear layers: for each the cheapest recipe whose products all hold the target.
+
+    Cheapest is the highest speed class, then the fewest bits, then the best SQNR. A layer that none of the recipes
+    holds stays in bf16, and so does one that nothing is known of; the plan says why. All calls of a layer count
+    together, over ranks and iterations, and what the worst one has is said beside it. A product that cannot be computed
+    again decides nothing.
+
+    Raises:
+        NoRecordsError: no linear layer is selected.
+        UsageError: a recipe is not known, or the target is none.
+        RanktapeError: as `replay_calls`.
+    """
+    recipes, targets = parse_recipes(recipe), parse_targets(target_sqnr)
+    replayed = replay_calls(records, recipes, products=list(targets), engine=engine)
+    return plan_of(replayed, recipes, target_sqnr=targets)
+
+
+def parse_targets(given: Targets) -> dict[str, float]:
+    """What is asked of each product, in dB; a product that is not named has to hold nothing.
+
+    Raises:
+        UsageError: it is no number, or names no product.
+    """
+    if isinstance(given, str) and "=" in given:
+        pairs = [part.partition("=")[::2] for part in given.split(",")]
+        named: dict[str, str | float] = {}
+        for name, number in pairs:
+            if name.strip() in named:
+                raise UsageError(f"target_sqnr {given!r:.60} has {name.strip()} twice: give it once")
+            named[name.strip()] = number
+    elif isinstance(given, Mapping):
+        named = {**given}
+    else:
+        named = dict.fromkeys(PRODUCTS, given)
+    for name in named:
+        if name not in PRODUCTS:
+            raise UsageError(f"target_sqnr names {name!r:.60}, which is no product: {nearest(name, PRODUCTS)}")
+    return {name: _decibels(named[name]) for name in PRODUCTS if name in named}
+
+
+def _decibels(number: str | float) -> float:
+    try:
+        found = math.nan if isinstance(number, bool) else float(number)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise UsageError(
+            f"target_sqnr has {number!r:.60}, which is no number of dB: give one, as 18, or output=20,grad_weight=15"
+        )
+    return found
+
+
+def plan_of(replayed: Replayed, recipes: Sequence[Recipe], *, target_sqnr: Mapping[str, float]) -> PrecisionPlan:
+    """The plan from products that were computed again by these recipes.
+
+    Raises:
+        NoRecordsError: there is no linear layer among them.
+    """
+    calls: defaultdict[str, list[RecordedCall]] = defaultdict(list)
+    for call in replayed.calls.calls:
+        calls[call.field("module")].append(call)
+    reasons = {one.key[CALL_FIELDS.index("module")]: one.reason for one in replayed.calls.left_out}
+    modules = [name for name in dict.fromkeys(_modules(replayed)) if name in calls or name in reasons]
+    if not modules:
+        raise NoRecordsError("no linear layer is selected, and a plan is one of linear layers: choose other filters")
+    groups: defaultdict[str, _Groups] = defaultdict(dict)
+    for group in replayed.groups(["module", "recipe", "product"]):
+        module, recipe, product = group.key.values()
+        groups[module].setdefault(recipe, {})[product] = group
+    tensors = LinearTensors(replayed.calls.records, tied=set())
+    planned = []
+    for name in modules:
+        if name not in calls:
+            planned.append(PlannedModule(module=name, recipe=HIGH_PRECISION, why=reasons[name]))
+            continue
+        own = [_Candidate.of(one, groups[name][one.name], replayed=replayed) for one in recipes]
+        computed = {one.name: replayed.calls.recipe_of(calls[name][0], one) for one in recipes}
+        planned.append(
+            _cheapest(
+                PlannedModule(
+                    module=name,
+                    recipe=HIGH_PRECISION,
+                    multiply_adds=sum(_multiply_adds(call, tensors=tensors) for call in calls[name]),
+                ),
+                [one for one in own if computed[one.recipe.name].products != HIGH_PRECISION.products],
+                targets=target_sqnr,
+            )
+        )
+    return PrecisionPlan(
+        modules=tuple(planned),
+        run=without_credentials(replayed.calls.records.reader.url),
+        target_sqnr=dict(target_sqnr),
+        candidates=tuple(one.name for one in recipes),
+    )
+
+
+_Groups: TypeAlias = "dict[str, dict[str, ReplayedGroup]]"
+"""Of one module by recipe and product."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A recipe that a layer may get."""
+
+    recipe: Recipe
+    sqnr: Mapping[str, float]
+    """Of all calls, by product; minus infinity where NaN or Inf came of finite operands."""
+    worst_sqnr: Mapping[str, float]
+    """Of the worst call."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, products: Mapping[str, ReplayedGroup], *, replayed: Replayed) -> _Candidate:
+        """What is known of it."""
+        return cls(
+            recipe=recipe,
+            sqnr={name: _sqnr(group.exact) for name, group in products.items()},
+            worst_sqnr={name: _sqnr(replayed.sums(group.worst)) for name, group in products.items()},
+        )
+
+    def shortage(self, targets: Mapping[str, float]) -> dict[str, float]:
+        """By how many dB each product misses its target; below zero where it holds."""
+        return {name: target - self.sqnr[name] for name, target in targets.items() if name in self.sqnr}
+
+
+def _sqnr(sums: ErrorSums) -> float:
+    found = sums.sqnr
+    return -math.inf if sums.num_lost or found is None else found
+
+
+def _cheapest(layer: PlannedModule, candidates: Sequence[_Candidate], *, targets: Mapping[str, float]) -> PlannedModule:
+    """The layer with the cheapest of the candidates that hold; in bf16 with the reason where none does."""
+    if not candidates:
+        return replace(layer, why="every recipe leaves it in bf16")
+    short = {one.recipe.name: one.shortage(targets) for one in candidates}
+    held = [one for one in candidates if max(short[one.recipe.name].values()) <= 0]
+    if not held:
+        nearest_one = min(candidates, key=lambda one: max(short[one.recipe.name].values()))
+        product = max(short[nearest_one.recipe.name], key=short[nearest_one.recipe.name].__getitem__)
+        has = f"{nearest_one.recipe.name} comes nearest, with {nearest_one.sqnr[product]:.2f} dB in {product}"
+        return replace(layer, why=f"no recipe holds {targets[product]:g} dB: {has}")
+    best = min(
+        held,
+        key=lambda one: (-one.recipe.speed_class, one.recipe.bits, max(short[one.recipe.name].values())),
+    )
+    return replace(layer, recipe=best.recipe, sqnr=best.sqnr, worst_sqnr=best.worst_sqnr)
+
+
+def _modules(replayed: Replayed) -> list[str]:
+    """In the order of the records, as often as they have some."""
+    found: list[str] = replayed.calls.records.column("module").tolist()
+    return found
+
+
+def _multiply_adds(call: RecordedCall, *, tensors: LinearTensors) -> int:
+    """Of the products of a call that were computed again."""
+    rows = call.rows
+    is_usual = tensors.layout(rows) == "OI"
+    # The dimension of the weight that the result of a product has and its first operand has not.
+    other = {"output": 0 if is_usual else -1, "grad_input": -1 if is_usual else -2}
+    total = 0
+    for product in call.products:
+        first, second = PRODUCTS[product]
+        width = tensors.shape(rows[second])[other.get(product, -1)]
+        total += math.prod(tensors.shape(rows[first])) * width
+    return total
