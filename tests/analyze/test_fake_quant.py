@@ -220,6 +220,27 @@ def test_stochastic_rounding_draws_anew_in_each_call_and_the_same_in_each_run() 
     assert not torch.equal(apart[2], calls[0][2])
 
 
+@pytest.mark.parametrize("inputs", [48, 50], ids=["whole", "filled up"])
+def test_a_rotation_of_both_operands_cancels_in_each_product(inputs: int) -> None:
+    """Without rounding worth the name, and with sums that are no multiple of the rotation: zeros fill them up."""
+    x, weight, bias = _leaves(torch.float32, 3, 7, inputs)
+    rotated = products_of(OperandRecipe(scheme="fp32"), rotations=dict.fromkeys(PRODUCTS, (16, 3)))
+    recipe = Recipe(name="rotated", source="", products=rotated)
+    found = _grads(lambda: quantized_linear(x, weight, bias, recipe=recipe), x, weight, bias)
+    expected = _grads(lambda: F.linear(x, weight, bias), x, weight, bias)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_options_of_quantize_reach_a_tensor_and_its_gradient() -> None:
+    x = torch.randn(32, 64, requires_grad=True)
+    grad = torch.randn(32, 64)
+    options: dict[str, Any] = {"block_size": (16, 16), "rounding": "stochastic", "seed": 3}
+    found = fake_quantize(x, forward="nvfp4", backward="nvfp4", **options)
+    _assert_bits((found.detach(),), (quantize(x, "nvfp4", warn=False, **options).values.float(),))
+    (found_grad,) = torch.autograd.grad(found, x, grad)
+    _assert_bits((found_grad,), (quantize(grad, "nvfp4", warn=False, **options).values.float(),))
+
+
 def test_two_uses_of_one_weight_add_up() -> None:
     x, weight, bias = _leaves()
     recipe = RECIPES["mxfp8_e5m2_grad"]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from ranktape.analyze.numerics.quantization.operand import quantized_values
-from ranktape.analyze.numerics.quantization.schemes import ScaleRule, Scaling, parse_scheme
+from ranktape.analyze.numerics.quantization.schemes import parse_scheme
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ranktape.analyze.numerics.quantization.plan import QuantizeOptions
     from ranktape.analyze.numerics.recipes.parse import RecipeWord
     from ranktape.analyze.numerics.recipes.plan_file import PrecisionPlan
 
@@ -29,16 +30,7 @@ def fake_quantize(
     *,
     forward: str | None = "mxfp8_e4m3",
     backward: str | None = None,
-    axis: int = -1,
-    scaling: Scaling | str | None = None,
-    block_size: int | tuple[int, int] | None = None,
-    scale_format: str | None = None,
-    scale_rule: ScaleRule | str | None = None,
-    four_over_six: bool = False,
-    rounding: str | None = None,
-    seed: int | None = None,
-    rotation: int = 0,
-    rotation_seed: int | None = None,
+    **options: Unpack[QuantizeOptions],
 ) -> torch.Tensor: ...
 def fake_quantize(x: Any, **options: Any) -> Any:
     """A tensor quantised, or a model whose linear layers compute with quantised operands.
@@ -74,7 +66,11 @@ def fake_quantize(x: Any, **options: Any) -> Any:
 
 
 def _fake_quantized(
-    x: torch.Tensor, *, forward: str | None = "mxfp8_e4m3", backward: str | None = None, **options: Any
+    x: torch.Tensor,
+    *,
+    forward: str | None = "mxfp8_e4m3",
+    backward: str | None = None,
+    **options: Unpack[QuantizeOptions],
 ) -> torch.Tensor:
     from ranktape.analyze.numerics.quantization.quantized_product import straight_through
 

@@ -55,7 +55,7 @@ class LinearOperands(NamedTuple):
     """What the three products of a linear layer are computed with."""
 
     x: Tensor
-    """The input, quantised for the forward product."""
+    """The input, quantised for the forward product; longer, where zeros fill up the runs of a rotation."""
     weight: Tensor
     """The weight, quantised likewise."""
     wide_x: Tensor
@@ -98,9 +98,8 @@ def linear_operands(x: Tensor, weight: Tensor, *, recipe: Recipe, draws: Draws) 
     wide_x, wide_weight = x.detach(), weight.detach()
     x_TI = wide_x.reshape(-1, wide_x.shape[-1])
     narrow_TI, narrow_OI = _narrow("output", x_TI, wide_weight, recipe=recipe, draws=draws)
-    return LinearOperands(
-        straight_through(x, narrow_TI.view(x.shape)), straight_through(weight, narrow_OI), wide_x, wide_weight
-    )
+    narrow_x = narrow_TI.view(*x.shape[:-1], narrow_TI.shape[-1])
+    return LinearOperands(straight_through(x, narrow_x), straight_through(weight, narrow_OI), wide_x, wide_weight)
 
 
 def linear_product(operands: LinearOperands, bias: Tensor | None = None, *, recipe: Recipe, draws: Draws) -> Tensor:
@@ -137,17 +136,25 @@ def _in_type(operand: QuantizedOperand, dtype: torch.dtype) -> Tensor:
     return (operand.values if factor == 1 else operand.values * factor).to(dtype)
 
 
+def _filled(grad: Tensor, num_zeros: int) -> Tensor:
+    """The gradient of an operand that is longer by so many zeros."""
+    return functional.pad(grad, (0, num_zeros)) if num_zeros else grad
+
+
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, on_gradient: Callable[[Tensor], Tensor] | None) -> Tensor:
-        ctx.on_gradient = on_gradient
+        ctx.on_gradient, ctx.shape = on_gradient, x.shape
         # A result that is the input would be the input with another history.
-        return values.view_as(x)
+        return values.view_as(values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] if ctx.on_gradient is None else ctx.on_gradient(grads[0]), None, None
+        grad = grads[0]
+        if grad.shape != ctx.shape:
+            grad = grad[..., : ctx.shape[-1]]
+        return grad if ctx.on_gradient is None else ctx.on_gradient(grad), None, None
 
 
 class _Product(torch.autograd.Function):
@@ -164,6 +171,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.recipe, ctx.draws, ctx.bias_dtype = recipe, draws, None if bias is None else bias.dtype
         ctx.save_for_backward(wide_x, wide_weight)
+        ctx.num_filled = x.shape[-1] - wide_x.shape[-1]
         with torch.autocast(x.device.type, enabled=False):
             return functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
@@ -177,10 +185,10 @@ class _Product(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 narrow_TO, narrow_IO = _narrow("grad_input", grad_TO, weight_OI.T, **how)
-                grad_x = (narrow_TO @ narrow_IO.T).view(x.shape)
+                grad_x = _filled((narrow_TO @ narrow_IO.T).view(x.shape), ctx.num_filled)
             if ctx.needs_input_grad[1]:
                 narrow_OT, narrow_IT = _narrow("grad_weight", grad_TO.T, x_TI.T, **how)
-                grad_weight = narrow_OT @ narrow_IT.T
+                grad_weight = _filled(narrow_OT @ narrow_IT.T, ctx.num_filled)
             if ctx.needs_input_grad[4]:
                 grad_bias = grad_TO.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, None, None, grad_bias, None, None
