@@ -16,19 +16,20 @@ from ranktape.analyze.numerics.matrix_products import difference_from, matrix_pr
 from ranktape.analyze.numerics.products import RECORDED, ProductError, replay_products
 from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operand
 from ranktape.analyze.numerics.quantization.quantizer import quantize
-from ranktape.analyze.numerics.recipes.operands import one_operand
+from ranktape.analyze.numerics.recipes.operands import one_operand, quantized_operands
 from ranktape.analyze.numerics.recipes.parse import parse_recipes
-from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, OperandRecipe, Recipe, products_of
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, OperandRecipe, ProductRecipe, Recipe, products_of
+from ranktape.analyze.numerics.recipes.table import RECIPES
 from ranktape.errors import UsageError
 
 Tensors = dict[str, torch.Tensor]
 
 TWIN = {
     "output": ("ti,oi->to", {"input": 1, "weight": 1}),
-    "grad_input": ("to,oi->ti", {"grad_output": 1, "weight": 0}),
-    "grad_weight": ("to,ti->oi", {"grad_output": 0, "input": 0}),
+    "grad_input": ("to,io->ti", {"grad_output": 1, "weight": 0}),
+    "grad_weight": ("ot,it->oi", {"grad_output": 0, "input": 0}),
 }
-"""Of each product the sum, and along which axis its operands have their blocks."""
+"""Of each product the sum over matrices whose rows are summed, and along which axis operands have their blocks."""
 
 
 def call(*, tokens: int = 96, inputs: int = 160, outputs: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensors:
@@ -52,24 +53,30 @@ def results(operands: Tensors) -> Tensors:
 def twin(operands: Tensors, product: str, recipe: Recipe | None) -> Any:
     """The product in float64 of operands as `quantize` leaves them, one by one."""
     equation, axes = TWIN[product]
-    sides = []
+    sides = {}
     for name, axis in axes.items():
-        matrix = operands[name].flatten(0, -2).double().numpy()
-        how = OperandRecipe() if recipe is None else recipe.products[product].operands[name]
-        if how.scheme is not None:
-            own_axis = 1 - axis if how.scaling == "channel" else axis
-            matrix = np.asarray(
-                quantize(matrix.astype("f4"), how.scheme, axis=own_axis, warn=False, **how.options).values, dtype="f8"
-            )
-        sides.append(matrix)
-    return np.einsum(equation, *sides)
+        matrix = operands[name].flatten(0, -2).float().numpy()
+        rows = matrix if axis else matrix.T
+        sides[name] = rows if recipe is None else quantised(rows, recipe.products[product], name, seed=recipe.seed)
+    return np.einsum(equation, *sides.values())
+
+
+def quantised(rows: Any, product: ProductRecipe, name: str, *, seed: int) -> Any:
+    how = product.operands[name]
+    options: dict[str, Any] = dict(how.options)
+    if how.is_stochastic:
+        options["seed"] = 3 * seed + ["input", "weight", "grad_output"].index(name)
+    if product.rotation:
+        options |= {"rotation": product.rotation, "rotation_seed": product.rotation_seed}
+    padding = -rows.shape[1] % (product.rotation or 1)
+    padded = np.pad(rows, ((0, 0), (0, padding))) * np.float32(how.prescale)
+    axis = 0 if how.scaling == "channel" else 1
+    values = quantize(padded, how.scheme, axis=axis, warn=False, **options).values if how.scheme else padded
+    return np.asarray(values, dtype=np.float64) / how.prescale
 
 
 def by_name(errors: list[ProductError]) -> dict[tuple[str, str], ProductError]:
     return {(one.product, one.recipe): one for one in errors}
-
-
-RECIPES = "bf16,fp8_tensor,int8_token,hif8,mxfp8,mxfp8_e5m2_grad,mxfp6,mxfp4,nvfp4"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -79,7 +86,7 @@ def test_errors_are_those_of_the_twin(
 ) -> None:
     monkeypatch.setattr(matrix_products, "SMALL", small)
     operands = call(dtype=dtype)
-    recorded, recipes = results(operands), parse_recipes(RECIPES)
+    recorded, recipes = results(operands), list(RECIPES.values())
     found = by_name(replay_products(operands, recipes, recorded=recorded))
     assert list(found) == [(product, name) for product in PRODUCTS for name in (RECORDED, *(r.name for r in recipes))]
     for product, wanted in recorded.items():
@@ -245,3 +252,26 @@ def test_operands_that_are_none_are_refused(change: Tensors, message: str) -> No
 def test_a_recorded_result_of_another_call_is_refused() -> None:
     with pytest.raises(UsageError, match="the recorded output has 5 elements and the product of its operands 6144"):
         replay_products(call(), parse_recipes("nvfp4"), recorded={"output": torch.zeros(5)})
+
+
+def test_the_mean_of_drawn_products_converges_and_that_of_rounded_ones_does_not() -> None:
+    """Of unbiased products the error of the mean of N is that of one over the root of N, at every N."""
+    operands = call()
+    exact = twin(operands, "grad_weight", None)
+    recipe = RECIPES["mxfp4_rht_sr"].products["grad_weight"]
+    even = {name: dataclasses.replace(operand, rounding=None) for name, operand in recipe.operands.items()}
+    errors = {}
+    for product in (recipe, dataclasses.replace(recipe, operands=even)):
+        sides = [operands[name].flatten(0, -2).T for name in PRODUCTS["grad_weight"]]
+        draws = [matrix_product(*quantized_operands(product, *sides, seed=seed)).double() for seed in range(64)]
+        means = {count: torch.stack(draws[:count]).mean(0).numpy() for count in (1, 4, 16, 64)}
+        errors[product is recipe] = {count: np.linalg.norm(mean - exact) for count, mean in means.items()}
+    for count, error in errors[True].items():
+        assert error * math.sqrt(count) == pytest.approx(errors[True][1], rel=0.15), count
+    assert errors[False][64] == pytest.approx(errors[False][1])
+    drawn = by_name(replay_products(operands, [dataclasses.replace(RECIPES["mxfp4_rht_sr"], draws=16)]))
+    sums = drawn["grad_weight", "mxfp4_rht_sr"].exact
+    assert sums.bias is not None
+    assert sums.gain is not None
+    assert abs(sums.bias) < 4
+    assert sums.gain == pytest.approx(1, abs=0.01)
