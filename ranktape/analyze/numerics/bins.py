@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.numerics.digest import finite
+from ranktape.analyze.numerics.digest import Digest, finite
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.numerics.formats import Format
 
 _LARGEST = float(np.finfo(np.float64).max)

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.numerics.digest import MAX_RANK_ERROR, Finite, finite
+from ranktape.analyze.numerics.digest import MAX_RANK_ERROR, Digest, Finite, finite
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from ranktape.analyze.numerics.digest import Digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

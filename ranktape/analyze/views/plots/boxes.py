@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ranktape.analyze.views.plots.axes import mark_limits, name_rows, scale_numbers, scale_powers
-from ranktape.analyze.views.plots.groups import groups_of, page_of
+from ranktape.analyze.views.plots.groups import Group, groups_of, page_of
 from ranktape.analyze.views.plots.style import HATCHES, INK, MAX_GROUPS, TEXT_SIZE, empty, name
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.views.plots.data import PlotData
-    from ranktape.analyze.views.plots.groups import Group
     from ranktape.analyze.views.plots.plot import Plot
 
 NOTE = (

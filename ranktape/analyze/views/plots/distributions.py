@@ -25,7 +25,7 @@ from ranktape.analyze.views.plots.axes import (
     scale_powers,
     scale_shares,
 )
-from ranktape.analyze.views.plots.groups import groups_of, page_of
+from ranktape.analyze.views.plots.groups import Group, groups_of, page_of
 from ranktape.analyze.views.plots.style import empty, key, name
 from ranktape.analyze.views.plots.tallies import LOWEST, binade_counts, exponents, filled
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.views.plots.data import PlotData
-    from ranktape.analyze.views.plots.groups import Group
     from ranktape.analyze.views.plots.plot import Plot
 
     Bins = tuple[NDArray[np.float64], NDArray[np.float64]]

@@ -22,7 +22,7 @@ from ranktape.analyze.views.plots.axes import (
     thinned,
     with_gap,
 )
-from ranktape.analyze.views.plots.groups import groups_of, page_of, pooled
+from ranktape.analyze.views.plots.groups import Group, groups_of, page_of, pooled
 from ranktape.analyze.views.plots.style import COLORS, INK, MARKS, key, name, say
 from ranktape.analyze.views.plots.tallies import sample_names
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.views.plots.data import PlotData
-    from ranktape.analyze.views.plots.groups import Group
     from ranktape.analyze.views.plots.plot import Plot
 
 MAX_MARKS, MAX_THICK = 40, 200

@@ -15,7 +15,7 @@ from ranktape.analyze.legacy.plots import draw_panels, draw_summary
 from ranktape.analyze.questions.swept import parse_jobs
 from ranktape.analyze.views.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from ranktape.analyze.views.plots.axes import lowest_decade, name_rows, scale_numbers, scale_shares, share_text
-from ranktape.analyze.views.plots.data import DEFAULT_FORMAT
+from ranktape.analyze.views.plots.data import DEFAULT_FORMAT, PlotData
 from ranktape.analyze.views.plots.groups import groups_of, page_of, pooled
 from ranktape.analyze.views.plots.style import INK, SMALL_SIZE, empty, key, name, plain, say
 from ranktape.errors import UsageError
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.plot import Plot
 
 

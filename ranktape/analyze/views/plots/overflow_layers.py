@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from matplotlib.lines import Line2D
 
 from ranktape.analyze.identity import LayerPlace, layer_places
-from ranktape.analyze.numerics.formats import BY_DTYPE, FORMATS
+from ranktape.analyze.numerics.formats import BY_DTYPE, FORMATS, Format
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.views.plots.axes import scale_layers, scale_shares, with_gap
 from ranktape.analyze.views.plots.lines import MAX_MARKS
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ranktape.analyze.numerics.formats import Format
     from ranktape.analyze.views.plots.data import PlotData
     from ranktape.analyze.views.plots.plot import Plot
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font, get_font_names
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -24,7 +24,6 @@ from ranktape.analyze.views.palette import BLACK, BLUE, DIVERGING, GREEN, GREY, 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
     from matplotlib.legend import Legend
     from numpy.typing import NDArray
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.identity import SAMPLE
+from ranktape.analyze.identity import SAMPLE, SampleName
 from ranktape.analyze.identity import sample_names as names_of_samples
 from ranktape.analyze.views.plots.style import plain
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.identity import SampleName
     from ranktape.analyze.numerics.digest import Digest
     from ranktape.storage import Records
 
